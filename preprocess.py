@@ -1,0 +1,185 @@
+"""Stage 2: groups of rollouts -> advantages -> packed micro-batches, in rounds of one per trainer rank.
+
+Reads queues/rollouts (from actor.py), writes queues/batches/rank_<r> (for train.py). Micro-batches are emitted as soon as
+they fill; a step ends when it has exactly `batch_size` samples. Samples that wait sit in a ring buffer; what it or the
+packing has to drop is counted by reason, and announced in queues/dropped.json so that the actor's gate can replace it.
+
+Alone, on a run directory that has rollouts: `python preprocess.py out/toy`. Deliberately absent: padding, threads.
+"""
+import random
+import sys
+import time
+from collections import Counter, deque
+from pathlib import Path
+
+import numpy as np
+
+import config as cfg
+from queues import Queue, notice, noticed
+
+FULL = 0.95  # a row this full is emitted before its step is complete
+
+
+def advantages(rewards, kind):
+    """Advantage of each rollout of one group, rewards [G] -> [G].
+
+    loo: r_i - mean of the others (leave-one-out, RLOO); mean: r_i - mean; mean_std: (r_i - mean) / (std + 1e-6) (GRPO);
+    none: r_i. A group of one has no baseline: its advantage is 0, except for none.
+    {1, 0, 0, 0} -> loo {1, -1/3, -1/3, -1/3}
+    """
+    r = np.asarray(rewards, dtype=np.float64)
+    if kind == "none":
+        return r
+    centred = r - r.mean() if len(r) > 1 else np.zeros_like(r)
+    if kind == "loo":
+        return centred * len(r) / max(len(r) - 1, 1)  # r_i - mean of the others = G/(G-1) (r_i - mean)
+    if kind == "mean":
+        return centred
+    if kind == "mean_std":
+        return centred / (r.std() + 1e-6)
+    raise ValueError(f"unknown advantage '{kind}'")
+
+
+def pack(lengths, capacity):
+    """Indices per micro-batch, every index once, no micro-batch over capacity: first-fit decreasing.
+
+    [5, 3, 2, 4], capacity 7 -> [[0, 2], [3, 1]]. Raises ValueError for a length that cannot fit.
+    """
+    rows, room = [], []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if lengths[i] > capacity:
+            raise ValueError(f"sample {i} has {lengths[i]} tokens, a row has {capacity}")
+        row = next((k for k, free in enumerate(room) if free >= lengths[i]), None)
+        if row is None:
+            row = len(rows)
+            rows.append([])
+            room.append(capacity)
+        rows[row].append(i)
+        room[row] -= lengths[i]
+    return rows
+
+
+def samples_of(group, kind):
+    """One group record of actor.py -> its samples, each a dict of arrays over its tokens [T] and of scalars."""
+    ends = np.cumsum(group["lengths"])
+    for i, advantage in enumerate(advantages(group["rewards"], kind)):
+        span = slice(ends[i] - group["lengths"][i], ends[i])
+        yield dict(tokens=group["tokens"][span], mask=group["mask"][span], logprobs=group["logprobs"][span], versions=group["versions"][span],
+                   advantage=advantage, reward=group["rewards"][i], success=group["successes"][i])
+
+
+def row_record(samples):
+    """Pack samples into one micro-batch record; no samples make an empty one (one masked token, so that ranks stay in step)."""
+    if not samples:
+        none = np.zeros(1, bool)
+        samples = [dict(tokens=np.zeros(1, np.int32), mask=none, logprobs=np.zeros(1, np.float32), versions=np.zeros(1, np.int32), advantage=0.0)]
+    lengths = [len(s["tokens"]) for s in samples]
+    # pure: all of the sequence was sampled by one version, so the engine's logprobs are of one forward pass
+    pure = [len(set(s["versions"][s["mask"]].tolist())) == 1 for s in samples]
+    return dict(
+        input_ids=np.concatenate([s["tokens"] for s in samples]).astype(np.int64),
+        position_ids=np.concatenate([np.arange(n) for n in lengths]),
+        sequence_ids=np.repeat(np.arange(len(samples)), lengths),
+        mask=np.concatenate([s["mask"] for s in samples]),
+        logprobs=np.concatenate([s["logprobs"] for s in samples]).astype(np.float32),
+        versions=np.concatenate([s["versions"] for s in samples]).astype(np.int64),
+        advantages=np.repeat([s["advantage"] for s in samples], lengths).astype(np.float32),
+        pure=np.repeat(pure, lengths),
+        rewards=np.array([s["reward"] for s in samples if "reward" in s], np.float32),
+        successes=np.array([s["success"] for s in samples if "reward" in s], np.float32),
+        samples=sum("reward" in s for s in samples))
+
+
+class Emitter:
+    """Collects the samples of one step and puts packed micro-batches to the ranks' queues, one round at a time."""
+
+    def __init__(self, config, queues):
+        self.config, self.queues = config, queues
+        self.step, self.taken, self.pending = 0, 0, []
+
+    def add(self, sample, **extra):
+        """Take one more sample of the current step; emits what is full, and everything when the step is complete."""
+        self.pending.append(sample)
+        self.taken += 1
+        done = self.taken == self.config.batch_size
+        tokens = sum(len(s["tokens"]) for s in self.pending)
+        if not done and tokens < 2 * self.config.row_tokens * len(self.queues):
+            return
+        rows = pack([len(s["tokens"]) for s in self.pending], self.config.row_tokens)
+        size = [sum(len(self.pending[i]["tokens"]) for i in row) for row in rows]
+        rows = [rows[k] for k in np.argsort(size)[::-1] if done or size[k] >= FULL * self.config.row_tokens]
+        ranks = len(self.queues)
+        if not done:
+            rows = rows[:len(rows) // ranks * ranks]  # whole rounds only
+        elif len(rows) % ranks:
+            rows += [[]] * (ranks - len(rows) % ranks)
+        for k in range(0, len(rows), ranks):
+            last = done and k + ranks == len(rows)
+            for queue, row in zip(self.queues, rows[k:k + ranks]):
+                queue.put(row_record([self.pending[i] for i in row]) | dict(step=self.step, last=last, **extra), self.config.stall_timeout)
+        sent = {i for row in rows for i in row}
+        self.pending = [s for i, s in enumerate(self.pending) if i not in sent]
+        if done:
+            self.step, self.taken = self.step + 1, 0
+
+
+def main(run_dir):
+    config = cfg.load(run_dir)
+    queues = Path(run_dir, "queues")
+    rollouts = Queue(queues / "rollouts")
+    emitter = Emitter(config, [Queue(queues / "batches" / f"rank_{r}", maxlen=1000) for r in range(config.trainers)])
+    ring, dropped, reported, gen_tok_s = deque(), Counter(), 0, 0.0
+    rng = random.Random(config.seed)
+    deadline = time.monotonic() + config.start_timeout
+    while not (trained := noticed(queues / "version.json")):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"preprocess: the trainer announced no version in {queues / 'version.json'} within {config.start_timeout:.0f} s")
+        time.sleep(0.05)
+    emitter.step = trained["version"]
+    print(f"preprocess: {config.trainers} ranks, rows of {config.row_tokens} tokens, from step {emitter.step}", flush=True)
+    phase = 0  # samples of the current generation phase that are shuffled into the ring's head (conventional RL only)
+    last_input = time.monotonic()
+    while emitter.step < config.steps:
+        # In: everything that has arrived, as far as the ring has room.
+        while len(ring) < config.ring or config.on_full == "drop_oldest":
+            try:
+                seq, group = rollouts.get(0.0 if ring else 0.02)
+            except TimeoutError:
+                break
+            last_input, gen_tok_s = time.monotonic(), group["gen_tok_s"]
+            for sample in samples_of(group, config.advantage):
+                if len(sample["tokens"]) > config.row_tokens:
+                    dropped["too_long"] += 1
+                else:
+                    ring.append(sample)
+            while len(ring) > config.ring:
+                ring.popleft()
+                dropped["ring_full"] += 1
+            rollouts.ack(seq)
+        if dropped.total() != reported:
+            reported = dropped.total()
+            notice(queues / "dropped.json", samples=reported, reasons=dropped)
+            print(f"preprocess: {reported} samples dropped so far: {dict(dropped)}", flush=True)
+        # Out: at most one step ahead of the trainer, so that the ring decides what it gets.
+        if emitter.step > noticed(queues / "version.json")["version"] + 1 or not ring:
+            if time.monotonic() - last_input > config.stall_timeout:
+                raise TimeoutError(f"preprocess: no rollouts in {rollouts.path} for {config.stall_timeout:.0f} s")
+            time.sleep(0.005)
+            continue
+        if config.conventional_g and not phase:
+            g = config.conventional_g
+            wanted = min(g - emitter.step % g, config.steps - emitter.step) * config.batch_size
+            if len(ring) < wanted:
+                continue
+            head = [ring.popleft() for _ in range(wanted)]
+            rng.shuffle(head)
+            ring.extendleft(reversed(head))
+            phase = wanted
+        sample = ring.popleft()
+        phase -= bool(phase)
+        emitter.add(sample, gen_tok_s=gen_tok_s, dropped=dropped.total())
+    print(f"preprocess: all {config.steps} steps emitted, dropped {dict(dropped)}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

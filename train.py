@@ -1,0 +1,294 @@
+"""Stage 3: packed micro-batches -> policy-gradient loss -> optimizer step -> new weights into the engines.
+
+One step: read micro-batches from queues/batches/rank_<r> until the one marked `last`, add up gradients, divide once by
+the number of samples, clip, step, send the weights (weights.py), announce the new version. Ranks read equal numbers of
+micro-batches, so FSDP2's collectives line up without any agreement between them.
+
+Alone, on a run directory that has queues to read: `python train.py out/toy`. More ranks: `accelerate launch ... train.py`.
+Deliberately absent: a Trainer class, callbacks, gradient accumulation settings (a step is a step, however it was packed).
+"""
+import json
+import os
+import random
+import shutil
+import sys
+import time
+import types
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict, StateDictOptions
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+import config as cfg
+from queues import Queue, notice, noticed
+from weights import Sender
+
+logging.disable_progress_bar()
+HEAD_CHUNK = 1024  # positions whose logits exist at once
+
+
+# ------------------------------------------------------------------------------------------------ the mathematics
+
+def head_logprobs(hidden, weight, targets, temperature):
+    """Logprobs and entropy of one chunk: hidden [C, D], weight [V, D], targets [C] -> ([C], [C]), in float32."""
+    logits = (hidden @ weight.T).float() / temperature  # [C, V]
+    logp = torch.log_softmax(logits, dim=-1)
+    return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+def token_logprobs(model, input_ids, position_ids, temperature):
+    """log p(token | tokens before it in its sequence) for one packed row, and the entropy of the distribution it came from.
+
+    input_ids, position_ids [T] -> (logprobs [T], entropy [T]), float32, both 0 at the row's first token. position_ids
+    restart at 0 with every sequence, which is what keeps sequences from seeing each other; the first token of a sequence
+    gets a meaningless value (it has no context) and must be masked out by the caller.
+    """
+    hidden = model.base_model(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False).last_hidden_state[0, :-1]  # [T-1, D]
+    weight, targets = model.get_output_embeddings().weight, input_ids[1:]
+    if len(targets) <= HEAD_CHUNK:
+        logprobs, entropy = head_logprobs(hidden, weight, targets, temperature)
+    else:  # the logits of a chunk are recomputed in the backward pass, so [T, V] never exists
+        parts = [checkpoint(head_logprobs, h, weight, t, temperature, use_reentrant=False)
+                 for h, t in zip(hidden.split(HEAD_CHUNK), targets.split(HEAD_CHUNK))]
+        logprobs, entropy = (torch.cat(x) for x in zip(*parts))
+    zero = logprobs.new_zeros(1)
+    return torch.cat([zero, logprobs]), torch.cat([zero, entropy])
+
+
+def policy_loss(kind, logprobs, behavior_logprobs, advantages, sequence_ids, config):
+    """Loss per token, to be summed over the tokens that were sampled and minimised.
+
+    All inputs [T]; logprobs under the policy being trained (pi), behavior_logprobs as the engine reported them (mu).
+    w = pi/mu is the importance weight; sg() stops the gradient.
+    reinforce: -sg(min(w, c)) A log pi, truncated importance sampling, PipelineRL eq. 5 (arXiv 2509.19128); c = config.clamp.
+    """
+    if kind == "reinforce":
+        weight = (logprobs - behavior_logprobs).exp().clamp(max=config.clamp).detach()
+        return -weight * advantages * logprobs
+    raise ValueError(f"unknown loss '{kind}'")
+
+
+def ess(ratios):
+    """Normalised effective sample size (sum w)^2 / (N sum w^2) of the unclipped importance weights w [N], in (0, 1]."""
+    return float(ratios.sum() ** 2 / (len(ratios) * (ratios ** 2).sum()))
+
+
+def learning_rate(config, step):
+    """Learning rate of optimizer step `step` (0-based): linear warm-up, then constant or linear down to 10%."""
+    rate = config.lr * min(1.0, (step + 1) / max(config.warmup_steps, 1))
+    return rate * (1 - 0.9 * step / config.steps) if config.lr_schedule == "linear" else rate
+
+
+# ------------------------------------------------------------------------------------------------ one micro-batch
+
+SUMS = "row_tokens tokens samples reward success loss entropy w w2 kl clipped lag mismatch mismatch_n".split()
+
+
+def micro_batch(model, record, version, config, device):
+    """Forward and loss of one micro-batch record of preprocess.py.
+
+    Returns the summed loss (a scalar to call backward on), its sums over tokens or samples in the order of SUMS, and
+    the largest lag of a trained token.
+    """
+    t = {k: torch.from_numpy(v).to(device) for k, v in record.items() if isinstance(v, np.ndarray)}
+    mask = t["mask"]  # [T] bool: tokens the engine sampled
+    logprobs, entropy = model.token_logprobs(t["input_ids"], t["position_ids"], config.temperature)
+    per_token = policy_loss(config.loss, logprobs, t["logprobs"], t["advantages"], t["sequence_ids"], config)
+    loss = torch.where(mask, per_token, 0.0).sum()
+    with torch.no_grad():
+        log_w = torch.where(mask, logprobs - t["logprobs"], 0.0)
+        w, lag = log_w.exp() * mask, (version - t["versions"]) * mask
+        # The engine's logprob is of this version's forward only if all of the sequence was: its KV cache may be older.
+        pure = mask & t["pure"] & (lag == 0)
+        sums = torch.stack([x.float().sum() for x in (
+            torch.ones_like(log_w) * (record["samples"] > 0), mask, torch.tensor(record["samples"]), t["rewards"], t["successes"], loss,
+            entropy * mask, w, w * w, (w - 1 - log_w) * mask, w > config.clamp, lag, log_w.abs() * pure, pure)])
+    return loss, sums, lag.max()
+
+
+# ------------------------------------------------------------------------------------------------ model, checkpoints
+
+def build(config, device, world):
+    """The policy: a Hugging Face causal LM with float32 master weights, sharded if there is more than one rank."""
+    model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32, attn_implementation="sdpa")
+    model.train()
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.token_logprobs = types.MethodType(token_logprobs, model)
+    if world > 1 or config.dtype != "float32":
+        mesh = dist.init_device_mesh(device.type, (world,))
+        precision = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
+        for layer in model.base_model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=precision)
+        fully_shard(model, mesh=mesh, mp_policy=precision)
+        register_fsdp_forward_method(model, "token_logprobs")
+    return model.to(device)
+
+
+def save(config, run_dir, model, optimizer, state, rank):
+    """Write checkpoints/step_XXXXXX: HF weights and tokenizer, and trainer/ with what resuming needs; drop old ones.
+
+    Collective over all ranks. Written under a temporary name and renamed, so a checkpoint is whole or absent.
+    """
+    final = Path(run_dir, "checkpoints", f"step_{state['version']:06d}")
+    temporary = final.with_name(final.name + ".tmp")
+    if rank == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    if dist.is_initialized():
+        dist.barrier()
+    weights, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": optimizer_state}, checkpoint_id=temporary / "trainer")
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if rank == 0:
+        dtype = getattr(torch, config.dtype)
+        model.save_pretrained(temporary, state_dict={k: v.to(dtype) for k, v in full.items()})
+        AutoTokenizer.from_pretrained(config.model).save_pretrained(temporary)
+        (temporary / "trainer" / "state.json").write_text(json.dumps(state))
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+        for old in sorted(final.parent.glob("step_*[0-9]"))[:-config.keep_last]:
+            shutil.rmtree(old)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def restore(run_dir, model, optimizer):
+    """Load the newest checkpoint into model and optimizer; returns its state, or that of a new run if there is none."""
+    newest = max(Path(run_dir, "checkpoints").glob("step_*[0-9]"), default=None)
+    if newest is None:
+        return {"version": 0, "samples": 0, "wall_s": 0.0}
+    weights, optimizer_state = get_state_dict(model, optimizer)
+    states = {"model": weights, "optimizer": optimizer_state}
+    dcp.load(states, checkpoint_id=newest / "trainer")
+    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    return json.loads((newest / "trainer" / "state.json").read_text())
+
+
+class Log:
+    """metrics.jsonl (one line a step or an evaluation), the live line, and wandb if asked for."""
+
+    def __init__(self, config, run_dir):
+        self.file, self.wandb = open(Path(run_dir, "metrics.jsonl"), "a"), None
+        if config.wandb != "off":
+            import wandb
+            self.wandb = wandb.init(project="pipeline-rl", name=config.run, config=vars(config), mode=config.wandb, dir=run_dir)
+
+    def write(self, line):
+        self.file.write(json.dumps({k: round(v, 6) if isinstance(v, float) else v for k, v in line.items()}) + "\n")
+        self.file.flush()
+        if self.wandb:
+            scores = {f"eval/{task}": x for task, x in line.get("eval", {}).items()}
+            self.wandb.log(scores or line, step=line["version"])
+
+
+def main(run_dir):
+    config = cfg.load(run_dir)
+    rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world > 1 or config.dtype != "float32":
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1"), os.environ.setdefault("MASTER_PORT", "0")
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world)
+    random.seed(config.seed), np.random.seed(config.seed), torch.manual_seed(config.seed)
+
+    model = build(config, device, world)
+    decay, plain = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() <= 1]
+    optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+                                  lr=config.lr, betas=(config.beta1, config.beta2))
+    state = restore(run_dir, model, optimizer)
+    queues = Path(run_dir, "queues")
+    batches, evals = Queue(queues / "batches" / f"rank_{rank}"), Queue(queues / "evals")
+    log = Log(config, run_dir) if rank == 0 else None
+    started = time.time() - state["wall_s"]
+
+    def drain_evals(wait_for=None, timeout=0.0):
+        """Move the actor's evaluation results into metrics.jsonl; wait for the one of version `wait_for` if given."""
+        while rank == 0:
+            try:
+                seq, line = evals.get(timeout)
+            except TimeoutError:
+                if wait_for is None:
+                    return
+                raise TimeoutError(f"train: the actor has not evaluated version {wait_for} within {timeout:.0f} s") from None
+            log.write(line | {"wall_s": line["wall_s"] - started})
+            print(f"eval: version {line['version']} | " + " | ".join(f"{k} {v:.3f}" for k, v in line["eval"].items()) + f" | {line['problems']} held-out problems", flush=True)
+            evals.ack(seq)
+            if line["version"] == wait_for:
+                return
+
+    sender = Sender(config, model, rank, device)
+    sender.send(state["version"])  # the engines start from the base model; after a resume they need these weights
+    if rank == 0:
+        notice(queues / "version.json", version=state["version"])
+        print(f"train: {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters on {world} x {device.type}, version {state['version']} is in the engines", flush=True)
+
+    while state["version"] < config.steps:
+        version, step_start = state["version"], time.time()
+        optimizer.zero_grad()
+        sums, lag_max, wait = torch.zeros(len(SUMS), device=device), torch.zeros((), device=device), 0.0
+        last = False
+        while not last:
+            before = time.time()
+            seq, record = batches.get(config.stall_timeout)
+            wait += time.time() - before
+            if record["step"] != version:
+                raise RuntimeError(f"train: record {seq} of {batches.path} is for step {record['step']}, this is step {version}: start over with --fresh")
+            loss, s, m = micro_batch(model, record, version, config, device)
+            (loss * world).backward()  # FSDP2 averages over ranks; the sum is wanted
+            sums, lag_max = sums + s, torch.maximum(lag_max, m.float())
+            batches.ack(seq)
+            last = record["last"]
+        if world > 1:
+            dist.all_reduce(sums)
+            dist.all_reduce(lag_max, op=dist.ReduceOp.MAX)
+        total = dict(zip(SUMS, sums.tolist()))
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad /= total["samples"]
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+        grad_norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, version)
+        optimizer.step()
+
+        state["version"] += 1
+        state["samples"] += int(total["samples"])
+        due = not config.conventional_g or state["version"] % config.conventional_g == 0 or state["version"] == config.steps
+        timing = sender.send(state["version"]) if due else {"sync_s": 0.0, "pause_s": 0.0}
+        if rank == 0:
+            notice(queues / "version.json", version=state["version"])
+        now = time.time()
+        state["wall_s"] = now - started
+        if rank == 0:
+            drain_evals()
+            n = max(total["tokens"], 1)
+            line = dict(
+                step=state["version"], version=state["version"], samples=state["samples"], tokens=int(total["row_tokens"]), wall_s=state["wall_s"],
+                reward=total["reward"] / total["samples"], success=total["success"] / total["samples"], loss=total["loss"] / total["samples"],
+                grad_norm=float(grad_norm), lr=optimizer.param_groups[0]["lr"], entropy=total["entropy"] / n,
+                ess=total["w"] ** 2 / (n * total["w2"]) if total["w2"] else 1.0, kl_behavior=total["kl"] / n,
+                mismatch=total["mismatch"] / total["mismatch_n"] if total["mismatch_n"] else None,
+                lag_mean=total["lag"] / n, lag_max=int(lag_max), clip_frac=total["clipped"] / n, dropped=record["dropped"],
+                train_tok_s=total["row_tokens"] / (now - step_start), gen_tok_s=record["gen_tok_s"], wait_data_s=wait, **timing)
+            log.write(line)
+            left = (config.steps - state["version"]) * (now - started) / state["version"]
+            print(f"step {state['version']}/{config.steps} | reward {line['reward']:.3f} | ess {line['ess']:.3f} | lag {line['lag_mean']:.1f}/{line['lag_max']} | "
+                  f"{line['train_tok_s'] / 1000:.1f}k tok/s | wait {100 * wait / (now - step_start):.0f}% | eta {left / 60:.1f}m", flush=True)
+        if state["version"] == config.steps or config.save_every and state["version"] % config.save_every == 0:
+            save(config, run_dir, model, optimizer, state, rank)
+    drain_evals(wait_for=config.steps, timeout=config.stall_timeout)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
