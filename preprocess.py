@@ -152,7 +152,7 @@ def main(run_dir):
                     dropped["too_long"] += 1
                 else:
                     ring.append(sample)
-            while len(ring) > config.ring:
+            while len(ring) > config.ring and config.on_full == "drop_oldest":
                 ring.popleft()
                 dropped["ring_full"] += 1
             rollouts.ack(seq)
@@ -170,6 +170,7 @@ def main(run_dir):
             g = config.conventional_g
             wanted = min(g - emitter.step % g, config.steps - emitter.step) * config.batch_size
             if len(ring) < wanted:
+                time.sleep(0.005)
                 continue
             head = [ring.popleft() for _ in range(wanted)]
             rng.shuffle(head)

@@ -74,14 +74,15 @@ trap 'stop_all' EXIT
 trap 'echo "run.sh: interrupted, stopping; the same command continues"; exit 130' INT
 trap 'echo "run.sh: terminated, stopping; the same command continues"; exit 143' TERM
 
-# ---- start: every process leads its own process group, so that its children die with it
+# ---- start: every process leads its own process group (set -m), so that its children die with it
+set -m
 while IFS=$'\t' read -r name command; do
   log="$run_dir/logs/$name.log"
   echo "== $(date '+%F %T') $command" >> "$log"
   case $name in
     prepare) bash -c "exec $command" 2>> "$log" || die "making the base model failed, see $log"; continue ;;
-    engine*) setsid bash -c "exec $command" >> "$log" 2>&1 & ;;
-    *) setsid bash -c "exec $command" > >(tee -a "$log" | sed -u "s/^/[$name] /") 2>> "$log" & ;;
+    engine*) bash -c "exec $command" >> "$log" 2>&1 & ;;
+    *) bash -c "exec $command" > >(tee -a "$log" | sed -u "s/^/[$name] /") 2>> "$log" & ;;
   esac
   pid_of[$name]=$!
   names+=("$name")

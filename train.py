@@ -182,7 +182,7 @@ class Log:
             self.wandb = wandb.init(project="pipeline-rl", name=config.run, config=vars(config), mode=config.wandb, dir=run_dir)
 
     def write(self, line):
-        self.file.write(json.dumps({k: round(v, 6) if isinstance(v, float) else v for k, v in line.items()}) + "\n")
+        self.file.write(json.dumps({k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in line.items()}) + "\n")
         self.file.flush()
         if self.wandb:
             scores = {f"eval/{task}": x for task, x in line.get("eval", {}).items()}
@@ -225,10 +225,27 @@ def main(run_dir):
             if line["version"] == wait_for:
                 return
 
+    def announce(version):
+        """Tell the other stages that every engine serves `version` now."""
+        return lambda: notice(queues / "version.json", version=version)
+
+    def next_record():
+        """The next micro-batch; meanwhile a failed weight update must not go unnoticed."""
+        deadline = time.monotonic() + config.stall_timeout
+        while True:
+            try:
+                return batches.get(1.0)
+            except TimeoutError:
+                sender.failed()
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"train: preprocess put no micro-batch into {batches.path} for {config.stall_timeout:.0f} s") from None
+
     sender = Sender(config, model, rank, device)
-    sender.send(state["version"])  # the engines start from the base model; after a resume they need these weights
+    sender.prepare()
+    sender.send(state["version"], announce(state["version"]))  # engines start from the base model; after a resume they need these weights
+    sender.wait()
+    line = None  # metrics of the last step, complete when its weight update is
     if rank == 0:
-        notice(queues / "version.json", version=state["version"])
         print(f"train: {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters on {world} x {device.type}, version {state['version']} is in the engines", flush=True)
 
     while state["version"] < config.steps:
@@ -238,15 +255,18 @@ def main(run_dir):
         last = False
         while not last:
             before = time.time()
-            seq, record = batches.get(config.stall_timeout)
+            seq, record = next_record()
             wait += time.time() - before
             if record["step"] != version:
                 raise RuntimeError(f"train: record {seq} of {batches.path} is for step {record['step']}, this is step {version}: start over with --fresh")
+            last = record["last"]
+            due = not config.conventional_g or (version + 1) % config.conventional_g == 0 or version + 1 == config.steps
+            if last and due:
+                sender.prepare()
             loss, s, m = micro_batch(model, record, version, config, device)
             (loss * world).backward()  # FSDP2 averages over ranks; the sum is wanted
             sums, lag_max = sums + s, torch.maximum(lag_max, m.float())
             batches.ack(seq)
-            last = record["last"]
         if world > 1:
             dist.all_reduce(sums)
             dist.all_reduce(lag_max, op=dist.ReduceOp.MAX)
@@ -262,10 +282,13 @@ def main(run_dir):
 
         state["version"] += 1
         state["samples"] += int(total["samples"])
-        due = not config.conventional_g or state["version"] % config.conventional_g == 0 or state["version"] == config.steps
-        timing = sender.send(state["version"]) if due else {"sync_s": 0.0, "pause_s": 0.0}
-        if rank == 0:
-            notice(queues / "version.json", version=state["version"])
+        timing = sender.wait()
+        if line:
+            log.write(line | timing)
+        if due:
+            sender.send(state["version"], announce(state["version"]))
+        elif rank == 0:
+            announce(state["version"])()
         now = time.time()
         state["wall_s"] = now - started
         if rank == 0:
@@ -278,13 +301,15 @@ def main(run_dir):
                 ess=total["w"] ** 2 / (n * total["w2"]) if total["w2"] else 1.0, kl_behavior=total["kl"] / n,
                 mismatch=total["mismatch"] / total["mismatch_n"] if total["mismatch_n"] else None,
                 lag_mean=total["lag"] / n, lag_max=int(lag_max), clip_frac=total["clipped"] / n, dropped=record["dropped"],
-                train_tok_s=total["row_tokens"] / (now - step_start), gen_tok_s=record["gen_tok_s"], wait_data_s=wait, **timing)
-            log.write(line)
+                train_tok_s=total["row_tokens"] / (now - step_start), gen_tok_s=record["gen_tok_s"], wait_data_s=wait)
             left = (config.steps - state["version"]) * (now - started) / state["version"]
             print(f"step {state['version']}/{config.steps} | reward {line['reward']:.3f} | ess {line['ess']:.3f} | lag {line['lag_mean']:.1f}/{line['lag_max']} | "
                   f"{line['train_tok_s'] / 1000:.1f}k tok/s | wait {100 * wait / (now - step_start):.0f}% | eta {left / 60:.1f}m", flush=True)
         if state["version"] == config.steps or config.save_every and state["version"] % config.save_every == 0:
             save(config, run_dir, model, optimizer, state, rank)
+    timing = sender.wait()
+    if line:
+        log.write(line | timing)
     drain_evals(wait_for=config.steps, timeout=config.stall_timeout)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -2,9 +2,11 @@
 
 One torch.distributed group joins trainer rank 0 and every engine worker (gloo, or NCCL between GPUs). An update v -> v+1:
 
-  1. POST /start_weight_update, /update_weights to every engine: a background thread of each worker starts receiving;
+  1. POST /start_weight_update, /update_weights to every engine: a background thread of each worker starts receiving
+     (during the trainer's last backward pass);
   2. all trainer ranks gather the parameters in one fixed order, rank 0 broadcasts them in flat buckets; decoding goes on;
-  3. POST /pause (requests are kept), /finish_weight_update (load, stamp version v+1), /resume: the only pause.
+  3. POST /pause (requests are kept), /finish_weight_update (load, stamp version v+1), /resume: the engines' only pause
+     (during the trainer's next forward pass).
 
 vLLM stays unmodified: `--worker-extension-cls weights.WorkerExtension` imports this file in its workers, which registers
 BroadcastEngine with vLLM's factory. Every wait has the deadline `sync_timeout`; its error says which engine, which call.
@@ -62,18 +64,20 @@ class Sender:
         self.backend = "nccl" if device.type == "cuda" and not shared_gpu else "gloo"
         self.device = device if self.backend == "nccl" else torch.device("cpu")
         if rank == 0:
-            self.pool = ThreadPoolExecutor(len(self.urls))
+            self.pool = ThreadPoolExecutor(len(self.urls))  # one call per engine at a time
+            self.control = ThreadPoolExecutor(1)  # the order of calls: arm, swap, arm, swap, ...
+            self.http = {url: requests.Session() for url in self.urls}
+            self.armed = self.swapped = None
             self._connect()
 
     def _post(self, url, path, deadline, **body):
         """One HTTP call; raises RuntimeError naming the engine, the call and what it answered."""
         try:
-            answer = requests.post(url + path, json=body, timeout=max(deadline - time.monotonic(), 0.1))
+            answer = self.http[url].post(url + path, json=body, timeout=max(deadline - time.monotonic(), 0.1))
         except requests.RequestException as e:
             raise RuntimeError(f"weights: engine {url} did not answer {path} within {self.config.sync_timeout:.0f} s ({type(e).__name__})") from None
         if answer.status_code != 200:
             raise RuntimeError(f"weights: engine {url} refused {path}: {answer.status_code} {answer.text[:500]}")
-        return answer
 
     def _all(self, path, **body):
         """The same call to every engine at once."""
@@ -109,23 +113,31 @@ class Sender:
             j.result()
         print(f"weights: {self.backend} group of {world} (trainer + {len(self.urls)} engines), in-flight updates with {'recomputed' if self.config.recompute_kv else 'stale'} KV cache", flush=True)
 
-    @torch.no_grad()
-    def send(self, version):
-        """Collective: bring the current weights into every engine as `version`. Returns seconds, {sync_s, pause_s}.
+    def prepare(self):
+        """Tell the engines, in the background, to get ready to receive; call it a little before `send`."""
+        if self.rank == 0:
+            named = [(n, list(p.shape)) for n, p in self.model.named_parameters()]
+            info = dict(names=[n for n, _ in named], shapes=[s for _, s in named], dtype=self.config.dtype, bucket_bytes=self.config.bucket_mb << 20)
 
-        sync_s: the whole update; pause_s: the part during which engines do not decode.
+            def arm():
+                self._all("/start_weight_update")
+                self._all("/update_weights", update_info=info)
+
+            self.armed = self.control.submit(arm)
+
+    @torch.no_grad()
+    def send(self, version, done):
+        """Collective: broadcast the current weights. Returns when they are sent; the swap goes on in the background, and
+        `done()` is called (in its thread) as soon as every engine serves `version`. `wait` joins it.
         """
         start = time.time()
-        parameters = list(self.model.named_parameters())
-        shapes = [list(p.shape) for _, p in parameters]
         if self.rank == 0:
-            self._all("/start_weight_update")
-            self._all("/update_weights", update_info=dict(names=[n for n, _ in parameters], shapes=shapes, dtype=self.config.dtype,
-                                                          bucket_bytes=self.config.bucket_mb << 20))
-        for first, last, elements in buckets(shapes, self.dtype.itemsize, self.config.bucket_mb << 20):
+            self.armed.result(2 * self.config.sync_timeout)
+        parameters = [p for _, p in self.model.named_parameters()]
+        for first, last, elements in buckets([p.shape for p in parameters], self.dtype.itemsize, self.config.bucket_mb << 20):
             flat = torch.empty(elements, dtype=self.dtype, device=self.device) if self.rank == 0 else None
             offset = 0
-            for _, p in parameters[first:last]:
+            for p in parameters[first:last]:
                 full = p.full_tensor() if hasattr(p, "full_tensor") else p  # the all-gather, on every rank in this order
                 if self.rank == 0:
                     flat[offset:offset + full.numel()].copy_(full.reshape(-1))
@@ -135,12 +147,30 @@ class Sender:
                     self.group.broadcast(flat, 0).wait(timedelta(seconds=self.config.sync_timeout))
                 except RuntimeError as e:
                     raise RuntimeError(f"weights: broadcast of version {version} to {', '.join(self.urls)} failed within {self.config.sync_timeout:.0f} s: {e}") from None
-        pause_start = time.time()
-        if self.rank == 0:
+        sent = time.time()
+
+        def swap():
+            pause = time.time()
             self._all(f"/pause?mode=keep&clear_cache={'true' if self.config.recompute_kv else 'false'}")
             self._all("/finish_weight_update", weight_version=str(version))
             self._all("/resume")
-        return {"sync_s": time.time() - start, "pause_s": time.time() - pause_start}
+            now = time.time()
+            done()
+            return {"sync_s": now - start, "send_s": sent - start, "pause_s": now - pause}
+
+        if self.rank == 0:
+            self.swapped = self.control.submit(swap)
+
+    def failed(self):
+        """Raise what went wrong in the background, if anything did."""
+        for future in (self.armed, self.swapped) if self.rank == 0 else ():
+            if future and future.done():
+                future.result()
+
+    def wait(self):
+        """Wait for the swap. Returns seconds: sync_s, the whole update; send_s, of it the trainer was blocked; pause_s, of
+        it the engines did not decode (at most: from the call to pause until the last one had resumed)."""
+        return self.swapped.result(4 * self.config.sync_timeout) if self.rank == 0 else {}
 
 
 # ------------------------------------------------------------------------------------------------ vLLM's side
@@ -223,6 +253,9 @@ if "vllm" in sys.modules:  # imported by a vLLM worker; the trainer does without
             initialize_layerwise_reload(self.model)
             self.model.load_weights(iter(self.received))
             finalize_layerwise_reload(self.model, self.model_config)
+            if self.device.type == "cpu" and self.model_config.hf_config.tie_word_embeddings:
+                # vLLM's CPU build computes with a packed copy of each weight; reloading renews all but a tied output head's
+                self.model.lm_head.quant_method.process_weights_after_loading(self.model.lm_head)
             self.received = []
 
         def shutdown(self):

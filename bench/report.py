@@ -43,10 +43,10 @@ def draw(run_dir, steps, evals):
     axes[1, 1].plot(column["step"], smooth(column["train_tok_s"]), label="trained (with prompts)")
     axes[1, 1].set(xlabel="step", title="tokens / s", ylim=(0, None))
     axes[1, 1].legend()
-    length = np.diff(column["wall_s"], prepend=column["wall_s"][0] - column["wall_s"][:2].ptp() if len(steps) > 1 else 0)
-    parts = [column["wait_data_s"], column["sync_s"] - column["pause_s"], column["pause_s"]]
+    length = column["tokens"] / column["train_tok_s"]
+    parts = [column["wait_data_s"], column["send_s"]]
     parts.append(np.maximum(length - sum(parts), 0))
-    axes[1, 2].stackplot(column["step"], [smooth(p) for p in parts], labels=["waiting for data", "sending weights", "engines paused", "training"], alpha=0.8)
+    axes[1, 2].stackplot(column["step"], [smooth(p) for p in parts], labels=["waiting for data", "sending weights", "training"], alpha=0.8)
     axes[1, 2].set(xlabel="step", title="the trainer's seconds per step", ylim=(0, None))
     axes[1, 2].legend(loc="upper right")
     for ax in axes.flat:
@@ -68,7 +68,7 @@ def summary(run_dir, steps, evals):
     yield f"lag            mean {mean('lag_mean'):.2f}, max {max(x['lag_max'] for x in steps)} versions; ess {mean('ess'):.3f}"
     yield f"versions       {100 * np.mean([s >= 2 for s in spans]):.0f}% of logged samples carry two or more, {100 * np.mean([s >= 3 for s in spans]):.0f}% three or more"
     yield f"tokens/s       {mean('gen_tok_s'):.0f} sampled, {mean('train_tok_s'):.0f} trained"
-    yield f"engines paused {100 * sum(x['pause_s'] for x in steps) / wall:.1f}% of the time; trainer waited {100 * sum(x['wait_data_s'] for x in steps) / wall:.0f}% for data, {100 * sum(x['sync_s'] for x in steps) / wall:.0f}% sending weights"
+    yield f"engines paused {100 * sum(x['pause_s'] for x in steps) / wall:.1f}% of the time; trainer waited {100 * sum(x['wait_data_s'] for x in steps) / wall:.0f}% for data, {100 * sum(x['send_s'] for x in steps) / wall:.0f}% sending weights"
     yield f"mismatch       {max(mismatch, default=float('nan')):.1e} nats at most ({len(mismatch)} steps had lag-0 samples); dropped {steps[-1]['dropped']}"
 
 

@@ -1,0 +1,116 @@
+"""What actor.py costs: its tokens/s against a bare client's, same vLLM server, same concurrency, alternating in one run.
+
+    python bench/generation.py [--rounds 3] [--seconds 15] [--concurrency 256]
+
+The bare client keeps `concurrency` requests in progress and reads only the number of tokens of each answer. The actor is the
+real process, with rewards, groups and queue. Also usable to see what an engine flag brings: --engine_args "--x y".
+"""
+import argparse
+import asyncio
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import requests
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import config as cfg
+from queues import Queue, notice
+from tasks import toy
+
+
+def start_engine(config, extra=()):
+    """Start the engine of a resolved config and wait until it is healthy; returns its process."""
+    _, env, command = cfg.placement(config, 0)[0]
+    log = open(Path(config.out, config.run, "logs", "engine0.log"), "w")
+    process = subprocess.Popen(command + list(extra), env=os.environ | env | {"PYTHONPATH": str(cfg.ROOT)}, stdout=log, stderr=log, cwd=cfg.ROOT, start_new_session=True)
+    deadline = time.time() + config.start_timeout
+    while True:
+        try:
+            if requests.get(f"http://{config.host}:{config.port}/health", timeout=5).ok:
+                return process
+        except requests.RequestException:
+            pass
+        if process.poll() is not None or time.time() > deadline:
+            raise RuntimeError(f"engine did not start, see {log.name}")
+        time.sleep(0.5)
+
+
+async def bare(config, prompts, seconds):
+    """Tokens/s of a client that does nothing but keep the server busy."""
+    url, tokens, stop = f"http://{config.host}:{config.port}/inference/v1/generate", 0, time.time() + seconds
+
+    async def worker(session, k):
+        nonlocal tokens
+        while time.time() < stop:
+            body = dict(token_ids=prompts[k % len(prompts)], sampling_params=dict(max_tokens=config.max_new_tokens, temperature=1.0, logprobs=0, stop_token_ids=[1], detokenize=False))
+            async with session.post(url, json=body) as answer:
+                n = len((await answer.json())["choices"][0]["token_ids"])
+            tokens += n if time.time() < stop else 0
+            k += config.concurrency
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2)) as session:
+        await asyncio.gather(*(worker(session, k) for k in range(config.concurrency)))
+    return tokens / seconds
+
+
+def through_actor(config, seconds):
+    """Tokens/s that arrive in queues/rollouts from the real actor process."""
+    run_dir = Path(config.out, config.run)
+    shutil.rmtree(run_dir / "queues", ignore_errors=True)
+    (run_dir / "queues").mkdir()
+    notice(run_dir / "queues" / "version.json", version=0)
+    process = subprocess.Popen([sys.executable, "actor.py", str(run_dir)], cwd=cfg.ROOT, stdout=subprocess.DEVNULL)
+    queue = Queue(run_dir / "queues" / "rollouts")
+    while not len(queue):
+        time.sleep(0.05)
+    time.sleep(2)
+    start = time.time()
+    time.sleep(seconds)
+    stop = time.time()
+    process.kill()
+    process.wait()
+    tokens = 0
+    while len(queue):
+        file = queue._file(0, queue.next_get.get(0, 0))
+        inside = start < file.stat().st_mtime <= stop
+        seq, record = queue.get(1.0)
+        tokens += int(record["mask"].sum()) * inside
+        queue.ack(seq)
+    return tokens / (stop - start)
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--seconds", type=float, default=15.0)
+    p.add_argument("--concurrency", type=int, default=256)
+    p.add_argument("--engine_args", default="")
+    a = p.parse_args()
+    config = cfg.resolve(cfg.parse(["toy", "--run", "bench-generation", "--concurrency", str(a.concurrency), "--max_lag", "1000000", "--eval_problems", "1", "--eval_every", "0"], 0), 0)
+    toy.make_model(config.model, config.seed)
+    cfg.write(config)
+    tokenizer = toy.make_tokenizer()
+    prompts = [tokenizer(p["prompt"])["input_ids"] for p in toy.problems("train", 0)]
+    engine = start_engine(config, shlex.split(a.engine_args))
+    try:
+        requests.post(f"http://{config.host}:{config.port}/update_weight_version", json={"new_version": "0"}).raise_for_status()
+        asyncio.run(bare(config, prompts, 5))  # warm-up
+        rates = [(asyncio.run(bare(config, prompts, a.seconds)), through_actor(config, a.seconds)) for _ in range(a.rounds)]
+    finally:
+        os.killpg(engine.pid, 9)
+    print(f"{'round':>8} {'bare tok/s':>12} {'actor tok/s':>12} {'ratio':>7}")
+    for i, (b, c) in enumerate(rates):
+        print(f"{i:>8} {b:>12.0f} {c:>12.0f} {c / b:>7.2f}")
+    b, c = np.mean(rates, axis=0)
+    print(f"{'mean':>8} {b:>12.0f} {c:>12.0f} {c / b:>7.2f}   ({config.concurrency} sequences in progress, toy model)")
+
+
+if __name__ == "__main__":
+    main()
