@@ -74,8 +74,8 @@ def row_record(samples):
         none = np.zeros(1, bool)
         samples = [dict(tokens=np.zeros(1, np.int32), mask=none, logprobs=np.zeros(1, np.float32), versions=np.zeros(1, np.int32), advantage=0.0)]
     lengths = [len(s["tokens"]) for s in samples]
-    # pure: all of the sequence was sampled by one version, so the engine's logprobs are of one forward pass
-    pure = [len(set(s["versions"][s["mask"]].tolist())) == 1 for s in samples]
+    # spans: versions that sampled the sequence; pure: just one, so the engine's logprobs are of one forward pass
+    spans = np.array([len(set(s["versions"][s["mask"]].tolist())) for s in samples])
     return dict(
         input_ids=np.concatenate([s["tokens"] for s in samples]).astype(np.int64),
         position_ids=np.concatenate([np.arange(n) for n in lengths]),
@@ -84,7 +84,8 @@ def row_record(samples):
         logprobs=np.concatenate([s["logprobs"] for s in samples]).astype(np.float32),
         versions=np.concatenate([s["versions"] for s in samples]).astype(np.int64),
         advantages=np.repeat([s["advantage"] for s in samples], lengths).astype(np.float32),
-        pure=np.repeat(pure, lengths),
+        pure=np.repeat(spans == 1, lengths),
+        spans=spans,
         rewards=np.array([s["reward"] for s in samples if "reward" in s], np.float32),
         successes=np.array([s["success"] for s in samples if "reward" in s], np.float32),
         samples=sum("reward" in s for s in samples))

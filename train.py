@@ -88,7 +88,7 @@ def learning_rate(config, step):
 
 # ------------------------------------------------------------------------------------------------ one micro-batch
 
-SUMS = "row_tokens tokens samples reward success loss entropy w w2 kl clipped lag mismatch mismatch_n".split()
+SUMS = "row_tokens tokens samples reward success loss entropy w w2 kl clipped lag mismatch mismatch_n versions_2 versions_3".split()
 
 
 def micro_batch(model, record, version, config, device):
@@ -109,7 +109,7 @@ def micro_batch(model, record, version, config, device):
         pure = mask & t["pure"] & (lag == 0)
         sums = torch.stack([x.float().sum() for x in (
             torch.ones_like(log_w) * (record["samples"] > 0), mask, torch.tensor(record["samples"]), t["rewards"], t["successes"], loss,
-            entropy * mask, w, w * w, (w - 1 - log_w) * mask, w > config.clamp, lag, log_w.abs() * pure, pure)])
+            entropy * mask, w, w * w, (w - 1 - log_w) * mask, w > config.clamp, lag, log_w.abs() * pure, pure, t["spans"] >= 2, t["spans"] >= 3)])
     return loss, sums, lag.max()
 
 
@@ -287,6 +287,8 @@ def main(run_dir):
             log.write(line | timing)
         if due:
             sender.send(state["version"], announce(state["version"]))
+            if device.type == "cpu":
+                sender.wait()  # engines share the cores: a trainer that went on would only prolong their pause
         elif rank == 0:
             announce(state["version"])()
         now = time.time()
@@ -301,7 +303,8 @@ def main(run_dir):
                 ess=total["w"] ** 2 / (n * total["w2"]) if total["w2"] else 1.0, kl_behavior=total["kl"] / n,
                 mismatch=total["mismatch"] / total["mismatch_n"] if total["mismatch_n"] else None,
                 lag_mean=total["lag"] / n, lag_max=int(lag_max), clip_frac=total["clipped"] / n, dropped=record["dropped"],
-                train_tok_s=total["row_tokens"] / (now - step_start), gen_tok_s=record["gen_tok_s"], wait_data_s=wait)
+                train_tok_s=total["row_tokens"] / (now - step_start), gen_tok_s=record["gen_tok_s"], wait_data_s=wait,
+                versions_2=total["versions_2"] / total["samples"], versions_3=total["versions_3"] / total["samples"])
             left = (config.steps - state["version"]) * (now - started) / state["version"]
             print(f"step {state['version']}/{config.steps} | reward {line['reward']:.3f} | ess {line['ess']:.3f} | lag {line['lag_mean']:.1f}/{line['lag_max']} | "
                   f"{line['train_tok_s'] / 1000:.1f}k tok/s | wait {100 * wait / (now - step_start):.0f}% | eta {left / 60:.1f}m", flush=True)

@@ -55,18 +55,17 @@ def draw(run_dir, steps, evals):
     figure.savefig(Path(run_dir, "report.png"), dpi=80)
 
 
-def summary(run_dir, steps, evals):
+def summary(steps, evals):
     """The numbers a run ends with, as printable lines."""
-    wall = steps[-1]["wall_s"] - 0
+    wall = steps[-1]["wall_s"]
     mismatch = [x["mismatch"] for x in steps if x["mismatch"] is not None]
-    spans = [len(json.loads(line)["versions"]) for line in Path(run_dir, "samples.jsonl").read_text().splitlines()]
     mean = lambda k: float(np.mean([x[k] for x in steps]))
     yield f"steps          {steps[-1]['step']}, {steps[-1]['samples']} samples in {wall / 60:.1f} min"
     for task in evals[0]["eval"] if evals else []:
         yield f"held-out {task:<5} {evals[0]['eval'][task]:.3f} (version {evals[0]['version']}) -> {evals[-1]['eval'][task]:.3f} (version {evals[-1]['version']}), {evals[-1]['problems']} problems"
     yield f"reward         {np.mean([x['reward'] for x in steps[:5]]):.3f} -> {np.mean([x['reward'] for x in steps[-5:]]):.3f} (first, last 5 steps)"
     yield f"lag            mean {mean('lag_mean'):.2f}, max {max(x['lag_max'] for x in steps)} versions; ess {mean('ess'):.3f}"
-    yield f"versions       {100 * np.mean([s >= 2 for s in spans]):.0f}% of logged samples carry two or more, {100 * np.mean([s >= 3 for s in spans]):.0f}% three or more"
+    yield f"versions       {100 * mean('versions_2'):.0f}% of the samples were sampled by two or more, {100 * mean('versions_3'):.1f}% by three or more"
     yield f"tokens/s       {mean('gen_tok_s'):.0f} sampled, {mean('train_tok_s'):.0f} trained"
     yield f"engines paused {100 * sum(x['pause_s'] for x in steps) / wall:.1f}% of the time; trainer waited {100 * sum(x['wait_data_s'] for x in steps) / wall:.0f}% for data, {100 * sum(x['send_s'] for x in steps) / wall:.0f}% sending weights"
     yield f"mismatch       {max(mismatch, default=float('nan')):.1e} nats at most ({len(mismatch)} steps had lag-0 samples); dropped {steps[-1]['dropped']}"
@@ -75,7 +74,7 @@ def summary(run_dir, steps, evals):
 def main(run_dir):
     steps, evals = read(run_dir)
     draw(run_dir, steps, evals)
-    print("\n".join(summary(run_dir, steps, evals)))
+    print("\n".join(summary(steps, evals)))
     print(f"picture        {Path(run_dir, 'report.png')}")
 
 
