@@ -89,9 +89,9 @@ class Config:
 
 
 # Tuned on 2 cores: sequences live longer than a step, so that most updates land in the middle of some.
-TOY = dict(task="toy", steps=260, batch_size=384, attempts=16, concurrency=256, max_new_tokens=40, max_model_len=128,
-           kv_cache_gb=1.0, enforce_eager=True, row_tokens=512, lr=4e-4, warmup_steps=5, lr_schedule="linear", beta2=0.95,
-           eval_every=65, save_every=130, max_lag=4, start_timeout=300.0, stall_timeout=300.0, request_timeout=120.0)
+TOY = dict(task="toy", steps=270, batch_size=448, attempts=16, concurrency=256, max_new_tokens=40, max_model_len=128,
+           kv_cache_gb=1.0, enforce_eager=True, row_tokens=512, lr=6e-4, warmup_steps=5, lr_schedule="linear", beta2=0.95,
+           eval_every=54, save_every=90, max_lag=4, start_timeout=300.0, stall_timeout=300.0, request_timeout=120.0)
 # The paper's headline run (arXiv 2509.19128, section 5).
 MATH = dict(task="maths", model="Qwen/Qwen2.5-7B", steps=1000, batch_size=1024, attempts=16, concurrency=64,
             max_new_tokens=8192, max_model_len=10240, row_tokens=16384, lr=1e-6, clamp=5.0, max_lag=1000000,

@@ -175,8 +175,12 @@ def restore(run_dir, model, optimizer):
 class Log:
     """metrics.jsonl (one line a step or an evaluation), the live line, and wandb if asked for."""
 
-    def __init__(self, config, run_dir):
-        self.file, self.wandb = open(Path(run_dir, "metrics.jsonl"), "a"), None
+    def __init__(self, config, run_dir, version):
+        path = Path(run_dir, "metrics.jsonl")
+        if path.exists():  # a continued run does again what was done after the checkpoint
+            lines = path.read_text().splitlines(keepends=True)
+            path.write_text("".join(x for x in lines if (line := json.loads(x))["version"] < version or line["version"] == version and "step" in line))
+        self.file, self.wandb = open(path, "a"), None
         if config.wandb != "off":
             import wandb
             self.wandb = wandb.init(project="pipeline-rl", name=config.run, config=vars(config), mode=config.wandb, dir=run_dir)
@@ -207,7 +211,7 @@ def main(run_dir):
     state = restore(run_dir, model, optimizer)
     queues = Path(run_dir, "queues")
     batches, evals = Queue(queues / "batches" / f"rank_{rank}"), Queue(queues / "evals")
-    log = Log(config, run_dir) if rank == 0 else None
+    log = Log(config, run_dir, state["version"]) if rank == 0 else None
     started = time.time() - state["wall_s"]
 
     def drain_evals(wait_for=None, timeout=0.0):

@@ -1,0 +1,107 @@
+"""The gate, the version stamps, the problem stream, and what the actor does when requests fail."""
+import asyncio
+import json
+from types import SimpleNamespace
+
+import aiohttp
+import numpy as np
+import pytest
+from aiohttp import web
+
+import config as cfg
+from actor import Actor, Problems, allowed_samples, token_versions
+from queues import Queue
+
+
+def test_gate_of_the_pipeline():
+    c = SimpleNamespace(conventional_g=0, max_lag=3, batch_size=10)
+    assert [allowed_samples(c, v) for v in (0, 1, 5)] == [40, 50, 90]
+    c.max_lag = 0  # synchronous: only the step being collected
+    assert [allowed_samples(c, v) for v in (0, 1, 2)] == [10, 20, 30]
+    # two fast updates seen at once give both credits
+    assert allowed_samples(c, 2) - allowed_samples(c, 0) == 20
+
+
+def test_gate_of_conventional_rl():
+    c = SimpleNamespace(conventional_g=4, max_lag=99, batch_size=10)
+    assert [allowed_samples(c, v) for v in range(10)] == [40] * 4 + [80] * 4 + [120] * 2
+
+
+def test_version_spans_become_token_stamps():
+    spans = [{"version": "2", "start": 0, "end": 3}, {"version": "3", "start": 3, "end": 5}]
+    assert token_versions(spans, 5).tolist() == [2, 2, 2, 3, 3]
+    with pytest.raises(ValueError, match="do not cover 6 tokens"):
+        token_versions(spans, 6)
+    with pytest.raises(ValueError):  # an engine that never heard from a trainer
+        token_versions([{"version": "default", "start": 0, "end": 5}], 5)
+
+
+def test_problem_stream_is_a_function_of_the_position():
+    stream = Problems(list(range(7)), seed=1)
+    drawn = [stream[i] for i in range(21)]
+    assert sorted(drawn[:7]) == sorted(drawn[7:14]) == list(range(7)) and drawn[:7] != drawn[7:14]
+    assert [Problems(list(range(7)), seed=1)[i] for i in (20, 3, 11)] == [drawn[20], drawn[3], drawn[11]]
+
+
+def with_fake_server(tmp_path, base_model, answer, attempts=4, **knobs):
+    """Run `group` once against a fake engine (time forbids breaking the real one on cue); returns the actor and its result."""
+    async def run():
+        calls = []
+
+        async def handle(request):
+            calls.append(await request.json())
+            return answer(len(calls), calls[-1])
+        app = web.Application()
+        app.router.add_post("/inference/v1/generate", handle)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        config = cfg.Config(model=str(base_model), attempts=attempts, engines=1, max_new_tokens=40, max_model_len=128, retries=1, **knobs)
+        (tmp_path / "queues").mkdir()
+        actor = Actor(config, tmp_path)
+        actor.urls = [f"http://127.0.0.1:{runner.addresses[0][1]}"]
+        actor.load = {actor.urls[0]: 0}
+        async with aiohttp.ClientSession() as actor.session:
+            missing = await actor.group(0, {"prompt": "ba=", "answer": "ab"})
+        await runner.cleanup()
+        return actor, missing, calls
+    return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def good(n, body):
+    """What the real server answers to a group's request: `ab` and the end, sampled by versions 4 and 5."""
+    content = [{"token_id": t, "logprob": -0.5} for t in (29, 30, 1)]
+    return web.json_response({"choices": [{"token_ids": [29, 30, 1], "finish_reason": "stop", "logprobs": {"content": content},
+                                           "weight_versions": [{"version": "4", "start": 0, "end": 2}, {"version": "5", "start": 2, "end": 3}]}]})
+
+
+def test_a_group_record_holds_what_the_engine_sampled(tmp_path, base_model):
+    actor, missing, calls = with_fake_server(tmp_path, base_model, good)
+    assert missing == 0 and len(calls) == 4
+    assert all(c["sampling_params"]["temperature"] == 1.0 and c["sampling_params"]["stop_token_ids"] == [1] for c in calls)
+    _, r = Queue(tmp_path / "queues" / "rollouts").get(0)
+    prompt = calls[0]["token_ids"]
+    assert r["tokens"].tolist() == (prompt + [29, 30, 1]) * 4 and r["lengths"].tolist() == [6] * 4
+    assert r["mask"].tolist() == [False] * 3 + [True] * 3 + ([False] * 3 + [True] * 3) * 3
+    assert r["versions"][:6].tolist() == [-1, -1, -1, 4, 4, 5] and r["logprobs"][:6].tolist() == [0, 0, 0, -0.5, -0.5, -0.5]
+    assert r["rewards"].tolist() == [1.0] * 4 and r["successes"].all()
+    shown = json.loads((tmp_path / "samples.jsonl").read_text().splitlines()[0])
+    assert shown["completion"] == "ab" and shown["versions"] == [[4, 0], [5, 2]]
+
+
+def test_failed_requests_are_tried_again(tmp_path, base_model):
+    actor, missing, calls = with_fake_server(tmp_path, base_model, lambda n, b: web.Response(status=500) if n <= 2 else good(n, b))
+    assert missing == 0 and len(calls) == 6 and actor.counts["retried"] == 2 and actor.counts["failed"] == 0
+
+
+def test_a_partial_group_is_trained_on_what_it_has(tmp_path, base_model):
+    actor, missing, calls = with_fake_server(tmp_path, base_model, lambda n, b: web.Response(status=500) if n <= 4 or n in (5, 6) else good(n, b))
+    assert missing == 2 and actor.counts["failed"] == 2
+    assert len(Queue(tmp_path / "queues" / "rollouts").get(0)[1]["lengths"]) == 2
+
+
+def test_a_lost_group_is_dropped_and_counted(tmp_path, base_model, capsys):
+    actor, missing, calls = with_fake_server(tmp_path, base_model, lambda n, b: web.Response(status=500))
+    assert missing == 4 and actor.counts["dropped_groups"] == 1 and len(actor.rollouts) == 0
+    assert "problem 0 dropped: 0 of 4 attempts came back" in capsys.readouterr().out

@@ -1,0 +1,92 @@
+"""Advantages, packing, and the rounds of micro-batches that a step is made of."""
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from preprocess import Emitter, advantages, pack, row_record, samples_of
+from queues import Queue
+
+
+def test_advantages_by_hand():
+    assert advantages([1, 0, 0, 0], "loo") == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
+    assert advantages([1, 0, 0, 0], "mean") == pytest.approx([0.75, -0.25, -0.25, -0.25])
+    assert advantages([1, 0, 0, 0], "mean_std") == pytest.approx(np.array([0.75, -0.25, -0.25, -0.25]) / 0.4330127, rel=1e-5)
+    assert advantages([1, 0, 0, 0], "none") == pytest.approx([1, 0, 0, 0])
+    assert advantages([2, 4, 9], "loo") == pytest.approx([2 - 6.5, 4 - 5.5, 9 - 3])
+    for kind in ("loo", "mean", "mean_std"):
+        assert advantages([0.7], kind) == pytest.approx([0])  # one sample: nothing to compare with
+        assert advantages([1, 1, 1], kind) == pytest.approx([0, 0, 0])
+    with pytest.raises(ValueError, match="unknown advantage"):
+        advantages([1, 0], "median")
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_packing_puts_every_index_in_one_row_within_capacity(seed):
+    rng = random.Random(seed)
+    capacity = rng.randint(10, 3000)
+    lengths = [min(capacity, max(1, int(rng.lognormvariate(4, 1)))) for _ in range(rng.randint(0, 400))]
+    rows = pack(lengths, capacity)
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    assert all(0 < sum(lengths[i] for i in row) <= capacity for row in rows)
+    assert len(rows) <= 2 * sum(lengths) / capacity + 1  # no two rows are half empty
+
+
+def test_packing_refuses_what_cannot_fit():
+    with pytest.raises(ValueError, match="sample 1 has 9 tokens, a row has 8"):
+        pack([3, 9], 8)
+
+
+def sample(n, reward=0.0, version=0):
+    return dict(tokens=np.arange(n, dtype=np.int32), mask=np.arange(n) >= 2, logprobs=np.zeros(n, np.float32),
+                versions=np.where(np.arange(n) >= 2, version, -1).astype(np.int32), advantage=reward, reward=reward, success=reward >= 1)
+
+
+def test_a_row_record_keeps_tokens_and_their_stamps_together():
+    a, b = sample(4, 1.0, 3), sample(5, 0.0, 4)
+    b["versions"][-1] = 5
+    r = row_record([a, b])
+    assert r["input_ids"].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4] and r["position_ids"].tolist() == r["input_ids"].tolist()
+    assert r["sequence_ids"].tolist() == [0] * 4 + [1] * 5 and r["mask"].tolist() == [False, False, True, True] + [False, False, True, True, True]
+    assert r["versions"].tolist() == [-1, -1, 3, 3, -1, -1, 4, 4, 5]
+    assert r["pure"].tolist() == [True] * 4 + [False] * 5 and r["spans"].tolist() == [1, 2]
+    assert r["advantages"].tolist() == [1] * 4 + [0] * 5 and r["samples"] == 2
+    empty = row_record([])
+    assert empty["samples"] == 0 and not empty["mask"].any() and len(empty["rewards"]) == 0
+
+
+@pytest.mark.parametrize("ranks,seed", [(1, 0), (2, 1), (3, 2), (4, 3)])
+def test_steps_are_whole_ranks_get_equal_numbers_and_nothing_is_lost(tmp_path, ranks, seed):
+    rng = random.Random(seed)
+    config = SimpleNamespace(batch_size=40, row_tokens=64, stall_timeout=5)
+    queues = [Queue(tmp_path / f"rank_{r}") for r in range(ranks)]
+    emitter, sent = Emitter(config, queues), []
+    for i in range(120):
+        s = sample(rng.randint(3, 60), reward=float(i))
+        sent.append(len(s["tokens"]))
+        emitter.add(s)
+    rewards, lengths = [], []
+    for step in range(3):
+        counts, trained = [], 0
+        for q in queues:
+            n, last = 0, False
+            while not last:
+                seq, r = q.get(0)
+                q.ack(seq)
+                assert r["step"] == step and len(r["input_ids"]) <= 64
+                n, last, trained = n + 1, r["last"], trained + r["samples"]
+                rewards += r["rewards"].tolist()
+                lengths += np.bincount(r["sequence_ids"]).tolist() if r["samples"] else []
+            counts.append(n)
+        assert len(set(counts)) == 1 and trained == 40
+    assert sorted(rewards) == [float(i) for i in range(120)] and sorted(lengths) == sorted(sent)
+    assert all(len(q) == 0 for q in queues)
+
+
+def test_groups_are_cut_back_into_their_samples():
+    group = dict(tokens=np.arange(7), mask=np.arange(7) > 1, logprobs=np.zeros(7), versions=np.zeros(7, int), lengths=np.array([3, 4]),
+                 rewards=np.array([1.0, 0.0]), successes=np.array([True, False]))
+    a, b = samples_of(group, "loo")
+    assert a["tokens"].tolist() == [0, 1, 2] and b["tokens"].tolist() == [3, 4, 5, 6]
+    assert (a["advantage"], b["advantage"]) == (1.0, -1.0)

@@ -1,0 +1,96 @@
+"""The filesystem queue: order, acknowledgement, interrupted and several writers, garbage."""
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from queues import Queue, notice, noticed
+
+
+def test_a_record_comes_back_as_it_went_in(tmp_path):
+    q = Queue(tmp_path / "q")
+    arrays = {"ids": np.arange(5, dtype=np.int32), "mask": np.array([True, False]), "empty": np.zeros(0, np.float32)}
+    assert q.put(arrays | {"name": "a", "n": 3, "nested": {"x": [1, None]}}) == 0
+    seq, record = q.get()
+    assert seq == 0 and record["name"] == "a" and record["n"] == 3 and record["nested"] == {"x": [1, None]}
+    for k, v in arrays.items():
+        assert record[k].dtype == v.dtype and np.array_equal(record[k], v)
+
+
+def test_order_ack_and_deletion(tmp_path):
+    q = Queue(tmp_path / "q")
+    assert [q.put({"i": i}) for i in range(12)] == list(range(12))
+    assert len(q) == 12
+    for i in range(7):
+        seq, record = q.get()
+        assert record["i"] == i
+        if i != 3:
+            q.ack(seq)
+    assert len(q) == 6 and len(list((tmp_path / "q").rglob("*.npz"))) == 6
+    later = Queue(tmp_path / "q")  # a restarted reader sees again what was not acknowledged, in order
+    assert [later.get()[1]["i"] for _ in range(6)] == [3, 7, 8, 9, 10, 11]
+
+
+def test_two_writers_do_not_collide_and_keep_their_own_order(tmp_path):
+    def write(name):
+        q = Queue(tmp_path / "q")
+        for i in range(50):
+            q.put({"writer": name, "i": i})
+    threads = [threading.Thread(target=write, args=(n,)) for n in "ab"]
+    [t.start() for t in threads]
+    reader, seen, seqs = Queue(tmp_path / "q"), {"a": [], "b": []}, set()
+    for _ in range(100):
+        seq, record = reader.get(10)
+        seen[record["writer"]].append(record["i"])
+        seqs.add(seq)
+        reader.ack(seq)
+    assert seen == {"a": list(range(50)), "b": list(range(50))} and len(seqs) == 100 and len(reader) == 0
+
+
+def test_a_writer_killed_in_the_middle_leaves_no_half_record(tmp_path):
+    code = ("import sys, os, numpy as np; sys.path.insert(0, '.')\nimport queues\nq = queues.Queue(sys.argv[1])\nq.put({'i': 0})\n"
+            "os.rename = lambda *a: os.kill(os.getpid(), 9)\nq.put({'i': 1, 'x': np.zeros(100000)})")
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "q")])
+    assert done.returncode == -9 and list((tmp_path / "q").rglob("*.tmp"))
+    again = Queue(tmp_path / "q")
+    again.put({"i": 2})  # the restarted writer
+    assert [again.get(1)[1]["i"] for _ in range(2)] == [0, 2]
+    with pytest.raises(TimeoutError):
+        again.get(0)
+
+
+def test_garbage_is_named_skipped_and_counted(tmp_path, capsys):
+    q = Queue(tmp_path / "q")
+    for i in range(3):
+        q.put({"i": i})
+    bad = tmp_path / "q" / "0000" / "0000000001.npz"
+    bad.write_bytes(bad.read_bytes()[:40])
+    assert [q.get(1)[1]["i"] for _ in range(2)] == [0, 2]
+    assert q.skipped == 1 and str(bad) in capsys.readouterr().out and bad.with_suffix(".bad").exists()
+
+
+def test_pickles_are_refused(tmp_path):
+    q = Queue(tmp_path / "q")
+    q.put({"i": 0})
+    np.savez(open(tmp_path / "q" / "0000" / "0000000000.npz", "wb"), json=np.array([{"evil": print}], dtype=object), allow_pickle=True)
+    with pytest.raises(TimeoutError):
+        q.get(0)
+    assert q.skipped == 1
+
+
+def test_full_and_empty_waits_end_with_an_error_that_names_the_queue(tmp_path):
+    q = Queue(tmp_path / "q", maxlen=1)
+    q.put({})
+    with pytest.raises(TimeoutError, match=f"{tmp_path / 'q'} has been full"):
+        q.put({}, timeout=0.05)
+    q.get()
+    with pytest.raises(TimeoutError, match=f"{tmp_path / 'q'} gave nothing"):
+        q.get(timeout=0.05)
+
+
+def test_notices(tmp_path):
+    assert noticed(tmp_path / "v.json") == {}
+    notice(tmp_path / "v.json", version=3)
+    assert noticed(tmp_path / "v.json") == {"version": 3}

@@ -1,0 +1,117 @@
+"""The whole thing, as a user runs it: real vLLM, real processes, real kills. Asserts what a run leaves behind."""
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import ROOT
+
+KEYS = ("step version samples tokens wall_s reward success loss grad_norm lr entropy ess kl_behavior mismatch lag_mean lag_max clip_frac dropped "
+        "train_tok_s gen_tok_s wait_data_s sync_s pause_s").split()
+
+
+def command(out, name, port, *knobs):
+    return ["bash", "run.sh", "toy", "--out", str(out), "--run", name, "--port", str(port), "--eval_problems", "64", *map(str, knobs)]
+
+
+def leftovers(out):
+    """Processes that still have this output directory in their command line, or the engine of one."""
+    found = []
+    for p in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = p.read_bytes().replace(b"\0", b" ").decode()
+            environment = p.with_name("environ").read_bytes()
+        except OSError:
+            continue
+        if str(out) in line or f"RUN_MARK={out}".encode() in environment:
+            found.append((p.parent.name, line))
+    return found
+
+
+def run(out, name, port, *knobs, timeout=400):
+    return subprocess.run(command(out, name, port, *knobs), cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=os.environ | {"RUN_MARK": str(out)})
+
+
+def metrics(run_dir):
+    lines = [json.loads(x) for x in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [x for x in lines if "step" in x], [x for x in lines if "eval" in x]
+
+
+def test_the_pipeline_end_to_end(tmp_path, base_model):
+    done = run(tmp_path, "t", 8710, "--steps", 12, "--batch_size", 256, "--save_every", 5, "--keep_last", 1)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run_dir = tmp_path / "t"
+    steps, evals = metrics(run_dir)
+    assert [x["step"] for x in steps] == list(range(1, 13)) and all(set(KEYS) <= set(x) for x in steps)
+    assert [x["samples"] for x in steps] == [256 * i for i in range(1, 13)]
+    assert all(0 <= x["lag_mean"] <= x["lag_max"] <= 12 and 0 < x["ess"] <= 1.0001 and 0 <= x["reward"] <= 1 and x["dropped"] == 0 for x in steps)
+    assert all(np.isfinite([v for v in x.values() if v is not None]).all() for x in steps)
+    # lag-0 tokens: the trainer's logprobs are the engine's, float32 rounding apart
+    mismatch = [x["mismatch"] for x in steps if x["mismatch"] is not None]
+    assert steps[0]["mismatch"] is not None and max(mismatch) < 1e-3
+    # weights really go in while sequences are being sampled
+    assert sum(x["versions_2"] for x in steps) > 0.2 and max(x["lag_max"] for x in steps) >= 1
+    assert [e["version"] for e in evals][0] == 0 and evals[-1]["version"] == 12 and evals[-1]["problems"] == 64
+    assert "step 12/12 | reward" in done.stdout and "held-out toy" in done.stdout
+    samples = [json.loads(x) for x in (run_dir / "samples.jsonl").read_text().splitlines()]
+    assert samples and all(s["reward"] == float(s["finished"] and s["completion"] == s["answer"]) for s in samples)
+    assert (run_dir / "report.png").stat().st_size > 10000 and json.loads((run_dir / "config.json").read_text())["config"]["steps"] == 12
+    assert {p.name for p in (run_dir / "checkpoints").iterdir()} == {"step_000012"}
+    assert list((run_dir / "queues" / "batches").rglob("*.npz")) == []
+    # the checkpoint is a Hugging Face model, different from the base model
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    trained, base = (AutoModelForCausalLM.from_pretrained(p) for p in (run_dir / "checkpoints" / "step_000012", base_model))
+    assert not torch.equal(trained.lm_head.weight, base.lm_head.weight)
+    assert AutoTokenizer.from_pretrained(run_dir / "checkpoints" / "step_000012")("ab=")["input_ids"] == AutoTokenizer.from_pretrained(base_model)("ab=")["input_ids"]
+    assert leftovers(tmp_path) == []
+
+
+def test_max_lag_0_is_synchronous_on_two_fsdp_ranks(tmp_path, base_model):
+    done = run(tmp_path, "s", 8720, "--steps", 4, "--batch_size", 64, "--max_lag", 0, "--trainers", 2, "--recompute_kv", True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps, _ = metrics(tmp_path / "s")
+    assert [(x["lag_mean"], x["lag_max"]) for x in steps] == [(0, 0)] * 4
+    assert [x["samples"] for x in steps] == [64, 128, 192, 256]
+    assert all(x["mismatch"] < 1e-3 and abs(x["ess"] - 1) < 1e-3 for x in steps)
+
+
+def test_kill_continue_interrupt(tmp_path, base_model):
+    knobs = ("--steps", 6, "--batch_size", 64, "--conventional_g", 2, "--save_every", 2)
+    log = tmp_path / "out.txt"
+
+    def start_and_wait_for(text):
+        with open(log, "w") as f:
+            p = subprocess.Popen(command(tmp_path, "k", 8730, *knobs), cwd=ROOT, stdout=f, stderr=f, env=os.environ | {"RUN_MARK": str(tmp_path)})
+        deadline = time.time() + 240
+        while text not in log.read_text():
+            assert p.poll() is None and time.time() < deadline, log.read_text()
+            time.sleep(0.02)
+        return p
+    # kill -9 of the engine: the run ends, says who died, shows its log, leaves no process
+    p = start_and_wait_for("step 3/6")
+    engine = next(pid for pid, line in leftovers(tmp_path) if "api_server" in line)
+    os.kill(int(engine), signal.SIGKILL)
+    assert p.wait(60) == 1
+    text = log.read_text()
+    assert re.search(r"run.sh: (engine0|train|actor) died with exit code", text) and "everything is stopped" in text
+    assert leftovers(tmp_path) == []
+    # the same command continues; Ctrl-C leaves no process
+    p = start_and_wait_for("step 4/6")
+    assert "continuing" in log.read_text() and "from step 2" in log.read_text()
+    p.send_signal(signal.SIGINT)
+    assert p.wait(60) == 130
+    assert leftovers(tmp_path) == []
+    # and once more, to the end
+    p = start_and_wait_for("picture")
+    assert p.wait(60) == 0
+    steps, evals = metrics(tmp_path / "k")
+    assert [x["step"] for x in steps][-2:] == [5, 6] and steps[-1]["samples"] == 6 * 64
+    # conventional RL, G = 2: weights go out every second step, so lags within a phase are 0, 1, and never more
+    assert all(x["lag_max"] == (x["step"] - 1) % 2 and x["versions_2"] == 0 for x in steps)

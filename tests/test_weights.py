@@ -1,0 +1,104 @@
+"""Weight updates into a real vLLM server: right values, exact stamps, requests in progress go on, failures end in time."""
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import requests
+import torch
+from transformers import AutoModelForCausalLM
+
+from actor import token_versions
+from train import token_logprobs
+from weights import Sender, buckets
+
+PROMPT = [45, 4, 52, 29, 2]
+
+
+def generate(config, n=8, **sampling):
+    answer = requests.post(f"http://{config.host}:{config.port}/inference/v1/generate", timeout=60, json=dict(
+        token_ids=PROMPT, sampling_params=dict(max_tokens=n, temperature=1.0, logprobs=0, ignore_eos=True) | sampling))
+    choice = answer.json()["choices"][0]
+    return choice["token_ids"], torch.tensor([x["logprob"] for x in choice["logprobs"]["content"]]), token_versions(choice["weight_versions"], n)
+
+
+def difference(config, model):
+    """Largest |engine logprob - trainer logprob| over a fresh completion, and its versions."""
+    tokens, engine, versions = generate(config)
+    ids = torch.tensor(PROMPT + tokens)
+    with torch.no_grad():
+        mine = token_logprobs(model, ids, torch.arange(len(ids)), 1.0)[0][len(PROMPT):]
+    return (mine - engine).abs().max().item(), set(versions.tolist())
+
+
+def update(sender, version):
+    sender.prepare()
+    sender.send(version, lambda: None)
+    return sender.wait()
+
+
+@pytest.fixture(scope="module")
+def sender(engine):
+    torch.manual_seed(0)
+    return Sender(engine, AutoModelForCausalLM.from_pretrained(engine.model), 0, torch.device("cpu"))
+
+
+def test_buckets_cover_all_parameters_in_order():
+    shapes = [[10], [3, 5], [100], [1], [7]]
+    assert buckets(shapes, 4, 100) == [(0, 2, 25), (2, 3, 100), (3, 5, 8)]
+    assert buckets(shapes, 4, 10**9) == [(0, 5, 133)]
+
+
+@pytest.mark.parametrize("bucket_mb", [256, 0])
+def test_engine_equals_trainer_after_an_update(engine, sender, bucket_mb):
+    sender.config.bucket_mb = bucket_mb  # 0: one tensor per bucket
+    for version in (3, 4):
+        with torch.no_grad():
+            for p in sender.model.parameters():  # every parameter, the tied output head too
+                p.add_(0.03 * torch.randn_like(p))
+        update(sender, version)
+        worst, versions = difference(engine, sender.model)
+        assert worst < 1e-4 and versions == {version}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_requests_in_progress_continue_across_updates(engine, sender, recompute):
+    sender.config.recompute_kv = recompute
+    with ThreadPoolExecutor(48) as pool:
+        running = [pool.submit(generate, engine, 120) for _ in range(48)]
+        time.sleep(0.2)
+        for version in (10, 11, 12):
+            time.sleep(0.1)
+            with torch.no_grad():
+                sender.model.model.norm.weight.mul_(1.1)
+            update(sender, version)
+        results = [r.result(60) for r in running]
+    versions = [set(v.tolist()) for _, _, v in results]
+    assert all(len(tokens) == 120 for tokens, _, _ in results)
+    assert all((v[1:] >= v[:-1]).all() for _, _, v in results)  # stamps only rise
+    assert sum(len(v) >= 2 for v in versions) >= 24 and max(len(v) for v in versions) >= 3
+    assert difference(engine, sender.model)[0] < 1e-4
+    if recompute:
+        # all KV is of the newest weights after the last update, so the tail of every sequence is a fresh forward's
+        for tokens, logprobs, v in results[:8]:
+            ids, tail = torch.tensor(PROMPT + tokens), torch.from_numpy(v == 12)
+            with torch.no_grad():
+                mine = token_logprobs(sender.model, ids, torch.arange(len(ids)), 1.0)[0][len(PROMPT):]
+            assert (mine - logprobs)[tail].abs().max() < 1e-3 if tail.any() else True
+
+
+def test_a_refused_update_is_an_error_that_names_the_engine(engine, sender):
+    sender.model.register_parameter("stranger", torch.nn.Parameter(torch.zeros(3)))  # vLLM's model has no such parameter
+    try:
+        with pytest.raises(RuntimeError, match=rf"engine http://127.0.0.1:{engine.port} refused /finish_weight_update"):
+            update(sender, 99)
+    finally:
+        del sender.model.stranger
+
+
+def test_an_unreachable_engine_is_an_error_within_the_deadline(engine, sender):
+    sender.config.sync_timeout, sender.urls = 2.0, ["http://127.0.0.1:9"]
+    sender.http[sender.urls[0]] = requests.Session()
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="http://127.0.0.1:9 did not answer /start_weight_update"):
+        update(sender, 100)
+    assert time.monotonic() - start < 20
