@@ -51,7 +51,7 @@ class Config:
     max_new_tokens: int = 1024  # longest completion, tokens; longer ones are cut off
     max_model_len: int = 2048  # longest prompt + completion the engine accepts, tokens
     kv_cache_gb: float = 0.0  # KV cache per engine, GB; 0: vLLM decides (GPU); the CPU build needs a number
-    gpu_memory_utilization: float = 0.85  # share of a GPU's memory the engine takes
+    gpu_memory_utilization: float = 0.0  # share of a GPU's memory the engine takes; 0: 0.7 (an update needs room for a second copy of the weights), 0.3 on a GPU shared with the trainer
     enforce_eager: bool = False  # vLLM without CUDA graphs
     retries: int = 3  # a failed request is tried again this often, with back-off, before the attempt is given up
     request_timeout: float = 600.0  # longest wait for one completion, s
@@ -72,6 +72,7 @@ class Config:
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, ~30% slower
     # ---- weight updates
     recompute_kv: bool = False  # False: requests in progress keep their stale KV cache (the paper); True: recompute it
+    weight_backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl between GPUs; gloo on CPU, and on one shared GPU, where NCCL refuses two ranks
     bucket_mb: int = 256  # size of one broadcast, MB
     sync_timeout: float = 60.0  # deadline of each call and broadcast of a weight update, s
     # ---- evaluation, checkpoints, logs
@@ -167,6 +168,9 @@ def resolve(config: Config, gpus: int) -> Config:
              f"{c.engines} engines x {c.tensor_parallel} GPUs + {c.trainers} trainer ranks need {wanted} GPUs, this machine has {gpus}: lower --engines, --tensor_parallel or --trainers")
     else:
         c.engines, c.trainers = c.engines or 1, c.trainers or 1
+    if c.weight_backend == "auto":
+        c.weight_backend = "nccl" if gpus > 1 else "gloo"
+    c.gpu_memory_utilization = c.gpu_memory_utilization or (0.3 if gpus == 1 else 0.7)
     if c.dtype == "auto":
         c.dtype = "bfloat16" if gpus else "float32"
     phase = max(c.conventional_g, 1) * c.batch_size

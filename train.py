@@ -248,7 +248,9 @@ def main(run_dir):
     sender.prepare()
     sender.send(state["version"], announce(state["version"]))  # engines start from the base model; after a resume they need these weights
     sender.wait()
+    sender.timing()
     line = None  # metrics of the last step, complete when its weight update is
+    first_version, loop_start = state["version"], time.time()
     if rank == 0:
         print(f"train: {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters on {world} x {device.type}, version {state['version']} is in the engines", flush=True)
 
@@ -286,9 +288,8 @@ def main(run_dir):
 
         state["version"] += 1
         state["samples"] += int(total["samples"])
-        timing = sender.wait()
         if line:
-            log.write(line | timing)
+            log.write(line | sender.timing())
         if due:
             sender.send(state["version"], announce(state["version"]))
             if device.type == "cpu":
@@ -309,14 +310,13 @@ def main(run_dir):
                 lag_mean=total["lag"] / n, lag_max=int(lag_max), clip_frac=total["clipped"] / n, dropped=record["dropped"],
                 train_tok_s=total["row_tokens"] / (now - step_start), gen_tok_s=record["gen_tok_s"], wait_data_s=wait,
                 versions_2=total["versions_2"] / total["samples"], versions_3=total["versions_3"] / total["samples"])
-            left = (config.steps - state["version"]) * (now - started) / state["version"]
+            left = (config.steps - state["version"]) * (now - loop_start) / (state["version"] - first_version)
             print(f"step {state['version']}/{config.steps} | reward {line['reward']:.3f} | ess {line['ess']:.3f} | lag {line['lag_mean']:.1f}/{line['lag_max']} | "
                   f"{line['train_tok_s'] / 1000:.1f}k tok/s | wait {100 * wait / (now - step_start):.0f}% | eta {left / 60:.1f}m", flush=True)
         if state["version"] == config.steps or config.save_every and state["version"] % config.save_every == 0:
             save(config, run_dir, model, optimizer, state, rank)
-    timing = sender.wait()
     if line:
-        log.write(line | timing)
+        log.write(line | sender.timing())
     drain_evals(wait_for=config.steps, timeout=config.stall_timeout)
     if dist.is_initialized():
         dist.destroy_process_group()
