@@ -59,8 +59,18 @@ class Config:
     row_tokens: int = 4096  # tokens per packed micro-batch row
     advantage: Literal["loo", "mean", "mean_std", "none"] = "loo"  # baseline within a group, see preprocess.advantages
     # ---- loss and optimizer
-    loss: Literal["reinforce"] = "reinforce"  # see train.policy_loss
-    clamp: float = 5.0  # c of the truncated importance weight min(w, c)
+    loss: Literal["reinforce", "ppo", "gspo", "icepop"] = "reinforce"  # see train.policy_loss
+    clamp: float = 5.0  # reinforce: c of the truncated importance weight min(w, c)
+    ppo_low: float = 0.2  # ppo: the ratio is clipped to [1 - ppo_low, 1 + ppo_high]
+    ppo_high: float = 0.2  # ppo: see ppo_low
+    gspo_low: float = 3e-4  # gspo: the sequence's ratio is clipped to [1 - gspo_low, 1 + gspo_high]
+    gspo_high: float = 4e-4  # gspo: see gspo_low
+    icepop_low: float = 0.5  # icepop: tokens with a ratio outside [icepop_low, icepop_high] are left out
+    icepop_high: float = 5.0  # icepop: see icepop_low
+    entropy_coef: float = 0.0  # bonus on the entropy of each sampled token's distribution
+    normalizer: Literal["samples", "tokens", "sequence"] = "samples"  # sum over tokens / samples of the step (the paper), / its tokens, or each sequence's mean / samples
+    overlong_buffer: int = 0  # soft over-length penalty: the reward falls by up to 1 over the last so many tokens before max_new_tokens; 0: none
+    late: Literal["keep", "mask", "wait"] = "keep"  # tokens older than max_lag: train them all the same (the paper), leave them out of the loss, or never have any: take groups in the order they were started
     lr: float = 1e-6  # peak learning rate (AdamW)
     warmup_steps: int = 0  # linear warm-up of the learning rate, steps
     lr_schedule: Literal["constant", "linear"] = "constant"  # after warm-up; linear falls to 10% at the last step
