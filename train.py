@@ -215,8 +215,8 @@ def save(config, run_dir, model, optimizer, state, rank):
     dcp.save({"model": weights, "optimizer": optimizer_state}, checkpoint_id=temporary / "trainer")
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if rank == 0:
-        dtype = getattr(torch, config.dtype)
-        model.save_pretrained(temporary, state_dict={k: v.to(dtype) for k, v in full.items()})
+        dtype, named = getattr(torch, config.dtype), {n for n, _ in model.named_parameters()} | {n for n, _ in model.named_buffers()}
+        model.save_pretrained(temporary, state_dict={k: v.to(dtype) for k, v in full.items() if k in named})  # a tied head once, not twice
         AutoTokenizer.from_pretrained(config.model).save_pretrained(temporary)
         (temporary / "trainer" / "state.json").write_text(json.dumps(state))
         shutil.rmtree(final, ignore_errors=True)
@@ -280,11 +280,12 @@ def main(run_dir):
     queues = Path(run_dir, "queues")
     batches, evals = Queue(queues / "batches" / f"rank_{rank}"), Queue(queues / "evals")
     log = Log(config, run_dir, state["version"]) if rank == 0 else None
-    started = time.time() - state["wall_s"]
+    started, evaluated = time.time() - state["wall_s"], None
 
     def drain_evals(wait_for=None, timeout=0.0):
         """Move the actor's evaluation results into metrics.jsonl; wait for the one of version `wait_for` if given."""
-        while rank == 0:
+        nonlocal evaluated
+        while rank == 0 and (wait_for is None or evaluated != wait_for):
             try:
                 seq, line = evals.get(timeout)
             except TimeoutError:
@@ -294,8 +295,7 @@ def main(run_dir):
             log.write(line | {"wall_s": line["wall_s"] - started})
             print(f"eval: version {line['version']} | " + " | ".join(f"{k} {v:.3f}" for k, v in line["eval"].items()) + f" | {line['problems']} held-out problems", flush=True)
             evals.ack(seq)
-            if line["version"] == wait_for:
-                return
+            evaluated = line["version"]
 
     def announce(version):
         """Tell the other stages that every engine serves `version` now."""
