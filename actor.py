@@ -47,6 +47,11 @@ def token_versions(spans, length):
     return versions
 
 
+def overlong_penalty(length, config):
+    """Soft over-length penalty, DAPO (arXiv 2503.14476) eq. 13: 0 up to max_new_tokens - overlong_buffer, then linear to -1."""
+    return -max(0.0, length - (config.max_new_tokens - config.overlong_buffer)) / config.overlong_buffer if config.overlong_buffer else 0.0
+
+
 class Problems:
     """The endless problem stream: every problem of the split once per epoch, shuffled anew, given by position alone."""
 
@@ -127,7 +132,7 @@ class Actor:
         return dict(tokens=np.array(prompt + sample["tokens"], np.int32), mask=np.arange(n + len(sample["tokens"])) >= n,
                     logprobs=np.concatenate([np.zeros(n, np.float32), np.array(sample["logprobs"], np.float32)]),
                     versions=np.concatenate([np.full(n, -1, np.int32), sample["versions"]]),
-                    reward=reward, success=reward >= 1, finished=sample["finished"], text=text)
+                    reward=reward + overlong_penalty(len(sample["tokens"]), self.config), success=reward >= 1, finished=sample["finished"], text=text)
 
     async def group(self, i, problem):
         """All attempts at problem i -> one record in queues/rollouts; returns how many samples it did not yield."""
@@ -137,6 +142,8 @@ class Actor:
         if len(good) < min(2, c.attempts):
             self.counts["dropped_groups"] += 1
             print(f"actor: problem {i} dropped: {len(good)} of {c.attempts} attempts came back, dropped so far {self.counts['dropped_groups']}", flush=True)
+            # an empty record tells preprocess, which may wait for this group (late = wait), that it will not come
+            await asyncio.to_thread(self.rollouts.put, dict(index=i, gen_tok_s=self.speed(), lengths=np.zeros(0, int), rewards=np.zeros(0, np.float32)), c.stall_timeout)
             return c.attempts
         cat = {k: np.concatenate([a[k] for a in good]) for k in ("tokens", "mask", "logprobs", "versions")}
         record = cat | dict(lengths=np.array([len(a["tokens"]) for a in good]), rewards=np.array([a["reward"] for a in good], np.float32),

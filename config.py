@@ -51,7 +51,7 @@ class Config:
     max_new_tokens: int = 1024  # longest completion, tokens; longer ones are cut off
     max_model_len: int = 2048  # longest prompt + completion the engine accepts, tokens
     kv_cache_gb: float = 0.0  # KV cache per engine, GB; 0: vLLM decides (GPU); the CPU build needs a number
-    gpu_memory_utilization: float = 0.85  # share of a GPU's memory the engine takes
+    gpu_memory_utilization: float = 0.0  # share of a GPU's memory the engine takes; 0: 0.7 (an update needs room for a second copy of the weights), 0.3 on a GPU shared with the trainer
     enforce_eager: bool = False  # vLLM without CUDA graphs
     retries: int = 3  # a failed request is tried again this often, with back-off, before the attempt is given up
     request_timeout: float = 600.0  # longest wait for one completion, s
@@ -59,8 +59,18 @@ class Config:
     row_tokens: int = 4096  # tokens per packed micro-batch row
     advantage: Literal["loo", "mean", "mean_std", "none"] = "loo"  # baseline within a group, see preprocess.advantages
     # ---- loss and optimizer
-    loss: Literal["reinforce"] = "reinforce"  # see train.policy_loss
-    clamp: float = 5.0  # c of the truncated importance weight min(w, c)
+    loss: Literal["reinforce", "ppo", "gspo", "icepop"] = "reinforce"  # see train.policy_loss
+    clamp: float = 5.0  # reinforce: c of the truncated importance weight min(w, c)
+    ppo_low: float = 0.2  # ppo: the ratio is clipped to [1 - ppo_low, 1 + ppo_high]
+    ppo_high: float = 0.2  # ppo: see ppo_low
+    gspo_low: float = 3e-4  # gspo: the sequence's ratio is clipped to [1 - gspo_low, 1 + gspo_high]
+    gspo_high: float = 4e-4  # gspo: see gspo_low
+    icepop_low: float = 0.5  # icepop: tokens with a ratio outside [icepop_low, icepop_high] are left out
+    icepop_high: float = 5.0  # icepop: see icepop_low
+    entropy_coef: float = 0.0  # bonus on the entropy of each sampled token's distribution
+    normalizer: Literal["samples", "tokens", "sequence"] = "samples"  # sum over tokens / samples of the step (the paper), / its tokens, or each sequence's mean / samples
+    overlong_buffer: int = 0  # soft over-length penalty: the reward falls by up to 1 over the last so many tokens before max_new_tokens; 0: none
+    late: Literal["keep", "mask", "wait"] = "keep"  # tokens older than max_lag: train them all the same (the paper), leave them out of the loss, or never have any: take groups in the order they were started
     lr: float = 1e-6  # peak learning rate (AdamW)
     warmup_steps: int = 0  # linear warm-up of the learning rate, steps
     lr_schedule: Literal["constant", "linear"] = "constant"  # after warm-up; linear falls to 10% at the last step
@@ -72,6 +82,7 @@ class Config:
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, ~30% slower
     # ---- weight updates
     recompute_kv: bool = False  # False: requests in progress keep their stale KV cache (the paper); True: recompute it
+    weight_backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl between GPUs; gloo on CPU, and on one shared GPU, where NCCL refuses two ranks
     bucket_mb: int = 256  # size of one broadcast, MB
     sync_timeout: float = 60.0  # deadline of each call and broadcast of a weight update, s
     # ---- evaluation, checkpoints, logs
@@ -167,6 +178,9 @@ def resolve(config: Config, gpus: int) -> Config:
              f"{c.engines} engines x {c.tensor_parallel} GPUs + {c.trainers} trainer ranks need {wanted} GPUs, this machine has {gpus}: lower --engines, --tensor_parallel or --trainers")
     else:
         c.engines, c.trainers = c.engines or 1, c.trainers or 1
+    if c.weight_backend == "auto":
+        c.weight_backend = "nccl" if gpus > 1 else "gloo"
+    c.gpu_memory_utilization = c.gpu_memory_utilization or (0.3 if gpus == 1 else 0.7)
     if c.dtype == "auto":
         c.dtype = "bfloat16" if gpus else "float32"
     phase = max(c.conventional_g, 1) * c.batch_size

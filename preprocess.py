@@ -130,6 +130,7 @@ def main(run_dir):
     rollouts = Queue(queues / "rollouts")
     emitter = Emitter(config, [Queue(queues / "batches" / f"rank_{r}", maxlen=1000) for r in range(config.trainers)])
     ring, dropped, reported, gen_tok_s = deque(), Counter(), 0, 0.0
+    early: dict[int, dict] = {}  # late = wait: groups that came before their turn, by index
     rng = random.Random(config.seed)
     deadline = time.monotonic() + config.start_timeout
     while not (trained := noticed(queues / "version.json")):
@@ -138,6 +139,7 @@ def main(run_dir):
         time.sleep(0.05)
     emitter.step = trained["version"]
     print(f"preprocess: {config.trainers} ranks, rows of {config.row_tokens} tokens, from step {emitter.step}", flush=True)
+    turn = emitter.step * config.batch_size // config.attempts  # index of the first group the actor starts
     phase = 0  # samples of the current generation phase that are shuffled into the ring's head (conventional RL only)
     last_input = time.monotonic()
     while emitter.step < config.steps:
@@ -148,7 +150,13 @@ def main(run_dir):
             except TimeoutError:
                 break
             last_input, gen_tok_s = time.monotonic(), group["gen_tok_s"]
-            for sample in samples_of(group, config.advantage):
+            arrived = [group]
+            if config.late == "wait":  # in the order in which they were started, whatever the order in which they were done
+                early[group["index"]], arrived = group, []
+                while turn in early:
+                    arrived.append(early.pop(turn))
+                    turn += 1
+            for sample in (s for g in arrived for s in samples_of(g, config.advantage)):
                 if len(sample["tokens"]) > config.row_tokens:
                     dropped["too_long"] += 1
                 else:

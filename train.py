@@ -62,17 +62,50 @@ def token_logprobs(model, input_ids, position_ids, temperature):
     return torch.cat([zero, logprobs]), torch.cat([zero, entropy])
 
 
-def policy_loss(kind, logprobs, behavior_logprobs, advantages, sequence_ids, config):
-    """Loss per token, to be summed over the tokens that were sampled and minimised.
+def sequence_ratio(log_w, sequence_ids):
+    """Geometric mean of a sequence's token ratios, at each of its tokens, and the number of its tokens: [T] -> ([T], [T]).
 
-    All inputs [T]; logprobs under the policy being trained (pi), behavior_logprobs as the engine reported them (mu).
-    w = pi/mu is the importance weight; sg() stops the gradient.
-    reinforce: -sg(min(w, c)) A log pi, truncated importance sampling, PipelineRL eq. 5 (arXiv 2509.19128); c = config.clamp.
+    sequence_ids [T], negative where the token was not sampled; such tokens take no part.
     """
+    rows = sequence_ids + 1  # row 0 collects what was not sampled
+    zeros = log_w.new_zeros(len(log_w) + 1)
+    count = zeros.index_add(0, rows, torch.ones_like(log_w)).clamp(min=1)[rows]
+    return (zeros.index_add(0, rows, log_w)[rows] / count).exp(), count
+
+
+def policy_loss(kind, logprobs, behavior_logprobs, advantages, sequence_ids, config):
+    """Loss per token, to be summed over the tokens that were sampled and minimised, [T] -> [T].
+
+    logprobs under the policy being trained (pi), behavior_logprobs as the engine reported them (mu), sequence_ids >= 0 for
+    sampled tokens. w = pi/mu is the importance weight; sg() stops the gradient.
+
+    reinforce  -sg(min(w, c)) A log pi, c = clamp; truncated importance sampling, PipelineRL eq. 5 (arXiv 2509.19128)
+    ppo        -min(w A, clip(w, 1 - ppo_low, 1 + ppo_high) A); Schulman et al. 2017 (arXiv 1707.06347) eq. 7
+    gspo       -min(s A, clip(s, 1 - gspo_low, 1 + gspo_high) A) / |y|, s the sequence's geometric-mean ratio; GSPO 2025
+               (arXiv 2507.18071) eq. 5. Divided by the length, so that a sequence's tokens add up to its one term.
+    icepop     -sg(w 1[icepop_low <= w <= icepop_high]) A log pi; tokens outside are left out; IcePop 2025
+    """
+    log_w = logprobs - behavior_logprobs
     if kind == "reinforce":
-        weight = (logprobs - behavior_logprobs).exp().clamp(max=config.clamp).detach()
-        return -weight * advantages * logprobs
+        return -log_w.exp().clamp(max=config.clamp).detach() * advantages * logprobs
+    if kind == "ppo":
+        w = log_w.exp()
+        return -torch.minimum(w * advantages, w.clamp(1 - config.ppo_low, 1 + config.ppo_high) * advantages)
+    if kind == "gspo":
+        s, length = sequence_ratio(log_w, sequence_ids)
+        return -torch.minimum(s * advantages, s.clamp(1 - config.gspo_low, 1 + config.gspo_high) * advantages) / length
+    if kind == "icepop":
+        w = log_w.exp().detach()
+        return -torch.where((w >= config.icepop_low) & (w <= config.icepop_high), w, 0.0) * advantages * logprobs
     raise ValueError(f"unknown loss '{kind}'")
+
+
+def clipped(kind, log_w, sequence_ids, config):
+    """Tokens [T] whose weight the loss cuts or drops."""
+    w = sequence_ratio(log_w, sequence_ids)[0] if kind == "gspo" else log_w.exp()
+    low, high = {"reinforce": (0.0, config.clamp), "ppo": (1 - config.ppo_low, 1 + config.ppo_high),
+                 "gspo": (1 - config.gspo_low, 1 + config.gspo_high), "icepop": (config.icepop_low, config.icepop_high)}[kind]
+    return (w < low) | (w > high)
 
 
 def ess(ratios):
@@ -88,29 +121,63 @@ def learning_rate(config, step):
 
 # ------------------------------------------------------------------------------------------------ one micro-batch
 
-SUMS = "row_tokens tokens samples reward success loss entropy w w2 kl clipped lag mismatch mismatch_n versions_2 versions_3".split()
+LAG_BUCKETS = {"0": 0, "1": 1, "2": 2, "3-4": 4, "5-8": 8, "9+": None}  # name -> largest lag in it
+LAG_SUMS = "tokens loss w w2 kl clipped".split()
+SUMS = "late row_tokens tokens samples reward success loss entropy w w2 kl clipped lag mismatch mismatch_n versions_2 versions_3".split()
+
+
+def check(record, name, vocabulary):
+    """Refuse a micro-batch that cannot be trained on, naming it, before anything is computed from it."""
+    for key in ("logprobs", "advantages", "rewards"):
+        if not np.isfinite(record[key]).all():
+            raise ValueError(f"train: {name}: {key} has values that are not finite")
+    if record["input_ids"].min() < 0 or record["input_ids"].max() >= vocabulary:
+        raise ValueError(f"train: {name}: token ids from {record['input_ids'].min()} to {record['input_ids'].max()}, the vocabulary has {vocabulary}")
 
 
 def micro_batch(model, record, version, config, device):
     """Forward and loss of one micro-batch record of preprocess.py.
 
-    Returns the summed loss (a scalar to call backward on), its sums over tokens or samples in the order of SUMS, and
-    the largest lag of a trained token.
+    Returns the summed loss (a scalar to call backward on), sums over tokens or samples in the order of SUMS, the sums of
+    LAG_SUMS by lag [6, 6], and the largest lag of a trained token.
     """
     t = {k: torch.from_numpy(v).to(device) for k, v in record.items() if isinstance(v, np.ndarray)}
-    mask = t["mask"]  # [T] bool: tokens the engine sampled
+    lag = version - t["versions"]
+    late = t["mask"] & (lag > config.max_lag) if config.late == "mask" else torch.zeros_like(t["mask"])
+    mask = t["mask"] & ~late  # [T] bool: tokens the engine sampled, and recently enough
+    lag = lag * mask
+    sequence_ids = torch.where(mask, t["sequence_ids"], -1)
     logprobs, entropy = model.token_logprobs(t["input_ids"], t["position_ids"], config.temperature)
-    per_token = policy_loss(config.loss, logprobs, t["logprobs"], t["advantages"], t["sequence_ids"], config)
-    loss = torch.where(mask, per_token, 0.0).sum()
+    per_token = policy_loss(config.loss, logprobs, torch.where(mask, t["logprobs"], logprobs.detach()), t["advantages"], sequence_ids, config)
+    if config.entropy_coef:
+        per_token = per_token - config.entropy_coef * entropy
+    if config.normalizer == "sequence":
+        per_token = per_token / sequence_ratio(torch.zeros_like(logprobs), sequence_ids)[1]
+    per_token = torch.where(mask, per_token, 0.0)
+    loss = per_token.sum()
     with torch.no_grad():
         log_w = torch.where(mask, logprobs - t["logprobs"], 0.0)
-        w, lag = log_w.exp() * mask, (version - t["versions"]) * mask
+        w, cut = log_w.exp() * mask, clipped(config.loss, log_w, sequence_ids, config) & mask
         # The engine's logprob is of this version's forward only if all of the sequence was: its KV cache may be older.
         pure = mask & t["pure"] & (lag == 0)
+        kl = (w - 1 - log_w) * mask
         sums = torch.stack([x.float().sum() for x in (
-            torch.ones_like(log_w) * (record["samples"] > 0), mask, torch.tensor(record["samples"]), t["rewards"], t["successes"], loss,
-            entropy * mask, w, w * w, (w - 1 - log_w) * mask, w > config.clamp, lag, log_w.abs() * pure, pure, t["spans"] >= 2, t["spans"] >= 3)])
-    return loss, sums, lag.max()
+            late, torch.ones_like(log_w) * (record["samples"] > 0), mask, torch.tensor(record["samples"]), t["rewards"], t["successes"], loss,
+            entropy * mask, w, w * w, kl, cut, lag, log_w.abs() * pure, pure, t["spans"] >= 2, t["spans"] >= 3)])
+        bucket = torch.bucketize(lag, torch.tensor([x for x in LAG_BUCKETS.values() if x is not None], device=device))
+        columns = torch.stack([mask.float(), per_token, w, w * w, kl, cut.float()], dim=1) * mask[:, None]  # [T, 6]
+        by_lag = torch.zeros(len(LAG_BUCKETS), len(LAG_SUMS), device=device).index_add(0, bucket, columns)
+    return loss, sums, by_lag, lag.max()
+
+
+def lag_table(by_lag):
+    """Sums by lag [6, 6] -> {bucket: {tokens, loss, kl, ess, clip_frac}} per token, for the buckets that have any."""
+    table = {}
+    for name, row in zip(LAG_BUCKETS, by_lag.tolist()):
+        s = dict(zip(LAG_SUMS, row))
+        if n := s["tokens"]:
+            table[name] = {"tokens": int(n), "loss": s["loss"] / n, "kl": s["kl"] / n, "ess": s["w"] ** 2 / (n * s["w2"]) if s["w2"] else 1.0, "clip_frac": s["clipped"] / n}
+    return table
 
 
 # ------------------------------------------------------------------------------------------------ model, checkpoints
@@ -148,8 +215,8 @@ def save(config, run_dir, model, optimizer, state, rank):
     dcp.save({"model": weights, "optimizer": optimizer_state}, checkpoint_id=temporary / "trainer")
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if rank == 0:
-        dtype = getattr(torch, config.dtype)
-        model.save_pretrained(temporary, state_dict={k: v.to(dtype) for k, v in full.items()})
+        dtype, named = getattr(torch, config.dtype), {n for n, _ in model.named_parameters()} | {n for n, _ in model.named_buffers()}
+        model.save_pretrained(temporary, state_dict={k: v.to(dtype) for k, v in full.items() if k in named})  # a tied head once, not twice
         AutoTokenizer.from_pretrained(config.model).save_pretrained(temporary)
         (temporary / "trainer" / "state.json").write_text(json.dumps(state))
         shutil.rmtree(final, ignore_errors=True)
@@ -164,7 +231,7 @@ def restore(run_dir, model, optimizer):
     """Load the newest checkpoint into model and optimizer; returns its state, or that of a new run if there is none."""
     newest = max(Path(run_dir, "checkpoints").glob("step_*[0-9]"), default=None)
     if newest is None:
-        return {"version": 0, "samples": 0, "wall_s": 0.0}
+        return {"version": 0, "samples": 0, "wall_s": 0.0, "skipped": 0, "skipped_in_a_row": 0}
     weights, optimizer_state = get_state_dict(model, optimizer)
     states = {"model": weights, "optimizer": optimizer_state}
     dcp.load(states, checkpoint_id=newest / "trainer")
@@ -186,7 +253,8 @@ class Log:
             self.wandb = wandb.init(project="pipeline-rl", name=config.run, config=vars(config), mode=config.wandb, dir=run_dir)
 
     def write(self, line):
-        self.file.write(json.dumps({k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in line.items()}) + "\n")
+        short = lambda v: float(f"{v:.6g}") if isinstance(v, float) else {k: short(x) for k, x in v.items()} if isinstance(v, dict) else v
+        self.file.write(json.dumps(short(line)) + "\n")
         self.file.flush()
         if self.wandb:
             scores = {f"eval/{task}": x for task, x in line.get("eval", {}).items()}
@@ -212,11 +280,12 @@ def main(run_dir):
     queues = Path(run_dir, "queues")
     batches, evals = Queue(queues / "batches" / f"rank_{rank}"), Queue(queues / "evals")
     log = Log(config, run_dir, state["version"]) if rank == 0 else None
-    started = time.time() - state["wall_s"]
+    started, evaluated = time.time() - state["wall_s"], None
 
     def drain_evals(wait_for=None, timeout=0.0):
         """Move the actor's evaluation results into metrics.jsonl; wait for the one of version `wait_for` if given."""
-        while rank == 0:
+        nonlocal evaluated
+        while rank == 0 and (wait_for is None or evaluated != wait_for):
             try:
                 seq, line = evals.get(timeout)
             except TimeoutError:
@@ -226,8 +295,7 @@ def main(run_dir):
             log.write(line | {"wall_s": line["wall_s"] - started})
             print(f"eval: version {line['version']} | " + " | ".join(f"{k} {v:.3f}" for k, v in line["eval"].items()) + f" | {line['problems']} held-out problems", flush=True)
             evals.ack(seq)
-            if line["version"] == wait_for:
-                return
+            evaluated = line["version"]
 
     def announce(version):
         """Tell the other stages that every engine serves `version` now."""
@@ -248,14 +316,17 @@ def main(run_dir):
     sender.prepare()
     sender.send(state["version"], announce(state["version"]))  # engines start from the base model; after a resume they need these weights
     sender.wait()
+    sender.timing()
     line = None  # metrics of the last step, complete when its weight update is
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    first_version, loop_start = state["version"], time.time()
     if rank == 0:
         print(f"train: {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters on {world} x {device.type}, version {state['version']} is in the engines", flush=True)
 
     while state["version"] < config.steps:
         version, step_start = state["version"], time.time()
         optimizer.zero_grad()
-        sums, lag_max, wait = torch.zeros(len(SUMS), device=device), torch.zeros((), device=device), 0.0
+        sums, by_lag, lag_max, wait = torch.zeros(len(SUMS), device=device), 0.0, torch.zeros((), device=device), 0.0
         last = False
         while not last:
             before = time.time()
@@ -263,32 +334,40 @@ def main(run_dir):
             wait += time.time() - before
             if record["step"] != version:
                 raise RuntimeError(f"train: record {seq} of {batches.path} is for step {record['step']}, this is step {version}: start over with --fresh")
+            check(record, f"record {seq} of {batches.path}", vocabulary)
             last = record["last"]
             due = not config.conventional_g or (version + 1) % config.conventional_g == 0 or version + 1 == config.steps
             if last and due:
                 sender.prepare()
-            loss, s, m = micro_batch(model, record, version, config, device)
+            loss, s, b, m = micro_batch(model, record, version, config, device)
             (loss * world).backward()  # FSDP2 averages over ranks; the sum is wanted
-            sums, lag_max = sums + s, torch.maximum(lag_max, m.float())
+            sums, by_lag, lag_max = sums + s, by_lag + b, torch.maximum(lag_max, m.float())
             batches.ack(seq)
         if world > 1:
             dist.all_reduce(sums)
+            dist.all_reduce(by_lag)
             dist.all_reduce(lag_max, op=dist.ReduceOp.MAX)
         total = dict(zip(SUMS, sums.tolist()))
         for p in model.parameters():
             if p.grad is not None:
-                p.grad /= total["samples"]
+                p.grad /= max(total["tokens"] if config.normalizer == "tokens" else total["samples"], 1)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
         grad_norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, version)
-        optimizer.step()
+        if torch.isfinite(grad_norm):
+            optimizer.step()
+            state["skipped_in_a_row"] = 0
+        else:  # the same on every rank, as the norm is of all of them; the step counts, so that data and versions stay aligned
+            state["skipped"], state["skipped_in_a_row"] = state["skipped"] + 1, state["skipped_in_a_row"] + 1
+            print(f"train: step {version + 1} has a gradient that is not finite (loss {total['loss']}): weights left as they are, {state['skipped']} steps so far", flush=True)
+            if state["skipped_in_a_row"] == 3:
+                raise RuntimeError("train: three steps in a row had gradients that are not finite: lower --lr, or look at the samples")
 
         state["version"] += 1
         state["samples"] += int(total["samples"])
-        timing = sender.wait()
         if line:
-            log.write(line | timing)
+            log.write(line | sender.timing())
         if due:
             sender.send(state["version"], announce(state["version"]))
             if device.type == "cpu":
@@ -308,15 +387,15 @@ def main(run_dir):
                 mismatch=total["mismatch"] / total["mismatch_n"] if total["mismatch_n"] else None,
                 lag_mean=total["lag"] / n, lag_max=int(lag_max), clip_frac=total["clipped"] / n, dropped=record["dropped"],
                 train_tok_s=total["row_tokens"] / (now - step_start), gen_tok_s=record["gen_tok_s"], wait_data_s=wait,
-                versions_2=total["versions_2"] / total["samples"], versions_3=total["versions_3"] / total["samples"])
-            left = (config.steps - state["version"]) * (now - started) / state["version"]
+                versions_2=total["versions_2"] / total["samples"], versions_3=total["versions_3"] / total["samples"],
+                late=int(total["late"]), skipped=state["skipped"], by_lag=lag_table(by_lag))
+            left = (config.steps - state["version"]) * (now - loop_start) / (state["version"] - first_version)
             print(f"step {state['version']}/{config.steps} | reward {line['reward']:.3f} | ess {line['ess']:.3f} | lag {line['lag_mean']:.1f}/{line['lag_max']} | "
                   f"{line['train_tok_s'] / 1000:.1f}k tok/s | wait {100 * wait / (now - step_start):.0f}% | eta {left / 60:.1f}m", flush=True)
         if state["version"] == config.steps or config.save_every and state["version"] % config.save_every == 0:
             save(config, run_dir, model, optimizer, state, rank)
-    timing = sender.wait()
     if line:
-        log.write(line | timing)
+        log.write(line | sender.timing())
     drain_evals(wait_for=config.steps, timeout=config.stall_timeout)
     if dist.is_initialized():
         dist.destroy_process_group()

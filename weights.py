@@ -52,22 +52,24 @@ def buckets(shapes, itemsize, bucket_bytes):
 
 # ------------------------------------------------------------------------------------------------ the trainer's side
 
+NO_UPDATE = {"sync_s": 0.0, "send_s": 0.0, "pause_s": 0.0}
+
+
 class Sender:
     """Sends the model's weights to all engines. Made and called on every trainer rank; rank 0 talks to the engines."""
 
     def __init__(self, config, model, rank, device):
         self.config, self.model, self.rank = config, model, rank
         self.dtype = getattr(torch, config.dtype)
+        self.armed = self.swapped = None
+        self.last = NO_UPDATE
         self.urls = [f"http://{config.host}:{config.port + i}" for i in range(config.engines)]
-        # NCCL refuses two ranks on one GPU; then, and on CPU, the buckets travel through host memory.
-        shared_gpu = device.type == "cuda" and torch.cuda.device_count() == 1 and config.engines * config.tensor_parallel + config.trainers == 2
-        self.backend = "nccl" if device.type == "cuda" and not shared_gpu else "gloo"
-        self.device = device if self.backend == "nccl" else torch.device("cpu")
+        self.backend = config.weight_backend
+        self.device = device if self.backend == "nccl" else torch.device("cpu")  # gloo goes through host memory
         if rank == 0:
             self.pool = ThreadPoolExecutor(len(self.urls))  # one call per engine at a time
             self.control = ThreadPoolExecutor(1)  # the order of calls: arm, swap, arm, swap, ...
             self.http = {url: requests.Session() for url in self.urls}
-            self.armed = self.swapped = None
             self._connect()
 
     def _post(self, url, path, deadline, **body):
@@ -163,14 +165,21 @@ class Sender:
 
     def failed(self):
         """Raise what went wrong in the background, if anything did."""
-        for future in (self.armed, self.swapped) if self.rank == 0 else ():
+        for future in (self.armed, self.swapped):
             if future and future.done():
                 future.result()
 
     def wait(self):
-        """Wait for the swap. Returns seconds: sync_s, the whole update; send_s, of it the trainer was blocked; pause_s, of
-        it the engines did not decode (at most: from the call to pause until the last one had resumed)."""
-        return self.swapped.result(4 * self.config.sync_timeout) if self.rank == 0 else {}
+        """Wait until the last update is in the engines."""
+        if self.swapped:
+            self.last, self.swapped = self.swapped.result(4 * self.config.sync_timeout), None
+
+    def timing(self):
+        """Seconds of the last update, told once (zeros if there was none since): sync_s, all of it; send_s, of it the trainer was
+        blocked; pause_s, of it the engines did not decode (at most: from the call to pause until the last one resumed)."""
+        self.wait()
+        last, self.last = self.last, NO_UPDATE
+        return last
 
 
 # ------------------------------------------------------------------------------------------------ vLLM's side

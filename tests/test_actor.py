@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 import config as cfg
-from actor import Actor, Problems, allowed_samples, token_versions
+from actor import Actor, Problems, allowed_samples, overlong_penalty, token_versions
 from queues import Queue
 
 
@@ -34,6 +34,13 @@ def test_version_spans_become_token_stamps():
         token_versions(spans, 6)
     with pytest.raises(ValueError):  # an engine that never heard from a trainer
         token_versions([{"version": "default", "start": 0, "end": 5}], 5)
+
+
+def test_overlong_penalty_by_hand():
+    c = SimpleNamespace(max_new_tokens=100, overlong_buffer=20)
+    assert [overlong_penalty(n, c) for n in (1, 80, 85, 100)] == [0, 0, -0.25, -1]
+    c.overlong_buffer = 0
+    assert overlong_penalty(100, c) == 0
 
 
 def test_problem_stream_is_a_function_of_the_position():
@@ -103,5 +110,7 @@ def test_a_partial_group_is_trained_on_what_it_has(tmp_path, base_model):
 
 def test_a_lost_group_is_dropped_and_counted(tmp_path, base_model, capsys):
     actor, missing, calls = with_fake_server(tmp_path, base_model, lambda n, b: web.Response(status=500))
-    assert missing == 4 and actor.counts["dropped_groups"] == 1 and len(actor.rollouts) == 0
+    assert missing == 4 and actor.counts["dropped_groups"] == 1
+    record = Queue(tmp_path / "queues" / "rollouts").get(0)[1]  # an empty one, so that nobody waits for it
+    assert record["index"] == 0 and len(record["lengths"]) == 0
     assert "problem 0 dropped: 0 of 4 attempts came back" in capsys.readouterr().out

@@ -54,7 +54,7 @@ def test_the_launcher_says_it_within_two_seconds_and_starts_nothing(tmp_path):
 @pytest.mark.parametrize("gpus,engines,trainers", [(0, 1, 1), (1, 1, 1), (2, 1, 1), (4, 2, 2), (8, 4, 4)])
 def test_placement_splits_the_gpus_in_halves(gpus, engines, trainers):
     c = resolved("toy", gpus=gpus)
-    assert (c.engines, c.trainers, c.dtype) == (engines, trainers, "bfloat16" if gpus else "float32")
+    assert (c.engines, c.trainers, c.dtype, c.weight_backend) == (engines, trainers, "bfloat16" if gpus else "float32", "nccl" if gpus > 1 else "gloo")
     processes = cfg.placement(c, gpus)
     assert [name for name, _, _ in processes] == [f"engine{i}" for i in range(engines)] + ["actor", "preprocess", "train"]
     if gpus > 1:

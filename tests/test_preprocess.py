@@ -90,3 +90,59 @@ def test_groups_are_cut_back_into_their_samples():
     a, b = samples_of(group, "loo")
     assert a["tokens"].tolist() == [0, 1, 2] and b["tokens"].tolist() == [3, 4, 5, 6]
     assert (a["advantage"], b["advantage"]) == (1.0, -1.0)
+
+
+def test_a_ring_that_overflows_drops_the_oldest_and_says_so(tmp_path):
+    """The real stage, with a trainer that stands still at version 0 (the test writes its notices)."""
+    import subprocess
+    import sys
+    import time
+    import config as cfg
+    from conftest import ROOT
+    from queues import notice, noticed
+    cfg.write(cfg.Config(run="r", out=str(tmp_path), task="toy", batch_size=8, attempts=4, steps=3, ring=8, row_tokens=64, trainers=1, on_full="drop_oldest",
+                         advantage="none", stall_timeout=30, start_timeout=30))
+    queues = tmp_path / "r" / "queues"
+    rollouts = Queue(queues / "rollouts")
+    notice(queues / "version.json", version=0)
+    fed = 0
+
+    def feed(groups):  # reward = the sample's number; number 3 is longer than a row
+        nonlocal fed
+        for _ in range(groups):
+            n = [70 if fed + k == 3 else 5 for k in range(4)]
+            rollouts.put(dict(tokens=np.zeros(sum(n), np.int32), mask=np.ones(sum(n), bool), logprobs=np.zeros(sum(n), np.float32), versions=np.zeros(sum(n), np.int32),
+                              lengths=np.array(n), rewards=np.arange(fed, fed + 4, dtype=np.float32), successes=np.zeros(4, bool), gen_tok_s=1.0))
+            fed += 4
+
+    def until(condition):
+        deadline = time.time() + 30
+        while not condition():
+            assert time.time() < deadline
+            time.sleep(0.02)
+    batches, trained = Queue(queues / "batches" / "rank_0"), {}
+
+    def train(step):
+        last = False
+        while not last:
+            seq, r = batches.get(30)
+            trained.setdefault(r["step"], []).extend(r["rewards"].tolist())
+            batches.ack(seq)
+            last = r["step"] == step and r["last"]
+    feed(3)  # 12 samples: one is too long, the oldest three do not fit into the ring
+    stage = subprocess.Popen([sys.executable, "preprocess.py", str(tmp_path / "r")], cwd=ROOT)
+    try:
+        train(0)
+        feed(2)
+        train(1)
+        feed(2)  # step 2 may not be emitted before the trainer is at version 1: these eight wait in the ring
+        until(lambda: len(rollouts) == 0)
+        feed(2)  # and are overtaken by these
+        until(lambda: noticed(queues / "dropped.json").get("samples", 0) == 12)
+        notice(queues / "version.json", version=1)
+        train(2)
+        assert stage.wait(30) == 0
+    finally:
+        stage.kill()
+    assert trained == {0: [4, 5, 6, 7, 8, 9, 10, 11], 1: list(range(12, 20)), 2: list(range(28, 36))}
+    assert noticed(queues / "dropped.json") == {"samples": 12, "reasons": {"too_long": 1, "ring_full": 11}}

@@ -1,5 +1,6 @@
 """The loss and the logprobs, against values worked by hand and against separate sequences."""
 import math
+import types
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import train
+from config import Config
 from train import ess, learning_rate, policy_loss, token_logprobs
 
 
@@ -17,16 +19,51 @@ def tiny_model(vocab=50):
                                         num_key_value_heads=1, max_position_embeddings=256, tie_word_embeddings=True, attn_implementation="sdpa"))
 
 
+def loss_of(kind, w, advantages, logpi=None, sequence_ids=None, **knobs):
+    """Loss and gradient with respect to log pi, both [T], of tokens with importance weights w."""
+    logpi = torch.tensor(logpi or [-1.0] * len(w), requires_grad=True)
+    ids = torch.zeros(len(w), dtype=torch.long) if sequence_ids is None else torch.tensor(sequence_ids)
+    loss = policy_loss(kind, logpi, logpi.detach() - torch.tensor(w).log(), torch.tensor(advantages), ids, Config(**knobs))
+    loss.sum().backward()
+    return loss.tolist(), logpi.grad.tolist()
+
+
 def test_reinforce_by_hand_at_below_and_above_the_clamp():
     # w = 0.5, 1, 5 (= c), 20 (clamped to 5); loss = -min(w, 5) A log pi; gradient with respect to log pi = -min(w, 5) A
-    logpi = torch.tensor([-1.0, -2.0, -0.5, -0.25], requires_grad=True)
-    w, adv = torch.tensor([0.5, 1.0, 5.0, 20.0]), torch.tensor([2.0, -1.0, 1.0, 3.0])
-    loss = policy_loss("reinforce", logpi, logpi.detach() - w.log(), adv, torch.zeros(4), SimpleNamespace(clamp=5.0))
-    assert loss.tolist() == pytest.approx([0.5 * 2 * 1, -1 * 1 * 2, 5 * 1 * 0.5, 5 * 3 * 0.25])
-    loss.sum().backward()
-    assert logpi.grad.tolist() == pytest.approx([-1.0, 1.0, -5.0, -15.0])
+    loss, grad = loss_of("reinforce", [0.5, 1.0, 5.0, 20.0], [2.0, -1.0, 1.0, 3.0], logpi=[-1.0, -2.0, -0.5, -0.25], clamp=5.0)
+    assert loss == pytest.approx([0.5 * 2 * 1, -1 * 1 * 2, 5 * 1 * 0.5, 5 * 3 * 0.25])
+    assert grad == pytest.approx([-1.0, 1.0, -5.0, -15.0])
     with pytest.raises(ValueError, match="unknown loss"):
-        policy_loss("nonsense", logpi, logpi, adv, None, None)
+        loss_of("nonsense", [1.0], [1.0])
+
+
+def test_ppo_by_hand():
+    # inside the range: -wA, gradient -wA. Outside: the clip stops the gradient only where it makes the objective smaller.
+    loss, grad = loss_of("ppo", [1.1, 1.5, 1.5, 0.5, 0.5], [1.0, 1.0, -1.0, 1.0, -1.0])
+    assert loss == pytest.approx([-1.1, -1.2, 1.5, -0.5, 0.8])
+    assert grad == pytest.approx([-1.1, 0.0, 1.5, -0.5, 0.0])
+
+
+def test_gspo_by_hand():
+    # sequence 0: ratios 2 and 0.5, geometric mean 1, loss -1/2 a token, gradient -s A / |y| a token (through s, both terms)
+    # sequence 1: ratios 4 and 4 with A > 0: clipped to 1.0004, no gradient. Token 2 was not sampled.
+    loss, grad = loss_of("gspo", [2.0, 0.5, 100.0, 4.0, 4.0], [1.0, 1.0, 9.0, 2.0, 2.0], sequence_ids=[0, 0, -1, 1, 1])
+    assert [loss[i] for i in (0, 1, 3, 4)] == pytest.approx([-0.5, -0.5, -1.0004, -1.0004])
+    assert [grad[i] for i in (0, 1, 3, 4)] == pytest.approx([-0.5, -0.5, 0.0, 0.0])
+    # A < 0 and a ratio above the range: not clipped; s = 4, each token: -4 * -1 / 2 = 2, gradient s |A| / |y| = 2
+    loss, grad = loss_of("gspo", [4.0, 4.0], [-1.0, -1.0])
+    assert loss == pytest.approx([2.0, 2.0]) and grad == pytest.approx([2.0, 2.0])
+
+
+def test_icepop_by_hand():
+    loss, grad = loss_of("icepop", [0.4, 0.5, 1.0, 5.0, 6.0], [1.0, 1.0, -2.0, 1.0, 1.0])
+    assert loss == pytest.approx([0.0, 0.5, -2.0, 5.0, 0.0])
+    assert grad == pytest.approx([0.0, -0.5, 2.0, -5.0, 0.0])
+
+
+@pytest.mark.parametrize("kind,expected", [("reinforce", [0, 0, 0, 1]), ("ppo", [1, 0, 1, 1]), ("icepop", [1, 0, 0, 1])])
+def test_which_weights_are_cut(kind, expected):
+    assert train.clipped(kind, torch.tensor([0.3, 1.0, 2.0, 6.0]).log(), torch.zeros(4, dtype=torch.long), Config()).tolist() == [bool(x) for x in expected]
 
 
 def test_ess_by_hand():
@@ -85,28 +122,73 @@ def record(model, lengths, version, temperature=1.0, offset=0.0):
     return row_record(samples)
 
 
-def test_micro_batch_sums_by_hand():
-    import types
-    model = tiny_model()
-    model.token_logprobs = types.MethodType(token_logprobs, model)
-    config = SimpleNamespace(temperature=1.0, loss="reinforce", clamp=1.5)
-    r = record(model, [10, 13], version=4, offset=math.log(2))  # every ratio is 2
-    loss, sums, lag_max = train.micro_batch(model, r, 6, config, torch.device("cpu"))
-    s = dict(zip(train.SUMS, sums.tolist()))
+@pytest.fixture()
+def model():
+    m = tiny_model()
+    m.token_logprobs = types.MethodType(token_logprobs, m)
+    return m
+
+
+def sums_of(model, r, version, **knobs):
+    loss, sums, by_lag, lag_max = train.micro_batch(model, r, version, Config(**knobs), torch.device("cpu"))
+    return loss, dict(zip(train.SUMS, sums.tolist())), train.lag_table(by_lag), lag_max
+
+
+def test_micro_batch_sums_by_hand(model):
+    loss, s, table, lag_max = sums_of(model, record(model, [10, 13], version=4, offset=math.log(2)), 6, clamp=1.5)  # every ratio is 2
     assert s["tokens"] == 17 and s["row_tokens"] == 23 and s["samples"] == 2 and s["reward"] == 1 and s["success"] == 1
     assert s["w"] == pytest.approx(34, rel=1e-4) and s["w2"] == pytest.approx(68, rel=1e-4) and s["clipped"] == 17
     assert s["kl"] == pytest.approx(17 * (2 - 1 - math.log(2)), rel=1e-4)
     assert s["lag"] == 34 and lag_max == 2 and s["mismatch_n"] == 0 and s["loss"] == pytest.approx(loss.item())
-    s = dict(zip(train.SUMS, train.micro_batch(model, record(model, [10, 13], version=6), 6, config, torch.device("cpu"))[1].tolist()))
-    assert s["mismatch_n"] == 17 and s["mismatch"] < 1e-4 and s["lag"] == 0 and s["clipped"] == 0
+    assert set(table) == {"2"} and table["2"]["tokens"] == 17 and table["2"]["ess"] == pytest.approx(1, rel=1e-4)
+    assert table["2"]["loss"] == pytest.approx(loss.item() / 17, rel=1e-4) and table["2"]["clip_frac"] == 1
+    _, s, table, _ = sums_of(model, record(model, [10, 13], version=6), 6)
+    assert s["mismatch_n"] == 17 and s["mismatch"] < 1e-4 and s["lag"] == 0 and s["clipped"] == 0 and set(table) == {"0"}
 
 
-def test_an_empty_micro_batch_contributes_nothing():
-    import types
+def test_every_lag_finds_its_bucket(model):
+    r = record(model, [14], version=0)
+    r["versions"][r["mask"]] = 20 - np.array([0, 1, 2, 3, 4, 5, 8, 9, 10, 20, 20])
+    table = sums_of(model, r, 20)[2]
+    assert {k: v["tokens"] for k, v in table.items()} == {"0": 1, "1": 1, "2": 1, "3-4": 2, "5-8": 2, "9+": 4}
+
+
+def test_late_tokens_are_masked_and_counted(model):
+    r = record(model, [10, 13], version=4)
+    r["versions"][:10] = np.where(r["mask"][:10], 1, -1)  # the first sequence has lag 4 at version 5, the second lag 1
+    kept, s, _, _ = sums_of(model, r, 5, max_lag=3, late="keep")
+    assert s["tokens"] == 17 and s["late"] == 0 and s["lag"] == 7 * 4 + 10
+    masked, s, _, lag_max = sums_of(model, r, 5, max_lag=3, late="mask")
+    assert s["tokens"] == 10 and s["late"] == 7 and lag_max == 1
+    r["mask"][:10] = False
+    assert masked.item() == pytest.approx(sums_of(model, r, 5)[0].item()) != kept.item()
+
+
+def test_normalizers_and_entropy(model):
+    r = record(model, [10, 13], version=6)  # 7 and 10 sampled tokens, advantages 1 and 0
+    r["advantages"][:] = 1.0
+    plain = sums_of(model, r, 6)[0].item()
+    logprobs, entropy = (x.detach().numpy() for x in model.token_logprobs(torch.from_numpy(r["input_ids"]), torch.from_numpy(r["position_ids"]), 1.0))
+    first, second = (r["mask"] & (r["sequence_ids"] == i) for i in (0, 1))
+    assert plain == pytest.approx(-logprobs[r["mask"]].sum(), rel=1e-4)
+    assert sums_of(model, r, 6, normalizer="sequence")[0].item() == pytest.approx(-logprobs[first].mean() - logprobs[second].mean(), rel=1e-4)
+    assert sums_of(model, r, 6, entropy_coef=0.5)[0].item() == pytest.approx(plain - 0.5 * entropy[r["mask"]].sum(), rel=1e-4)
+
+
+@pytest.mark.parametrize("loss", ["reinforce", "ppo", "gspo", "icepop"])
+def test_an_empty_micro_batch_contributes_nothing(model, loss):
     from preprocess import row_record
-    model = tiny_model()
-    model.token_logprobs = types.MethodType(token_logprobs, model)
-    loss, sums, _ = train.micro_batch(model, row_record([]), 3, SimpleNamespace(temperature=1.0, loss="reinforce", clamp=5.0), torch.device("cpu"))
-    loss.backward()
-    assert sums.abs().sum() == 0
+    value, sums, by_lag, _ = train.micro_batch(model, row_record([]), 3, Config(loss=loss, entropy_coef=0.1), torch.device("cpu"))
+    value.backward()
+    assert sums.abs().sum() == 0 and by_lag.abs().sum() == 0
     assert all(p.grad is None or p.grad.abs().sum() == 0 for p in model.parameters())
+
+
+def test_records_that_cannot_be_trained_on_are_named(model):
+    train.check(record(model, [10], 0), "record 7 of q", 50)
+    bad = record(model, [10], 0)
+    bad["rewards"][0] = float("nan")
+    with pytest.raises(ValueError, match="record 7 of q: rewards has values that are not finite"):
+        train.check(bad, "record 7 of q", 50)
+    with pytest.raises(ValueError, match="record 8 of q: token ids from .* the vocabulary has 20"):
+        train.check(record(model, [10], 0) | {"input_ids": np.array([3, 25])}, "record 8 of q", 20)

@@ -33,7 +33,7 @@ def difference(config, model):
 def update(sender, version):
     sender.prepare()
     sender.send(version, lambda: None)
-    return sender.wait()
+    sender.wait()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,34 @@
+"""train.py with a FAKE weight sender, so that a test can run the real trainer, on any number of ranks, with no engine.
+
+    python -m torch.distributed.run --nproc_per_node 2 tests/train_without_engines.py <run directory>
+"""
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import torch
+
+import train
+from weights import NO_UPDATE
+
+
+class FakeSender:
+    """Announces every version as sent; sends nothing."""
+
+    def __init__(self, config, model, rank, device):
+        self.rank = rank
+
+    def send(self, version, done):
+        if self.rank == 0:
+            done()
+
+    def timing(self):
+        return NO_UPDATE
+
+    prepare = wait = failed = lambda self: None
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    train.Sender = FakeSender
+    train.main(sys.argv[1])
