@@ -164,7 +164,7 @@ class Actor:
         version = self.version()
         if version != self.logged_version:
             self.logged_version, self.logged = version, 0
-        for a in attempts[:max(self.config.samples_logged - self.logged, 0)]:
+        for a in attempts[:self.logged < self.config.samples_logged]:  # one of a group
             self.logged += 1
             sampled = a["versions"][a["mask"]]
             starts = np.flatnonzero(np.diff(sampled, prepend=-1))
