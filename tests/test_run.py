@@ -74,12 +74,14 @@ def test_the_pipeline_end_to_end(tmp_path, base_model):
 
 
 def test_max_lag_0_is_synchronous_on_two_fsdp_ranks(tmp_path, base_model):
-    done = run(tmp_path, "s", 8720, "--steps", 4, "--batch_size", 64, "--max_lag", 0, "--trainers", 2, "--recompute_kv", True)
+    done = run(tmp_path, "s", 8720, "--steps", 4, "--batch_size", 64, "--max_lag", 0, "--trainers", 2, "--recompute_kv", True,
+               "--loss", "ppo", "--late", "wait", "--kl_coef", 0.1)
     assert done.returncode == 0, done.stdout + done.stderr
     steps, _ = metrics(tmp_path / "s")
     assert [(x["lag_mean"], x["lag_max"]) for x in steps] == [(0, 0)] * 4
     assert [x["samples"] for x in steps] == [64, 128, 192, 256]
     assert all(x["mismatch"] < 1e-3 and abs(x["ess"] - 1) < 1e-3 for x in steps)
+    assert steps[0]["kl_ref"] < 1e-6 < steps[-1]["kl_ref"]  # the policy starts as the reference model and leaves it
 
 
 def test_kill_continue_interrupt(tmp_path, base_model):

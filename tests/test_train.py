@@ -61,6 +61,14 @@ def test_icepop_by_hand():
     assert grad == pytest.approx([0.0, -0.5, 2.0, -5.0, 0.0])
 
 
+def test_kl_penalty_by_hand():
+    logpi = torch.tensor([-1.0, -2.0, -1.0], requires_grad=True)
+    kl = train.kl_penalty(logpi, torch.tensor([-1.0, -1.0, -3.0]))  # d = 0, 1, -2
+    assert kl.tolist() == pytest.approx([0.0, math.e - 2, math.exp(-2) + 1])
+    kl.sum().backward()
+    assert logpi.grad.tolist() == pytest.approx([0.0, 1 - math.e, 1 - math.exp(-2)])
+
+
 @pytest.mark.parametrize("kind,expected", [("reinforce", [0, 0, 0, 1]), ("ppo", [1, 0, 1, 1]), ("icepop", [1, 0, 0, 1])])
 def test_which_weights_are_cut(kind, expected):
     assert train.clipped(kind, torch.tensor([0.3, 1.0, 2.0, 6.0]).log(), torch.zeros(4, dtype=torch.long), Config()).tolist() == [bool(x) for x in expected]
@@ -164,7 +172,7 @@ def test_late_tokens_are_masked_and_counted(model):
     assert masked.item() == pytest.approx(sums_of(model, r, 5)[0].item()) != kept.item()
 
 
-def test_normalizers_and_entropy(model):
+def test_normalizers_entropy_and_kl(model):
     r = record(model, [10, 13], version=6)  # 7 and 10 sampled tokens, advantages 1 and 0
     r["advantages"][:] = 1.0
     plain = sums_of(model, r, 6)[0].item()
@@ -172,6 +180,9 @@ def test_normalizers_and_entropy(model):
     first, second = (r["mask"] & (r["sequence_ids"] == i) for i in (0, 1))
     assert plain == pytest.approx(-logprobs[r["mask"]].sum(), rel=1e-4)
     assert sums_of(model, r, 6, normalizer="sequence")[0].item() == pytest.approx(-logprobs[first].mean() - logprobs[second].mean(), rel=1e-4)
+    reference = logprobs - 0.3 * r["mask"]
+    kl, s, _, _ = sums_of(model, r | {"ref_logprobs": reference.astype(np.float32)}, 6, kl_coef=2.0)
+    assert s["kl_ref"] == pytest.approx(17 * (math.exp(-0.3) - 1 + 0.3), rel=1e-3) and kl.item() == pytest.approx(plain + 2 * s["kl_ref"], rel=1e-4)
     assert sums_of(model, r, 6, entropy_coef=0.5)[0].item() == pytest.approx(plain - 0.5 * entropy[r["mask"]].sum(), rel=1e-4)
 
 
