@@ -31,7 +31,7 @@ from queues import Queue, notice, noticed
 from weights import Sender
 
 logging.disable_progress_bar()
-HEAD_CHUNK = 1024  # positions whose logits exist at once
+HEAD_ELEMENTS = 1 << 26  # logits that exist at once, 256 MB in float32
 
 
 # ------------------------------------------------------------------------------------------------ the mathematics
@@ -52,11 +52,12 @@ def token_logprobs(model, input_ids, position_ids, temperature):
     """
     hidden = model.base_model(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False).last_hidden_state[0, :-1]  # [T-1, D]
     weight, targets = model.get_output_embeddings().weight, input_ids[1:]
-    if len(targets) <= HEAD_CHUNK:
+    chunk = max(HEAD_ELEMENTS // weight.shape[0], 1)
+    if len(targets) <= chunk:
         logprobs, entropy = head_logprobs(hidden, weight, targets, temperature)
     else:  # the logits of a chunk are recomputed in the backward pass, so [T, V] never exists
         parts = [checkpoint(head_logprobs, h, weight, t, temperature, use_reentrant=False)
-                 for h, t in zip(hidden.split(HEAD_CHUNK), targets.split(HEAD_CHUNK))]
+                 for h, t in zip(hidden.split(chunk), targets.split(chunk))]
         logprobs, entropy = (torch.cat(x) for x in zip(*parts))
     zero = logprobs.new_zeros(1)
     return torch.cat([zero, logprobs]), torch.cat([zero, entropy])

@@ -18,7 +18,7 @@ def read(run_dir):
 
 def draw(run_dir, steps, evals):
     """report.png: reward against time and samples, lag, ESS, tokens/s, where the trainer's time goes."""
-    column = {k: np.array([np.nan if x[k] is None else x[k] for x in steps], float) for k in steps[0]}
+    column = {k: np.array([np.nan if x[k] is None else x[k] for x in steps], float) for k, v in steps[0].items() if not isinstance(v, dict)}
     figure, axes = plt.subplots(2, 3, figsize=(15, 8), constrained_layout=True)
     minutes = column["wall_s"] / 60
     smooth = lambda y: np.convolve(np.pad(y, (4, 4), "edge"), np.ones(9) / 9, "valid") if len(y) > 9 else y

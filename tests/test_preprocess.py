@@ -33,6 +33,15 @@ def test_packing_puts_every_index_in_one_row_within_capacity(seed):
     assert len(rows) <= 2 * sum(lengths) / capacity + 1  # no two rows are half empty
 
 
+def test_emitted_rows_are_full_when_there_is_a_backlog(tmp_path):
+    rng, queue = np.random.default_rng(0), Queue(tmp_path / "q")
+    emitter = Emitter(SimpleNamespace(batch_size=1000, row_tokens=4096, stall_timeout=5), [queue])
+    for n in np.minimum(rng.lognormal(5.5, 0.8, 1000).astype(int) + 3, 4096):
+        emitter.add(sample(n))
+    fill = [len(queue.get(0)[1]["input_ids"]) / 4096 for _ in range(len(queue))]
+    assert len(fill) > 50 and np.mean(fill) >= 0.95 and np.mean(fill[:-1]) >= 0.96, f"{np.mean(fill):.3f}"
+
+
 def test_packing_refuses_what_cannot_fit():
     with pytest.raises(ValueError, match="sample 1 has 9 tokens, a row has 8"):
         pack([3, 9], 8)
