@@ -51,7 +51,9 @@ def test_the_pipeline_end_to_end(tmp_path, base_model):
     assert [x["step"] for x in steps] == list(range(1, 13)) and all(set(KEYS) <= set(x) for x in steps)
     assert [x["samples"] for x in steps] == [256 * i for i in range(1, 13)]
     assert all(0 <= x["lag_mean"] <= x["lag_max"] <= 12 and 0 < x["ess"] <= 1.0001 and 0 <= x["reward"] <= 1 and x["dropped"] == 0 for x in steps)
-    assert all(np.isfinite([v for v in x.values() if v is not None]).all() for x in steps)
+    assert all(np.isfinite([v for v in x.values() if isinstance(v, (int, float))]).all() for x in steps)
+    assert all(sum(row["tokens"] * int(k) for k, row in x["by_lag"].items()) == pytest.approx(x["lag_mean"] * sum(row["tokens"] for row in x["by_lag"].values()), rel=1e-4)
+               for x in steps if set(x["by_lag"]) <= {"0", "1", "2"})
     # lag-0 tokens: the trainer's logprobs are the engine's, float32 rounding apart
     mismatch = [x["mismatch"] for x in steps if x["mismatch"] is not None]
     assert steps[0]["mismatch"] is not None and max(mismatch) < 1e-3
