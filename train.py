@@ -270,7 +270,7 @@ class Log:
         self.file.flush()
         if self.wandb:
             scores = {f"eval/{task}": x for task, x in line.get("eval", {}).items()}
-            self.wandb.log(scores or line, step=line["version"])
+            self.wandb.log(scores | {"version": line["version"]} if scores else line)  # evaluations come late: no step=
 
 
 def main(run_dir):
