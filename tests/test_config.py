@@ -2,7 +2,6 @@
 import json
 import socket
 import subprocess
-import time
 
 import pytest
 
@@ -44,11 +43,10 @@ def test_a_port_in_use_is_named():
             resolved("toy", "--port", str(s.getsockname()[1]))
 
 
-def test_the_launcher_says_it_within_two_seconds_and_starts_nothing(tmp_path):
-    start = time.time()
+def test_the_launcher_says_it_and_starts_nothing(tmp_path):
     done = subprocess.run(["bash", "run.sh", "toy", "--out", str(tmp_path / "o"), "--stepz", "3"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == "" and len(done.stderr.strip().splitlines()) == 1 and "--stepz" in done.stderr
-    assert not (tmp_path / "o").exists() and time.time() - start < 30  # the figure itself is in the README; CI machines are shared
+    assert not (tmp_path / "o").exists()
 
 
 @pytest.mark.parametrize("gpus,engines,trainers", [(0, 1, 1), (1, 1, 1), (2, 1, 1), (4, 2, 2), (8, 4, 4)])
