@@ -21,7 +21,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 import config as cfg
-from queues import Queue, notice, noticed
+from queues import Queue, noticed
 
 
 def allowed_samples(config, version):

@@ -221,9 +221,9 @@ def placement(c: Config, gpus: int) -> list[tuple[str, dict, list[str]]]:
     """
     run_dir = str(Path(c.out, c.run))
     python = sys.executable
-    cores = sorted(os.sched_getaffinity(0))
-    per_engine = max(len(cores) // (2 * c.engines), 1)
-    per_trainer = max((len(cores) - per_engine * c.engines) // c.trainers, 1)
+    cores = len(os.sched_getaffinity(0))
+    per_engine = max(cores // (2 * c.engines), 1)
+    per_trainer = max((cores - per_engine * c.engines) // c.trainers, 1)
     processes = []
     for i in range(c.engines):
         env = dict(VLLM_SERVER_DEV_MODE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="INFO", TOKENIZERS_PARALLELISM="false")

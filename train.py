@@ -120,7 +120,12 @@ def kl_penalty(logprobs, ref_logprobs):
 
 def ess(ratios):
     """Normalised effective sample size (sum w)^2 / (N sum w^2) of the unclipped importance weights w [N], in (0, 1]."""
-    return float(ratios.sum() ** 2 / (len(ratios) * (ratios ** 2).sum()))
+    return ess_of_sums(float(ratios.sum()), float((ratios ** 2).sum()), len(ratios))
+
+
+def ess_of_sums(w, w2, n):
+    """ess from sum w, sum w^2 and N, which add up over micro-batches and ranks; 1 if there is nothing."""
+    return w ** 2 / (n * w2) if w2 else 1.0
 
 
 def learning_rate(config, step):
@@ -174,10 +179,10 @@ def micro_batch(model, record, version, config, device):
         pure = mask & t["pure"] & (lag == 0)
         kl = (w - 1 - log_w) * mask
         sums = torch.stack([x.float().sum() for x in (
-            late, torch.ones_like(log_w) * (record["samples"] > 0), mask, torch.tensor(record["samples"]), t["rewards"], t["successes"], loss,
+            late, torch.ones_like(log_w) * (record["samples"] > 0), mask, torch.tensor(record["samples"], device=device), t["rewards"], t["successes"], loss,
             entropy * mask, w, w * w, kl, cut, lag, log_w.abs() * pure, pure, t["spans"] >= 2, t["spans"] >= 3, kl_ref * mask)])
         bucket = torch.bucketize(lag, torch.tensor([x for x in LAG_BUCKETS.values() if x is not None], device=device))
-        columns = torch.stack([mask.float(), per_token, w, w * w, kl, cut.float()], dim=1) * mask[:, None]  # [T, 6]
+        columns = torch.stack([mask.float(), per_token, w, w * w, kl, cut.float()], dim=1)  # [T, 6]
         by_lag = torch.zeros(len(LAG_BUCKETS), len(LAG_SUMS), device=device).index_add(0, bucket, columns)
     return loss, sums, by_lag, lag.max()
 
@@ -188,7 +193,7 @@ def lag_table(by_lag):
     for name, row in zip(LAG_BUCKETS, by_lag.tolist()):
         s = dict(zip(LAG_SUMS, row))
         if n := s["tokens"]:
-            table[name] = {"tokens": int(n), "loss": s["loss"] / n, "kl": s["kl"] / n, "ess": s["w"] ** 2 / (n * s["w2"]) if s["w2"] else 1.0, "clip_frac": s["clipped"] / n}
+            table[name] = {"tokens": int(n), "loss": s["loss"] / n, "kl": s["kl"] / n, "ess": ess_of_sums(s["w"], s["w2"], n), "clip_frac": s["clipped"] / n}
     return table
 
 
@@ -395,7 +400,7 @@ def main(run_dir):
                 step=state["version"], version=state["version"], samples=state["samples"], tokens=int(total["row_tokens"]), wall_s=state["wall_s"],
                 reward=total["reward"] / total["samples"], success=total["success"] / total["samples"], loss=total["loss"] / total["samples"],
                 grad_norm=float(grad_norm), lr=optimizer.param_groups[0]["lr"], entropy=total["entropy"] / n,
-                ess=total["w"] ** 2 / (n * total["w2"]) if total["w2"] else 1.0, kl_behavior=total["kl"] / n,
+                ess=ess_of_sums(total["w"], total["w2"], n), kl_behavior=total["kl"] / n,
                 mismatch=total["mismatch"] / total["mismatch_n"] if total["mismatch_n"] else None,
                 lag_mean=total["lag"] / n, lag_max=int(lag_max), clip_frac=total["clipped"] / n, dropped=record["dropped"],
                 train_tok_s=total["row_tokens"] / (now - step_start), gen_tok_s=record["gen_tok_s"], wait_data_s=wait,
