@@ -414,9 +414,13 @@ def main(run_dir):
     if line:
         log.write(line | sender.timing())
     drain_evals(wait_for=config.steps, timeout=config.stall_timeout)
+    if log and log.wandb:
+        log.wandb.finish()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    sys.stdout.flush()
+    os._exit(0)  # threads of gloo may still wait for the interpreter's lock: its own way out then aborts now and then

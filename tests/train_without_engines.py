@@ -2,6 +2,7 @@
 
     python -m torch.distributed.run --nproc_per_node 2 tests/train_without_engines.py <run directory>
 """
+import os
 import sys
 from pathlib import Path
 
@@ -32,3 +33,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     train.Sender = FakeSender
     train.main(sys.argv[1])
+    sys.stdout.flush()
+    os._exit(0)  # as train.py does
