@@ -143,11 +143,11 @@ class Actor:
             self.counts["dropped_groups"] += 1
             print(f"actor: problem {i} dropped: {len(good)} of {c.attempts} attempts came back, dropped so far {self.counts['dropped_groups']}", flush=True)
             # an empty record tells preprocess, which may wait for this group (late = wait), that it will not come
-            await asyncio.to_thread(self.rollouts.put, dict(index=i, gen_tok_s=self.speed(), lengths=np.zeros(0, int), rewards=np.zeros(0, np.float32)), c.stall_timeout)
+            await asyncio.to_thread(self.rollouts.put, dict(run_id=c.run_id, index=i, gen_tok_s=self.speed(), lengths=np.zeros(0, int), rewards=np.zeros(0, np.float32)), c.stall_timeout)
             return c.attempts
         cat = {k: np.concatenate([a[k] for a in good]) for k in ("tokens", "mask", "logprobs", "versions")}
         record = cat | dict(lengths=np.array([len(a["tokens"]) for a in good]), rewards=np.array([a["reward"] for a in good], np.float32),
-                            successes=np.array([a["success"] for a in good]), index=i, gen_tok_s=self.speed())
+                            successes=np.array([a["success"] for a in good]), finished=np.array([a["finished"] for a in good]), run_id=c.run_id, index=i, gen_tok_s=self.speed())
         await asyncio.to_thread(self.rollouts.put, record, c.stall_timeout)
         self.show(i, problem, good)
         return c.attempts - len(good)
@@ -200,8 +200,8 @@ class Actor:
             print(f"actor: {len(self.urls)} engines x {c.concurrency} sequences, task {c.task}, from version {version}", flush=True)
             await self.evaluate(version)
             stream = Problems(self.task.problems("train", c.seed), c.seed)
-            # Every trained sample was drawn once, so after a resume the next problem follows from the version.
-            i, started, returned = first * c.batch_size // c.attempts, first * c.batch_size, 0
+            position = noticed(self.queues / "version.json")["position"]  # problems already done with, of a continued run
+            i, done_ahead, started, returned = position["next"], set(position["ahead"]), first * c.batch_size, 0
             groups, evaluations, last_change = set(), set(), time.monotonic()
             while True:
                 now_version = self.version()
@@ -217,6 +217,8 @@ class Actor:
                 dropped = noticed(self.queues / "dropped.json").get("samples", 0)
                 while (not self.slots.locked() and len(groups) < 2 * len(self.urls) * c.concurrency // c.attempts + 2
                        and started - returned - dropped + c.attempts <= allowed_samples(c, version)):
+                    while i in done_ahead:
+                        i += 1
                     groups.add(asyncio.create_task(self.group(i, stream[i])))
                     i, started = i + 1, started + c.attempts
                     await asyncio.sleep(0)  # let its attempts take their slots

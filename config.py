@@ -10,6 +10,7 @@ import io
 import json
 import os
 import re
+import secrets
 import shlex
 import shutil
 import socket
@@ -29,12 +30,14 @@ class Config:
     run: str = ""  # name of the run directory under `out`
     out: str = "out"  # where run directories live; shared by all nodes
     fresh: bool = False  # start over: an existing run directory of this name is moved aside, never deleted
+    run_id: str = ""  # filled in: tells this run's records and messages from another's; a continued run keeps it
     seed: int = 0  # seeds the problem order, the sampling, the shuffling and the toy base model
     wandb: Literal["off", "offline", "online"] = "off"  # log the same metrics to Weights & Biases; offline needs no account
     # ---- task and model
     task: str = "toy"  # file under tasks/
     model: str = ""  # HF model directory or hub name; empty: the base model the task makes itself
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # compute dtype of engine and trainer; auto: float32 on CPU, bfloat16 on GPU
+    head_float32: bool = False  # output head in float32 on both sides (vLLM's head_dtype) when dtype is bfloat16: less mismatch, slower head
     # ---- batch
     steps: int = 200  # optimizer steps of the whole run
     batch_size: int = 256  # B: samples per optimizer step; a multiple of `attempts`
@@ -71,6 +74,7 @@ class Config:
     entropy_coef: float = 0.0  # bonus on the entropy of each sampled token's distribution
     normalizer: Literal["samples", "tokens", "sequence"] = "samples"  # sum over tokens / samples of the step (the paper), / its tokens, or each sequence's mean / samples
     overlong_buffer: int = 0  # soft over-length penalty: the reward falls by up to 1 over the last so many tokens before max_new_tokens; 0: none
+    overlong_mask: bool = False  # leave samples that were cut off at max_new_tokens out of the loss (they still count as samples)
     late: Literal["keep", "mask", "wait"] = "keep"  # tokens older than max_lag: train them all the same (the paper), leave them out of the loss, or never have any: take groups in the order they were started
     lr: float = 1e-6  # peak learning rate (AdamW)
     warmup_steps: int = 0  # linear warm-up of the learning rate, steps
@@ -92,6 +96,7 @@ class Config:
     eval_temperature: float = 1.0  # 1: the policy that is trained; 0: greedy
     save_every: int = 100  # checkpoint every so many steps (always at the end)
     keep_last: int = 2  # checkpoints kept
+    keep_every: int = 0  # of the older ones, those of every so many steps are kept too; 0: none
     samples_logged: int = 2  # decoded rollouts per step in samples.jsonl
     # ---- machine
     host: str = "127.0.0.1"  # address engines and the weight group bind to; loopback on one node
@@ -165,7 +170,7 @@ def resolve(config: Config, gpus: int) -> Config:
     need(re.fullmatch(r"[\w.-]+", c.run), f"--run {c.run!r}: letters, digits, '.', '-' and '_' only")
     for name in ("steps", "batch_size", "attempts", "concurrency", "row_tokens", "max_new_tokens", "tensor_parallel", "bucket_mb", "keep_last"):
         need(getattr(c, name) >= 1, f"--{name} {getattr(c, name)}: must be at least 1")
-    for name in ("max_lag", "conventional_g", "engines", "trainers", "retries", "eval_every", "eval_problems", "save_every", "ring"):
+    for name in ("max_lag", "conventional_g", "engines", "trainers", "retries", "eval_every", "eval_problems", "save_every", "keep_every", "ring"):
         need(getattr(c, name) >= 0, f"--{name} {getattr(c, name)}: must not be negative")
     need(c.temperature > 0, f"--temperature {c.temperature}: must be above 0")
     need(c.attempts >= 2 or c.advantage == "none", f"--attempts {c.attempts}: the '{c.advantage}' baseline needs at least 2 attempts per problem")
@@ -240,6 +245,7 @@ def placement(c: Config, gpus: int) -> list[tuple[str, dict, list[str]]]:
                    # a prompt is never split between two steps, hence never between two versions
                    "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(8192, c.max_model_len))]
         command += ["--enforce-eager"] if c.enforce_eager else []
+        command += ["--hf-overrides", '{"head_dtype": "float32"}'] if c.head_float32 else []
         if not gpus and c.tensor_parallel == 1:
             # vLLM's scheduler and worker as two processes wait for each other by spinning; on few cores they starve each
             # other (measured: 2 to 30 groups/s, against 43 as one process, which this variable allows on CPU).
@@ -295,6 +301,7 @@ def open_run(c: Config) -> str:
     Returns what was done, one line. Raises ConfigError for a knob that cannot change within a run.
     """
     run_dir = Path(c.out, c.run)
+    c.run_id = secrets.token_hex(4)
     if not (run_dir / "config.json").exists():
         return f"new run {run_dir}"
     old = load(str(run_dir))
@@ -303,10 +310,11 @@ def open_run(c: Config) -> str:
         aside = next(p for i in range(1, 10**6) if not (p := run_dir.with_name(f"{c.run}.{i}")).exists())
         run_dir.rename(aside)
         return f"new run {run_dir}; the {'stopped' if version < old.steps else 'complete'} one before it is now {aside}"
-    changed = [f.name for f in fields(Config) if getattr(old, f.name) != getattr(c, f.name) and f.name not in ("fresh", "out")]
+    changed = [f.name for f in fields(Config) if getattr(old, f.name) != getattr(c, f.name) and f.name not in ("fresh", "out", "run_id")]
     for name in changed:
         if name in ("task", "model", "seed", "batch_size", "attempts", "dtype"):
             raise ConfigError(f"--{name} cannot change within a run ({getattr(old, name)} -> {getattr(c, name)}): choose another --run name, or --fresh True")
+    c.run_id = old.run_id
     shutil.rmtree(run_dir / "queues", ignore_errors=True)  # what was sampled but not trained is drawn again
     return f"continuing {run_dir} from step {version}" + (f"; changed: {', '.join(changed)}" if changed else "")
 

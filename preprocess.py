@@ -18,6 +18,7 @@ import config as cfg
 from queues import Queue, notice, noticed
 
 FULL = 0.95  # a row this full is emitted before its step is complete
+ATTENTION = 1 / 30000  # attending to one earlier token, in units of all else a token costs: 1 / (12 hidden), for a hidden size of 2500
 
 
 def advantages(rewards, kind):
@@ -59,13 +60,43 @@ def pack(lengths, capacity):
     return rows
 
 
-def samples_of(group, kind):
+def samples_of(group, config):
     """One group record of actor.py -> its samples, each a dict of arrays over its tokens [T] and of scalars."""
     ends = np.cumsum(group["lengths"])
-    for i, advantage in enumerate(advantages(group["rewards"], kind)):
+    for i, advantage in enumerate(advantages(group["rewards"], config.advantage)):
         span = slice(ends[i] - group["lengths"][i], ends[i])
-        yield dict(tokens=group["tokens"][span], mask=group["mask"][span], logprobs=group["logprobs"][span], versions=group["versions"][span],
-                   advantage=advantage, reward=group["rewards"][i], success=group["successes"][i])
+        kept = group["finished"][i] or not config.overlong_mask  # over-length filtering, DAPO (arXiv 2503.14476) section 3.4
+        yield dict(tokens=group["tokens"][span], mask=group["mask"][span] & kept, logprobs=group["logprobs"][span], versions=group["versions"][span],
+                   advantage=advantage, reward=group["rewards"][i], success=group["successes"][i], index=group["index"])
+
+
+class Position:
+    """Which problems are done with (trained, or dropped and counted): all below `next`, and those in `ahead`.
+
+    A problem is done with when the last of its samples is. What a run continues from: the others are drawn again.
+    """
+
+    def __init__(self, next=0, ahead=()):
+        self.next, self.ahead, self.open = next, set(ahead), Counter()
+
+    def arrive(self, index, samples):
+        """A group of so many samples is here."""
+        self.open[index] = samples + 1
+        self.leave(index)
+
+    def leave(self, index):
+        """One sample of problem `index` is trained or dropped."""
+        self.open[index] -= 1
+        if not self.open[index]:
+            del self.open[index]
+            self.ahead.add(index)
+            while self.next in self.ahead:
+                self.ahead.remove(self.next)
+                self.next += 1
+
+    def state(self):
+        """{next, ahead}, as JSON."""
+        return dict(next=self.next, ahead=sorted(self.ahead))
 
 
 def row_record(samples):
@@ -96,15 +127,13 @@ def reference_model(config):
     own `token_logprobs`, so that packing, temperature and precision are the same.
     """
     import torch  # only here: without kl_coef this stage needs no torch
-    from transformers import AutoModelForCausalLM
-    from train import token_logprobs
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(config.model, dtype=getattr(torch, config.dtype), attn_implementation="sdpa").to(device).eval()
+    from train import load_model, token_logprobs
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(config, device, getattr(torch, config.dtype)).to(device).eval()
 
     @torch.no_grad()
     def logprobs(record):
-        ids, positions = (torch.from_numpy(record[k]).to(device) for k in ("input_ids", "position_ids"))
-        return token_logprobs(model, ids, positions, config.temperature)[0].cpu().numpy()
+        return token_logprobs(model, torch.from_numpy(record["input_ids"]), torch.from_numpy(record["position_ids"]), config.temperature)[0].cpu().numpy()
     return logprobs
 
 
@@ -113,19 +142,21 @@ class Emitter:
 
     def __init__(self, config, queues, reference=None):
         self.config, self.queues, self.reference = config, queues, reference
-        self.step, self.taken, self.pending = 0, 0, []
+        self.step, self.taken, self.pending, self.position = 0, 0, [], Position()
 
     def add(self, sample, **extra):
         """Take one more sample of the current step; emits what is full, and everything when the step is complete."""
         self.pending.append(sample)
+        self.position.leave(sample["index"])
         self.taken += 1
         done = self.taken == self.config.batch_size
         tokens = sum(len(s["tokens"]) for s in self.pending)
         if not done and tokens < 2 * self.config.row_tokens * len(self.queues):
             return
         rows = pack([len(s["tokens"]) for s in self.pending], self.config.row_tokens)
-        size = [sum(len(self.pending[i]["tokens"]) for i in row) for row in rows]
-        rows = [rows[k] for k in np.argsort(size)[::-1] if done or size[k] >= FULL * self.config.row_tokens]
+        lengths = [np.array([len(self.pending[i]["tokens"]) for i in row]) for row in rows]
+        work = [(n + ATTENTION / 2 * n ** 2).sum() for n in lengths]  # rows of a round should take equally long on every rank
+        rows = [rows[k] for k in np.argsort(work)[::-1] if done or lengths[k].sum() >= FULL * self.config.row_tokens]
         ranks = len(self.queues)
         if not done:
             rows = rows[:len(rows) // ranks * ranks]  # whole rounds only
@@ -137,7 +168,7 @@ class Emitter:
                 record = row_record([self.pending[i] for i in row])
                 if self.reference:
                     record["ref_logprobs"] = self.reference(record)
-                queue.put(record | dict(step=self.step, last=last, **extra), self.config.stall_timeout)
+                queue.put(record | dict(run_id=self.config.run_id, step=self.step, last=last, position=self.position.state() if last else None, **extra), self.config.stall_timeout)
         sent = {i for row in rows for i in row}
         self.pending = [s for i, s in enumerate(self.pending) if i not in sent]
         if done:
@@ -158,9 +189,10 @@ def main(run_dir):
         if time.monotonic() > deadline:
             raise TimeoutError(f"preprocess: the trainer announced no version in {queues / 'version.json'} within {config.start_timeout:.0f} s")
         time.sleep(0.05)
-    emitter.step = trained["version"]
+    emitter.step, position = trained["version"], Position(**trained["position"])
+    emitter.position = position
     print(f"preprocess: {config.trainers} ranks, rows of {config.row_tokens} tokens, from step {emitter.step}", flush=True)
-    turn = emitter.step * config.batch_size // config.attempts  # index of the first group the actor starts
+    turn, resumed_ahead = position.next, set(position.ahead)  # late = wait: index of the group that comes next, those that will not come
     phase = 0  # samples of the current generation phase that are shuffled into the ring's head (conventional RL only)
     last_input = time.monotonic()
     while emitter.step < config.steps:
@@ -170,20 +202,24 @@ def main(run_dir):
                 seq, group = rollouts.get(0.0 if ring else 0.02)
             except TimeoutError:
                 break
+            if group["run_id"] != config.run_id:
+                raise RuntimeError(f"preprocess: record {seq} of {rollouts.path} is of run {group['run_id']}, this is run {config.run_id}: start over with --fresh True")
             last_input, gen_tok_s = time.monotonic(), group["gen_tok_s"]
             arrived = [group]
+            position.arrive(group["index"], len(group["lengths"]))
             if config.late == "wait":  # in the order in which they were started, whatever the order in which they were done
                 early[group["index"]], arrived = group, []
-                while turn in early:
-                    arrived.append(early.pop(turn))
+                while turn in early or turn in resumed_ahead:
+                    arrived += [early.pop(turn)] if turn in early else []
                     turn += 1
-            for sample in (s for g in arrived for s in samples_of(g, config.advantage)):
+            for sample in (s for g in arrived for s in samples_of(g, config)):
                 if len(sample["tokens"]) > config.row_tokens:
                     dropped["too_long"] += 1
+                    position.leave(sample["index"])
                 else:
                     ring.append(sample)
             while len(ring) > config.ring and config.on_full == "drop_oldest":
-                ring.popleft()
+                position.leave(ring.popleft()["index"])
                 dropped["ring_full"] += 1
             rollouts.ack(seq)
         if dropped.total() != reported:

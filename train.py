@@ -8,8 +8,8 @@ Alone, on a run directory that has queues to read: `python train.py out/toy`. Mo
 Deliberately absent: a Trainer class, callbacks, gradient accumulation settings (a step is a step, however it was packed).
 """
 import json
+import math
 import os
-import random
 import shutil
 import sys
 import time
@@ -22,8 +22,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict, StateDictOptions
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 import config as cfg
@@ -36,6 +37,30 @@ HEAD_ELEMENTS = 1 << 26  # logits that exist at once, 256 MB in float32
 
 # ------------------------------------------------------------------------------------------------ the mathematics
 
+def packed_attention(module, query, key, value, mask, scaling=None, sliding_window=None, cu_seq_lens_q=None, max_length_q=None, **_):
+    """FlashAttention over the sequences of one packed row (CUDA, 16 bits): query [1, H, T, D], key, value [1, K, T, D] -> [1, T, H, D]."""
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling,
+                      window_size=(sliding_window - 1 if sliding_window else -1, 0), enable_gqa=True)
+    return out[None], None
+
+
+AttentionInterface.register("packed", packed_attention)
+
+
+def load_model(config, device, dtype):
+    """The causal LM of `config.model`; attention on packed rows by `packed_attention` on GPUs, elsewhere by sdpa with a mask."""
+    attention = "packed" if device.type == "cuda" and config.dtype != "float32" else "sdpa"
+    model = AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype, attn_implementation=attention)
+    model.head_float32 = config.head_float32
+    return model
+
+
+def to_device(device, *tensors):
+    """CPU tensors on `device`, without waiting for what it is doing."""
+    return [x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x for x in tensors]
+
+
 def head_logprobs(hidden, weight, targets, temperature):
     """Logprobs and entropy of one chunk: hidden [C, D], weight [V, D], targets [C] -> ([C], [C]), in float32."""
     logits = (hidden @ weight.T).float() / temperature  # [C, V]
@@ -46,12 +71,18 @@ def head_logprobs(hidden, weight, targets, temperature):
 def token_logprobs(model, input_ids, position_ids, temperature):
     """log p(token | tokens before it in its sequence) for one packed row, and the entropy of the distribution it came from.
 
-    input_ids, position_ids [T] -> (logprobs [T], entropy [T]), float32, both 0 at the row's first token. position_ids
-    restart at 0 with every sequence, which is what keeps sequences from seeing each other; the first token of a sequence
-    gets a meaningless value (it has no context) and must be masked out by the caller.
+    input_ids, position_ids [T], on the CPU -> (logprobs [T], entropy [T]), float32, on the model's device, both 0 at the row's
+    first token. position_ids restart at 0 with every sequence, which is what keeps sequences from seeing each other; the first
+    token of a sequence gets a meaningless value (it has no context) and must be masked out by the caller.
     """
-    hidden = model.base_model(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False).last_hidden_state[0, :-1]  # [T-1, D]
-    weight, targets = model.get_output_embeddings().weight, input_ids[1:]
+    starts = torch.cat([torch.nonzero(position_ids == 0)[:, 0], torch.tensor([len(position_ids)])])  # on the CPU: no wait for the GPU
+    weight = model.get_output_embeddings().weight
+    input_ids, position_ids, boundaries = to_device(weight.device, input_ids, position_ids, starts.int())
+    hidden = model.base_model(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False,
+                              cu_seq_lens_q=boundaries, max_length_q=int(starts.diff().max())).last_hidden_state[0, :-1]  # [T-1, D]
+    targets = input_ids[1:]
+    if getattr(model, "head_float32", False):
+        hidden, weight = hidden.float(), weight.float()
     chunk = max(HEAD_ELEMENTS // weight.shape[0], 1)
     if len(targets) <= chunk:
         logprobs, entropy = head_logprobs(hidden, weight, targets, temperature)
@@ -109,12 +140,12 @@ def clipped(kind, log_w, sequence_ids, config):
     return (w < low) | (w > high)
 
 
-def kl_penalty(logprobs, ref_logprobs):
-    """KL(pi || reference) per token, k3 estimator: exp(d) - 1 - d with d = log ref - log pi, >= 0, [T] -> [T].
+def kl(logprobs, other):
+    """KL(p || q) per token of a sample of p, k3 estimator: exp(d) - 1 - d with d = log q - log p, >= 0, [T] -> [T].
 
-    Schulman, "Approximating KL divergence" 2020; as in GRPO (arXiv 2402.03300) eq. 4. The gradient goes through log pi.
+    Schulman, "Approximating KL divergence" 2020; as a penalty with p the policy, q the reference: GRPO (arXiv 2402.03300) eq. 4.
     """
-    d = ref_logprobs - logprobs
+    d = other - logprobs
     return d.exp() - 1 - d
 
 
@@ -141,8 +172,10 @@ LAG_SUMS = "tokens loss w w2 kl clipped".split()
 SUMS = "late row_tokens tokens samples reward success loss entropy w w2 kl clipped lag mismatch mismatch_n versions_2 versions_3 kl_ref".split()
 
 
-def check(record, name, vocabulary):
-    """Refuse a micro-batch that cannot be trained on, naming it, before anything is computed from it."""
+def check(record, name, config, version, vocabulary):
+    """Refuse a micro-batch that cannot be trained on at `version`, naming it, before anything is computed from it."""
+    if record["run_id"] != config.run_id or record["step"] != version:
+        raise RuntimeError(f"train: {name} is for step {record['step']} of run {record['run_id']}, this is step {version} of run {config.run_id}: start over with --fresh True")
     for key in ("logprobs", "advantages", "rewards", "ref_logprobs"):
         if key in record and not np.isfinite(record[key]).all():
             raise ValueError(f"train: {name}: {key} has values that are not finite")
@@ -151,20 +184,22 @@ def check(record, name, vocabulary):
 
 
 def micro_batch(model, record, version, config, device):
-    """Forward and loss of one micro-batch record of preprocess.py.
+    """Forward and loss of one micro-batch record of preprocess.py; nothing here waits for the device.
 
     Returns the summed loss (a scalar to call backward on), sums over tokens or samples in the order of SUMS, the sums of
     LAG_SUMS by lag [6, 6], and the largest lag of a trained token.
     """
-    t = {k: torch.from_numpy(v).to(device) for k, v in record.items() if isinstance(v, np.ndarray)}
+    logprobs, entropy = model.token_logprobs(torch.from_numpy(record["input_ids"]), torch.from_numpy(record["position_ids"]), config.temperature)
+    names = [k for k, v in record.items() if isinstance(v, np.ndarray) and k not in ("input_ids", "position_ids")]
+    t = dict(zip(names, to_device(device, *(torch.from_numpy(record[k]) for k in names))))
     lag = version - t["versions"]
     late = t["mask"] & (lag > config.max_lag) if config.late == "mask" else torch.zeros_like(t["mask"])
     mask = t["mask"] & ~late  # [T] bool: tokens the engine sampled, and recently enough
     lag = lag * mask
     sequence_ids = torch.where(mask, t["sequence_ids"], -1)
-    logprobs, entropy = model.token_logprobs(t["input_ids"], t["position_ids"], config.temperature)
-    per_token = policy_loss(config.loss, logprobs, torch.where(mask, t["logprobs"], logprobs.detach()), t["advantages"], sequence_ids, config)
-    kl_ref = kl_penalty(logprobs, torch.where(mask, t["ref_logprobs"], logprobs.detach())) if config.kl_coef else torch.zeros_like(logprobs)
+    behavior = torch.where(mask, t["logprobs"], logprobs.detach())
+    per_token = policy_loss(config.loss, logprobs, behavior, t["advantages"], sequence_ids, config)
+    kl_ref = kl(logprobs, torch.where(mask, t["ref_logprobs"], logprobs.detach())) if config.kl_coef else torch.zeros_like(logprobs)
     per_token = per_token + config.kl_coef * kl_ref
     if config.entropy_coef:
         per_token = per_token - config.entropy_coef * entropy
@@ -173,17 +208,17 @@ def micro_batch(model, record, version, config, device):
     per_token = torch.where(mask, per_token, 0.0)
     loss = per_token.sum()
     with torch.no_grad():
-        log_w = torch.where(mask, logprobs - t["logprobs"], 0.0)
+        log_w = logprobs - behavior
         w, cut = log_w.exp() * mask, clipped(config.loss, log_w, sequence_ids, config) & mask
         # The engine's logprob is of this version's forward only if all of the sequence was: its KV cache may be older.
         pure = mask & t["pure"] & (lag == 0)
-        kl = (w - 1 - log_w) * mask
+        kl_behavior = kl(behavior, logprobs) * mask
         sums = torch.stack([x.float().sum() for x in (
-            late, torch.ones_like(log_w) * (record["samples"] > 0), mask, torch.tensor(record["samples"], device=device), t["rewards"], t["successes"], loss,
-            entropy * mask, w, w * w, kl, cut, lag, log_w.abs() * pure, pure, t["spans"] >= 2, t["spans"] >= 3, kl_ref * mask)])
-        bucket = torch.bucketize(lag, torch.tensor([x for x in LAG_BUCKETS.values() if x is not None], device=device))
-        columns = torch.stack([mask.float(), per_token, w, w * w, kl, cut.float()], dim=1)  # [T, 6]
-        by_lag = torch.zeros(len(LAG_BUCKETS), len(LAG_SUMS), device=device).index_add(0, bucket, columns)
+            late, torch.full_like(log_w, record["samples"] > 0), mask, torch.ones_like(t["rewards"]), t["rewards"], t["successes"], loss,
+            entropy * mask, w, w * w, kl_behavior, cut, lag, log_w.abs() * pure, pure, t["spans"] >= 2, t["spans"] >= 3, kl_ref * mask)])
+        bucket = sum((lag > largest).long() for largest in LAG_BUCKETS.values() if largest is not None)
+        columns = torch.stack([mask.float(), per_token, w, w * w, kl_behavior, cut.float()], dim=1)  # [T, 6]
+        by_lag = columns.new_zeros(len(LAG_BUCKETS), len(LAG_SUMS)).index_add(0, bucket, columns)
     return loss, sums, by_lag, lag.max()
 
 
@@ -197,11 +232,47 @@ def lag_table(by_lag):
     return table
 
 
+def train_step(model, optimizer, records, version, config, device):
+    """One optimizer step on this rank's micro-batches: gradients summed over all, divided once, clipped, applied. Collective.
+
+    Returns (metrics of the step over all ranks, totals). A gradient that is not finite leaves the weights as they are, on
+    every rank alike, as the norm is of all of them.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    optimizer.zero_grad()
+    sums, by_lag, lag_max = torch.zeros(len(SUMS), device=device), torch.zeros(len(LAG_BUCKETS), len(LAG_SUMS), device=device), torch.zeros((), device=device)
+    for record in records:
+        loss, s, b, m = micro_batch(model, record, version, config, device)
+        (loss * world).backward()  # FSDP2 averages over ranks; the sum is wanted
+        sums, by_lag, lag_max = sums + s, by_lag + b, torch.maximum(lag_max, m.float())
+    if world > 1:
+        dist.all_reduce(sums)
+        dist.all_reduce(by_lag)
+        dist.all_reduce(lag_max, op=dist.ReduceOp.MAX)
+    total = dict(zip(SUMS, sums.tolist()))
+    samples, tokens = max(total["samples"], 1), max(total["tokens"], 1)
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad /= tokens if config.normalizer == "tokens" else samples
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+    grad_norm = float(grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(config, version)
+    if math.isfinite(grad_norm):
+        optimizer.step()
+    return dict(
+        tokens=int(total["row_tokens"]), reward=total["reward"] / samples, success=total["success"] / samples, loss=total["loss"] / samples,
+        grad_norm=grad_norm, lr=group["lr"], entropy=total["entropy"] / tokens, ess=ess_of_sums(total["w"], total["w2"], tokens),
+        kl_behavior=total["kl"] / tokens, kl_ref=total["kl_ref"] / tokens, mismatch=total["mismatch"] / total["mismatch_n"] if total["mismatch_n"] else None,
+        lag_mean=total["lag"] / tokens, lag_max=int(lag_max), clip_frac=total["clipped"] / tokens, late=int(total["late"]),
+        versions_2=total["versions_2"] / samples, versions_3=total["versions_3"] / samples, by_lag=lag_table(by_lag)), total
+
+
 # ------------------------------------------------------------------------------------------------ model, checkpoints
 
 def build(config, device, world):
-    """The policy: a Hugging Face causal LM with float32 master weights, sharded if there is more than one rank."""
-    model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32, attn_implementation="sdpa")
+    """The policy, a Hugging Face causal LM with float32 master weights, sharded if there is more than one rank; its optimizer."""
+    model = load_model(config, device, torch.float32)
     model.train()
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -213,7 +284,15 @@ def build(config, device, world):
             fully_shard(layer, mesh=mesh, mp_policy=precision)
         fully_shard(model, mesh=mesh, mp_policy=precision)
         register_fsdp_forward_method(model, "token_logprobs")
-    return model.to(device)
+    model.to(device)
+    decay, plain = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() <= 1]
+    return model, torch.optim.AdamW([{"params": decay, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+                                    lr=config.lr, betas=(config.beta1, config.beta2), fused=device.type == "cuda")
+
+
+def random_state():
+    """States of the generators a model may draw from (dropout), as tensors."""
+    return {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
 
 def save(config, run_dir, model, optimizer, state, rank):
@@ -230,6 +309,7 @@ def save(config, run_dir, model, optimizer, state, rank):
         dist.barrier()
     weights, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": optimizer_state}, checkpoint_id=temporary / "trainer")
+    torch.save(random_state(), temporary / "trainer" / f"random_{rank}.pt")
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if rank == 0:
         dtype, named = getattr(torch, config.dtype), {n for n, _ in model.named_parameters()} | {n for n, _ in model.named_buffers()}
@@ -239,20 +319,24 @@ def save(config, run_dir, model, optimizer, state, rank):
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
         for old in sorted(final.parent.glob("step_*[0-9]"))[:-config.keep_last]:
-            shutil.rmtree(old)
+            if not config.keep_every or int(old.name[5:]) % config.keep_every:
+                shutil.rmtree(old)
     if dist.is_initialized():
         dist.barrier()
 
 
-def restore(run_dir, model, optimizer):
+def restore(run_dir, model, optimizer, rank):
     """Load the newest checkpoint into model and optimizer; returns its state, or that of a new run if there is none."""
     newest = max(Path(run_dir, "checkpoints").glob("step_*[0-9]"), default=None)
     if newest is None:
-        return {"version": 0, "samples": 0, "wall_s": 0.0, "skipped": 0, "skipped_in_a_row": 0}
+        return {"version": 0, "samples": 0, "wall_s": 0.0, "skipped": 0, "skipped_in_a_row": 0, "position": {"next": 0, "ahead": []}}
     weights, optimizer_state = get_state_dict(model, optimizer)
     states = {"model": weights, "optimizer": optimizer_state}
     dcp.load(states, checkpoint_id=newest / "trainer")
     set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    if (newest / "trainer" / f"random_{rank}.pt").exists():  # not if there are more ranks than before
+        for device, random in torch.load(newest / "trainer" / f"random_{rank}.pt", weights_only=True).items():
+            (torch if device == "cpu" else torch.cuda).set_rng_state(random)
     return json.loads((newest / "trainer" / "state.json").read_text())
 
 
@@ -287,17 +371,16 @@ def main(run_dir):
     if world > 1 or config.dtype != "float32":
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1"), os.environ.setdefault("MASTER_PORT", "0")
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world)
-    random.seed(config.seed), np.random.seed(config.seed), torch.manual_seed(config.seed)
+    torch.manual_seed(config.seed + rank)
 
-    model = build(config, device, world)
-    decay, plain = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() <= 1]
-    optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}],
-                                  lr=config.lr, betas=(config.beta1, config.beta2))
-    state = restore(run_dir, model, optimizer)
+    model, optimizer = build(config, device, world)
+    state = restore(run_dir, model, optimizer, rank)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
     queues = Path(run_dir, "queues")
     batches, evals = Queue(queues / "batches" / f"rank_{rank}"), Queue(queues / "evals")
     log = Log(config, run_dir, state["version"]) if rank == 0 else None
     started, evaluated = time.time() - state["wall_s"], None
+    waited, record = 0.0, None  # of the step in progress: seconds without data, its last record
 
     def drain_evals(wait_for=None, timeout=0.0):
         """Move the actor's evaluation results into metrics.jsonl; wait for the one of version `wait_for` if given."""
@@ -314,101 +397,70 @@ def main(run_dir):
             evals.ack(seq)
             evaluated = line["version"]
 
-    def announce(version):
-        """Tell the other stages that every engine serves `version` now."""
-        return lambda: notice(queues / "version.json", version=version)
+    def announce(version, position):
+        """Tell the other stages that every engine serves `version` now, and which problems have been trained on."""
+        return lambda: notice(queues / "version.json", version=version, position=position)
 
-    def next_record():
-        """The next micro-batch; meanwhile a failed weight update must not go unnoticed."""
-        deadline = time.monotonic() + config.stall_timeout
-        while True:
-            try:
-                return batches.get(1.0)
-            except TimeoutError:
-                sender.failed()
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"train: preprocess put no micro-batch into {batches.path} for {config.stall_timeout:.0f} s") from None
+    def records(version, due):
+        """The micro-batches of this step; before the last one is trained, the engines are told to get ready for an update."""
+        nonlocal waited, record
+        waited, record = 0.0, {"last": False}
+        while not record["last"]:
+            start = time.time()
+            while True:
+                try:
+                    seq, record = batches.get(1.0)
+                    break
+                except TimeoutError:
+                    sender.failed()  # a failed weight update must not go unnoticed
+                    if time.time() - start > config.stall_timeout:
+                        raise TimeoutError(f"train: preprocess put no micro-batch into {batches.path} for {config.stall_timeout:.0f} s") from None
+            waited += time.time() - start
+            check(record, f"record {seq} of {batches.path}", config, version, vocabulary)
+            if record["last"] and due:
+                sender.prepare()
+            yield record
+            batches.ack(seq)
 
     sender = Sender(config, model, rank, device)
     sender.prepare()
-    sender.send(state["version"], announce(state["version"]))  # engines start from the base model; after a resume they need these weights
+    sender.send(state["version"], announce(state["version"], state["position"]))  # engines start from the base model; after a resume they need these weights
     sender.wait()
     sender.timing()
     line = None  # metrics of the last step, complete when its weight update is
-    vocabulary = model.get_input_embeddings().weight.shape[0]
     first_version, loop_start = state["version"], time.time()
     if rank == 0:
         print(f"train: {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters on {world} x {device.type}, version {state['version']} is in the engines", flush=True)
 
-    while state["version"] < config.steps:
-        version, step_start = state["version"], time.time()
-        optimizer.zero_grad()
-        sums, by_lag, lag_max, wait = torch.zeros(len(SUMS), device=device), 0.0, torch.zeros((), device=device), 0.0
-        last = False
-        while not last:
-            before = time.time()
-            seq, record = next_record()
-            wait += time.time() - before
-            if record["step"] != version:
-                raise RuntimeError(f"train: record {seq} of {batches.path} is for step {record['step']}, this is step {version}: start over with --fresh")
-            check(record, f"record {seq} of {batches.path}", vocabulary)
-            last = record["last"]
-            due = not config.conventional_g or (version + 1) % config.conventional_g == 0 or version + 1 == config.steps
-            if last and due:
-                sender.prepare()
-            loss, s, b, m = micro_batch(model, record, version, config, device)
-            (loss * world).backward()  # FSDP2 averages over ranks; the sum is wanted
-            sums, by_lag, lag_max = sums + s, by_lag + b, torch.maximum(lag_max, m.float())
-            batches.ack(seq)
-        if world > 1:
-            dist.all_reduce(sums)
-            dist.all_reduce(by_lag)
-            dist.all_reduce(lag_max, op=dist.ReduceOp.MAX)
-        total = dict(zip(SUMS, sums.tolist()))
-        for p in model.parameters():
-            if p.grad is not None:
-                p.grad /= max(total["tokens"] if config.normalizer == "tokens" else total["samples"], 1)
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-        grad_norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config, version)
-        if torch.isfinite(grad_norm):
-            optimizer.step()
-            state["skipped_in_a_row"] = 0
-        else:  # the same on every rank, as the norm is of all of them; the step counts, so that data and versions stay aligned
-            state["skipped"], state["skipped_in_a_row"] = state["skipped"] + 1, state["skipped_in_a_row"] + 1
-            print(f"train: step {version + 1} has a gradient that is not finite (loss {total['loss']}): weights left as they are, {state['skipped']} steps so far", flush=True)
+    while (version := state["version"]) < config.steps:
+        step_start = time.time()
+        due = not config.conventional_g or (version + 1) % config.conventional_g == 0 or version + 1 == config.steps
+        metrics, total = train_step(model, optimizer, records(version, due), version, config, device)
+        finite = math.isfinite(metrics["grad_norm"])
+        state |= {"version": version + 1, "samples": state["samples"] + int(total["samples"]), "position": record["position"],
+                  "skipped": state["skipped"] + (not finite), "skipped_in_a_row": 0 if finite else state["skipped_in_a_row"] + 1}
+        if not finite:  # the step counts, so that data and versions stay aligned
+            print(f"train: step {version + 1} has a gradient that is not finite (loss {metrics['loss']}): weights left as they are, {state['skipped']} steps so far", flush=True)
             if state["skipped_in_a_row"] == 3:
                 raise RuntimeError("train: three steps in a row had gradients that are not finite: lower --lr, or look at the samples")
-
-        state["version"] += 1
-        state["samples"] += int(total["samples"])
         if line:
             log.write(line | sender.timing())
         if due:
-            sender.send(state["version"], announce(state["version"]))
+            sender.send(state["version"], announce(state["version"], state["position"]))
             if device.type == "cpu":
                 sender.wait()  # engines share the cores: a trainer that went on would only prolong their pause
         elif rank == 0:
-            announce(state["version"])()
+            announce(state["version"], state["position"])()
         now = time.time()
         state["wall_s"] = now - started
         if rank == 0:
             drain_evals()
-            n = max(total["tokens"], 1)
-            line = dict(
-                step=state["version"], version=state["version"], samples=state["samples"], tokens=int(total["row_tokens"]), wall_s=state["wall_s"],
-                reward=total["reward"] / total["samples"], success=total["success"] / total["samples"], loss=total["loss"] / total["samples"],
-                grad_norm=float(grad_norm), lr=optimizer.param_groups[0]["lr"], entropy=total["entropy"] / n,
-                ess=ess_of_sums(total["w"], total["w2"], n), kl_behavior=total["kl"] / n,
-                mismatch=total["mismatch"] / total["mismatch_n"] if total["mismatch_n"] else None,
-                lag_mean=total["lag"] / n, lag_max=int(lag_max), clip_frac=total["clipped"] / n, dropped=record["dropped"],
-                train_tok_s=total["row_tokens"] / (now - step_start), gen_tok_s=record["gen_tok_s"], wait_data_s=wait,
-                versions_2=total["versions_2"] / total["samples"], versions_3=total["versions_3"] / total["samples"],
-                late=int(total["late"]), skipped=state["skipped"], kl_ref=total["kl_ref"] / n, by_lag=lag_table(by_lag))
+            line = dict(step=state["version"], version=state["version"], samples=state["samples"], wall_s=state["wall_s"], **metrics,
+                        dropped=record["dropped"], train_tok_s=metrics["tokens"] / (now - step_start), gen_tok_s=record["gen_tok_s"], wait_data_s=waited,
+                        skipped=state["skipped"])
             left = (config.steps - state["version"]) * (now - loop_start) / (state["version"] - first_version)
             print(f"step {state['version']}/{config.steps} | reward {line['reward']:.3f} | ess {line['ess']:.3f} | lag {line['lag_mean']:.1f}/{line['lag_max']} | "
-                  f"{line['train_tok_s'] / 1000:.1f}k tok/s | wait {100 * wait / (now - step_start):.0f}% | eta {left / 60:.1f}m", flush=True)
+                  f"{line['train_tok_s'] / 1000:.1f}k tok/s | wait {100 * waited / (now - step_start):.0f}% | eta {left / 60:.1f}m", flush=True)
         if state["version"] == config.steps or config.save_every and state["version"] % config.save_every == 0:
             save(config, run_dir, model, optimizer, state, rank)
     if line:

@@ -73,13 +73,15 @@ def test_a_stopped_run_continues_a_complete_one_makes_room_and_fixed_knobs_are_r
     argv = ["toy", "--out", str(tmp_path), "--port", "8790"]
     c = resolved(*argv)
     assert "new run" in cfg.open_run(c)
+    first = c.run_id
     run_dir = cfg.write(c)
     assert json.loads((run_dir / "config.json").read_text())["config"]["steps"] == c.steps
     assert cfg.load(str(run_dir)) == c
     (run_dir / "checkpoints" / "step_000130").mkdir(parents=True)
     (run_dir / "queues").mkdir()
-    assert "from step 130; changed: lr" in cfg.open_run(resolved(*argv, "--lr", "1e-5")) and not (run_dir / "queues").exists()
+    again = resolved(*argv, "--lr", "1e-5")
+    assert "from step 130; changed: lr" in cfg.open_run(again) and not (run_dir / "queues").exists() and again.run_id == first != ""
     with pytest.raises(cfg.ConfigError, match="--batch_size cannot change within a run"):
         cfg.open_run(resolved(*argv, "--batch_size", "16"))
     (run_dir / "checkpoints" / f"step_{c.steps:06d}").mkdir()
-    assert "complete one before it is now" in cfg.open_run(c) and (tmp_path / "toy.1" / "checkpoints").exists()
+    assert "complete one before it is now" in cfg.open_run(c) and c.run_id != first and (tmp_path / "toy.1" / "checkpoints").exists()

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from preprocess import Emitter, advantages, pack, row_record, samples_of
+from preprocess import Emitter, Position, advantages, pack, row_record, samples_of
 from queues import Queue
 
 
@@ -35,7 +35,7 @@ def test_packing_puts_every_index_in_one_row_within_capacity(seed):
 
 def test_emitted_rows_are_full_when_there_is_a_backlog(tmp_path):
     rng, queue = np.random.default_rng(0), Queue(tmp_path / "q")
-    emitter = Emitter(SimpleNamespace(batch_size=1000, row_tokens=4096, stall_timeout=5), [queue])
+    emitter = Emitter(SimpleNamespace(batch_size=1000, row_tokens=4096, stall_timeout=5, run_id="r"), [queue])
     for n in np.minimum(rng.lognormal(5.5, 0.8, 1000).astype(int) + 3, 4096):
         emitter.add(sample(n))
     fill = [len(queue.get(0)[1]["input_ids"]) / 4096 for _ in range(len(queue))]
@@ -49,7 +49,7 @@ def test_packing_refuses_what_cannot_fit():
 
 def sample(n, reward=0.0, version=0):
     return dict(tokens=np.arange(n, dtype=np.int32), mask=np.arange(n) >= 2, logprobs=np.zeros(n, np.float32),
-                versions=np.where(np.arange(n) >= 2, version, -1).astype(np.int32), advantage=reward, reward=reward, success=reward >= 1)
+                versions=np.where(np.arange(n) >= 2, version, -1).astype(np.int32), advantage=reward, reward=reward, success=reward >= 1, index=0)
 
 
 def test_a_row_record_keeps_tokens_and_their_stamps_together():
@@ -68,7 +68,7 @@ def test_a_row_record_keeps_tokens_and_their_stamps_together():
 @pytest.mark.parametrize("ranks,seed", [(1, 0), (2, 1), (3, 2), (4, 3)])
 def test_steps_are_whole_ranks_get_equal_numbers_and_nothing_is_lost(tmp_path, ranks, seed):
     rng = random.Random(seed)
-    config = SimpleNamespace(batch_size=40, row_tokens=64, stall_timeout=5)
+    config = SimpleNamespace(batch_size=40, row_tokens=64, stall_timeout=5, run_id="r")
     queues = [Queue(tmp_path / f"rank_{r}") for r in range(ranks)]
     emitter, sent = Emitter(config, queues), []
     for i in range(120):
@@ -95,10 +95,40 @@ def test_steps_are_whole_ranks_get_equal_numbers_and_nothing_is_lost(tmp_path, r
 
 def test_groups_are_cut_back_into_their_samples():
     group = dict(tokens=np.arange(7), mask=np.arange(7) > 1, logprobs=np.zeros(7), versions=np.zeros(7, int), lengths=np.array([3, 4]),
-                 rewards=np.array([1.0, 0.0]), successes=np.array([True, False]))
-    a, b = samples_of(group, "loo")
+                 rewards=np.array([1.0, 0.0]), successes=np.array([True, False]), finished=np.array([True, False]), index=6)
+    a, b = samples_of(group, SimpleNamespace(advantage="loo", overlong_mask=False))
     assert a["tokens"].tolist() == [0, 1, 2] and b["tokens"].tolist() == [3, 4, 5, 6]
-    assert (a["advantage"], b["advantage"]) == (1.0, -1.0)
+    assert (a["advantage"], b["advantage"]) == (1.0, -1.0) and a["index"] == 6 and a["mask"].tolist() == [False, False, True] and b["mask"].all()
+    a, b = samples_of(group, SimpleNamespace(advantage="loo", overlong_mask=True))  # the second was cut off: in the batch, out of the loss
+    assert a["mask"].tolist() == [False, False, True] and not b["mask"].any() and b["reward"] == 0.0 and row_record([a, b])["samples"] == 2
+
+
+def test_problems_are_done_with_when_their_last_sample_is():
+    p = Position()
+    for index in (1, 0, 3, 2):
+        p.arrive(index, 2)
+    for index in (1, 1, 3, 0):
+        p.leave(index)
+    assert p.state() == {"next": 0, "ahead": [1]}  # half of 0 and of 3 is left, and all of 2
+    for index in (0, 3):
+        p.leave(index)
+    assert p.state() == {"next": 2, "ahead": [3]}
+    p.arrive(4, 0)  # a group that was lost
+    again = Position(**p.state())
+    again.arrive(2, 1), again.leave(2)
+    assert again.state() == {"next": 5, "ahead": []}
+
+
+def test_rows_of_a_round_take_equally_long(tmp_path):
+    # four rows of 1000 tokens: two of one long sequence, two of many short ones. Rounds pair what costs the same.
+    queues = [Queue(tmp_path / f"rank_{r}") for r in range(2)]
+    lengths = [1000] + [100] * 10 + [1000] + [100] * 10
+    emitter = Emitter(SimpleNamespace(batch_size=len(lengths), row_tokens=1000, stall_timeout=5, run_id="r"), queues)
+    for n in lengths:
+        emitter.add(sample(n))
+    rounds = [[q.get(0)[1] for q in queues] for _ in range(2)]
+    assert [[r["samples"] for r in row] for row in rounds] == [[1, 1], [10, 10]]
+    assert rounds[0][0]["position"] is None and rounds[1][0]["last"] and rounds[1][0]["position"]["next"] == 0
 
 
 def test_a_ring_that_overflows_drops_the_oldest_and_says_so(tmp_path):
@@ -110,10 +140,10 @@ def test_a_ring_that_overflows_drops_the_oldest_and_says_so(tmp_path):
     from conftest import ROOT
     from queues import notice, noticed
     cfg.write(cfg.Config(run="r", out=str(tmp_path), task="toy", batch_size=8, attempts=4, steps=3, ring=8, row_tokens=64, trainers=1, on_full="drop_oldest",
-                         advantage="none", stall_timeout=30, start_timeout=30))
+                         advantage="none", stall_timeout=30, start_timeout=30, run_id="abc"))
     queues = tmp_path / "r" / "queues"
     rollouts = Queue(queues / "rollouts")
-    notice(queues / "version.json", version=0)
+    notice(queues / "version.json", version=0, position=dict(next=0, ahead=[1]))  # problem 1 was trained before
     fed = 0
 
     def feed(groups):  # reward = the sample's number; number 3 is longer than a row
@@ -121,7 +151,7 @@ def test_a_ring_that_overflows_drops_the_oldest_and_says_so(tmp_path):
         for _ in range(groups):
             n = [70 if fed + k == 3 else 5 for k in range(4)]
             rollouts.put(dict(tokens=np.zeros(sum(n), np.int32), mask=np.ones(sum(n), bool), logprobs=np.zeros(sum(n), np.float32), versions=np.zeros(sum(n), np.int32),
-                              lengths=np.array(n), rewards=np.arange(fed, fed + 4, dtype=np.float32), successes=np.zeros(4, bool), gen_tok_s=1.0))
+                              lengths=np.array(n), rewards=np.arange(fed, fed + 4, dtype=np.float32), successes=np.zeros(4, bool), finished=np.ones(4, bool), gen_tok_s=1.0, run_id="abc", index=fed // 4 + (fed > 0)))
             fed += 4
 
     def until(condition):
@@ -138,6 +168,7 @@ def test_a_ring_that_overflows_drops_the_oldest_and_says_so(tmp_path):
             trained.setdefault(r["step"], []).extend(r["rewards"].tolist())
             batches.ack(seq)
             last = r["step"] == step and r["last"]
+        return r["position"]
     feed(3)  # 12 samples: one is too long, the oldest three do not fit into the ring
     stage = subprocess.Popen([sys.executable, "preprocess.py", str(tmp_path / "r")], cwd=ROOT)
     try:
@@ -148,13 +179,26 @@ def test_a_ring_that_overflows_drops_the_oldest_and_says_so(tmp_path):
         until(lambda: len(rollouts) == 0)
         feed(2)  # and are overtaken by these
         until(lambda: noticed(queues / "dropped.json").get("samples", 0) == 12)
-        notice(queues / "version.json", version=1)
-        train(2)
+        notice(queues / "version.json", version=1, position={})
+        assert train(2) == {"next": 10, "ahead": []}  # every problem that came, trained or dropped
         assert stage.wait(30) == 0
     finally:
         stage.kill()
     assert trained == {0: [4, 5, 6, 7, 8, 9, 10, 11], 1: list(range(12, 20)), 2: list(range(28, 36))}
     assert noticed(queues / "dropped.json") == {"samples": 12, "reasons": {"too_long": 1, "ring_full": 11}}
+
+
+def test_a_record_of_another_run_stops_the_stage_by_name(tmp_path):
+    import subprocess
+    import sys
+    import config as cfg
+    from conftest import ROOT
+    from queues import notice
+    run_dir = cfg.write(cfg.Config(run="r", out=str(tmp_path), batch_size=8, attempts=4, steps=3, ring=8, row_tokens=64, trainers=1, run_id="abc"))
+    Queue(run_dir / "queues" / "rollouts").put(dict(run_id="xyz", index=0, gen_tok_s=1.0, lengths=np.zeros(0, int), rewards=np.zeros(0, np.float32)))
+    notice(run_dir / "queues" / "version.json", version=0, position=dict(next=0, ahead=[]))
+    done = subprocess.run([sys.executable, "preprocess.py", str(run_dir)], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "rollouts is of run xyz, this is run abc" in done.stderr.splitlines()[-1]
 
 
 def test_reference_logprobs_are_the_trainers_function_on_the_frozen_base_model(tmp_path, base_model):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 import config as cfg
 from conftest import ROOT
@@ -24,7 +25,7 @@ def samples(seed=0):
     for i in range(STEPS * BATCH):
         n = int(rng.integers(5, 60))
         mask = np.arange(n) >= 3
-        yield dict(tokens=rng.integers(3, 50, n).astype(np.int32), mask=mask, logprobs=(rng.normal(-4, 0.3, n) * mask).astype(np.float32),
+        yield dict(index=i // 2, tokens=rng.integers(3, 50, n).astype(np.int32), mask=mask, logprobs=(rng.normal(-4, 0.3, n) * mask).astype(np.float32),
                    versions=np.where(mask, i // BATCH - rng.integers(0, 3), -1).astype(np.int32), advantage=float(rng.normal()), reward=float(i % 2), success=i % 2 == 1)
 
 
@@ -37,6 +38,9 @@ def train(out, name, base_model, ranks=1, row_tokens=128, order=None, steps=STEP
         shutil.copytree(checkpoint, run_dir / "checkpoints" / checkpoint.name)
     emitter = Emitter(c, [Queue(run_dir / "queues" / "batches" / f"rank_{r}") for r in range(ranks)])
     emitter.step = first
+    emitter.position.next = first * BATCH // 2
+    for i in range(first * BATCH // 2, steps * BATCH // 2):
+        emitter.position.arrive(i, 2)
     batch = list(samples())
     for step in range(first, steps):
         part = batch[step * BATCH:(step + 1) * BATCH]
@@ -62,17 +66,47 @@ def reference(tmp_path_factory, base_model):
     return (*train(out, "one", base_model), out / "one")
 
 
-@pytest.mark.parametrize("name,knobs", [("two ranks", dict(ranks=2)), ("four ranks", dict(ranks=4)), ("other rows", dict(row_tokens=64)), ("other order", dict(order=lambda n: reversed(range(n))))])
-def test_ranks_packing_and_order_change_nothing(name, knobs, reference, tmp_path, base_model):
-    # One step: the gradient's norm, and every number of the step, are the same to rounding.
+def plain_step(base_model, version=0):
+    """Metrics and gradients of the first step, from its samples one by one: no packing, no ranks, numpy and the formulas."""
+    model = AutoModelForCausalLM.from_pretrained(base_model)
+    batch = list(samples())[:BATCH]
+    w, d, lag, per_token, entropy = [], [], [], [], []
+    for s in batch:
+        ids = torch.from_numpy(s["tokens"].astype(np.int64))
+        distribution = torch.log_softmax(model(ids[None]).logits[0, :-1], -1)
+        logprobs = distribution.gather(1, ids[1:, None])[:, 0][s["mask"][1:]]
+        log_w = logprobs.detach().double() - torch.from_numpy(s["logprobs"][s["mask"]]).double()
+        loss = -log_w.exp().clamp(max=5.0).float() * s["advantage"] * logprobs
+        (loss.sum() / BATCH).backward()
+        w.append(log_w.exp()), d.append(log_w), per_token.append(loss.detach()), lag.append(torch.from_numpy(version - s["versions"][s["mask"]]))
+        entropy.append(-(distribution.exp() * distribution).sum(-1).detach()[s["mask"][1:]])
+    w, d, lag, per_token, entropy = (torch.cat(x).numpy() for x in (w, d, lag, per_token, entropy))
+    k3 = w - 1 - d
+    bucket = lambda low, high: (lag >= low) & (lag <= high)
+    by_lag = {name: dict(tokens=int(b.sum()), loss=per_token[b].mean(), kl=k3[b].mean(), ess=w[b].sum() ** 2 / (b.sum() * (w[b] ** 2).sum()), clip_frac=(w[b] > 5).mean())
+              for name, b in (("0", bucket(0, 0)), ("1", bucket(1, 1)), ("2", bucket(2, 2))) if b.any()}
+    spans = [len(set(s["versions"][s["mask"]])) for s in batch]
+    metrics = dict(samples=BATCH, tokens=sum(len(s["tokens"]) for s in batch), reward=np.mean([s["reward"] for s in batch]), success=np.mean([s["success"] for s in batch]),
+                   loss=per_token.sum() / BATCH, entropy=entropy.mean(), ess=w.sum() ** 2 / (len(w) * (w ** 2).sum()), kl_behavior=k3.mean(), lag_mean=lag.mean(),
+                   lag_max=lag.max(), clip_frac=(w > 5).mean(), versions_2=np.mean([n >= 2 for n in spans]), versions_3=np.mean([n >= 3 for n in spans]))
+    return metrics, by_lag, [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("name,knobs", [("one rank", {}), ("two ranks", dict(ranks=2)), ("four ranks", dict(ranks=4)), ("other rows", dict(row_tokens=64)),
+                                        ("one sample a row", dict(row_tokens=60, order=lambda n: sorted(range(n), key=lambda i: -i)))])
+def test_ranks_packing_and_order_change_nothing(name, knobs, tmp_path, base_model):
+    """Every gradient and every number of a step equals those of a plain computation, sample by sample."""
     _, steps = train(tmp_path, "r", base_model, steps=1, **knobs)
-    got, expected = steps[0], reference[1][0]
-    assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
-    for key in "samples tokens reward success loss entropy ess kl_behavior lag_mean lag_max clip_frac versions_2 versions_3".split():
-        assert got[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-7), key
-    assert got["by_lag"].keys() == expected["by_lag"].keys()
-    for lag, row in expected["by_lag"].items():
-        assert got["by_lag"][lag] == pytest.approx(row, rel=1e-4, abs=1e-7)
+    metrics, by_lag, gradients = plain_step(base_model)
+    got = load_file(tmp_path / "r" / "gradients.safetensors")
+    for i, g in enumerate(gradients):
+        assert (got[str(i)] - g).norm() <= 1e-5 * g.norm(), i
+    assert steps[0]["grad_norm"] == pytest.approx(torch.cat([g.flatten() for g in gradients]).double().norm().item(), rel=1e-5)
+    for key, value in metrics.items():
+        assert steps[0][key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+    assert steps[0]["by_lag"].keys() == by_lag.keys()
+    for lag, row in by_lag.items():
+        assert steps[0]["by_lag"][lag] == pytest.approx(row, rel=1e-4, abs=1e-6)
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(reference, tmp_path, base_model):
@@ -80,6 +114,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(reference, tmp_path,
     again, lines = train(tmp_path, "again", base_model, checkpoint=run_dir / "checkpoints" / "step_000003", first=3)
     assert all(torch.equal(again[k], weights[k]) for k in weights)
     assert [x["grad_norm"] for x in lines] == [x["grad_norm"] for x in steps[3:]] and [x["samples"] for x in lines] == [x["samples"] for x in steps[3:]]
+    state = json.loads((tmp_path / "again" / "checkpoints" / "step_000006" / "trainer" / "state.json").read_text())
+    assert state["position"] == {"next": STEPS * BATCH // 2, "ahead": []} and state["version"] == STEPS and state["samples"] == STEPS * BATCH
 
 
 @pytest.mark.parametrize("ranks_before,ranks_after", [(2, 2), (1, 2), (2, 1)])

@@ -64,9 +64,9 @@ def test_icepop_by_hand():
     assert grad == pytest.approx([0.0, -0.5, 2.0, -5.0, 0.0])
 
 
-def test_kl_penalty_by_hand():
+def test_kl_by_hand():
     logpi = torch.tensor([-1.0, -2.0, -1.0], requires_grad=True)
-    kl = train.kl_penalty(logpi, torch.tensor([-1.0, -1.0, -3.0]))  # d = 0, 1, -2
+    kl = train.kl(logpi, torch.tensor([-1.0, -1.0, -3.0]))  # d = 0, 1, -2
     assert kl.tolist() == pytest.approx([0.0, math.e - 2, math.exp(-2) + 1])
     kl.sum().backward()
     assert logpi.grad.tolist() == pytest.approx([0.0, 1 - math.e, 1 - math.exp(-2)])
@@ -199,13 +199,49 @@ def test_an_empty_micro_batch_contributes_nothing(model, loss):
 
 
 def test_records_that_cannot_be_trained_on_are_named(model):
-    train.check(record(model, [10], 0), "record 7 of q", 50)
-    bad = record(model, [10], 0)
-    bad["rewards"][0] = float("nan")
+    c = Config(run_id="abc")
+    fine = record(model, [10], 0) | dict(run_id="abc", step=4)
+    train.check(fine, "record 7 of q", c, 4, 50)
+    bad = fine | dict(rewards=np.array([float("nan")]))
     with pytest.raises(ValueError, match="record 7 of q: rewards has values that are not finite"):
-        train.check(bad, "record 7 of q", 50)
+        train.check(bad, "record 7 of q", c, 4, 50)
     with pytest.raises(ValueError, match="record 8 of q: token ids from .* the vocabulary has 20"):
-        train.check(record(model, [10], 0) | {"input_ids": np.array([3, 25])}, "record 8 of q", 20)
+        train.check(fine | {"input_ids": np.array([3, 25])}, "record 8 of q", c, 4, 20)
+    with pytest.raises(RuntimeError, match="record 9 of q is for step 4 of run xyz, this is step 4 of run abc"):
+        train.check(fine | dict(run_id="xyz"), "record 9 of q", c, 4, 50)
+
+
+def test_attention_over_packed_rows_gets_the_sequences_boundaries(model, monkeypatch):
+    """The GPU's path with a FAKE kernel: varlen_attn needs a GPU, here plain attention sequence by sequence takes its place."""
+    def varlen(q, k, v, cu_q, cu_k, max_q, max_k, scale, window_size, enable_gqa):
+        assert window_size == (-1, 0) and cu_q.dtype == torch.int32 and max_q == max_k == cu_q.diff().max() and cu_q is cu_k
+        out = [torch.nn.functional.scaled_dot_product_attention(*(x[a:b].transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, scale=scale, enable_gqa=enable_gqa)
+               for a, b in zip(cu_q[:-1].tolist(), cu_q[1:].tolist())]
+        return torch.cat([x[0].transpose(0, 1) for x in out])
+    monkeypatch.setattr(train, "varlen_attn", varlen)
+    r = record(model, [10, 13, 1, 30], version=6)
+    expected, _, _, _ = sums_of(model, r, 6, entropy_coef=0.1)
+    expected.backward()
+    gradient = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.set_attn_implementation("packed")
+    got, _, _, _ = sums_of(model, r, 6, entropy_coef=0.1)
+    got.backward()
+    assert got.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert all((p.grad - g).norm() <= 1e-5 * g.norm() for p, g in zip(model.parameters(), gradient))
+
+
+def test_head_in_float32(model):
+    ids, positions = torch.arange(40), torch.arange(40)
+    exact = token_logprobs(model, ids, positions, 1.0)[0]
+    model.bfloat16()
+    hidden = model.model(input_ids=ids[None]).last_hidden_state[0, :-1]
+    reference = torch.log_softmax(hidden.float() @ model.lm_head.weight.float().T, -1).gather(1, ids[1:, None])[:, 0]
+    rounded = token_logprobs(model, ids, positions, 1.0)[0]
+    model.head_float32 = True
+    got = token_logprobs(model, ids, positions, 1.0)[0]
+    assert got.dtype == rounded.dtype == torch.float32
+    assert (got[1:] - reference).abs().max() < 1e-5 < (rounded[1:] - reference).abs().max() and (got - exact).abs().max() < 0.1
 
 
 MEMORY = """
@@ -216,12 +252,12 @@ tokens, vocabulary, hidden, elements = int(sys.argv[1]), 151936, 64, int(sys.arg
 torch.manual_seed(0)
 train.HEAD_ELEMENTS = elements
 embedding = torch.nn.Embedding(vocabulary, hidden)
-body = lambda input_ids, position_ids, use_cache: types.SimpleNamespace(last_hidden_state=embedding(input_ids))
+body = lambda input_ids, **_: types.SimpleNamespace(last_hidden_state=embedding(input_ids))
 model = types.SimpleNamespace(base_model=body, get_output_embeddings=lambda: embedding)
 ids = torch.randint(0, vocabulary, (tokens,))
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before = peak()
-logprobs, entropy = train.token_logprobs(model, ids, ids, 1.0)
+logprobs, entropy = train.token_logprobs(model, ids, torch.arange(tokens), 1.0)
 (logprobs + 0.1 * entropy).sum().backward()
 print(peak() - before, embedding.weight.grad.norm().item(), embedding.weight.grad[ids[5]].norm().item())
 """

@@ -8,6 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
+from safetensors.torch import save_file
 
 import train
 from weights import NO_UPDATE
@@ -29,8 +30,19 @@ class FakeSender:
     prepare = wait = failed = lambda self: None
 
 
+def clip_and_keep(parameters, max_norm, clip=torch.nn.utils.clip_grad_norm_, seen=[]):
+    """clip_grad_norm_, that writes down the first step's gradients, whole, before they are clipped."""
+    parameters = list(parameters)
+    gradients = {str(i): p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad.clone() for i, p in enumerate(parameters)}
+    if not seen and os.environ.get("RANK", "0") == "0":
+        save_file(gradients, Path(sys.argv[1], "gradients.safetensors"))
+    seen.append(True)
+    return clip(parameters, max_norm)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    torch.nn.utils.clip_grad_norm_ = clip_and_keep
     train.Sender = FakeSender
     train.main(sys.argv[1])
     sys.stdout.flush()
