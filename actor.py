@@ -8,6 +8,7 @@ Alone, with engines and a trainer running: `python actor.py out/toy`. Deliberate
 actor's coordination.
 """
 import asyncio
+import contextlib
 import importlib
 import json
 import random
@@ -78,31 +79,80 @@ class Actor:
         self.rollouts, self.evals = Queue(self.queues / "rollouts", maxlen=10000), Queue(self.queues / "evals")
         self.urls = [f"http://{config.host}:{config.port + i}" for i in range(config.engines)]
         self.load = {url: 0 for url in self.urls}  # sequences in progress
-        self.slots = asyncio.Semaphore(config.concurrency * config.engines)
+        self.serving = []  # engines that the trainer says hold its weights
+        self.sessions = {}  # one per engine, so that closing it ends the requests of an engine that hangs
+        self.rest = {url: 0.0 for url in self.urls}  # an engine that failed gets no work before this time
+        self.slots = asyncio.Condition()
+        self.wanted = 0  # sequences of groups that run or wait for a slot
         self.counts = Counter()  # events that are not errors but worth a line: retried, failed, dropped groups
         self.recent = deque()  # (time, sampled tokens) of the last seconds
         self.logged_version, self.logged, self.next_warning = -1, 0, 0.0
         self.samples_file = open(self.run_dir / "samples.jsonl", "a")
 
     def version(self):
-        """The trainer's version, -1 before it announced one."""
-        return noticed(self.queues / "version.json").get("version", -1)
+        """The trainer's version, -1 before it announced one; also learns which engines serve it."""
+        said = noticed(self.queues / "version.json")
+        self.serving = said.get("engines", [])
+        return said.get("version", -1)
+
+    def free(self):
+        """Engines that serve the trainer's weights, are well and have room for a sequence."""
+        now = time.monotonic()
+        return [url for url in self.serving if self.rest[url] < now and self.load[url] < self.config.concurrency]
+
+    @contextlib.asynccontextmanager
+    async def slot(self):
+        """One sequence's place on the least loaded engine; waits until there is one."""
+        async with self.slots:
+            await self.slots.wait_for(self.free)
+            url = min(self.free(), key=self.load.get)
+            self.load[url] += 1
+        try:
+            yield url
+        finally:
+            self.load[url] -= 1
+            async with self.slots:
+                self.slots.notify()
+
+    def session(self, url):
+        """The HTTP connections to one engine."""
+        if url not in self.sessions:  # the server closes idle connections after 5 s: close them first
+            self.sessions[url] = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self.config.request_timeout), connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2))
+        return self.sessions[url]
+
+    async def watch(self, url):
+        """Every 2 s: an engine that does not answer, or that the trainer has dropped, gets no work, and its requests go elsewhere."""
+        while True:
+            try:
+                async with self.session(url).get(url + "/health", timeout=aiohttp.ClientTimeout(total=10)) as answer:
+                    well = answer.status == 200
+            except (aiohttp.ClientError, asyncio.TimeoutError):
+                well = False
+            if not well or url not in self.serving:
+                self.rest[url] = time.monotonic() + 2.5
+                if self.load[url]:
+                    print(f"actor: engine {url} {'was dropped by the trainer' if well else 'does not answer'}: its {self.load[url]} sequences start again elsewhere", flush=True)
+                await self.sessions.pop(url).close()
+            await asyncio.sleep(2)
+            async with self.slots:
+                self.slots.notify_all()
 
     async def generate(self, prompt, temperature):
         """One completion of prompt token ids, from the least loaded engine: {tokens, logprobs, versions, finished}.
 
-        Failed requests are tried again elsewhere, with back-off; None when `retries` are used up.
+        Failed requests are tried again, with back-off; None when `retries` are used up. Those that an engine's death or
+        restart broke off do not count: they wait for an engine.
         """
-        c = self.config
-        for attempt in range(c.retries + 1):
-            async with self.slots:
-                url = min(self.urls, key=self.load.get)
-                self.load[url] += 1
+        c, tries = self.config, 0
+        while tries <= c.retries:
+            async with self.slot() as url:
                 try:
                     body = dict(token_ids=prompt, sampling_params=dict(
                         max_tokens=min(c.max_new_tokens, c.max_model_len - len(prompt)), temperature=temperature, logprobs=0,
                         stop_token_ids=[self.eos], detokenize=False))
-                    async with self.session.post(url + "/inference/v1/generate", json=body) as answer:
+                    async with self.session(url).post(url + "/inference/v1/generate", json=body) as answer:
+                        if answer.status == 503:
+                            raise aiohttp.ClientConnectionError(await answer.text())
                         if answer.status != 200:
                             raise ValueError(f"{answer.status} {(await answer.text())[:300]}")
                         choice = (await answer.json())["choices"][0]
@@ -111,13 +161,14 @@ class Actor:
                     return dict(tokens=tokens, logprobs=[x["logprob"] for x in choice["logprobs"]["content"]],
                                 versions=token_versions(choice["weight_versions"], len(tokens)), finished=choice["finish_reason"] == "stop")
                 except (aiohttp.ClientError, asyncio.TimeoutError, ValueError, KeyError) as e:
-                    self.counts["retried" if attempt < c.retries else "failed"] += 1
+                    if gone := isinstance(e, aiohttp.ClientConnectionError) and not isinstance(e, asyncio.TimeoutError):
+                        self.rest[url] = time.monotonic() + 2.5
+                    tries += not gone
+                    self.counts["moved" if gone else "retried" if tries <= c.retries else "failed"] += 1
                     if time.monotonic() > self.next_warning:  # hundreds of requests may fail at once
                         self.next_warning = time.monotonic() + 1
-                        print(f"actor: request to {url} failed ({type(e).__name__}: {e}), try {attempt + 1} of {c.retries + 1}; so far {dict(self.counts)}", flush=True)
-                finally:
-                    self.load[url] -= 1
-            await asyncio.sleep(min(0.5 * 2 ** attempt, 10) * random.uniform(0.5, 1.5))
+                        print(f"actor: request to {url} failed ({type(e).__name__}: {str(e)[:200]}), {tries} of {c.retries + 1} tries used; so far {dict(self.counts)}", flush=True)
+            await asyncio.sleep(min(0.5 * 2 ** tries, 10) * random.uniform(0.5, 1.5))
         return None
 
     async def rollout(self, problem, temperature):
@@ -137,7 +188,13 @@ class Actor:
     async def group(self, i, problem):
         """All attempts at problem i -> one record in queues/rollouts; returns how many samples it did not yield."""
         c = self.config
-        attempts = await asyncio.gather(*(self.rollout(problem, c.temperature) for _ in range(c.attempts)))
+
+        async def attempt():
+            try:
+                return await self.rollout(problem, c.temperature)
+            finally:
+                self.wanted -= 1
+        attempts = await asyncio.gather(*(attempt() for _ in range(c.attempts)))
         good = [a for a in attempts if a is not None]
         if len(good) < min(2, c.attempts):
             self.counts["dropped_groups"] += 1
@@ -193,47 +250,47 @@ class Actor:
 
     async def run(self):
         c = self.config
-        timeout = aiohttp.ClientTimeout(total=c.request_timeout)
-        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2)) as self.session:
-            await self.ready()
-            version = first = evaluated = self.version()
-            print(f"actor: {len(self.urls)} engines x {c.concurrency} sequences, task {c.task}, from version {version}", flush=True)
-            await self.evaluate(version)
-            stream = Problems(self.task.problems("train", c.seed), c.seed)
-            position = noticed(self.queues / "version.json")["position"]  # problems already done with, of a continued run
-            i, done_ahead, started, returned = position["next"], set(position["ahead"]), first * c.batch_size, 0
-            groups, evaluations, last_change = set(), set(), time.monotonic()
-            while True:
-                now_version = self.version()
-                if now_version != version:
-                    version, last_change = now_version, time.monotonic()
-                if time.monotonic() - last_change > c.stall_timeout:
-                    raise TimeoutError(f"actor: the trainer has stayed at version {version} for {c.stall_timeout:.0f} s")
-                if version >= c.steps or c.eval_every and version // c.eval_every > evaluated // c.eval_every:
-                    evaluated = version
-                    evaluations.add(asyncio.create_task(self.evaluate(version)))
-                    if version >= c.steps:
-                        break
-                dropped = noticed(self.queues / "dropped.json").get("samples", 0)
-                while (not self.slots.locked() and len(groups) < 2 * len(self.urls) * c.concurrency // c.attempts + 2
-                       and started - returned - dropped + c.attempts <= allowed_samples(c, version)):
-                    while i in done_ahead:
-                        i += 1
-                    groups.add(asyncio.create_task(self.group(i, stream[i])))
-                    i, started = i + 1, started + c.attempts
-                    await asyncio.sleep(0)  # let its attempts take their slots
-                done, groups = await asyncio.wait(groups, timeout=0.01, return_when=asyncio.FIRST_COMPLETED) if groups else (set(), groups)
-                returned += sum(g.result() for g in done)
-                for e in [e for e in evaluations if e.done()]:
-                    evaluations.discard(e)
-                    e.result()
-                if not done:
-                    await asyncio.sleep(0.005)
-            for g in groups:
-                g.cancel()
-            await asyncio.gather(*groups, return_exceptions=True)
-            await asyncio.gather(*evaluations)
-            print(f"actor: done, {started - returned} samples started, events {dict(self.counts)}", flush=True)
+        await self.ready()
+        watches = {asyncio.create_task(self.watch(url)) for url in self.urls}
+        version = first = evaluated = self.version()
+        print(f"actor: {len(self.urls)} engines x {c.concurrency} sequences, task {c.task}, from version {version}", flush=True)
+        await self.evaluate(version)
+        stream = Problems(self.task.problems("train", c.seed), c.seed)
+        position = noticed(self.queues / "version.json")["position"]  # problems already done with, of a continued run
+        i, done_ahead, started, returned = position["next"], set(position["ahead"]), first * c.batch_size, 0
+        groups, evaluations, last_change = set(), set(), time.monotonic()
+        while True:
+            now_version = self.version()
+            if now_version != version:
+                version, last_change = now_version, time.monotonic()
+            if time.monotonic() - last_change > c.stall_timeout:
+                raise TimeoutError(f"actor: the trainer has stayed at version {version} for {c.stall_timeout:.0f} s")
+            if version >= c.steps or c.eval_every and version // c.eval_every > evaluated // c.eval_every:
+                evaluated = version
+                evaluations.add(asyncio.create_task(self.evaluate(version)))
+                if version >= c.steps:
+                    break
+            dropped = noticed(self.queues / "dropped.json").get("samples", 0)
+            while self.wanted < c.concurrency * len(self.serving) and started - returned - dropped + c.attempts <= allowed_samples(c, version):
+                while i in done_ahead:
+                    i += 1
+                groups.add(asyncio.create_task(self.group(i, stream[i])))
+                i, started, self.wanted = i + 1, started + c.attempts, self.wanted + c.attempts
+            done, groups = await asyncio.wait(groups, timeout=0.01, return_when=asyncio.FIRST_COMPLETED) if groups else (set(), groups)
+            returned += sum(g.result() for g in done)
+            for task in [t for t in evaluations | watches if t.done()]:
+                evaluations.discard(task)
+                task.result()
+            if not done:
+                await asyncio.sleep(0.005)
+        for g in groups:
+            g.cancel()
+        await asyncio.gather(*groups, return_exceptions=True)
+        await asyncio.gather(*evaluations)
+        for w in watches:
+            w.cancel()
+        await asyncio.gather(*watches, *(s.close() for s in self.sessions.values()), return_exceptions=True)
+        print(f"actor: done, {started - returned} samples started, events {dict(self.counts)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ class Config:
     kv_cache_gb: float = 0.0  # KV cache per engine, GB; 0: vLLM decides (GPU); the CPU build needs a number
     gpu_memory_utilization: float = 0.0  # share of a GPU's memory the engine takes; 0: 0.7 (an update needs room for a second copy of the weights), 0.3 on a GPU shared with the trainer
     enforce_eager: bool = False  # vLLM without CUDA graphs
+    restarts: int = 3  # an engine that died is started again this often, with back-off, before the run is given up
     retries: int = 3  # a failed request is tried again this often, with back-off, before the attempt is given up
     request_timeout: float = 600.0  # longest wait for one completion, s
     # ---- data
@@ -89,6 +90,8 @@ class Config:
     recompute_kv: bool = False  # False: requests in progress keep their stale KV cache (the paper); True: recompute it
     weight_backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl between GPUs; gloo on CPU, and on one shared GPU, where NCCL refuses two ranks
     bucket_mb: int = 256  # size of one broadcast, MB
+    background_receive: bool = True  # engines receive while they decode, into a second copy of the weights; False: while paused, without one
+    verify_weights: int = 10  # every so many updates checksums are sent along and compared by every engine; 0: never
     sync_timeout: float = 60.0  # deadline of each call and broadcast of a weight update, s
     # ---- evaluation, checkpoints, logs
     eval_every: int = 50  # evaluate on held-out problems every so many versions (always before training and at the end); 0: only those two
@@ -170,7 +173,7 @@ def resolve(config: Config, gpus: int) -> Config:
     need(re.fullmatch(r"[\w.-]+", c.run), f"--run {c.run!r}: letters, digits, '.', '-' and '_' only")
     for name in ("steps", "batch_size", "attempts", "concurrency", "row_tokens", "max_new_tokens", "tensor_parallel", "bucket_mb", "keep_last"):
         need(getattr(c, name) >= 1, f"--{name} {getattr(c, name)}: must be at least 1")
-    for name in ("max_lag", "conventional_g", "engines", "trainers", "retries", "eval_every", "eval_problems", "save_every", "keep_every", "ring"):
+    for name in ("max_lag", "conventional_g", "engines", "trainers", "retries", "eval_every", "eval_problems", "save_every", "keep_every", "verify_weights", "restarts", "ring"):
         need(getattr(c, name) >= 0, f"--{name} {getattr(c, name)}: must not be negative")
     need(c.temperature > 0, f"--temperature {c.temperature}: must be above 0")
     need(c.attempts >= 2 or c.advantage == "none", f"--attempts {c.attempts}: the '{c.advantage}' baseline needs at least 2 attempts per problem")
@@ -231,7 +234,7 @@ def placement(c: Config, gpus: int) -> list[tuple[str, dict, list[str]]]:
     per_trainer = max((cores - per_engine * c.engines) // c.trainers, 1)
     processes = []
     for i in range(c.engines):
-        env = dict(VLLM_SERVER_DEV_MODE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="INFO", TOKENIZERS_PARALLELISM="false")
+        env = dict(VLLM_SERVER_DEV_MODE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="INFO", TOKENIZERS_PARALLELISM="false", PIPELINE_RUN_ID=c.run_id)
         if gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(str(g % gpus) for g in range(i * c.tensor_parallel, (i + 1) * c.tensor_parallel))
         else:
@@ -240,7 +243,7 @@ def placement(c: Config, gpus: int) -> list[tuple[str, dict, list[str]]]:
                    "--host", c.host, "--port", str(c.port + i), "--dtype", c.dtype, "--seed", str(c.seed + i), "--enable-scale-out",
                    "--tensor-parallel-size", str(c.tensor_parallel), "--max-model-len", str(c.max_model_len), "--max-num-seqs", str(c.concurrency),
                    "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--no-enable-prefix-caching",
-                   "--weight-transfer-config", '{"backend": "broadcast"}', "--worker-extension-cls", "weights.WorkerExtension",
+                   "--weight-transfer-config", '{"backend": "broadcast"}', "--worker-extension-cls", "weights.WorkerExtension", "--middleware", "weights.Guard",
                    "--disable-uvicorn-access-log", "--no-enable-log-requests", "--disable-log-stats",
                    # a prompt is never split between two steps, hence never between two versions
                    "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(8192, c.max_model_len))]
@@ -332,7 +335,7 @@ def main(list_file: str, argv: list[str]) -> None:
     if c.task == "toy" and not Path(c.model, "config.json").exists():
         processes.insert(0, ("prepare", dict(OMP_NUM_THREADS="1"), [sys.executable, "tasks/toy.py", c.model, str(c.seed)]))
     lines = [f"{name}\tenv {shlex.join([f'{k}={v}' for k, v in env.items()])} {shlex.join(command)}" for name, env, command in processes]
-    Path(list_file).write_text("\n".join([str(run_dir), *lines]) + "\n")
+    Path(list_file).write_text("\n".join([str(run_dir), str(c.restarts), *lines]) + "\n")
     print(f"run.sh: {done} | {c.steps} steps of {c.batch_size} samples | {c.engines} engines, {c.trainers} trainer ranks on {gpus or 'no'} GPUs | {c.dtype}", flush=True)
 
 

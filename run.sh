@@ -56,12 +56,13 @@ list=$(mktemp)
 trap 'rm -f "$list"' EXIT
 "$PY" config.py "$list" "$@" || exit $?
 [ -s "$list" ] || exit 0   # --help
-run_dir=$(head -n 1 "$list")
+{ read -r run_dir; read -r restarts; } < "$list"
 
 declare -A pid_of
 names=()
 stop_all() {
   trap '' INT TERM
+  set +m  # no job notices
   local n
   for n in "${names[@]}"; do kill -TERM -- "-${pid_of[$n]}" 2>/dev/null || true; done
   for _ in $(seq 50); do
@@ -76,25 +77,48 @@ trap 'echo "run.sh: interrupted, stopping; the same command continues"; exit 130
 trap 'echo "run.sh: terminated, stopping; the same command continues"; exit 143' TERM
 
 # ---- start: every process leads its own process group (set -m), so that its children die with it
-set -m
-while IFS=$'\t' read -r name command; do
-  log="$run_dir/logs/$name.log"
+declare -A command_of restarts_of again_at
+start() {
+  local name=$1 command=${command_of[$1]} log="$run_dir/logs/$1.log"
   echo "== $(date '+%F %T') $command" >> "$log"
   case $name in
-    prepare) bash -c "exec $command" 2>> "$log" || die "making the base model failed, see $log"; continue ;;
     engine*) bash -c "exec $command" >> "$log" 2>&1 & ;;
     *) bash -c "exec $command" > >(tee -a "$log" | sed -u "s/^/[$name] /") 2>> "$log" & ;;
   esac
   pid_of[$name]=$!
+}
+set -m
+while IFS=$'\t' read -r name command; do
+  if [ "$name" = prepare ]; then
+    bash -c "exec $command" 2>> "$run_dir/logs/prepare.log" || die "making the base model failed, see $run_dir/logs/prepare.log"
+    continue
+  fi
+  command_of[$name]=$command restarts_of[$name]=0 again_at[$name]=0
   names+=("$name")
-done < <(tail -n +2 "$list")
+  start "$name"
+done < <(tail -n +3 "$list")
 
-# ---- watch: the trainer's end is the run's end; any other death is the run's death
+# ---- watch: the trainer's end is the run's end; an engine is started again, a few times; any other death is the run's death
 running=("${names[@]}")
 while true; do
   for n in "${running[@]}"; do
+    if [ "${again_at[$n]}" -gt 0 ]; then
+      [ "$SECONDS" -lt "${again_at[$n]}" ] || { again_at[$n]=0; start "$n"; }
+      continue
+    fi
+    if [ -e "$run_dir/queues/kill_$n" ]; then  # the trainer says it hangs
+      rm -f "$run_dir/queues/kill_$n"
+      kill -KILL -- "-${pid_of[$n]}" 2>/dev/null || true
+    fi
     kill -0 "${pid_of[$n]}" 2>/dev/null && continue
-    code=0; wait "${pid_of[$n]}" || code=$?
+    code=0; wait "${pid_of[$n]}" 2>/dev/null || code=$?
+    if [[ $n == engine* ]] && [ "${restarts_of[$n]}" -lt "$restarts" ]; then
+      kill -KILL -- "-${pid_of[$n]}" 2>/dev/null || true
+      again_at[$n]=$((SECONDS + 1 + 5 * restarts_of[$n] * restarts_of[$n]))
+      restarts_of[$n]=$((restarts_of[$n] + 1))
+      echo "run.sh: $n died with exit code $code, restart ${restarts_of[$n]} of $restarts; log: $run_dir/logs/$n.log" >&2
+      continue
+    fi
     if [ "$code" -ne 0 ] || [[ $n == engine* ]]; then
       sleep 0.5
       echo "run.sh: $n died with exit code $code; its last 20 log lines ($run_dir/logs/$n.log):" >&2

@@ -398,8 +398,8 @@ def main(run_dir):
             evaluated = line["version"]
 
     def announce(version, position):
-        """Tell the other stages that every engine serves `version` now, and which problems have been trained on."""
-        return lambda: notice(queues / "version.json", version=version, position=position)
+        """Tell the other stages that `engines` serve `version` now, and which problems have been trained on."""
+        return lambda engines: notice(queues / "version.json", version=version, position=position, engines=engines)
 
     def records(version, due):
         """The micro-batches of this step; before the last one is trained, the engines are told to get ready for an update."""
@@ -422,7 +422,7 @@ def main(run_dir):
             yield record
             batches.ack(seq)
 
-    sender = Sender(config, model, rank, device)
+    sender = Sender(config, model, rank, device, queues)
     sender.prepare()
     sender.send(state["version"], announce(state["version"], state["position"]))  # engines start from the base model; after a resume they need these weights
     sender.wait()
@@ -450,7 +450,7 @@ def main(run_dir):
             if device.type == "cpu":
                 sender.wait()  # engines share the cores: a trainer that went on would only prolong their pause
         elif rank == 0:
-            announce(state["version"], state["position"])()
+            announce(state["version"], state["position"])(sender.members)
         now = time.time()
         state["wall_s"] = now - started
         if rank == 0:

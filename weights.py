@@ -1,33 +1,39 @@
-"""Weight updates while sequences are being generated: the trainer's side (Sender) and vLLM's side (BroadcastEngine).
+"""Weight updates while sequences are being generated: the trainer's side (Sender) and vLLM's side (BroadcastEngine, Guard).
 
 One torch.distributed group joins trainer rank 0 and every engine worker (gloo, or NCCL between GPUs). An update v -> v+1:
 
   1. POST /start_weight_update, /update_weights to every engine: a background thread of each worker starts receiving
      (during the trainer's last backward pass);
-  2. all trainer ranks gather the parameters in one fixed order, rank 0 broadcasts them in flat buckets; decoding goes on;
-  3. POST /pause (requests are kept), /finish_weight_update (load, stamp version v+1), /resume: the engines' only pause
-     (during the trainer's next forward pass).
+  2. all trainer ranks gather the parameters in one fixed order, rank 0 broadcasts them in flat buckets, one on its way while
+     the next is filled; decoding goes on;
+  3. POST /swap: pause (requests are kept), load, stamp version v+1, resume, all inside the server: the engines' only pause
+     (during the trainer's next forward pass), which the trainer's death cannot prolong.
+
+Failures: an engine that fails, hangs or dies is dropped from the group, which is formed anew with the others, and the update is
+sent again. Before every update all engines are asked for their health, and whoever is well again joins. An engine loads only
+what it received whole, so it serves the old version or the new one. Every wait has the deadline `sync_timeout`.
 
 vLLM stays unmodified: `--worker-extension-cls weights.WorkerExtension` imports this file in its workers, which registers
-BroadcastEngine with vLLM's factory. Every wait has the deadline `sync_timeout`; its error says which engine, which call.
-Deliberately absent: retries (an update that fails is an error on both sides). The wire is a trusted network's.
+BroadcastEngine with vLLM's factory; `--middleware weights.Guard` adds /swap and refuses strangers. The wire is a trusted network's.
 """
+import os
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import requests
 import torch
 import torch.distributed as dist
 
 
-def join_group(backend, host, port, rank, world, timeout, is_server=False):
+def join_group(backend, host, port, rank, world, timeout, store=None):
     """A process group of its own, beside whatever default group this process has. Returns (group, store)."""
     limit = timedelta(seconds=timeout)
-    store = dist.TCPStore(host, port, world, is_server, timeout=limit, wait_for_workers=False)
+    store = store or dist.TCPStore(host, port, world, False, timeout=limit)
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
@@ -50,118 +56,251 @@ def buckets(shapes, itemsize, bucket_bytes):
     return plan + [(first, len(shapes), elements)]
 
 
+def checksum(flat):
+    """A number that depends on every bit of a tensor and on its place: int64, modulo 2^64."""
+    bits = flat.view(torch.uint8).to(torch.int64)
+    return (bits * (torch.arange(len(bits), device=bits.device) % 65521 + 1)).sum()
+
+
+def settle(device, deadline, what):
+    """Wait until the current stream of a GPU has done its work; raises TimeoutError (time.monotonic() deadline)."""
+    while device.type == "cuda" and not torch.cuda.current_stream(device).query():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"weights: {what} has not ended by its deadline")
+        time.sleep(0.001)
+
+
 # ------------------------------------------------------------------------------------------------ the trainer's side
 
-NO_UPDATE = {"sync_s": 0.0, "send_s": 0.0, "pause_s": 0.0}
+NO_UPDATE = {"sync_s": 0.0, "arm_s": 0.0, "gather_s": 0.0, "send_s": 0.0, "pause_s": 0.0}
+
+
+class EngineError(RuntimeError):
+    """An engine did not do what an update needs of it; `hung` if it did not answer at all."""
+
+    def __init__(self, message, hung=False):
+        super().__init__(message)
+        self.hung = hung
 
 
 class Sender:
-    """Sends the model's weights to all engines. Made and called on every trainer rank; rank 0 talks to the engines."""
+    """Sends the model's weights to all engines. Made and called on every trainer rank; rank 0 talks to the engines.
 
-    def __init__(self, config, model, rank, device):
-        self.config, self.model, self.rank = config, model, rank
+    `members` are the engines that take part at present. queues: the run's queue directory, where a file kill_engine<i> asks
+    run.sh to replace an engine that hangs; None for nobody to ask.
+    """
+
+    def __init__(self, config, model, rank, device, queues=None):
+        self.config, self.model, self.rank, self.queues = config, model, rank, queues
         self.dtype = getattr(torch, config.dtype)
-        self.armed = self.swapped = None
-        self.last = NO_UPDATE
+        self.device = device if config.weight_backend == "nccl" else torch.device("cpu")  # gloo goes through host memory
         self.urls = [f"http://{config.host}:{config.port + i}" for i in range(config.engines)]
-        self.backend = config.weight_backend
-        self.device = device if self.backend == "nccl" else torch.device("cpu")  # gloo goes through host memory
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.members, self.group, self.buffers, self.updates, self.error = [], None, [], 0, ""
+        self.armed = self.swapped = None
+        self.times, self.last = {}, NO_UPDATE
         if rank == 0:
             self.pool = ThreadPoolExecutor(len(self.urls))  # one call per engine at a time
             self.control = ThreadPoolExecutor(1)  # the order of calls: arm, swap, arm, swap, ...
             self.http = {url: requests.Session() for url in self.urls}
-            self._connect()
+            if missing := set(self.urls) - set(self._healthy(config.start_timeout, everyone=True)):
+                raise TimeoutError(f"weights: {', '.join(sorted(missing))} not healthy within {config.start_timeout:.0f} s")
 
-    def _post(self, url, path, deadline, **body):
-        """One HTTP call; raises RuntimeError naming the engine, the call and what it answered."""
+    # ---- talking to engines
+
+    def _call(self, url, path, body=None):
+        """POST `body` (or GET, without one) and return the JSON answer; raises EngineError naming the call and the answer."""
+        timeout = self.config.sync_timeout
         try:
-            answer = self.http[url].post(url + path, json=body, timeout=max(deadline - time.monotonic(), 0.1))
+            answer = self.http[url].request("GET" if body is None else "POST", url + path, json=body, timeout=timeout, headers={"x-run-id": self.config.run_id})
         except requests.RequestException as e:
-            raise RuntimeError(f"weights: engine {url} did not answer {path} within {self.config.sync_timeout:.0f} s ({type(e).__name__})") from None
+            raise EngineError(f"{path} not answered within {timeout:.0f} s ({type(e).__name__})", hung=isinstance(e, requests.Timeout)) from None
         if answer.status_code != 200:
-            raise RuntimeError(f"weights: engine {url} refused {path}: {answer.status_code} {answer.text[:500]}")
+            raise EngineError(f"{path} refused: {answer.status_code} {answer.text[:500]}")
+        return answer.json()
 
-    def _all(self, path, **body):
-        """The same call to every engine at once."""
-        deadline = time.monotonic() + self.config.sync_timeout
-        list(self.pool.map(lambda url: self._post(url, path, deadline, **body), self.urls))
+    def _each(self, urls, call):
+        """{url: call(url)} for all urls at once; those that raise are dropped, with a line that says why."""
+        answers = {}
+        for url, future in [(url, self.pool.submit(call, url)) for url in urls]:
+            try:
+                answers[url] = future.result()
+            except EngineError as e:
+                self.error = f"engine {url}: {e}"
+                print(f"weights: dropped {self.error}", flush=True)
+                if url in self.members:
+                    self.members.remove(url)
+                if e.hung and self.queues:
+                    Path(self.queues, f"kill_engine{self.urls.index(url)}").touch()
+        return answers
 
-    def _connect(self):
-        deadline = time.monotonic() + self.config.start_timeout
-        for url in self.urls:
-            while True:
-                try:
-                    if requests.get(url + "/health", timeout=5).ok:
-                        break
-                except requests.RequestException:
-                    pass
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"weights: engine {url} was not healthy within {self.config.start_timeout:.0f} s")
-                time.sleep(0.2)
-        sizes = [requests.get(url + "/get_world_size", timeout=self.config.sync_timeout).json()["world_size"] for url in self.urls]
-        world = 1 + sum(sizes)
-        limit = timedelta(seconds=self.config.sync_timeout)
-        self.store = dist.TCPStore(self.config.host, 0, world, True, timeout=limit, wait_for_workers=False)
-        info = dict(backend=self.backend, host=self.config.host, port=self.store.port, world=world, timeout=self.config.sync_timeout)
-        deadline = time.monotonic() + self.config.sync_timeout
-        joins = [self.pool.submit(self._post, url, "/init_weight_transfer_engine", deadline, init_info=info | {"first_rank": 1 + sum(sizes[:i])})
-                 for i, url in enumerate(self.urls)]
+    def _healthy(self, timeout, everyone=False):
+        """Engines that are well; waits up to `timeout` s until there is one (or until all are)."""
+        def well(url):
+            try:
+                return self.http[url].get(url + "/health", timeout=min(10.0, self.config.sync_timeout)).ok
+            except requests.RequestException:
+                return False
+        deadline = time.monotonic() + timeout
+        while True:
+            urls = [url for url, ok in zip(self.urls, self.pool.map(well, self.urls)) if ok]
+            if len(urls) >= (len(self.urls) if everyone else 1) or time.monotonic() > deadline:
+                return urls
+            time.sleep(0.2)
+
+    def _form(self, urls):
+        """A new group of this trainer and the workers of `urls`; True if all are in."""
+        c = self.config
+        sizes = self._each(urls, lambda url: self._call(url, "/get_world_size")["world_size"])
+        urls, world, self.group, self.members = list(sizes), 1 + sum(sizes.values()), None, []
+        store = dist.TCPStore(c.host, 0, world, True, timeout=timedelta(seconds=c.sync_timeout), wait_for_workers=False)
+        info = dict(backend=c.weight_backend, host=c.host, port=store.port, world=world, timeout=c.sync_timeout)
+        first = {url: 1 + sum(list(sizes.values())[:i]) for i, url in enumerate(urls)}
+        joined = self._each(urls, lambda url: self._call(url, "/init_weight_transfer_engine", dict(init_info=info | {"first_rank": first[url]})))
+        if not urls or len(joined) < len(urls):
+            return False
         try:
-            self.group, _ = join_group(self.backend, self.config.host, self.store.port, 0, world, self.config.sync_timeout)
-        except Exception as e:
-            failed = [str(j.exception()) for j in joins if j.done() and j.exception()]
-            raise RuntimeError(f"weights: the group of {world} did not form: {'; '.join(failed) or e}") from None
-        for j in joins:
-            j.result()
-        print(f"weights: {self.backend} group of {world} (trainer + {len(self.urls)} engines), in-flight updates with {'recomputed' if self.config.recompute_kv else 'stale'} KV cache", flush=True)
+            self.group, self.store = join_group(c.weight_backend, c.host, store.port, 0, world, c.sync_timeout, store)
+        except (RuntimeError, TimeoutError) as e:
+            print(f"weights: the group of {world} did not form within {c.sync_timeout:.0f} s: {str(e).splitlines()[0]}", flush=True)
+            return False
+        self.members = urls
+        print(f"weights: {c.weight_backend} group of {world} (trainer + {len(urls)} of {len(self.urls)} engines), "
+              f"in-flight updates with {'recomputed' if c.recompute_kv else 'stale'} KV cache", flush=True)
+        return True
+
+    def _arm(self):
+        """Get every healthy engine ready to receive; those that are not members yet, or again, join first. Returns the update's info."""
+        self.updates += 1
+        named = [(n, list(p.shape)) for n, p in self.model.named_parameters()]
+        info = dict(names=[n for n, _ in named], shapes=[s for _, s in named], dtype=self.config.dtype, bucket_bytes=self.config.bucket_mb << 20,
+                    verify=bool(self.config.verify_weights) and self.updates % self.config.verify_weights == 0, background=self.config.background_receive)
+
+        def arm(url):
+            if not info["background"]:
+                return  # /swap will do it all
+            try:
+                self._call(url, "/start_weight_update", {})
+            except EngineError as e:
+                if e.hung:
+                    raise
+                try:  # an update that somebody gave up may still be open: one that raises closes it
+                    self._call(url, "/update_weights", dict(update_info={}))
+                except EngineError:
+                    self._call(url, "/start_weight_update", {})
+            self._call(url, "/update_weights", dict(update_info=info))
+
+        failed = set()  # in this update: they are left out of it, unless nobody else is there
+        for _ in range(2 + 2 * len(self.urls)):
+            healthy = self._healthy(self.config.start_timeout)  # if all are dead: until one has been started again
+            if not healthy:
+                raise TimeoutError(f"weights: none of {', '.join(self.urls)} was healthy within {self.config.start_timeout:.0f} s; {self.error}")
+            willing = [url for url in healthy if url not in failed] or healthy
+            if (self.group is None or willing != self.members) and not self._form(willing):
+                continue
+            failed |= set(willing) - set(self._each(willing, arm))
+            if not failed & set(willing):
+                return info
+            self.group = None
+        raise RuntimeError(f"weights: no engine takes an update; {self.error}")
+
+    # ---- an update
 
     def prepare(self):
         """Tell the engines, in the background, to get ready to receive; call it a little before `send`."""
         if self.rank == 0:
-            named = [(n, list(p.shape)) for n, p in self.model.named_parameters()]
-            info = dict(names=[n for n, _ in named], shapes=[s for _, s in named], dtype=self.config.dtype, bucket_bytes=self.config.bucket_mb << 20)
-
-            def arm():
-                self._all("/start_weight_update")
-                self._all("/update_weights", update_info=info)
-
-            self.armed = self.control.submit(arm)
+            self.armed = self.control.submit(self._arm)
 
     @torch.no_grad()
     def send(self, version, done):
         """Collective: broadcast the current weights. Returns when they are sent; the swap goes on in the background, and
-        `done()` is called (in its thread) as soon as every engine serves `version`. `wait` joins it.
+        `done(engines)` is called (in its thread) as soon as the engines left serve `version`. `wait` joins it.
         """
         start = time.time()
-        if self.rank == 0:
-            self.armed.result(2 * self.config.sync_timeout)
-        parameters = [p for _, p in self.model.named_parameters()]
-        for first, last, elements in buckets([p.shape for p in parameters], self.dtype.itemsize, self.config.bucket_mb << 20):
-            flat = torch.empty(elements, dtype=self.dtype, device=self.device) if self.rank == 0 else None
-            offset = 0
-            for p in parameters[first:last]:
-                full = p.full_tensor() if hasattr(p, "full_tensor") else p  # the all-gather, on every rank in this order
-                if self.rank == 0:
-                    flat[offset:offset + full.numel()].copy_(full.reshape(-1))
-                    offset += full.numel()
+        for _ in range(3):
+            info = self.armed.result() if self.rank == 0 else None
+            armed = time.time()
+            swap = (lambda: self._swap(version, info, start, done)) if self.rank == 0 else None
+            if self.rank == 0 and not info["background"]:
+                self.swapped = self.control.submit(swap)
+            error, gather_s = self._broadcast(info)
+            self.times = dict(arm_s=armed - start, gather_s=gather_s, send_s=time.time() - armed - gather_s)
+            if self._agree(error is None):
+                break
             if self.rank == 0:
-                try:
-                    self.group.broadcast(flat, 0).wait(timedelta(seconds=self.config.sync_timeout))
-                except RuntimeError as e:
-                    raise RuntimeError(f"weights: broadcast of version {version} to {', '.join(self.urls)} failed within {self.config.sync_timeout:.0f} s: {e}") from None
-        sent = time.time()
-
-        def swap():
-            pause = time.time()
-            self._all(f"/pause?mode=keep&clear_cache={'true' if self.config.recompute_kv else 'false'}")
-            self._all("/finish_weight_update", weight_version=str(version))
-            self._all("/resume")
-            now = time.time()
-            done()
-            return {"sync_s": now - start, "send_s": sent - start, "pause_s": now - pause}
-
-        if self.rank == 0:
+                print(f"weights: version {version} did not reach all engines ({error}); sending it again", flush=True)
+                self.group, self.armed = None, self.control.submit(self._arm)
+        else:
+            raise RuntimeError(f"weights: version {version} did not reach the engines in three attempts")
+        if self.rank == 0 and info["background"]:
             self.swapped = self.control.submit(swap)
+
+    def _broadcast(self, info):
+        """Gather all parameters once, in order, and broadcast them (rank 0). Returns (what went wrong or None, seconds of gathering).
+
+        Two buckets are in use at a time: one on its way, one being filled. On a GPU all of it has a stream of its own.
+        """
+        c, error, gather_s, deadline = self.config, None, 0.0, time.monotonic() + self.config.sync_timeout
+        parameters = list(self.model.parameters())
+        plan = buckets([p.shape for p in parameters], self.dtype.itemsize, c.bucket_mb << 20)
+        largest = max(n for _, _, n in plan)
+        if self.rank == 0 and (len(self.buffers) != len(plan[:2]) or self.buffers[0].numel() != largest):
+            self.buffers = [torch.empty(largest, dtype=self.dtype, device=self.device) for _ in plan[:2]]
+        works, sums = [], []
+        if self.stream:
+            self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):  # no stream, no effect
+
+            def ended(work):
+                nonlocal error
+                try:
+                    error is None and work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
+                except RuntimeError as e:
+                    error = str(e).splitlines()[0]
+            for k, (first, last, elements) in enumerate(plan):
+                if k >= 2 and self.rank == 0:
+                    ended(works[k - 2])
+                before, offset = time.time(), 0
+                flat = self.buffers[k % 2][:elements] if self.rank == 0 else None
+                for p in parameters[first:last]:
+                    full = p.full_tensor() if hasattr(p, "full_tensor") else p  # the all-gather, on every rank in this order
+                    if self.rank == 0:
+                        flat[offset:offset + full.numel()].copy_(full.reshape(-1))
+                        offset += full.numel()
+                gather_s += time.time() - before
+                if self.rank == 0:
+                    works.append(None if error else self.group.broadcast(flat, 0))
+                    sums += [checksum(flat)] if info["verify"] else []
+            if self.rank == 0:
+                works += [self.group.broadcast(torch.stack(sums), 0)] if sums and not error else []
+                for work in works[-3:]:
+                    ended(work)
+                try:
+                    settle(self.device, deadline, "the broadcast")
+                except TimeoutError as e:
+                    error = str(e)
+        return error, gather_s
+
+    def _agree(self, ok):
+        """Rank 0's answer, on every rank."""
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            flag = torch.tensor([float(ok)], device=next(self.model.parameters()).device)
+            dist.broadcast(flag, 0)
+            ok = bool(flag.item())
+        return ok
+
+    def _swap(self, version, info, start, done):
+        """The new weights into the engines; those that fail are dropped. Returns the update's times."""
+        def swap(url):
+            answer = self._call(url, "/swap", dict(version=str(version), clear_cache=self.config.recompute_kv, update_info=None if info["background"] else info))
+            if answer["version"] != str(version):
+                raise EngineError(f"serves version {answer['version']} after /swap to {version}")
+            return answer["pause_s"]
+        pauses = self._each(list(self.members), swap)
+        if not pauses:
+            raise RuntimeError(f"weights: no engine took version {version}; {self.error}")
+        done(list(pauses))
+        return dict(sync_s=time.time() - start, pause_s=max(pauses.values()))
 
     def failed(self):
         """Raise what went wrong in the background, if anything did."""
@@ -172,11 +311,12 @@ class Sender:
     def wait(self):
         """Wait until the last update is in the engines."""
         if self.swapped:
-            self.last, self.swapped = self.swapped.result(4 * self.config.sync_timeout), None
+            self.last, self.swapped = self.times | self.swapped.result(), None
 
     def timing(self):
-        """Seconds of the last update, told once (zeros if there was none since): sync_s, all of it; send_s, of it the trainer was
-        blocked; pause_s, of it the engines did not decode (at most: from the call to pause until the last one resumed)."""
+        """Seconds of the last update, told once (zeros if there was none since). sync_s: from `send` to the last engine's resuming, all of
+        it; of it the trainer waited arm_s for the engines to be ready, gather_s for all-gathers and copies, send_s for the wire;
+        pause_s: the longest time an engine did not decode, as measured there."""
         self.wait()
         last, self.last = self.last, NO_UPDATE
         return last
@@ -188,10 +328,64 @@ class WorkerExtension:
     """Named in `--worker-extension-cls` so that vLLM's workers import this module; adds nothing to the worker."""
 
 
-if "vllm" in sys.modules:  # imported by a vLLM worker; the trainer does without vLLM's import time
-    from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+def in_thread(function, *args):
+    """Call it in a daemon thread of its own; returns a Future."""
+    future = Future()
+
+    def run():
+        try:
+            future.set_result(function(*args))
+        except BaseException as e:
+            future.set_exception(e)
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+if "vllm" in sys.modules:  # imported by vLLM; the trainer does without its import time
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo, WeightTransferUpdateRequest
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    class Guard:
+        """ASGI middleware of the engine's HTTP server: adds /swap, refuses weight messages of another run (header x-run-id), and
+        generates nothing before it has weights from a trainer.
+        """
+        guarded = {"/swap", "/pause", "/resume", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
+                   "/update_weight_version"}
+
+        def __init__(self, app):
+            self.app, self.ready, self.run_id = app, False, os.environ.get("PIPELINE_RUN_ID", "")
+
+        async def __call__(self, scope, receive, send):
+            path, answer = scope.get("path"), None
+            if path in self.guarded and (run_id := dict(scope["headers"]).get(b"x-run-id", b"").decode()) != self.run_id:
+                print(f"weights: {path} from {scope['client']} refused: it is of run '{run_id}', this engine is of run '{self.run_id}'", flush=True)
+                answer = JSONResponse({"error": f"this engine is of run '{self.run_id}', not '{run_id}'"}, 403)
+            elif path == "/inference/v1/generate" and not self.ready:
+                answer = JSONResponse({"error": "no weights from the trainer yet"}, 503)
+            elif path == "/swap":
+                answer = await self.swap(await Request(scope, receive).json(), scope["app"].state.engine_client)
+            self.ready |= path == "/update_weight_version" and not answer
+            await (answer or self.app)(scope, receive, send)
+
+        async def swap(self, body, engine):
+            """Pause, load, stamp, resume: in one call, so that no caller's death leaves the engine paused."""
+            start = time.perf_counter()
+            try:
+                await engine.pause_generation(mode="keep", clear_cache=body["clear_cache"])
+                try:
+                    if body["update_info"]:
+                        await engine.start_weight_update()
+                        await engine.update_weights(WeightTransferUpdateRequest(update_info=body["update_info"]))
+                    await engine.finish_weight_update(body["version"])
+                finally:
+                    await engine.resume_generation()
+                self.ready = True
+                return JSONResponse(dict(version=await engine.get_weight_version(), pause_s=time.perf_counter() - start))
+            except Exception as e:
+                return JSONResponse({"error": f"{type(e).__name__}: {e}"}, 500)
 
     @dataclass
     class InitInfo(WeightTransferInitInfo):
@@ -205,70 +399,91 @@ if "vllm" in sys.modules:  # imported by a vLLM worker; the trainer does without
 
     @dataclass
     class UpdateInfo(WeightTransferUpdateInfo):
-        """What is about to be broadcast: parameters in order, and how they are cut into buckets."""
+        """What is about to be broadcast: parameters in order, how they are cut into buckets, whether checksums follow."""
         names: list
         shapes: list
         dtype: str
         bucket_bytes: int
+        verify: bool
+        background: bool
 
     class BroadcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-        """Receives in a background thread while the model decodes; loads when the update is finished (requests paused)."""
+        """Receives in a background thread while the model decodes; loads when the update is finished (requests paused).
+
+        With `background` off it receives and loads bucket by bucket, paused all the while, and needs no room for a second copy;
+        should that break off, the model is neither old nor new, and the engine ends itself to be started again.
+        """
 
         init_info_cls, update_info_cls = InitInfo, UpdateInfo
-        group = thread = error = None
+        joining = receiving = None
 
         def init_transfer_engine(self, info):
-            """Join the trainer's group."""
+            """Join the trainer's group, in the background; the next update waits for it."""
             self.timeout = info.timeout
             self.receive_device = self.device if info.backend == "nccl" else torch.device("cpu")
             worker = self.parallel_config.data_parallel_index * self.parallel_config.world_size + self.parallel_config.rank
-            self.group, self.store = join_group(info.backend, info.host, info.port, info.first_rank + worker, info.world, info.timeout)
+            self.buffers = {}  # a thread that still waits for a former group must not write into these
+            self.joining = in_thread(join_group, info.backend, info.host, info.port, info.first_rank + worker, info.world, info.timeout)
 
         def start_weight_update(self):
             """Nothing yet: the model must stay whole until all of the new weights are here."""
 
         def update_weights(self, update_info):
             """Start receiving and return at once (the base class would wait for the device)."""
-            self.received, self.error = [], None
-            self.thread = threading.Thread(target=self._receive, args=(self.parse_update_info(update_info),), daemon=True)
-            self.thread.start()
+            info = self.parse_update_info(update_info)
+            if not self.joining:
+                raise RuntimeError("this engine is not in the trainer's group")
+            if info.background:
+                self.receiving = in_thread(self._receive, self.joining, self.buffers, info, list.append, [])
+                return
+            initialize_layerwise_reload(self.model)
+            try:
+                self._receive(self.joining, {}, info, lambda model, weight: model.load_weights(iter([weight])), self.model)
+            except BaseException as e:
+                print(f"weights: an update without room for a second copy broke off ({e}): the weights are half old, half new, this engine ends", flush=True)
+                os._exit(1)
 
         def receive_weights(self, info):
-            """Receive every bucket and keep it; the tensors that will be loaded are views of the buckets."""
-            dtype = getattr(torch, info.dtype)
-            for first, last, elements in buckets(info.shapes, dtype.itemsize, info.bucket_bytes):
-                flat = torch.empty(elements, dtype=dtype, device=self.receive_device)
-                self.group.broadcast(flat, 0).wait(timedelta(seconds=self.timeout))
-                parts = flat.split([torch.Size(s).numel() for s in info.shapes[first:last]])
-                self.received += [(n, p.view(s)) for n, p, s in zip(info.names[first:last], parts, info.shapes[first:last])]
+            """The base class's name for what `_receive` does."""
 
-        def _receive(self, info):
-            try:
-                if self.device.type == "cuda":
-                    torch.cuda.set_device(self.device)
-                    with torch.cuda.stream(torch.cuda.Stream()):
-                        self.receive_weights(info)
-                        torch.cuda.current_stream().synchronize()
-                else:
-                    self.receive_weights(info)
-            except Exception as e:  # reported by finish_weight_update, which the trainer waits for
-                self.error = e
+        def _receive(self, joining, kept, info, take, into):
+            """Receive every bucket and `take(into, (name, tensor))` its parameters. Returns `into`, when all is here and right."""
+            group, _ = joining.result(self.timeout)
+            dtype, deadline = getattr(torch, info.dtype), time.monotonic() + self.timeout
+            plan, sums = buckets(info.shapes, dtype.itemsize, info.bucket_bytes), []
+            with torch.cuda.stream(torch.cuda.Stream(self.device) if self.device.type == "cuda" else None):
+                for k, (first, last, elements) in enumerate(plan):
+                    flat = kept.get(k)
+                    if flat is None or flat.numel() != elements:
+                        flat = torch.empty(elements, dtype=dtype, device=self.receive_device)
+                    if info.background:  # the same memory every time
+                        kept[k] = flat
+                    group.broadcast(flat, 0).wait(timedelta(seconds=self.timeout))
+                    sums += [checksum(flat)] if info.verify else []
+                    parts = flat.split([torch.Size(s).numel() for s in info.shapes[first:last]])
+                    for name, part, shape in zip(info.names[first:last], parts, info.shapes[first:last]):
+                        take(into, (name, part.view(shape)))
+                if info.verify:
+                    expected = torch.empty(len(plan), dtype=torch.int64, device=self.receive_device)
+                    group.broadcast(expected, 0).wait(timedelta(seconds=self.timeout))
+                    if wrong := (torch.stack(sums) != expected).nonzero().flatten().tolist():
+                        raise ValueError(f"buckets {wrong} did not arrive as they were sent: checksums differ")
+                settle(self.device, deadline, "receiving")
+            return into
 
         def finish_weight_update(self):
             """Load what was received, between two decode steps. Raises if it did not all arrive; the old weights stay."""
-            self.thread.join(self.timeout)
-            if self.thread.is_alive() or self.error:
-                raise RuntimeError(f"weight update: not received within {self.timeout:.0f} s: {self.error}")
-            initialize_layerwise_reload(self.model)
-            self.model.load_weights(iter(self.received))
+            if self.receiving:
+                received, self.receiving = self.receiving.result(self.timeout), None
+                initialize_layerwise_reload(self.model)
+                self.model.load_weights(iter(received))
             finalize_layerwise_reload(self.model, self.model_config)
             if self.device.type == "cpu" and self.model_config.hf_config.tie_word_embeddings:
                 # vLLM's CPU build computes with a packed copy of each weight; reloading renews all but a tied output head's
                 self.model.lm_head.quant_method.process_weights_after_loading(self.model.lm_head)
-            self.received = []
 
         def shutdown(self):
             """Leave the group; not a collective."""
-            self.group = self.store = None
+            self.joining = self.receiving = None
 
     WeightTransferEngineFactory.register_engine("broadcast", BroadcastEngine)

@@ -65,7 +65,7 @@ def through_actor(config, seconds):
     run_dir = Path(config.out, config.run)
     shutil.rmtree(run_dir / "queues", ignore_errors=True)
     (run_dir / "queues").mkdir()
-    notice(run_dir / "queues" / "version.json", version=0, position=dict(next=0, ahead=[]))
+    notice(run_dir / "queues" / "version.json", version=0, position=dict(next=0, ahead=[]), engines=[f"http://{config.host}:{config.port}"])
     process = subprocess.Popen([sys.executable, "actor.py", str(run_dir)], cwd=cfg.ROOT, stdout=subprocess.DEVNULL)
     queue = Queue(run_dir / "queues" / "rollouts")
     while not len(queue):

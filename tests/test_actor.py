@@ -3,14 +3,13 @@ import asyncio
 import json
 from types import SimpleNamespace
 
-import aiohttp
 import numpy as np
 import pytest
 from aiohttp import web
 
 import config as cfg
 from actor import Actor, Problems, allowed_samples, overlong_penalty, token_versions
-from queues import Queue
+from queues import Queue, notice
 
 
 def test_gate_of_the_pipeline():
@@ -67,10 +66,12 @@ def with_fake_server(tmp_path, base_model, answer, attempts=4, **knobs):
         config = cfg.Config(model=str(base_model), attempts=attempts, engines=1, max_new_tokens=40, max_model_len=128, retries=1, **knobs)
         (tmp_path / "queues").mkdir()
         actor = Actor(config, tmp_path)
-        actor.urls = [f"http://127.0.0.1:{runner.addresses[0][1]}"]
-        actor.load = {actor.urls[0]: 0}
-        async with aiohttp.ClientSession() as actor.session:
-            missing = await actor.group(0, {"prompt": "ba=", "answer": "ab"})
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        notice(tmp_path / "queues" / "version.json", version=5, engines=[url])
+        actor.load, actor.rest = {url: 0}, {url: 0.0}
+        assert actor.version() == 5
+        missing = await actor.group(0, {"prompt": "ba=", "answer": "ab"})
+        await actor.session(url).close()
         await runner.cleanup()
         return actor, missing, calls
     return asyncio.run(asyncio.wait_for(run(), 60))

@@ -32,7 +32,7 @@ def difference(config, model):
 
 def update(sender, version):
     sender.prepare()
-    sender.send(version, lambda: None)
+    sender.send(version, lambda engines: None)
     sender.wait()
 
 
@@ -88,16 +88,26 @@ def test_requests_in_progress_continue_across_updates(engine, sender, recompute)
 def test_a_refused_update_is_an_error_that_names_the_engine(engine, sender):
     sender.model.register_parameter("stranger", torch.nn.Parameter(torch.zeros(3)))  # vLLM's model has no such parameter
     try:
-        with pytest.raises(RuntimeError, match=rf"engine http://127.0.0.1:{engine.port} refused /finish_weight_update"):
+        with pytest.raises(RuntimeError, match=rf"no engine took version 99; engine http://127.0.0.1:{engine.port}: /swap refused: 500 .*stranger"):
             update(sender, 99)
+        assert generate(engine)[2].tolist() != [99] * 8  # nothing of it is served
     finally:
         del sender.model.stranger
+    update(sender, 100)  # and the next update is taken as ever
+    worst, versions = difference(engine, sender.model)
+    assert worst < 1e-4 and versions == {100}
 
 
-def test_an_unreachable_engine_is_an_error_within_the_deadline(engine, sender):
-    sender.config.sync_timeout, sender.urls = 2.0, ["http://127.0.0.1:9"]
+def test_strangers_are_refused(engine):
+    for path in ("/pause", "/swap", "/init_weight_transfer_engine", "/update_weights"):
+        answer = requests.post(f"http://127.0.0.1:{engine.port}{path}", json={}, headers={"x-run-id": "another"}, timeout=10)
+        assert answer.status_code == 403 and "not 'another'" in answer.json()["error"]
+
+
+def test_unreachable_engines_are_an_error_within_the_deadline(engine, sender):
+    sender.config.start_timeout, sender.urls = 2.0, ["http://127.0.0.1:9"]
     sender.http[sender.urls[0]] = requests.Session()
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match="http://127.0.0.1:9 did not answer /start_weight_update"):
-        update(sender, 100)
+    with pytest.raises(TimeoutError, match="none of http://127.0.0.1:9 was healthy within 2 s"):
+        update(sender, 101)
     assert time.monotonic() - start < 20

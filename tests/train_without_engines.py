@@ -17,12 +17,12 @@ from weights import NO_UPDATE
 class FakeSender:
     """Announces every version as sent; sends nothing."""
 
-    def __init__(self, config, model, rank, device):
-        self.rank = rank
+    def __init__(self, config, model, rank, device, queues):
+        self.rank, self.members = rank, []
 
     def send(self, version, done):
         if self.rank == 0:
-            done()
+            done([])
 
     def timing(self):
         return NO_UPDATE
