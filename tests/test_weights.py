@@ -62,24 +62,25 @@ def test_engine_equals_trainer_after_an_update(engine, sender, bucket_mb):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_requests_in_progress_continue_across_updates(engine, sender, recompute):
-    sender.config.recompute_kv, first = recompute, 20 if recompute else 10
+    sender.config.recompute_kv, first = recompute, 50 if recompute else 10
+    version = first - 1
     with ThreadPoolExecutor(48) as pool:
         running = [pool.submit(generate, engine, 120) for _ in range(48)]
         time.sleep(0.1)
-        for version in range(first, first + 6):
+        while not all(r.done() for r in running):
+            version += 1
             with torch.no_grad():
                 sender.model.model.norm.weight.mul_(1.05)
             update(sender, version)
         results = [r.result(60) for r in running]
-    versions = [set(v.tolist()) for _, _, v in results]
     assert all(len(tokens) == 120 for tokens, _, _ in results)
     assert all((v[1:] >= v[:-1]).all() for _, _, v in results)  # stamps only rise
-    assert sum(len(v) >= 2 for v in versions) >= 24 and max(len(v) for v in versions) >= 3
+    assert sum(len(set(v.tolist())) >= 2 for _, _, v in results) >= 8
     assert difference(engine, sender.model)[0] < 1e-4
     if recompute:
         # all KV is of the newest weights after the last update, so the tail of every sequence is a fresh forward's
         for tokens, logprobs, v in results[:8]:
-            ids, tail = torch.tensor(PROMPT + tokens), torch.from_numpy(v == first + 5)
+            ids, tail = torch.tensor(PROMPT + tokens), torch.from_numpy(v == version)
             with torch.no_grad():
                 mine = token_logprobs(sender.model, ids, torch.arange(len(ids)), 1.0)[0][len(PROMPT):]
             assert (mine - logprobs)[tail].abs().max() < 1e-3 if tail.any() else True
