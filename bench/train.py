@@ -1,35 +1,37 @@
-"""What train.py's step costs, against a bare Hugging Face loop, the same loop with padding, and TRL, alternating in one run.
+"""What train.py's step costs, against a bare Hugging Face loop, the same with padding, and TRL, alternating in one run.
 
     python bench/train.py [--shape toy|small|1.5b] [--rounds 5] [--contenders train.py bare padded sorted trl]
 
-Every contender has a process of its own and the same random weights (--shape), and takes one optimizer step a round, in turn, on
-the same samples; the ratio to `bare` is the median over the rounds. On a GPU, where the models do not fit beside each other, each
-takes all its rounds before the next one starts. tokens/s counts real tokens, prompts included, never padding. Peak memory is all a
-process has beyond its imports: weights, gradients, Adam's state, activations. Queues, generation and weight updates take no part.
+Every contender has its own process and the same random weights, and takes one optimizer step a round, in turn, on the same
+samples. `of bare`: median over the rounds of bare's seconds / its seconds; `cpu` (no GPU): the same of the process's CPU seconds,
+which neighbours on the machine disturb less, as does OMP_NUM_THREADS=1. On a GPU each takes all its rounds before the next starts,
+as the models do not fit beside each other. tokens/s counts real tokens with prompts, no padding. Peak: what the process has beyond
+its imports. Queues, generation and weight updates take no part.
 
-    train.py  build and micro_batch of train.py, its step body (gradients divided, clipped, AdamW), rows of preprocess.pack
-    bare      HF forward, cross-entropy on all logits, backward, AdamW, no clipping, on the same packed rows
-    padded    the same, samples padded on the right in the order they come: as many as fit row_tokens with their padding
-    sorted    padded, with the step's samples sorted by length first: the least padding that padding can have
-    trl       TRL's GRPOTrainer: training_step (its _compute_loss and backward), its clipping, its own (fused) AdamW, old logprobs given
+    train.py  build and micro_batch of train.py and its step body, on rows of preprocess.pack
+    bare      HF forward, cross-entropy on all logits, backward, AdamW, no clipping, on the same rows
+    padded    the same, padded on the right in the order samples come, as many as fit row_tokens with their padding
+    sorted    padded, the step's samples sorted by length first: the least padding there can be
+    trl       GRPOTrainer.training_step (its _compute_loss and backward), its clipping, its own fused AdamW, old logprobs given
 
-TRL's settings, in its favour: beta 0 (no reference model), loss_type grpo, no vLLM correction, no generation, scoring or logging,
-no gradient checkpointing unless the shape has it for all, bf16 autocast over float32 weights where the shape has bfloat16 (`bare`
-and the padded ones do the same), and micro-batches as many samples as fit row_tokens with their padding (prompts on the left,
-completions on the right), where its own loop would pad all of a generation batch alike. To have it: pip install -r
-bench/requirements.txt, best into an environment of its own. On CPU its head scores prompts too, as train.py's does.
+TRL, in its favour: beta 0, loss_type grpo, no generation, scoring, logging or checkpointing unless the shape has it for all; as many
+samples a micro-batch as fit row_tokens with their padding (its own loop pads a whole generation batch alike). Off a GPU its
+head scores prompts too, as train.py's does. It needs `pip install -r bench/requirements.txt`, best in an environment of its own. With
+bfloat16, all but train.py (FSDP2) run autocast over float32 weights.
 
-MFU (GPU only) = (6 N tokens + 12 layers heads head_dim sum(length^2) / 2) / seconds / 989e12. N: all matrix weights, the output
-head once, the embedding not; second term: causal attention within each sample; recomputation counts for nothing. 989 TFLOPS is
-the dense bf16 peak of H100 and H200 (SXM). Raw numbers: out/bench/train.json.
+MFU (GPU) = (6 N tokens + 12 layers hidden sum(length^2) / 2) / seconds / 989e12. N: matrix weights with the output head once and
+without the embedding; second term: causal attention within each sample; recomputation counts for nothing. 989 TFLOPS: dense bf16
+peak of H100 and H200 SXM. Raw numbers: out/bench/train.json.
 """
 import argparse
-import contextlib
+import functools
 import json
 import multiprocessing
 import os
 import sys
 import time
+import warnings
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -45,15 +47,17 @@ from preprocess import pack, row_record, samples_of
 from tasks import toy
 
 logging.set_verbosity_error()
+warnings.filterwarnings("ignore", "TRL currently supports vLLM")
 OUT = cfg.ROOT / "out" / "bench"
 GROUP = 8  # samples of one prompt
 PEAK_FLOPS = 989e12
-CONTENDERS = "train.py bare padded sorted trl".split()
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
 SHAPES = {  # model; tokens of a row; samples of a step; completions: log-normal (median, sigma), clipped to [lowest, highest]; prompts: uniform
     "toy": dict(model=dict(vocab_size=64, hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4),
                 dtype="float32", row_tokens=512, samples=128, median=16, sigma=0.9, lowest=2, highest=128, prompt=(4, 16)),
     "small": dict(model=dict(vocab_size=8192, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2),
-                  dtype="float32", row_tokens=1024, samples=96, median=60, sigma=0.9, lowest=4, highest=512, prompt=(8, 16)),
+                  dtype="float32", row_tokens=1024, samples=48, median=60, sigma=0.9, lowest=4, highest=512, prompt=(8, 16)),
     "1.5b": dict(model=dict(vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
                             rope_parameters=dict(rope_type="default", rope_theta=1e6)),
                  dtype="bfloat16", row_tokens=16384, samples=128, median=600, sigma=0.9, lowest=16, highest=8192, prompt=(64, 256)),
@@ -99,17 +103,16 @@ def pad(arrays, left=False):
     return torch.from_numpy(np.stack([np.pad(a, (width - len(a), 0) if left else (0, width - len(a))) for a in arrays]))
 
 
-# ------------------------------------------------------------------------------------------------ contenders: (prepare, step)
+# ---------------------------------------- contenders: each makes (prepare: samples -> micro-batches, step: micro-batches -> None)
 
 def own(shape, path, device):
-    """train.py as its main uses it, on one rank: prepare(samples) -> micro-batches, step(micro-batches)."""
+    """train.py as its main uses it, on one rank."""
     config = cfg.Config(model=str(path), dtype=shape["dtype"], row_tokens=shape["row_tokens"], gradient_checkpointing=shape["dtype"] != "float32")
     if config.dtype != "float32":
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1"), os.environ.setdefault("MASTER_PORT", "0")
         train.dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=0, world_size=1)
     model = train.build(config, device, 1)
-    decay, plain = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() <= 1]
-    optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.0}, {"params": plain, "weight_decay": 0.0}], lr=config.lr, betas=(config.beta1, config.beta2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay)
 
     def prepare(samples):
         return [row_record([samples[i] for i in row]) for row in pack([len(s["tokens"]) for s in samples], config.row_tokens)]
@@ -118,17 +121,15 @@ def own(shape, path, device):
         optimizer.zero_grad()
         sums, by_lag, lag_max = torch.zeros(len(train.SUMS), device=device), 0.0, torch.zeros((), device=device)
         for record in records:
-            train.check(record, "record", shape["model"]["vocab_size"])
+            train.check(record, "bench", shape["model"]["vocab_size"])
             loss, s, b, m = train.micro_batch(model, record, 0, config, device)
             loss.backward()
             sums, by_lag, lag_max = sums + s, by_lag + b, torch.maximum(lag_max, m.float())
         total = dict(zip(train.SUMS, sums.tolist()))
         for p in model.parameters():
-            if p.grad is not None:
-                p.grad /= max(total["samples"], 1)
+            p.grad /= max(total["samples"], 1)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-        grad_norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm
-        if torch.isfinite(grad_norm):
+        if torch.isfinite(grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm):
             optimizer.step()
     return prepare, step
 
@@ -204,97 +205,81 @@ def trl(shape, path, device):
 BUILD = {"train.py": own, "bare": bare, "padded": lambda *a: bare(*a, padded=True), "sorted": lambda *a: bare(*a, padded=True, by_length=True), "trl": trl}
 
 
-# ------------------------------------------------------------------------------------------------ measuring
+# ---------------------------------------- measuring
 
 def resident(key):
     """VmRSS or VmHWM of this process, bytes."""
     return int(next(line for line in open("/proc/self/status") if line.startswith(key)).split()[1]) * 1024
 
 
-def contend(pipe, name, shape_name):
-    """A contender's process: for each seed that comes through the pipe one step; answers with its figures, or with one line why not."""
-    shape, device = SHAPES[shape_name], torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        before = resident("VmRSS")
-        prepare, step = BUILD[name](shape, make_model(shape_name), device)
-        while (seed := pipe.recv()) is not None:
-            batches = prepare(draw(shape, seed))
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-                torch.cuda.synchronize()
-            else:
-                Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from VmRSS
-            start = time.perf_counter()
-            step(batches)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds = time.perf_counter() - start
-            peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else resident("VmHWM") - before
-            pipe.send(dict(seconds=seconds, peak_bytes=peak, micro_batches=len(batches)))
-    except ImportError as e:
-        pipe.send(f"not installed: pip install -r bench/requirements.txt ({e})" if name == "trl" else f"cannot be imported: {e}")
-    except torch.OutOfMemoryError:
-        pipe.send("out of memory")
+@functools.cache
+def contender(name, shape_name):
+    """(prepare, step, bytes this process had before) of a contender in its own process, warmed up by one step, so that Adam's state exists."""
+    if name == "trl":
+        from trl import GRPOTrainer as _  # so that its import does not count as memory
+    before = resident("VmRSS")
+    prepare, step = BUILD[name](SHAPES[shape_name], make_model(shape_name), DEVICE)
+    step(prepare(draw(SHAPES[shape_name], 10 ** 6)))
+    return prepare, step, before
 
 
-def ask(workers, name, seed, shape_name):
-    """One step of a contender, whose process is started if need be; None once it has failed, the reason being in workers."""
-    if name not in workers:
-        ours, theirs = multiprocessing.Pipe()
-        multiprocessing.get_context("spawn").Process(target=contend, args=(theirs, name, shape_name), daemon=True).start()
-        theirs.close()
-        workers[name] = ours
-        ask(workers, name, 10 ** 6, shape_name)  # warm-up, which also makes Adam's state
-    if isinstance(workers[name], str):
-        return None
-    answer = "its process ended"
-    with contextlib.suppress(EOFError, BrokenPipeError):
-        workers[name].send(seed)
-        answer = workers[name].recv()
-    if isinstance(answer, str):
-        workers[name] = answer
-        return None
-    return answer
+def measure(name, shape_name, seed):
+    """One step of a contender on the samples of `seed`, in its process."""
+    prepare, step, before = contender(name, shape_name)
+    batches = prepare(draw(SHAPES[shape_name], seed))
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from VmRSS
+    start, cpu = time.perf_counter(), time.process_time()
+    step(batches)
+    if CUDA:
+        torch.cuda.synchronize()
+    return dict(seconds=time.perf_counter() - start, cpu_seconds=time.process_time() - cpu, micro_batches=len(batches),
+                peak_bytes=torch.cuda.max_memory_allocated() if CUDA else resident("VmHWM") - before)
 
 
 def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--shape", choices=SHAPES, default="small")
     p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
+    p.add_argument("--contenders", nargs="+", choices=BUILD, default=list(BUILD))
     a = p.parse_args()
-    shape, cuda = SHAPES[a.shape], torch.cuda.is_available()
+    shape = SHAPES[a.shape]
     make_model(a.shape)
-    lengths = [np.array([len(s["tokens"]) for s in draw(shape, r)]) for r in range(a.rounds)]
-    rows = [len(pack(n.tolist(), shape["row_tokens"])) for n in lengths]
-    m = shape["model"]
-    head_dim = m["hidden_size"] // m["num_attention_heads"]
-    matrices = m["num_hidden_layers"] * m["hidden_size"] * (2 * m["hidden_size"] + 2 * m["num_key_value_heads"] * head_dim + 3 * m["intermediate_size"]) + m["vocab_size"] * m["hidden_size"]
-    flops = [6 * matrices * int(n.sum()) + 12 * m["num_hidden_layers"] * m["hidden_size"] * int((n.astype(np.int64) ** 2).sum()) / 2 for n in lengths]
-    workers, results = {}, {name: [None] * a.rounds for name in a.contenders}
-    for name, r in ((n, r) for n in a.contenders for r in range(a.rounds)) if cuda else ((n, r) for r in range(a.rounds) for n in a.contenders):
-        results[name][r] = ask(workers, name, r, a.shape)
-        if r == a.rounds - 1 and not isinstance(workers[name], str):
-            workers[name].send(None)
+    pools = {name: ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) for name in a.contenders}  # a process starts with its first step
+    results, failed = {name: [] for name in a.contenders}, {}
+    for name, r in ((n, r) for n in a.contenders for r in range(a.rounds)) if CUDA else ((n, r) for r in range(a.rounds) for n in a.contenders):
+        try:
+            if name not in failed:
+                results[name].append(pools[name].submit(measure, name, a.shape, r).result())
+        except ImportError as e:
+            failed[name] = f"not installed: pip install -r bench/requirements.txt ({e})"
+        except torch.OutOfMemoryError:
+            failed[name] = "out of memory"
+        if name in failed or r == a.rounds - 1:
+            pools[name].shutdown()
 
-    n = np.concatenate(lengths)
-    print(f"{a.shape}: {matrices / 1e6:.1f}M matrix weights, {shape['dtype']}, {torch.cuda.get_device_name() if cuda else f'{torch.get_num_threads()} CPU threads'}, {a.rounds} rounds of "
+    m, lengths = shape["model"], [np.array([len(s["tokens"]) for s in draw(shape, r)]) for r in range(a.rounds)]
+    layers, hidden, key_value = m["num_hidden_layers"], m["hidden_size"], m["num_key_value_heads"] * m["hidden_size"] // m["num_attention_heads"]
+    matrices = layers * hidden * (2 * hidden + 2 * key_value + 3 * m["intermediate_size"]) + m["vocab_size"] * hidden
+    n, rows = np.concatenate(lengths), sum(len(pack(k.tolist(), shape["row_tokens"])) for k in lengths)
+    print(f"{a.shape}: {matrices / 1e6:.1f}M matrix weights, {shape['dtype']}, {torch.cuda.get_device_name() if CUDA else f'{torch.get_num_threads()} CPU threads'}, {a.rounds} rounds of "
           f"{shape['samples']} samples, lengths median {np.median(n):.0f}, mean {n.mean():.0f}, longest {n.max()}")
-    print(f"rows of {shape['row_tokens']} tokens: {sum(map(len, lengths)) / sum(rows):.1f} samples a row, {np.mean(rows):.1f} rows a step, fill {n.sum() / sum(rows) / shape['row_tokens']:.3f}")
-    print(f"{'':>10} {'tokens/s':>10} {'of bare HF':>10} {'(rounds)':>13} {'peak GB':>8} {'batches':>8}" + f" {'MFU':>6}" * cuda)
-    table = {}
+    print(f"rows of {shape['row_tokens']} tokens: {len(n) / rows:.1f} samples a row, fill {n.sum() / rows / shape['row_tokens']:.3f}")
+    print(f"{'':>10} {'tokens/s':>9} {'of bare':>8} {'(rounds)':>12} {'peak GB':>8} {'batches':>8} {'MFU' if CUDA else 'cpu':>6}")
     for name, steps in results.items():
-        if isinstance(workers[name], str):
-            table[name] = workers[name]
-            print(f"{name:>10} {workers[name]}")
+        if name in failed:
+            print(f"{name:>10} {failed[name]}")
             continue
-        ratios = [b["seconds"] / s["seconds"] for b, s in zip(results.get("bare", []), steps) if b] or [float("nan")]
-        t = table[name] = dict(tokens_s=float(np.median([k.sum() / s["seconds"] for k, s in zip(lengths, steps)])), of_bare=float(np.median(ratios)), ratios=ratios,
-                               peak_gb=max(s["peak_bytes"] for s in steps) / 1e9, micro_batches=float(np.mean([s["micro_batches"] for s in steps])),
-                               mfu=float(np.median([f / s["seconds"] / PEAK_FLOPS for f, s in zip(flops, steps)])) if cuda else None)
-        print(f"{name:>10} {t['tokens_s']:>10.0f} {t['of_bare']:>10.2f} {f'{min(ratios):.2f}-{max(ratios):.2f}':>13} {t['peak_gb']:>8.2f} {t['micro_batches']:>8.1f}" + (f" {t['mfu']:>6.3f}" if cuda else ""))
-    OUT.mkdir(parents=True, exist_ok=True)
-    raw = dict(shape=a.shape, settings=shape, torch=torch.__version__, threads=torch.get_num_threads(), tokens=[int(k.sum()) for k in lengths], rows=rows, table=table, steps=results)
+        of_bare = {key: [b[key] / s[key] for b, s in zip(results.get("bare", []), steps)] or [np.nan] for key in ("seconds", "cpu_seconds")}
+        span = f"{min(of_bare['seconds']):.2f}-{max(of_bare['seconds']):.2f}"
+        speed = np.median([k.sum() / s["seconds"] for k, s in zip(lengths, steps)])
+        mfu = [(6 * matrices * k.sum() + 6 * layers * hidden * (k.astype(float) ** 2).sum()) / s["seconds"] / PEAK_FLOPS for k, s in zip(lengths, steps)]
+        print(f"{name:>10} {speed:>9.0f} {np.median(of_bare['seconds']):>8.2f} {span:>12} "
+              f"{max(s['peak_bytes'] for s in steps) / 1e9:>8.2f} {np.mean([s['micro_batches'] for s in steps]):>8.1f} {np.median(mfu if CUDA else of_bare['cpu_seconds']):>6.3f}")
+    raw = dict(shape=a.shape, settings=shape, torch=torch.__version__, threads=torch.get_num_threads(), tokens=[int(k.sum()) for k in lengths], rows=rows, steps=results, failed=failed)
     (OUT / "train.json").write_text(json.dumps(raw, indent=1) + "\n")
 
 
