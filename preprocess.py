@@ -129,7 +129,7 @@ def reference_model(config):
     import torch  # only here: without kl_coef this stage needs no torch
     from train import load_model, token_logprobs
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(config, device, getattr(torch, config.dtype)).to(device).eval()
+    model = load_model(config, getattr(torch, config.dtype)).to(device).eval()
 
     @torch.no_grad()
     def logprobs(record):

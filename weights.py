@@ -2,8 +2,7 @@
 
 One torch.distributed group joins trainer rank 0 and every engine worker (gloo, or NCCL between GPUs). An update v -> v+1:
 
-  1. POST /start_weight_update, /update_weights to every engine: a background thread of each worker starts receiving
-     (during the trainer's last backward pass);
+  1. POST /arm to every engine: a background thread of each worker starts receiving (during the trainer's last backward pass);
   2. all trainer ranks gather the parameters in one fixed order, rank 0 broadcasts them in flat buckets, one on its way while
      the next is filled; decoding goes on;
   3. POST /swap: pause (requests are kept), load, stamp version v+1, resume, all inside the server: the engines' only pause
@@ -14,8 +13,10 @@ sent again. Before every update all engines are asked for their health, and whoe
 what it received whole, so it serves the old version or the new one. Every wait has the deadline `sync_timeout`.
 
 vLLM stays unmodified: `--worker-extension-cls weights.WorkerExtension` imports this file in its workers, which registers
-BroadcastEngine with vLLM's factory; `--middleware weights.Guard` adds /swap and refuses strangers. The wire is a trusted network's.
+BroadcastEngine with vLLM's factory; `--middleware weights.Guard` adds /arm and /swap and refuses strangers. The wire is a trusted network's.
 """
+import asyncio
+import contextlib
 import os
 import sys
 import threading
@@ -148,68 +149,51 @@ class Sender:
                 return urls
             time.sleep(0.2)
 
-    def _form(self, urls):
-        """A new group of this trainer and the workers of `urls`; True if all are in."""
+    def _arm(self, version):
+        """Get every healthy engine ready to receive `version`; returns what they were told. The group is formed anew when there is none,
+        or when other engines than its members are healthy: those that came back, or went.
+        """
         c = self.config
-        sizes = self._each(urls, lambda url: self._call(url, "/get_world_size")["world_size"])
-        urls, world, self.group, self.members = list(sizes), 1 + sum(sizes.values()), None, []
-        store = dist.TCPStore(c.host, 0, world, True, timeout=timedelta(seconds=c.sync_timeout), wait_for_workers=False)
-        info = dict(backend=c.weight_backend, host=c.host, port=store.port, world=world, timeout=c.sync_timeout)
-        first = {url: 1 + sum(list(sizes.values())[:i]) for i, url in enumerate(urls)}
-        joined = self._each(urls, lambda url: self._call(url, "/init_weight_transfer_engine", dict(init_info=info | {"first_rank": first[url]})))
-        if not urls or len(joined) < len(urls):
-            return False
-        try:
-            self.group, self.store = join_group(c.weight_backend, c.host, store.port, 0, world, c.sync_timeout, store)
-        except (RuntimeError, TimeoutError) as e:
-            print(f"weights: the group of {world} did not form within {c.sync_timeout:.0f} s: {str(e).splitlines()[0]}", flush=True)
-            return False
-        self.members = urls
-        print(f"weights: {c.weight_backend} group of {world} (trainer + {len(urls)} of {len(self.urls)} engines), "
-              f"in-flight updates with {'recomputed' if c.recompute_kv else 'stale'} KV cache", flush=True)
-        return True
-
-    def _arm(self):
-        """Get every healthy engine ready to receive; those that are not members yet, or again, join first. Returns the update's info."""
         self.updates += 1
         named = [(n, list(p.shape)) for n, p in self.model.named_parameters()]
-        info = dict(names=[n for n, _ in named], shapes=[s for _, s in named], dtype=self.config.dtype, bucket_bytes=self.config.bucket_mb << 20,
-                    verify=bool(self.config.verify_weights) and self.updates % self.config.verify_weights == 0, background=self.config.background_receive)
-
-        def arm(url):
-            if not info["background"]:
-                return  # /swap will do it all
-            try:
-                self._call(url, "/start_weight_update", {})
-            except EngineError as e:
-                if e.hung:
-                    raise
-                try:  # an update that somebody gave up may still be open: one that raises closes it
-                    self._call(url, "/update_weights", dict(update_info={}))
-                except EngineError:
-                    self._call(url, "/start_weight_update", {})
-            self._call(url, "/update_weights", dict(update_info=info))
-
+        info = dict(names=[n for n, _ in named], shapes=[s for _, s in named], dtype=c.dtype, bucket_bytes=c.bucket_mb << 20,
+                    verify=bool(c.verify_weights) and self.updates % c.verify_weights == 0, background=c.background_receive)
         failed = set()  # in this update: they are left out of it, unless nobody else is there
         for _ in range(2 + 2 * len(self.urls)):
-            healthy = self._healthy(self.config.start_timeout)  # if all are dead: until one has been started again
+            healthy = self._healthy(c.start_timeout)  # if all are dead: until one has been started again
             if not healthy:
-                raise TimeoutError(f"weights: none of {', '.join(self.urls)} was healthy within {self.config.start_timeout:.0f} s; {self.error}")
+                raise TimeoutError(f"weights: none of {', '.join(self.urls)} was healthy within {c.start_timeout:.0f} s; {self.error}")
             willing = [url for url in healthy if url not in failed] or healthy
-            if (self.group is None or willing != self.members) and not self._form(willing):
-                continue
-            failed |= set(willing) - set(self._each(willing, arm))
-            if not failed & set(willing):
+            if form := self.group is None or willing != self.members:
+                self.group, self.members = None, []
+                sizes = self._each(willing, lambda url: self._call(url, "/get_world_size")["world_size"])
+                willing, world = list(sizes), 1 + sum(sizes.values())
+                self.store = dist.TCPStore(c.host, 0, world, True, timeout=timedelta(seconds=c.sync_timeout), wait_for_workers=False)
+                self.wire = {url: dict(backend=c.weight_backend, host=c.host, port=self.store.port, world=world, timeout=c.sync_timeout,
+                                       first_rank=1 + sum(list(sizes.values())[:i])) for i, url in enumerate(willing)}
+            if c.background_receive:  # otherwise /swap will do it all
+                failed |= set(willing) - set(self._each(willing, lambda url: self._call(url, "/arm", dict(version=str(version), update_info=info | {"wire": self.wire[url]}))))
+            if willing and not failed & set(willing):
+                self.members = willing
                 return info
             self.group = None
         raise RuntimeError(f"weights: no engine takes an update; {self.error}")
+    def _join(self):
+        """The trainer's side of a new group, with the engines that were just told to join. Returns what went wrong, or None."""
+        wire = next(iter(self.wire.values()))
+        try:
+            self.group, _ = join_group(wire["backend"], wire["host"], wire["port"], 0, wire["world"], wire["timeout"], self.store)
+        except (RuntimeError, TimeoutError) as e:
+            return f"the group of {wire['world']} did not form: {str(e).splitlines()[0]}"
+        print(f"weights: {wire['backend']} group of {wire['world']} (trainer + {len(self.members)} of {len(self.urls)} engines), "
+              f"in-flight updates with {'recomputed' if self.config.recompute_kv else 'stale'} KV cache", flush=True)
 
     # ---- an update
 
-    def prepare(self):
-        """Tell the engines, in the background, to get ready to receive; call it a little before `send`."""
+    def prepare(self, version):
+        """Tell the engines, in the background, to get ready to receive `version`; call it a little before `send`."""
         if self.rank == 0:
-            self.armed = self.control.submit(self._arm)
+            self.armed = self.control.submit(self._arm, version)
 
     @torch.no_grad()
     def send(self, version, done):
@@ -229,7 +213,7 @@ class Sender:
                 break
             if self.rank == 0:
                 print(f"weights: version {version} did not reach all engines ({error}); sending it again", flush=True)
-                self.group, self.armed = None, self.control.submit(self._arm)
+                self.group, self.armed = None, self.control.submit(self._arm, version)
         else:
             raise RuntimeError(f"weights: version {version} did not reach the engines in three attempts")
         if self.rank == 0 and info["background"]:
@@ -240,7 +224,8 @@ class Sender:
 
         Two buckets are in use at a time: one on its way, one being filled. On a GPU all of it has a stream of its own.
         """
-        c, error, gather_s, deadline = self.config, None, 0.0, time.monotonic() + self.config.sync_timeout
+        c, gather_s, deadline = self.config, 0.0, time.monotonic() + self.config.sync_timeout
+        error = self._join() if self.rank == 0 and self.group is None else None
         parameters = list(self.model.parameters())
         plan = buckets([p.shape for p in parameters], self.dtype.itemsize, c.bucket_mb << 20)
         largest = max(n for _, _, n in plan)
@@ -269,7 +254,7 @@ class Sender:
                         offset += full.numel()
                 gather_s += time.time() - before
                 if self.rank == 0:
-                    works.append(None if error else self.group.broadcast(flat, 0))
+                    works.append(None if error else self._send_bucket(flat, k))
                     sums += [checksum(flat)] if info["verify"] else []
             if self.rank == 0:
                 works += [self.group.broadcast(torch.stack(sums), 0)] if sums and not error else []
@@ -280,6 +265,9 @@ class Sender:
                 except TimeoutError as e:
                     error = str(e)
         return error, gather_s
+
+    def _send_bucket(self, flat, k):
+        return self.group.broadcast(flat, 0)
 
     def _agree(self, ok):
         """Rank 0's answer, on every rank."""
@@ -292,7 +280,8 @@ class Sender:
     def _swap(self, version, info, start, done):
         """The new weights into the engines; those that fail are dropped. Returns the update's times."""
         def swap(url):
-            answer = self._call(url, "/swap", dict(version=str(version), clear_cache=self.config.recompute_kv, update_info=None if info["background"] else info))
+            whole = None if info["background"] else info | {"wire": self.wire[url]}
+            answer = self._call(url, "/swap", dict(version=str(version), clear_cache=self.config.recompute_kv, update_info=whole))
             if answer["version"] != str(version):
                 raise EngineError(f"serves version {answer['version']} after /swap to {version}")
             return answer["pause_s"]
@@ -349,14 +338,15 @@ if "vllm" in sys.modules:  # imported by vLLM; the trainer does without its impo
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     class Guard:
-        """ASGI middleware of the engine's HTTP server: adds /swap, refuses weight messages of another run (header x-run-id), and
-        generates nothing before it has weights from a trainer.
+        """ASGI middleware of the engine's HTTP server: adds /arm and /swap, refuses weight messages of another run (header x-run-id),
+        and generates nothing before it has weights from a trainer.
         """
-        guarded = {"/swap", "/pause", "/resume", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
+        guarded = {"/arm", "/swap", "/pause", "/resume", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
                    "/update_weight_version"}
 
         def __init__(self, app):
             self.app, self.ready, self.run_id = app, False, os.environ.get("PIPELINE_RUN_ID", "")
+            self.armed, self.lock = None, asyncio.Lock()  # the version that is being received; one call at a time
 
         async def __call__(self, scope, receive, send):
             path, answer = scope.get("path"), None
@@ -365,47 +355,60 @@ if "vllm" in sys.modules:  # imported by vLLM; the trainer does without its impo
                 answer = JSONResponse({"error": f"this engine is of run '{self.run_id}', not '{run_id}'"}, 403)
             elif path == "/inference/v1/generate" and not self.ready:
                 answer = JSONResponse({"error": "no weights from the trainer yet"}, 503)
-            elif path == "/swap":
-                answer = await self.swap(await Request(scope, receive).json(), scope["app"].state.engine_client)
+            elif path in ("/arm", "/swap"):
+                body, engine = await Request(scope, receive).json(), scope["app"].state.engine_client
+                async with self.lock:
+                    try:
+                        answer = JSONResponse(await (self.arm if path == "/arm" else self.swap)(body, engine))
+                    except Exception as e:
+                        answer = JSONResponse({"error": f"{type(e).__name__}: {e}"}, 500)
             self.ready |= path == "/update_weight_version" and not answer
             await (answer or self.app)(scope, receive, send)
 
+        async def arm(self, body, engine):
+            """Begin to receive a version. Whatever update was begun before, and given up by its trainer, is over."""
+            self.armed = None
+            try:
+                await engine.start_weight_update()
+            except Exception:  # one is still open: one that raises closes it
+                with contextlib.suppress(Exception):
+                    await engine.update_weights(WeightTransferUpdateRequest(update_info={}))
+                await engine.start_weight_update()
+            await engine.update_weights(WeightTransferUpdateRequest(update_info=body["update_info"]))
+            self.armed = body["version"]
+            return {}
+
         async def swap(self, body, engine):
             """Pause, load, stamp, resume: in one call, so that no caller's death leaves the engine paused."""
-            start = time.perf_counter()
+            if not body["update_info"] and self.armed != body["version"]:
+                raise ValueError(f"version {body['version']} is not the one this engine was told to receive ({self.armed})")
+            start, self.armed = time.perf_counter(), None
+            await engine.pause_generation(mode="keep", clear_cache=body["clear_cache"])
             try:
-                await engine.pause_generation(mode="keep", clear_cache=body["clear_cache"])
-                try:
-                    if body["update_info"]:
-                        await engine.start_weight_update()
-                        await engine.update_weights(WeightTransferUpdateRequest(update_info=body["update_info"]))
-                    await engine.finish_weight_update(body["version"])
-                finally:
-                    await engine.resume_generation()
-                self.ready = True
-                return JSONResponse(dict(version=await engine.get_weight_version(), pause_s=time.perf_counter() - start))
-            except Exception as e:
-                return JSONResponse({"error": f"{type(e).__name__}: {e}"}, 500)
+                if body["update_info"]:
+                    await self.arm(body, engine)
+                await engine.finish_weight_update(body["version"])
+            finally:
+                await engine.resume_generation()
+            self.ready = True
+            return dict(version=await engine.get_weight_version(), pause_s=time.perf_counter() - start)
 
     @dataclass
     class InitInfo(WeightTransferInitInfo):
-        """How to join the group: its store's address, this engine's first rank in it, the size of it."""
-        backend: str
-        host: str
-        port: int
-        first_rank: int
-        world: int
-        timeout: float
+        """Nothing: an engine joins a group when an update tells it to."""
 
     @dataclass
     class UpdateInfo(WeightTransferUpdateInfo):
-        """What is about to be broadcast: parameters in order, how they are cut into buckets, whether checksums follow."""
+        """What is about to be broadcast: parameters in order, how they are cut into buckets, whether checksums follow, whether to
+        receive in the background; and the group it comes through: {backend, host, port, world, first_rank, timeout}.
+        """
         names: list
         shapes: list
         dtype: str
         bucket_bytes: int
         verify: bool
         background: bool
+        wire: dict
 
     class BroadcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Receives in a background thread while the model decodes; loads when the update is finished (requests paused).
@@ -417,25 +420,27 @@ if "vllm" in sys.modules:  # imported by vLLM; the trainer does without its impo
         init_info_cls, update_info_cls = InitInfo, UpdateInfo
         joining = receiving = None
 
+        wire = None
+
         def init_transfer_engine(self, info):
-            """Join the trainer's group, in the background; the next update waits for it."""
-            self.timeout = info.timeout
-            self.receive_device = self.device if info.backend == "nccl" else torch.device("cpu")
-            worker = self.parallel_config.data_parallel_index * self.parallel_config.world_size + self.parallel_config.rank
-            self.buffers = {}  # a thread that still waits for a former group must not write into these
-            self.joining = in_thread(join_group, info.backend, info.host, info.port, info.first_rank + worker, info.world, info.timeout)
+            """Nothing: see InitInfo."""
 
         def start_weight_update(self):
             """Nothing yet: the model must stay whole until all of the new weights are here."""
 
         def update_weights(self, update_info):
-            """Start receiving and return at once (the base class would wait for the device)."""
+            """Start receiving and return at once (the base class would wait for the device). Joins the group first if it is a new one."""
             info = self.parse_update_info(update_info)
-            if not self.joining:
-                raise RuntimeError("this engine is not in the trainer's group")
+            if info.wire != self.wire:
+                self.wire, w = info.wire, info.wire
+                self.timeout, self.receive_device = w["timeout"], self.device if w["backend"] == "nccl" else torch.device("cpu")
+                self.buffers = {}  # a thread that still waits for a former group must not write into these
+                worker = self.parallel_config.data_parallel_index * self.parallel_config.world_size + self.parallel_config.rank
+                self.joining = in_thread(join_group, w["backend"], w["host"], w["port"], w["first_rank"] + worker, w["world"], w["timeout"])
             if info.background:
                 self.receiving = in_thread(self._receive, self.joining, self.buffers, info, list.append, [])
                 return
+            self.receiving = None
             initialize_layerwise_reload(self.model)
             try:
                 self._receive(self.joining, {}, info, lambda model, weight: model.load_weights(iter([weight])), self.model)

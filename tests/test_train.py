@@ -211,14 +211,18 @@ def test_records_that_cannot_be_trained_on_are_named(model):
         train.check(fine | dict(run_id="xyz"), "record 9 of q", c, 4, 50)
 
 
-def test_attention_over_packed_rows_gets_the_sequences_boundaries(model, monkeypatch):
-    """The GPU's path with a FAKE kernel: varlen_attn needs a GPU, here plain attention sequence by sequence takes its place."""
+@pytest.mark.parametrize("kernel", ["sequence by sequence", "varlen"])
+def test_attention_over_packed_rows_equals_a_mask(model, kernel, monkeypatch):
+    """packed_attention against transformers' sdpa with a packed mask. `varlen` is the GPU's branch with a FAKE kernel: plain
+    attention sequence by sequence takes the place of varlen_attn, which needs a GPU."""
     def varlen(q, k, v, cu_q, cu_k, max_q, max_k, scale, window_size, enable_gqa):
         assert window_size == (-1, 0) and cu_q.dtype == torch.int32 and max_q == max_k == cu_q.diff().max() and cu_q is cu_k
         out = [torch.nn.functional.scaled_dot_product_attention(*(x[a:b].transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, scale=scale, enable_gqa=enable_gqa)
                for a, b in zip(cu_q[:-1].tolist(), cu_q[1:].tolist())]
         return torch.cat([x[0].transpose(0, 1) for x in out])
-    monkeypatch.setattr(train, "varlen_attn", varlen)
+    if kernel == "varlen":
+        monkeypatch.setattr(train, "varlen_attn", varlen)
+        monkeypatch.setattr(train, "flash_runs_on", lambda x: True)
     r = record(model, [10, 13, 1, 30], version=6)
     expected, _, _, _ = sums_of(model, r, 6, entropy_coef=0.1)
     expected.backward()

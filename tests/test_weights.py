@@ -31,7 +31,7 @@ def difference(config, model):
 
 
 def update(sender, version):
-    sender.prepare()
+    sender.prepare(version)
     sender.send(version, lambda engines: None)
     sender.wait()
 
@@ -100,7 +100,7 @@ def test_a_refused_update_is_an_error_that_names_the_engine(engine, sender):
 
 
 def test_strangers_are_refused(engine):
-    for path in ("/pause", "/swap", "/init_weight_transfer_engine", "/update_weights"):
+    for path in ("/pause", "/swap", "/arm", "/update_weights"):
         answer = requests.post(f"http://127.0.0.1:{engine.port}{path}", json={}, headers={"x-run-id": "another"}, timeout=10)
         assert answer.status_code == 403 and "not 'another'" in answer.json()["error"]
 

@@ -27,7 +27,7 @@ class FakeSender:
     def timing(self):
         return NO_UPDATE
 
-    prepare = wait = failed = lambda self: None
+    prepare = wait = failed = lambda self, *_: None
 
 
 def clip_and_keep(parameters, max_norm, clip=torch.nn.utils.clip_grad_norm_, seen=[]):

@@ -36,18 +36,12 @@ class Stoppable(Sender):
 
     def _broadcast(self, info):
         self.at("start")
-        group, count = self.group, iter(range(10**9))
+        return super()._broadcast(info)
 
-        class Group:
-            def broadcast(_, flat, root):
-                if next(count) == 20:
-                    self.at("mid")
-                return group.broadcast(flat, root)
-        self.group = Group()
-        try:
-            return super()._broadcast(info)
-        finally:
-            self.group = group
+    def _send_bucket(self, flat, k):
+        if k == 20:
+            self.at("mid")
+        return super()._send_bucket(flat, k)
 
     def _swap(self, *args):
         self.at("swap")
@@ -62,6 +56,6 @@ if __name__ == "__main__":
     while line := sys.stdin.readline():
         _, version, sender.moment = line.split()
         sender.model = weights(config.model, int(version))
-        sender.prepare()
+        sender.prepare(int(version))
         sender.send(int(version), lambda engines: print("updated", version, *sorted(u[-1] for u in engines), flush=True))
         sender.wait()
