@@ -243,7 +243,7 @@ def placement(c: Config, gpus: int) -> list[tuple[str, dict, list[str]]]:
                    "--host", c.host, "--port", str(c.port + i), "--dtype", c.dtype, "--seed", str(c.seed + i), "--enable-scale-out",
                    "--tensor-parallel-size", str(c.tensor_parallel), "--max-model-len", str(c.max_model_len), "--max-num-seqs", str(c.concurrency),
                    "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--no-enable-prefix-caching",
-                   "--weight-transfer-config", '{"backend": "broadcast"}', "--worker-extension-cls", "weights.WorkerExtension", "--middleware", "weights.Guard",
+                   "--weight-transfer-config", '{"backend": "broadcast"}', "--worker-extension-cls", "engine.WorkerExtension", "--middleware", "engine.Guard",
                    "--disable-uvicorn-access-log", "--no-enable-log-requests", "--disable-log-stats",
                    # a prompt is never split between two steps, hence never between two versions
                    "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(8192, c.max_model_len))]
@@ -254,6 +254,9 @@ def placement(c: Config, gpus: int) -> list[tuple[str, dict, list[str]]]:
             # other (measured: 2 to 30 groups/s, against 43 as one process, which this variable allows on CPU).
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             command += ["--distributed-executor-backend", "uni"]
+        elif not gpus:  # by itself vLLM wants a NUMA node for each worker
+            usable = sorted(os.sched_getaffinity(0))
+            env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(usable[(i * c.tensor_parallel + k) % cores]) for k in range(c.tensor_parallel))
         if gpus:
             command += ["--gpu-memory-utilization", str(c.gpu_memory_utilization)]
             command += ["--kv-cache-memory-bytes", str(round(c.kv_cache_gb * 1e9))] if c.kv_cache_gb else []

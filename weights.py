@@ -1,28 +1,21 @@
-"""Weight updates while sequences are being generated: the trainer's side (Sender) and vLLM's side (BroadcastEngine, Guard).
+"""Weight updates while sequences are being generated: the trainer's side. engine.py has vLLM's.
 
 One torch.distributed group joins trainer rank 0 and every engine worker (gloo, or NCCL between GPUs). An update v -> v+1:
 
   1. POST /arm to every engine: a background thread of each worker starts receiving (during the trainer's last backward pass);
   2. all trainer ranks gather the parameters in one fixed order, rank 0 broadcasts them in flat buckets, one on its way while
-     the next is filled; decoding goes on;
-  3. POST /swap: pause (requests are kept), load, stamp version v+1, resume, all inside the server: the engines' only pause
+     the next is filled; decoding goes on, while each worker also packs what it received, then says so in the group's store;
+  3. POST /swap: pause (requests are kept), exchange, stamp version v+1, resume, all inside the server: the engines' only pause
      (during the trainer's next forward pass), which the trainer's death cannot prolong.
 
 Failures: an engine that fails, hangs or dies is dropped from the group, which is formed anew with the others, and the update is
 sent again. Before every update all engines are asked for their health, and whoever is well again joins. An engine loads only
 what it received whole, so it serves the old version or the new one. Every wait has the deadline `sync_timeout`.
-
-vLLM stays unmodified: `--worker-extension-cls weights.WorkerExtension` imports this file in its workers, which registers
-BroadcastEngine with vLLM's factory; `--middleware weights.Guard` adds /arm and /swap and refuses strangers. The wire is a trusted network's.
+The wire is a trusted network's.
 """
-import asyncio
 import contextlib
-import os
-import sys
-import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -59,8 +52,9 @@ def buckets(shapes, itemsize, bucket_bytes):
 
 def checksum(flat):
     """A number that depends on every bit of a tensor and on its place: int64, modulo 2^64."""
-    bits = flat.view(torch.uint8).to(torch.int64)
-    return (bits * (torch.arange(len(bits), device=bits.device) % 65521 + 1)).sum()
+    bits = flat.view(torch.int16)  # two or four bytes an element
+    place = torch.arange(min(len(bits), 1 << 20), device=bits.device) * 2 + 1
+    return sum((2 * i + 1) * (part.long() * place[:len(part)]).sum() for i, part in enumerate(bits.split(1 << 20)))
 
 
 def settle(device, deadline, what):
@@ -73,7 +67,7 @@ def settle(device, deadline, what):
 
 # ------------------------------------------------------------------------------------------------ the trainer's side
 
-NO_UPDATE = {"sync_s": 0.0, "arm_s": 0.0, "gather_s": 0.0, "send_s": 0.0, "pause_s": 0.0}
+NO_UPDATE = {"sync_s": 0.0, "arm_s": 0.0, "gather_s": 0.0, "send_s": 0.0, "wait_s": 0.0, "pause_s": 0.0}
 
 
 class EngineError(RuntimeError):
@@ -157,7 +151,8 @@ class Sender:
         self.updates += 1
         named = [(n, list(p.shape)) for n, p in self.model.named_parameters()]
         info = dict(names=[n for n, _ in named], shapes=[s for _, s in named], dtype=c.dtype, bucket_bytes=c.bucket_mb << 20,
-                    verify=bool(c.verify_weights) and self.updates % c.verify_weights == 0, background=c.background_receive)
+                    verify=bool(c.verify_weights) and self.updates % c.verify_weights == 0, background=c.background_receive,
+                    key=f"ready/{self.updates}")
         failed = set()  # in this update: they are left out of it, unless nobody else is there
         for _ in range(2 + 2 * len(self.urls)):
             healthy = self._healthy(c.start_timeout)  # if all are dead: until one has been started again
@@ -226,7 +221,7 @@ class Sender:
         """
         c, gather_s, deadline = self.config, 0.0, time.monotonic() + self.config.sync_timeout
         error = self._join() if self.rank == 0 and self.group is None else None
-        parameters = list(self.model.parameters())
+        parameters = [p for _, p in self.model.named_parameters()]
         plan = buckets([p.shape for p in parameters], self.dtype.itemsize, c.bucket_mb << 20)
         largest = max(n for _, _, n in plan)
         if self.rank == 0 and (len(self.buffers) != len(plan[:2]) or self.buffers[0].numel() != largest):
@@ -285,11 +280,15 @@ class Sender:
             if answer["version"] != str(version):
                 raise EngineError(f"serves version {answer['version']} after /swap to {version}")
             return answer["pause_s"]
+        sent = time.time()
+        with contextlib.suppress(dist.DistStoreError):  # whoever is not ready by the deadline is found out by /swap
+            info["background"] and self.store.wait([f"{info['key']}/{rank}" for rank in range(1, self.group.size())], timedelta(seconds=self.config.sync_timeout))
+        ready = time.time()
         pauses = self._each(list(self.members), swap)
         if not pauses:
             raise RuntimeError(f"weights: no engine took version {version}; {self.error}")
         done(list(pauses))
-        return dict(sync_s=time.time() - start, pause_s=max(pauses.values()))
+        return dict(sync_s=time.time() - start, wait_s=ready - sent, pause_s=max(pauses.values()))
 
     def failed(self):
         """Raise what went wrong in the background, if anything did."""
@@ -305,190 +304,7 @@ class Sender:
     def timing(self):
         """Seconds of the last update, told once (zeros if there was none since). sync_s: from `send` to the last engine's resuming, all of
         it; of it the trainer waited arm_s for the engines to be ready, gather_s for all-gathers and copies, send_s for the wire;
-        pause_s: the longest time an engine did not decode, as measured there."""
+        wait_s: then until every worker had it all and had packed it; pause_s: the longest time an engine did not decode, as measured there."""
         self.wait()
         last, self.last = self.last, NO_UPDATE
         return last
-
-
-# ------------------------------------------------------------------------------------------------ vLLM's side
-
-class WorkerExtension:
-    """Named in `--worker-extension-cls` so that vLLM's workers import this module; adds nothing to the worker."""
-
-
-def in_thread(function, *args):
-    """Call it in a daemon thread of its own; returns a Future."""
-    future = Future()
-
-    def run():
-        try:
-            future.set_result(function(*args))
-        except BaseException as e:
-            future.set_exception(e)
-    threading.Thread(target=run, daemon=True).start()
-    return future
-
-
-if "vllm" in sys.modules:  # imported by vLLM; the trainer does without its import time
-    from starlette.requests import Request
-    from starlette.responses import JSONResponse
-    from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo, WeightTransferUpdateRequest
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-    class Guard:
-        """ASGI middleware of the engine's HTTP server: adds /arm and /swap, refuses weight messages of another run (header x-run-id),
-        and generates nothing before it has weights from a trainer.
-        """
-        guarded = {"/arm", "/swap", "/pause", "/resume", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
-                   "/update_weight_version"}
-
-        def __init__(self, app):
-            self.app, self.ready, self.run_id = app, False, os.environ.get("PIPELINE_RUN_ID", "")
-            self.armed, self.lock = None, asyncio.Lock()  # the version that is being received; one call at a time
-
-        async def __call__(self, scope, receive, send):
-            path, answer = scope.get("path"), None
-            if path in self.guarded and (run_id := dict(scope["headers"]).get(b"x-run-id", b"").decode()) != self.run_id:
-                print(f"weights: {path} from {scope['client']} refused: it is of run '{run_id}', this engine is of run '{self.run_id}'", flush=True)
-                answer = JSONResponse({"error": f"this engine is of run '{self.run_id}', not '{run_id}'"}, 403)
-            elif path == "/inference/v1/generate" and not self.ready:
-                answer = JSONResponse({"error": "no weights from the trainer yet"}, 503)
-            elif path in ("/arm", "/swap"):
-                body, engine = await Request(scope, receive).json(), scope["app"].state.engine_client
-                async with self.lock:
-                    try:
-                        answer = JSONResponse(await (self.arm if path == "/arm" else self.swap)(body, engine))
-                    except Exception as e:
-                        answer = JSONResponse({"error": f"{type(e).__name__}: {e}"}, 500)
-            self.ready |= path == "/update_weight_version" and not answer
-            await (answer or self.app)(scope, receive, send)
-
-        async def arm(self, body, engine):
-            """Begin to receive a version. Whatever update was begun before, and given up by its trainer, is over."""
-            self.armed = None
-            try:
-                await engine.start_weight_update()
-            except Exception:  # one is still open: one that raises closes it
-                with contextlib.suppress(Exception):
-                    await engine.update_weights(WeightTransferUpdateRequest(update_info={}))
-                await engine.start_weight_update()
-            await engine.update_weights(WeightTransferUpdateRequest(update_info=body["update_info"]))
-            self.armed = body["version"]
-            return {}
-
-        async def swap(self, body, engine):
-            """Pause, load, stamp, resume: in one call, so that no caller's death leaves the engine paused."""
-            if not body["update_info"] and self.armed != body["version"]:
-                raise ValueError(f"version {body['version']} is not the one this engine was told to receive ({self.armed})")
-            start, self.armed = time.perf_counter(), None
-            await engine.pause_generation(mode="keep", clear_cache=body["clear_cache"])
-            try:
-                if body["update_info"]:
-                    await self.arm(body, engine)
-                await engine.finish_weight_update(body["version"])
-            finally:
-                await engine.resume_generation()
-            self.ready = True
-            return dict(version=await engine.get_weight_version(), pause_s=time.perf_counter() - start)
-
-    @dataclass
-    class InitInfo(WeightTransferInitInfo):
-        """Nothing: an engine joins a group when an update tells it to."""
-
-    @dataclass
-    class UpdateInfo(WeightTransferUpdateInfo):
-        """What is about to be broadcast: parameters in order, how they are cut into buckets, whether checksums follow, whether to
-        receive in the background; and the group it comes through: {backend, host, port, world, first_rank, timeout}.
-        """
-        names: list
-        shapes: list
-        dtype: str
-        bucket_bytes: int
-        verify: bool
-        background: bool
-        wire: dict
-
-    class BroadcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-        """Receives in a background thread while the model decodes; loads when the update is finished (requests paused).
-
-        With `background` off it receives and loads bucket by bucket, paused all the while, and needs no room for a second copy;
-        should that break off, the model is neither old nor new, and the engine ends itself to be started again.
-        """
-
-        init_info_cls, update_info_cls = InitInfo, UpdateInfo
-        joining = receiving = None
-
-        wire = None
-
-        def init_transfer_engine(self, info):
-            """Nothing: see InitInfo."""
-
-        def start_weight_update(self):
-            """Nothing yet: the model must stay whole until all of the new weights are here."""
-
-        def update_weights(self, update_info):
-            """Start receiving and return at once (the base class would wait for the device). Joins the group first if it is a new one."""
-            info = self.parse_update_info(update_info)
-            if info.wire != self.wire:
-                self.wire, w = info.wire, info.wire
-                self.timeout, self.receive_device = w["timeout"], self.device if w["backend"] == "nccl" else torch.device("cpu")
-                self.buffers = {}  # a thread that still waits for a former group must not write into these
-                worker = self.parallel_config.data_parallel_index * self.parallel_config.world_size + self.parallel_config.rank
-                self.joining = in_thread(join_group, w["backend"], w["host"], w["port"], w["first_rank"] + worker, w["world"], w["timeout"])
-            if info.background:
-                self.receiving = in_thread(self._receive, self.joining, self.buffers, info, list.append, [])
-                return
-            self.receiving = None
-            initialize_layerwise_reload(self.model)
-            try:
-                self._receive(self.joining, {}, info, lambda model, weight: model.load_weights(iter([weight])), self.model)
-            except BaseException as e:
-                print(f"weights: an update without room for a second copy broke off ({e}): the weights are half old, half new, this engine ends", flush=True)
-                os._exit(1)
-
-        def receive_weights(self, info):
-            """The base class's name for what `_receive` does."""
-
-        def _receive(self, joining, kept, info, take, into):
-            """Receive every bucket and `take(into, (name, tensor))` its parameters. Returns `into`, when all is here and right."""
-            group, _ = joining.result(self.timeout)
-            dtype, deadline = getattr(torch, info.dtype), time.monotonic() + self.timeout
-            plan, sums = buckets(info.shapes, dtype.itemsize, info.bucket_bytes), []
-            with torch.cuda.stream(torch.cuda.Stream(self.device) if self.device.type == "cuda" else None):
-                for k, (first, last, elements) in enumerate(plan):
-                    flat = kept.get(k)
-                    if flat is None or flat.numel() != elements:
-                        flat = torch.empty(elements, dtype=dtype, device=self.receive_device)
-                    if info.background:  # the same memory every time
-                        kept[k] = flat
-                    group.broadcast(flat, 0).wait(timedelta(seconds=self.timeout))
-                    sums += [checksum(flat)] if info.verify else []
-                    parts = flat.split([torch.Size(s).numel() for s in info.shapes[first:last]])
-                    for name, part, shape in zip(info.names[first:last], parts, info.shapes[first:last]):
-                        take(into, (name, part.view(shape)))
-                if info.verify:
-                    expected = torch.empty(len(plan), dtype=torch.int64, device=self.receive_device)
-                    group.broadcast(expected, 0).wait(timedelta(seconds=self.timeout))
-                    if wrong := (torch.stack(sums) != expected).nonzero().flatten().tolist():
-                        raise ValueError(f"buckets {wrong} did not arrive as they were sent: checksums differ")
-                settle(self.device, deadline, "receiving")
-            return into
-
-        def finish_weight_update(self):
-            """Load what was received, between two decode steps. Raises if it did not all arrive; the old weights stay."""
-            if self.receiving:
-                received, self.receiving = self.receiving.result(self.timeout), None
-                initialize_layerwise_reload(self.model)
-                self.model.load_weights(iter(received))
-            finalize_layerwise_reload(self.model, self.model_config)
-            if self.device.type == "cpu" and self.model_config.hf_config.tie_word_embeddings:
-                # vLLM's CPU build computes with a packed copy of each weight; reloading renews all but a tied output head's
-                self.model.lm_head.quant_method.process_weights_after_loading(self.model.lm_head)
-
-        def shutdown(self):
-            """Leave the group; not a collective."""
-            self.joining = self.receiving = None
-
-    WeightTransferEngineFactory.register_engine("broadcast", BroadcastEngine)

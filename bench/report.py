@@ -57,7 +57,7 @@ def draw(run_dir, steps, evals):
     axes[0, 3].set(xlabel="step", title="effective sample size by lag", ylim=(None, 1.005))
     axes[0, 3].legend(loc="lower left")
     updates = [x for x in steps if x["sync_s"]]
-    parts = {"engines getting ready": "arm_s", "gathering": "gather_s", "the wire": "send_s", "engines paused": "pause_s"}
+    parts = {"engines getting ready": "arm_s", "gathering": "gather_s", "the wire": "send_s", "engines packing": "wait_s", "engines paused": "pause_s"}
     series = [smooth(np.array([1000 * x[k] for x in updates])) for k in parts.values()]
     axes[1, 3].stackplot([x["step"] for x in updates], series, labels=list(parts), alpha=0.8)
     axes[1, 3].plot([x["step"] for x in updates], smooth(np.array([1000 * x["sync_s"] for x in updates])), color="k", label="all of it")

@@ -1,13 +1,21 @@
 """Weight updates into a real vLLM server: right values, exact stamps, requests in progress go on, failures end in time."""
+import math
+import os
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+import config as cfg
+import weights
 from actor import token_versions
+from conftest import PORT
+from generation import start_engine
+from tasks import toy
 from train import token_logprobs
 from weights import Sender, buckets
 
@@ -40,6 +48,29 @@ def update(sender, version):
 def sender(engine):
     torch.manual_seed(0)
     return Sender(engine, AutoModelForCausalLM.from_pretrained(engine.model), 0, torch.device("cpu"))
+
+
+def perturb(model):
+    with torch.no_grad():
+        for p in model.parameters():  # every parameter, a tied output head too
+            p.add_(0.03 * torch.randn_like(p))
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory):
+    """Sender to a second server: an output head of its own, a vocabulary that vLLM pads (100 to 128), fewer KV heads than heads."""
+    path = tmp_path_factory.mktemp("untied")
+    torch.manual_seed(1)
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=100, hidden_size=128, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+                                         max_position_embeddings=256, tie_word_embeddings=False, initializer_range=0.1, bos_token_id=None, eos_token_id=1, pad_token_id=0))
+    model.save_pretrained(path / "model")
+    toy.make_tokenizer().save_pretrained(path / "model")
+    config = cfg.resolve(cfg.parse(["toy", "--run", "engine", "--out", str(path), "--model", str(path / "model"), "--port", str(PORT + 1), "--concurrency", "8"], 0), 0)
+    cfg.write(config)
+    process = start_engine(config)
+    yield Sender(config, model, 0, torch.device("cpu"))
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def test_buckets_cover_all_parameters_in_order():
@@ -86,6 +117,63 @@ def test_requests_in_progress_continue_across_updates(engine, sender, recompute)
             assert (mine - logprobs)[tail].abs().max() < 1e-3 if tail.any() else True
 
 
+def test_zeros_and_back(engine, sender):
+    kept = [p.detach().clone() for p in sender.model.parameters()]
+    with torch.no_grad():
+        for p in sender.model.parameters():
+            p.zero_()
+    update(sender, 200)
+    tokens, logprobs, _ = generate(engine, 20)
+    assert logprobs.tolist() == pytest.approx([-math.log(sender.model.config.vocab_size)] * 20, abs=1e-5)  # every token equally likely
+    with torch.no_grad():
+        for p, k in zip(sender.model.parameters(), kept):
+            p.copy_(k)
+    update(sender, 201)
+    assert difference(engine, sender.model)[0] < 1e-4
+
+
+def test_what_arrives_damaged_is_not_loaded(engine, sender, monkeypatch):
+    sender.config.verify_weights = 1
+    update(sender, 300)
+    monkeypatch.setattr(weights, "checksum", lambda flat: torch.tensor(12345))  # as if a bit had changed on the way
+    with pytest.raises(RuntimeError, match="checksums differ"):
+        update(sender, 301)
+    assert difference(engine, sender.model)[1] == {300}
+    monkeypatch.undo()
+    update(sender, 302)
+    assert difference(engine, sender.model)[1] == {302}
+
+
+def test_checksum_sees_values_and_places():
+    a = torch.randn(3 << 20)
+    b = a.clone()
+    b[[5, 9]] = b[[9, 5]]
+    c = a.clone()
+    c[-1] += 1e-6
+    assert len({int(weights.checksum(x)) for x in (a, b, c)}) == 3 and weights.checksum(a) == weights.checksum(a.clone())
+
+
+def test_an_incomplete_update_leaves_the_old_weights_whole(untied):
+    for version in (1, 2, 3):  # the first one learns where everything goes, the others use it
+        perturb(untied.model)
+        update(untied, version)
+        worst, versions = difference(untied.config, untied.model)
+        assert worst < 1e-4 and versions == {version}
+    old = {k: v.clone() for k, v in untied.model.state_dict().items()}
+    perturb(untied.model)
+    named = untied.model.named_parameters
+    most = [(n, p) for n, p in named() if n != "model.layers.1.self_attn.k_proj.bias"]  # a third of a fused tensor is missing
+    untied.model.named_parameters = lambda: most
+    with pytest.raises(RuntimeError, match="do not make up the model's model.layers.1.self_attn.qkv_proj.bias"):
+        update(untied, 4)
+    untied.model.named_parameters = named
+    untied.model.load_state_dict(old)
+    worst, versions = difference(untied.config, untied.model)
+    assert worst < 1e-4 and versions == {3}
+    update(untied, 5)
+    assert difference(untied.config, untied.model) == (pytest.approx(0, abs=1e-4), {5})
+
+
 def test_a_refused_update_is_an_error_that_names_the_engine(engine, sender):
     sender.model.register_parameter("stranger", torch.nn.Parameter(torch.zeros(3)))  # vLLM's model has no such parameter
     try:
@@ -99,10 +187,45 @@ def test_a_refused_update_is_an_error_that_names_the_engine(engine, sender):
     assert worst < 1e-4 and versions == {100}
 
 
+def test_tensor_parallel_engine(tmp_path, base_model):
+    """Two workers, each with its shard of every fused matrix: one group of three."""
+    config = cfg.resolve(cfg.parse(["toy", "--run", "tp", "--out", str(tmp_path), "--port", "8702", "--concurrency", "16", "--model", str(base_model), "--tensor_parallel", "2"], 0), 0)
+    cfg.write(config)
+    process = start_engine(config)
+    try:
+        sender = Sender(config, AutoModelForCausalLM.from_pretrained(base_model), 0, torch.device("cpu"))
+        for version in (1, 2):
+            with torch.no_grad():
+                for p in sender.model.parameters():
+                    p.add_(0.03 * torch.randn_like(p))
+            update(sender, version)
+            worst, versions = difference(config, sender.model)
+            assert worst < 1e-4 and versions == {version}
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 def test_strangers_are_refused(engine):
     for path in ("/pause", "/swap", "/arm", "/update_weights"):
         answer = requests.post(f"http://127.0.0.1:{engine.port}{path}", json={}, headers={"x-run-id": "another"}, timeout=10)
         assert answer.status_code == 403 and "not 'another'" in answer.json()["error"]
+
+
+def test_receiving_without_a_second_copy(engine, sender):
+    sender.config.background_receive = False
+    update(sender, 399)
+    with ThreadPoolExecutor(8) as pool:
+        running = [pool.submit(generate, engine, 120) for _ in range(8)]
+        for version in (400, 401):
+            with torch.no_grad():
+                for p in sender.model.parameters():
+                    p.add_(0.01 * torch.randn_like(p))
+            update(sender, version)
+        worst, versions = difference(engine, sender.model)
+        assert worst < 1e-4 and versions == {401}
+        assert all(len(r.result(60)[0]) == 120 for r in running)
+    sender.config.background_receive = True
 
 
 def test_unreachable_engines_are_an_error_within_the_deadline(engine, sender):
