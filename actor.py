@@ -166,7 +166,7 @@ class Actor:
                     tries += not gone
                     self.counts["moved" if gone else "retried" if tries <= c.retries else "failed"] += 1
                     if time.monotonic() > self.next_warning:  # hundreds of requests may fail at once
-                        self.next_warning = time.monotonic() + 1
+                        self.next_warning = time.monotonic() + 5
                         print(f"actor: request to {url} failed ({type(e).__name__}: {str(e)[:200]}), {tries} of {c.retries + 1} tries used; so far {dict(self.counts)}", flush=True)
             await asyncio.sleep(min(0.5 * 2 ** tries, 10) * random.uniform(0.5, 1.5))
         return None

@@ -416,20 +416,32 @@ def main(run_dir):
         """Tell the other stages that `engines` serve `version` now, and which problems have been trained on."""
         return lambda engines: notice(queues / "version.json", version=version, position=position, engines=engines)
 
+    def next_record(version):
+        """The next micro-batch. While there is none, engines that were started again get this version once more, or there may never be one."""
+        start = time.time()
+        while True:
+            got = None
+            while rank == 0 and not got:
+                try:
+                    got = batches.get(1.0)
+                except TimeoutError:
+                    if sender.missing():
+                        break
+                    if time.time() - start > config.stall_timeout:
+                        raise TimeoutError(f"train: preprocess put no micro-batch into {batches.path} for {config.stall_timeout:.0f} s") from None
+            if not sender.agree(not got):
+                return got or batches.get(config.stall_timeout)
+            sender.prepare(version)
+            sender.send(version, announce(version, state["position"]))
+            sender.wait()
+
     def records(version, due):
         """The micro-batches of this step; before the last one is trained, the engines are told to get ready for an update."""
         nonlocal waited, record
         waited, record = 0.0, {"last": False}
         while not record["last"]:
             start = time.time()
-            while True:
-                try:
-                    seq, record = batches.get(1.0)
-                    break
-                except TimeoutError:
-                    sender.failed()  # a failed weight update must not go unnoticed
-                    if time.time() - start > config.stall_timeout:
-                        raise TimeoutError(f"train: preprocess put no micro-batch into {batches.path} for {config.stall_timeout:.0f} s") from None
+            seq, record = next_record(version)
             waited += time.time() - start
             check(record, f"record {seq} of {batches.path}", config, version, vocabulary)
             if record["last"] and due:

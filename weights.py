@@ -92,8 +92,9 @@ class Sender:
         self.urls = [f"http://{config.host}:{config.port + i}" for i in range(config.engines)]
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.members, self.group, self.buffers, self.updates, self.error = [], None, [], 0, ""
-        self.armed = self.swapped = None
+        self.armed = self.swapped = self.version = None
         self.times, self.last = {}, NO_UPDATE
+        self.ranks = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * max(config.stall_timeout, config.start_timeout))) if dist.is_initialized() and dist.get_world_size() > 1 else None
         if rank == 0:
             self.pool = ThreadPoolExecutor(len(self.urls))  # one call per engine at a time
             self.control = ThreadPoolExecutor(1)  # the order of calls: arm, swap, arm, swap, ...
@@ -204,7 +205,7 @@ class Sender:
                 self.swapped = self.control.submit(swap)
             error, gather_s = self._broadcast(info)
             self.times = dict(arm_s=armed - start, gather_s=gather_s, send_s=time.time() - armed - gather_s)
-            if self._agree(error is None):
+            if self.agree(error is None):
                 break
             if self.rank == 0:
                 print(f"weights: version {version} did not reach all engines ({error}); sending it again", flush=True)
@@ -264,13 +265,13 @@ class Sender:
     def _send_bucket(self, flat, k):
         return self.group.broadcast(flat, 0)
 
-    def _agree(self, ok):
-        """Rank 0's answer, on every rank."""
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            flag = torch.tensor([float(ok)], device=next(self.model.parameters()).device)
-            dist.broadcast(flag, 0)
-            ok = bool(flag.item())
-        return ok
+    def agree(self, answer):
+        """Rank 0's yes or no, on every rank. Through gloo, so that no GPU is waited for."""
+        if self.ranks:
+            flag = torch.tensor([float(bool(answer))])
+            dist.broadcast(flag, 0, self.ranks)
+            return bool(flag.item())
+        return answer
 
     def _swap(self, version, info, start, done):
         """The new weights into the engines; those that fail are dropped. Returns the update's times."""
@@ -287,8 +288,19 @@ class Sender:
         pauses = self._each(list(self.members), swap)
         if not pauses:
             raise RuntimeError(f"weights: no engine took version {version}; {self.error}")
+        self.version = str(version)
         done(list(pauses))
         return dict(sync_s=time.time() - start, wait_s=ready - sent, pause_s=max(pauses.values()))
+
+    def missing(self):
+        """Rank 0: is there an engine that is well, but serves other weights than those sent last, having been started again, say?"""
+        def lacks(url):
+            try:
+                return self._call(url, "/weight_info")["weight_version"] != self.version
+            except EngineError:
+                return False
+        self.failed()
+        return (self.swapped is None or self.swapped.done()) and any(self.pool.map(lacks, self._healthy(0)))
 
     def failed(self):
         """Raise what went wrong in the background, if anything did."""

@@ -27,7 +27,10 @@ class FakeSender:
     def timing(self):
         return NO_UPDATE
 
-    prepare = wait = failed = lambda self, *_: None
+    def agree(self, answer):
+        return False  # rank 0 always finds a record: they were all written before
+
+    prepare = wait = missing = lambda self, *_: None
 
 
 def clip_and_keep(parameters, max_norm, clip=torch.nn.utils.clip_grad_norm_, seen=[]):
