@@ -433,7 +433,7 @@ def main(run_dir):
                 return got or batches.get(config.stall_timeout)
             sender.prepare(version)
             sender.send(version, announce(version, state["position"]))
-            sender.wait()
+            sender.timing()  # not this step's update
 
     def records(version, due):
         """The micro-batches of this step; before the last one is trained, the engines are told to get ready for an update."""
@@ -489,6 +489,9 @@ def main(run_dir):
             print(f"step {state['version']}/{config.steps} | reward {line['reward']:.3f} | ess {line['ess']:.3f} | lag {line['lag_mean']:.1f}/{line['lag_max']} | "
                   f"{line['train_tok_s'] / 1000:.1f}k tok/s | wait {100 * waited / (now - step_start):.0f}% | eta {left / 60:.1f}m", flush=True)
         if state["version"] == config.steps or config.save_every and state["version"] % config.save_every == 0:
+            if line:  # a checkpoint's own step must be in the curves that a continued run finds
+                log.write(line | sender.timing())
+                line = None
             save(config, run_dir, model, optimizer, state, rank)
     if line:
         log.write(line | sender.timing())

