@@ -8,7 +8,7 @@ which neighbours on the machine disturb less, as does OMP_NUM_THREADS=1. On a GP
 as the models do not fit beside each other. tokens/s counts real tokens with prompts, no padding. Peak: what the process has beyond
 its imports. Queues, generation and weight updates take no part.
 
-    train.py  build and micro_batch of train.py and its step body, on rows of preprocess.pack
+    train.py  train.build and train.train_step, on rows of preprocess.pack
     bare      HF forward, cross-entropy on all logits, backward, AdamW, no clipping, on the same rows
     padded    the same, padded on the right in the order samples come, as many as fit row_tokens with their padding
     sorted    padded, the step's samples sorted by length first: the least padding there can be
@@ -57,7 +57,7 @@ SHAPES = {  # model; tokens of a row; samples of a step; completions: log-normal
     "toy": dict(model=dict(vocab_size=64, hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4),
                 dtype="float32", row_tokens=512, samples=128, median=16, sigma=0.9, lowest=2, highest=128, prompt=(4, 16)),
     "small": dict(model=dict(vocab_size=8192, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2),
-                  dtype="float32", row_tokens=1024, samples=48, median=60, sigma=0.9, lowest=4, highest=512, prompt=(8, 16)),
+                  dtype="float32", row_tokens=1024, samples=96, median=60, sigma=0.9, lowest=4, highest=512, prompt=(8, 16)),
     "1.5b": dict(model=dict(vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
                             rope_parameters=dict(rope_type="default", rope_theta=1e6)),
                  dtype="bfloat16", row_tokens=16384, samples=128, median=600, sigma=0.9, lowest=16, highest=8192, prompt=(64, 256)),
@@ -74,7 +74,8 @@ def draw(shape, seed):
         mask = np.concatenate([np.arange(length) >= prompt for length in lengths])
         rewards = rng.integers(0, 2, GROUP).astype(float)
         samples += samples_of(dict(lengths=lengths, tokens=rng.integers(0, vocabulary, n).astype(np.int32), mask=mask, versions=np.zeros(n, np.int32),
-                                   logprobs=np.where(mask, -np.log(vocabulary), 0), rewards=rewards, successes=rewards), "loo")
+                                   logprobs=np.where(mask, -np.log(vocabulary), 0), rewards=rewards, successes=rewards, finished=rewards >= 0, index=0),
+                              cfg.Config())
     return [samples[i] for i in rng.permutation(len(samples))]
 
 
@@ -111,26 +112,15 @@ def own(shape, path, device):
     if config.dtype != "float32":
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1"), os.environ.setdefault("MASTER_PORT", "0")
         train.dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=0, world_size=1)
-    model = train.build(config, device, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay)
+    model, optimizer = train.build(config, device, 1)
 
     def prepare(samples):
-        return [row_record([samples[i] for i in row]) for row in pack([len(s["tokens"]) for s in samples], config.row_tokens)]
+        return [row_record([samples[i] for i in row]) | dict(run_id="", step=0) for row in pack([len(s["tokens"]) for s in samples], config.row_tokens)]
 
-    def step(records):  # the body of train.main's loop
-        optimizer.zero_grad()
-        sums, by_lag, lag_max = torch.zeros(len(train.SUMS), device=device), 0.0, torch.zeros((), device=device)
+    def step(records):
         for record in records:
-            train.check(record, "bench", shape["model"]["vocab_size"])
-            loss, s, b, m = train.micro_batch(model, record, 0, config, device)
-            loss.backward()
-            sums, by_lag, lag_max = sums + s, by_lag + b, torch.maximum(lag_max, m.float())
-        total = dict(zip(train.SUMS, sums.tolist()))
-        for p in model.parameters():
-            p.grad /= max(total["samples"], 1)
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-        if torch.isfinite(grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm):
-            optimizer.step()
+            train.check(record, "bench", config, 0, shape["model"]["vocab_size"])
+        train.train_step(model, optimizer, records, 0, config, device)
     return prepare, step
 
 

@@ -151,6 +151,7 @@ def main():
         bare = subprocess.Popen(["nice", "-n", "10", sys.executable, "-c", BARE, str(store.port), str(sum(tensors)), str(bucket)],
                                 cwd=cfg.ROOT, env=os.environ | {"PYTHONPATH": str(cfg.ROOT), "OMP_NUM_THREADS": "1"})
         group, _ = weights.join_group("gloo", "127.0.0.1", store.port, 0, 2, 600)
+        updates.one(bucket_mb)  # an engine generates nothing before it has a trainer's weights
         load.start()
         bare_seconds(group, flat, bucket)
         updates.one(bucket_mb), updates.one(0), updates.one(bucket_mb)
