@@ -181,7 +181,8 @@ class Sender:
             self.group, _ = join_group(wire["backend"], wire["host"], wire["port"], 0, wire["world"], wire["timeout"], self.store)
         except (RuntimeError, TimeoutError) as e:
             return f"the group of {wire['world']} did not form: {str(e).splitlines()[0]}"
-        print(f"weights: {wire['backend']} group of {wire['world']} (trainer + {len(self.members)} of {len(self.urls)} engines), "
+        through = ", through host memory: NCCL refuses two ranks on one GPU" if wire["backend"] == "gloo" and torch.cuda.is_available() else ""
+        print(f"weights: {wire['backend']} group of {wire['world']} (trainer + {len(self.members)} of {len(self.urls)} engines{through}), "
               f"in-flight updates with {'recomputed' if self.config.recompute_kv else 'stale'} KV cache", flush=True)
 
     # ---- an update
@@ -237,7 +238,7 @@ class Sender:
                 try:
                     error is None and work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
                 except RuntimeError as e:
-                    error = str(e).splitlines()[0]
+                    error = str(e).splitlines()[0].split("] ", 1)[-1]  # without gloo's source line
             for k, (first, last, elements) in enumerate(plan):
                 if k >= 2 and self.rank == 0:
                     ended(works[k - 2])

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import requests
 
 from conftest import ROOT
 
 KEYS = ("step version samples tokens wall_s reward success loss grad_norm lr entropy ess kl_behavior mismatch lag_mean lag_max clip_frac dropped "
-        "train_tok_s gen_tok_s wait_data_s sync_s pause_s").split()
+        "train_tok_s gen_tok_s wait_data_s sync_s arm_s gather_s send_s wait_s pause_s late skipped kl_ref by_lag").split()
 
 
 def command(out, name, port, *knobs):
@@ -44,13 +45,13 @@ def metrics(run_dir):
 
 
 def test_the_pipeline_end_to_end(tmp_path, base_model):
-    done = run(tmp_path, "t", 8710, "--steps", 12, "--batch_size", 256, "--save_every", 5, "--keep_last", 1)
+    done = run(tmp_path, "t", 8710, "--steps", 12, "--batch_size", 256, "--save_every", 2, "--keep_last", 1, "--keep_every", 6, "--max_lag", 3, "--late", "wait", "--verify_weights", 1)
     assert done.returncode == 0, done.stdout + done.stderr
     run_dir = tmp_path / "t"
     steps, evals = metrics(run_dir)
     assert [x["step"] for x in steps] == list(range(1, 13)) and all(set(KEYS) <= set(x) for x in steps)
     assert [x["samples"] for x in steps] == [256 * i for i in range(1, 13)]
-    assert all(0 <= x["lag_mean"] <= x["lag_max"] <= 12 and 0 < x["ess"] <= 1.0001 and 0 <= x["reward"] <= 1 and x["dropped"] == 0 for x in steps)
+    assert all(0 <= x["lag_mean"] <= x["lag_max"] <= 3 and 0 < x["ess"] <= 1.0001 and 0 <= x["reward"] <= 1 and x["dropped"] == 0 for x in steps)
     assert all(np.isfinite([v for v in x.values() if isinstance(v, (int, float))]).all() for x in steps)
     assert all(sum(row["tokens"] * int(k) for k, row in x["by_lag"].items()) == pytest.approx(x["lag_mean"] * sum(row["tokens"] for row in x["by_lag"].values()), rel=1e-4)
                for x in steps if set(x["by_lag"]) <= {"0", "1", "2"})
@@ -64,7 +65,7 @@ def test_the_pipeline_end_to_end(tmp_path, base_model):
     samples = [json.loads(x) for x in (run_dir / "samples.jsonl").read_text().splitlines()]
     assert samples and all(s["reward"] == float(s["finished"] and s["completion"] == s["answer"]) for s in samples)
     assert (run_dir / "report.png").stat().st_size > 10000 and json.loads((run_dir / "config.json").read_text())["config"]["steps"] == 12
-    assert {p.name for p in (run_dir / "checkpoints").iterdir()} == {"step_000012"}
+    assert {p.name for p in (run_dir / "checkpoints").iterdir()} == {"step_000006", "step_000012"}
     assert list((run_dir / "queues" / "batches").rglob("*.npz")) == []
     # the checkpoint is a Hugging Face model, different from the base model
     import torch
@@ -73,6 +74,20 @@ def test_the_pipeline_end_to_end(tmp_path, base_model):
     assert not torch.equal(trained.lm_head.weight, base.lm_head.weight)
     assert AutoTokenizer.from_pretrained(run_dir / "checkpoints" / "step_000012")("ab=")["input_ids"] == AutoTokenizer.from_pretrained(base_model)("ab=")["input_ids"]
     assert leftovers(tmp_path) == []
+    # and vLLM loads it as it is: its logprobs are Hugging Face's
+    import config as cfg
+    from generation import start_engine
+    from test_weights import difference
+    c = cfg.resolve(cfg.parse(["toy", "--run", "checkpoint", "--out", str(tmp_path), "--port", "8711", "--model", str(run_dir / "checkpoints" / "step_000012")], 0), 0)
+    cfg.write(c)
+    engine = start_engine(c)
+    try:
+        requests.post("http://127.0.0.1:8711/update_weight_version", json={"new_version": "12"}).raise_for_status()
+        worst, versions = difference(c, trained)
+        assert worst < 1e-4 and versions == {12}
+    finally:
+        os.killpg(engine.pid, signal.SIGKILL)
+        engine.wait()
 
 
 def test_max_lag_0_is_synchronous_on_two_fsdp_ranks(tmp_path, base_model):
