@@ -47,7 +47,7 @@ def packed_attention(module, query, key, value, mask, scaling=None, sliding_wind
     """Causal attention within each sequence of a packed row: query [1, H, T, D], key, value [1, K, T, D] -> [1, T, H, D].
 
     cu_seq_lens_q [N+1] on the device, lengths [N] on the host. FlashAttention on GPUs (16 bits); elsewhere sequence by sequence:
-    1.3 times as fast as one sdpa over the row with a mask [T, T] (bench/train.py).
+    1.3 times as fast as one sdpa over the row with a mask [T, T] (bench/train.py). No dropout: what is trained is what sampled.
     """
     if flash_runs_on(query):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
