@@ -185,8 +185,8 @@ class Actor:
                     versions=np.concatenate([np.full(n, -1, np.int32), sample["versions"]]),
                     reward=reward + overlong_penalty(len(sample["tokens"]), self.config), success=reward >= 1, finished=sample["finished"], text=text)
 
-    async def group(self, i, problem):
-        """All attempts at problem i -> one record in queues/rollouts; returns how many samples it did not yield."""
+    async def group(self, i, problem, n):
+        """n attempts at problem i -> one record in queues/rollouts; returns how many samples it did not yield."""
         c = self.config
 
         async def attempt():
@@ -194,20 +194,20 @@ class Actor:
                 return await self.rollout(problem, c.temperature)
             finally:
                 self.wanted -= 1
-        attempts = await asyncio.gather(*(attempt() for _ in range(c.attempts)))
+        attempts = await asyncio.gather(*(attempt() for _ in range(n)))
         good = [a for a in attempts if a is not None]
-        if len(good) < min(2, c.attempts):
+        if len(good) < min(2, n):
             self.counts["dropped_groups"] += 1
-            print(f"actor: problem {i} dropped: {len(good)} of {c.attempts} attempts came back, dropped so far {self.counts['dropped_groups']}", flush=True)
+            print(f"actor: problem {i} dropped: {len(good)} of {n} attempts came back, dropped so far {self.counts['dropped_groups']}", flush=True)
             # an empty record tells preprocess, which may wait for this group (late = wait), that it will not come
             await asyncio.to_thread(self.rollouts.put, dict(run_id=c.run_id, index=i, gen_tok_s=self.speed(), lengths=np.zeros(0, int), rewards=np.zeros(0, np.float32)), c.stall_timeout)
-            return c.attempts
+            return n
         cat = {k: np.concatenate([a[k] for a in good]) for k in ("tokens", "mask", "logprobs", "versions")}
         record = cat | dict(lengths=np.array([len(a["tokens"]) for a in good]), rewards=np.array([a["reward"] for a in good], np.float32),
                             successes=np.array([a["success"] for a in good]), finished=np.array([a["finished"] for a in good]), run_id=c.run_id, index=i, gen_tok_s=self.speed())
         await asyncio.to_thread(self.rollouts.put, record, c.stall_timeout)
         self.show(i, problem, good)
-        return c.attempts - len(good)
+        return n - len(good)
 
     def speed(self):
         """Sampled tokens per second over the last 10 s."""
@@ -271,11 +271,12 @@ class Actor:
                 if version >= c.steps:
                     break
             dropped = noticed(self.queues / "dropped.json").get("samples", 0)
-            while self.wanted < c.concurrency * len(self.serving) and started - returned - dropped + c.attempts <= allowed_samples(c, version):
+            # a group is smaller where samples were lost: with all of `attempts` the step might never be complete
+            while self.wanted < c.concurrency * len(self.serving) and (n := min(c.attempts, allowed_samples(c, version) - started + returned + dropped)) > 0:
                 while i in done_ahead:
                     i += 1
-                groups.add(asyncio.create_task(self.group(i, stream[i])))
-                i, started, self.wanted = i + 1, started + c.attempts, self.wanted + c.attempts
+                groups.add(asyncio.create_task(self.group(i, stream[i], n)))
+                i, started, self.wanted = i + 1, started + n, self.wanted + n
             done, groups = await asyncio.wait(groups, timeout=0.01, return_when=asyncio.FIRST_COMPLETED) if groups else (set(), groups)
             returned += sum(g.result() for g in done)
             for task in [t for t in evaluations | watches if t.done()]:

@@ -232,11 +232,13 @@ def placement(c: Config, gpus: int) -> list[tuple[str, dict, list[str]]]:
     cores = len(os.sched_getaffinity(0))
     per_engine = max(cores // (2 * c.engines), 1)
     per_trainer = max((cores - per_engine * c.engines) // c.trainers, 1)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    device = [d for d in visible.split(",") if d.strip()] if visible else [str(g) for g in range(gpus)]  # the user's choice of GPUs is kept
     processes = []
     for i in range(c.engines):
         env = dict(VLLM_SERVER_DEV_MODE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="INFO", TOKENIZERS_PARALLELISM="false", PIPELINE_RUN_ID=c.run_id)
         if gpus:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(str(g % gpus) for g in range(i * c.tensor_parallel, (i + 1) * c.tensor_parallel))
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(device[g % gpus] for g in range(i * c.tensor_parallel, (i + 1) * c.tensor_parallel))
         else:
             env |= dict(OMP_NUM_THREADS=str(per_engine), VLLM_CPU_KVCACHE_SPACE=str(max(round(c.kv_cache_gb), 1)))
         command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", c.model, "--served-model-name", "policy",
@@ -263,11 +265,11 @@ def placement(c: Config, gpus: int) -> list[tuple[str, dict, list[str]]]:
         processes.append((f"engine{i}", env, command))
     quiet = dict(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
     processes.append(("actor", quiet | dict(CUDA_VISIBLE_DEVICES=""), [python, "actor.py", run_dir]))
-    reference = str(gpus - 1) if gpus and c.kl_coef else ""  # the reference model shares the last trainer rank's GPU
+    reference = device[-1] if gpus and c.kl_coef else ""  # the reference model shares the last trainer rank's GPU
     processes.append(("preprocess", quiet | dict(CUDA_VISIBLE_DEVICES=reference), [python, "preprocess.py", run_dir]))
     env = dict(OMP_NUM_THREADS=str(per_trainer), TOKENIZERS_PARALLELISM="false")
     if gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(str(g) for g in range(max(gpus - c.trainers, 0), gpus))
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(device[max(gpus - c.trainers, 0):gpus])
     launch = [python, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(c.trainers), "--num_machines", "1", "--dynamo_backend", "no",
               "--mixed_precision", "no", "--main_process_port", str(c.port + c.engines)] if c.trainers > 1 else [python]
     processes.append(("train", env, launch + ["train.py", run_dir]))

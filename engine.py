@@ -35,7 +35,18 @@ from weights import buckets, checksum, join_group, settle
 
 
 class WorkerExtension:
-    """Named in `--worker-extension-cls` so that vLLM's workers import this module; adds nothing to the worker."""
+    """Methods that vLLM's workers get through `--worker-extension-cls`, which also makes them import this module. Neither raises: with
+    several workers vLLM leaves the others' answers behind when one does."""
+
+    def abandon_update(self):
+        """Whatever update is open is over; its trainer gave it up."""
+        self._weight_update_active = False
+        self.weight_transfer_engine.reset_weight_update_target()
+
+    def update_problem(self):
+        """What keeps this worker from taking the update that it received, or None."""
+        receiving = self.weight_transfer_engine.receiving
+        return "nothing was being received" if not receiving else "not all of it is here" if not receiving.done() else receiving.exception() and repr(receiving.exception())
 
 
 # ------------------------------------------------------------------------------------------------ the HTTP server
@@ -48,7 +59,7 @@ class Guard:
                "/update_weight_version"}
 
     def __init__(self, app):
-        self.app, self.ready, self.run_id = app, False, os.environ.get("PIPELINE_RUN_ID", "")
+        self.app, self.ready, self.version, self.run_id = app, False, None, os.environ.get("PIPELINE_RUN_ID", "")
         self.armed, self.lock = None, asyncio.Lock()  # the version that is being received; one call at a time
 
     async def __call__(self, scope, receive, send):
@@ -70,13 +81,11 @@ class Guard:
 
     async def arm(self, body, engine):
         """Begin to receive a version. Whatever update was begun before, and given up by its trainer, is over."""
+        if body.get("serving") not in (None, self.version):
+            raise ValueError(f"this engine serves version {self.version}, not {body['serving']}: it is not in the trainer's group any more")
         self.armed = None
-        try:
-            await engine.start_weight_update()
-        except Exception:  # one is still open: one that raises closes it
-            with contextlib.suppress(Exception):
-                await engine.update_weights(WeightTransferUpdateRequest(update_info={}))
-            await engine.start_weight_update()
+        await engine.collective_rpc("abandon_update")
+        await engine.start_weight_update()
         await engine.update_weights(WeightTransferUpdateRequest(update_info=body["update_info"]))
         self.armed = body["version"]
         return {}
@@ -85,6 +94,8 @@ class Guard:
         """Pause, load, stamp, resume: in one call, so that no caller's death leaves the engine paused."""
         if not body["update_info"] and self.armed != body["version"]:
             raise ValueError(f"version {body['version']} is not the one this engine was told to receive ({self.armed})")
+        if not body["update_info"] and (problems := [x for x in await engine.collective_rpc("update_problem") if x]):
+            raise RuntimeError(problems[0])
         start, self.armed = time.perf_counter(), None
         # pause_generation() without the 20 ms it sleeps afterwards, which vLLM says are not needed for correctness
         await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=body["clear_cache"])
@@ -92,9 +103,12 @@ class Guard:
             if body["update_info"]:
                 await self.arm(body, engine)
             await engine.finish_weight_update(body["version"])
+        except Exception:  # one worker's old weights are whole; of several, some may hold new ones
+            self.ready &= engine.vllm_config.parallel_config.world_size == 1
+            raise
         finally:
             await engine.resume_generation()
-        self.ready = True
+        self.ready, self.version = True, body["version"]
         return dict(version=await engine.get_weight_version(), pause_s=time.perf_counter() - start)
 
 

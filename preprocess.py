@@ -133,7 +133,7 @@ def reference_model(config):
 
     @torch.no_grad()
     def logprobs(record):
-        return token_logprobs(model, torch.from_numpy(record["input_ids"]), torch.from_numpy(record["position_ids"]), config.temperature)[0].cpu().numpy()
+        return token_logprobs(model, record["input_ids"], record["position_ids"], config.temperature)[0].cpu().numpy()
     return logprobs
 
 

@@ -80,6 +80,7 @@ trap 'echo "run.sh: terminated, stopping; the same command continues"; exit 143'
 declare -A command_of restarts_of again_at
 start() {
   local name=$1 command=${command_of[$1]} log="$run_dir/logs/$1.log"
+  rm -f "$run_dir/queues/kill_$name"
   echo "== $(date '+%F %T') $command" >> "$log"
   case $name in
     engine*) bash -c "exec $command" >> "$log" 2>&1 & ;;

@@ -7,6 +7,7 @@ micro-batches, so FSDP2's collectives line up without any agreement between them
 Alone, on a run directory that has queues to read: `python train.py out/toy`. More ranks: `accelerate launch ... train.py`.
 Deliberately absent: a Trainer class, callbacks, gradient accumulation settings (a step is a step, however it was packed).
 """
+import contextlib
 import json
 import math
 import os
@@ -86,10 +87,11 @@ def head_logprobs(hidden, weight, targets, temperature):
 def token_logprobs(model, input_ids, position_ids, temperature):
     """log p(token | tokens before it in its sequence) for one packed row, and the entropy of the distribution it came from.
 
-    input_ids, position_ids [T], on the CPU -> (logprobs [T], entropy [T]), float32, on the model's device, both 0 at the row's
-    first token. position_ids restart at 0 with every sequence, which is what keeps sequences from seeing each other; the first
+    input_ids, position_ids [T], numpy (FSDP2 moves tensors to the GPU; the sequences' boundaries must be known on the CPU) or
+    CPU tensors -> (logprobs [T], entropy [T]), float32, on the model's device, both 0 at the row's first token. position_ids restart at 0 with every sequence, which is what keeps sequences from seeing each other; the first
     token of a sequence gets a meaningless value (it has no context) and must be masked out by the caller.
     """
+    input_ids, position_ids = torch.as_tensor(input_ids).cpu(), torch.as_tensor(position_ids).cpu()
     starts = torch.cat([torch.nonzero(position_ids == 0)[:, 0], torch.tensor([len(position_ids)])])  # known on the CPU: no wait for the GPU
     weight = model.get_output_embeddings().weight
     input_ids, position_ids, boundaries = to_device(weight.device, input_ids, position_ids, starts.int())
@@ -204,7 +206,7 @@ def micro_batch(model, record, version, config, device):
     Returns the summed loss (a scalar to call backward on), sums over tokens or samples in the order of SUMS, the sums of
     LAG_SUMS by lag [6, 6], and the largest lag of a trained token.
     """
-    logprobs, entropy = model.token_logprobs(torch.from_numpy(record["input_ids"]), torch.from_numpy(record["position_ids"]), config.temperature)
+    logprobs, entropy = model.token_logprobs(record["input_ids"], record["position_ids"], config.temperature)
     names = [k for k, v in record.items() if isinstance(v, np.ndarray) and k not in ("input_ids", "position_ids")]
     t = dict(zip(names, to_device(device, *(torch.from_numpy(record[k]) for k in names))))
     lag = version - t["versions"]
@@ -397,43 +399,44 @@ def main(run_dir):
     started, evaluated = time.time() - state["wall_s"], None
     waited, record = 0.0, None  # of the step in progress: seconds without data, its last record
 
-    def drain_evals(wait_for=None, timeout=0.0):
-        """Move the actor's evaluation results into metrics.jsonl; wait for the one of version `wait_for` if given."""
+    def drain_evals(timeout=0.0):
+        """Move the actor's evaluation results into metrics.jsonl; True once that of the last version has come, else None."""
         nonlocal evaluated
-        while rank == 0 and (wait_for is None or evaluated != wait_for):
-            try:
+        with contextlib.suppress(TimeoutError):
+            while rank == 0 and evaluated != config.steps:
                 seq, line = evals.get(timeout)
-            except TimeoutError:
-                if wait_for is None:
-                    return
-                raise TimeoutError(f"train: the actor has not evaluated version {wait_for} within {timeout:.0f} s") from None
-            log.write(line | {"wall_s": line["wall_s"] - started})
-            print(f"eval: version {line['version']} | " + " | ".join(f"{k} {v:.3f}" for k, v in line["eval"].items()) + f" | {line['problems']} held-out problems", flush=True)
-            evals.ack(seq)
-            evaluated = line["version"]
+                log.write(line | {"wall_s": line["wall_s"] - started})
+                print(f"eval: version {line['version']} | " + " | ".join(f"{k} {v:.3f}" for k, v in line["eval"].items()) + f" | {line['problems']} held-out problems", flush=True)
+                evals.ack(seq)
+                evaluated = line["version"]
+        return evaluated == config.steps or None
 
     def announce(version, position):
         """Tell the other stages that `engines` serve `version` now, and which problems have been trained on."""
         return lambda engines: notice(queues / "version.json", version=version, position=position, engines=engines)
 
-    def next_record(version):
-        """The next micro-batch. While there is none, engines that were started again get this version once more, or there may never be one."""
+    def take_record():
+        with contextlib.suppress(TimeoutError):
+            return batches.get(1.0)
+
+    def until(take, complaint):
+        """Collective: wait until rank 0's take() gives something, and return it there. Engines that were started again meanwhile get the
+        current version once more: what is waited for may never come without them.
+        """
         start = time.time()
         while True:
             got = None
-            while rank == 0 and not got:
-                try:
-                    got = batches.get(1.0)
-                except TimeoutError:
-                    if sender.missing():
-                        break
-                    if time.time() - start > config.stall_timeout:
-                        raise TimeoutError(f"train: preprocess put no micro-batch into {batches.path} for {config.stall_timeout:.0f} s") from None
-            if not sender.agree(not got):
-                return got or batches.get(config.stall_timeout)
-            sender.prepare(version)
-            sender.send(version, announce(version, state["position"]))
-            sender.timing()  # not this step's update
+            while rank == 0 and (got := take()) is None and not sender.missing():
+                if time.time() - start > config.stall_timeout:
+                    raise TimeoutError(f"train: {complaint} within {config.stall_timeout:.0f} s")
+            if not sender.agree(got is None):
+                return got
+            sender.wait()
+            times = sender.last  # of the step's own update
+            sender.prepare(state["version"])
+            sender.send(state["version"], announce(state["version"], state["position"]))
+            sender.wait()
+            sender.last = times
 
     def records(version, due):
         """The micro-batches of this step; before the last one is trained, the engines are told to get ready for an update."""
@@ -441,7 +444,7 @@ def main(run_dir):
         waited, record = 0.0, {"last": False}
         while not record["last"]:
             start = time.time()
-            seq, record = next_record(version)
+            seq, record = until(take_record, f"preprocess put no micro-batch into {batches.path}") or batches.get(config.stall_timeout)
             waited += time.time() - start
             check(record, f"record {seq} of {batches.path}", config, version, vocabulary)
             if record["last"] and due:
@@ -477,6 +480,7 @@ def main(run_dir):
             if device.type == "cpu":
                 sender.wait()  # engines share the cores: a trainer that went on would only prolong their pause
         elif rank == 0:
+            sender.wait()  # it announces, too
             announce(state["version"], state["position"])(sender.members)
         now = time.time()
         state["wall_s"] = now - started
@@ -495,7 +499,7 @@ def main(run_dir):
             save(config, run_dir, model, optimizer, state, rank)
     if line:
         log.write(line | sender.timing())
-    drain_evals(wait_for=config.steps, timeout=config.stall_timeout)
+    until(lambda: drain_evals(1.0), f"the actor has not evaluated version {config.steps}")
     if log and log.wandb:
         log.wandb.finish()
     if dist.is_initialized():

@@ -71,11 +71,11 @@ NO_UPDATE = {"sync_s": 0.0, "arm_s": 0.0, "gather_s": 0.0, "send_s": 0.0, "wait_
 
 
 class EngineError(RuntimeError):
-    """An engine did not do what an update needs of it; `hung` if it did not answer at all."""
+    """An engine did not do what an update needs of it: it refused, or it is `gone`; `hung` if it does not answer at all."""
 
-    def __init__(self, message, hung=False):
+    def __init__(self, message, gone=False, hung=False):
         super().__init__(message)
-        self.hung = hung
+        self.gone, self.hung = gone, hung
 
 
 class Sender:
@@ -93,6 +93,7 @@ class Sender:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.members, self.group, self.buffers, self.updates, self.error = [], None, [], 0, ""
         self.armed = self.swapped = self.version = None
+        self.wire, self.silent, self.refused = {}, {url: 0 for url in self.urls}, False
         self.times, self.last = {}, NO_UPDATE
         self.ranks = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * max(config.stall_timeout, config.start_timeout))) if dist.is_initialized() and dist.get_world_size() > 1 else None
         if rank == 0:
@@ -110,7 +111,7 @@ class Sender:
         try:
             answer = self.http[url].request("GET" if body is None else "POST", url + path, json=body, timeout=timeout, headers={"x-run-id": self.config.run_id})
         except requests.RequestException as e:
-            raise EngineError(f"{path} not answered within {timeout:.0f} s ({type(e).__name__})", hung=isinstance(e, requests.Timeout)) from None
+            raise EngineError(f"{path} not answered within {timeout:.0f} s ({type(e).__name__})", gone=True, hung=isinstance(e, requests.Timeout)) from None
         if answer.status_code != 200:
             raise EngineError(f"{path} refused: {answer.status_code} {answer.text[:500]}")
         return answer.json()
@@ -126,16 +127,27 @@ class Sender:
                 print(f"weights: dropped {self.error}", flush=True)
                 if url in self.members:
                     self.members.remove(url)
-                if e.hung and self.queues:
-                    Path(self.queues, f"kill_engine{self.urls.index(url)}").touch()
+                self.refused |= not e.gone
+                if e.hung:
+                    self._replace(url)
         return answers
+
+    def _replace(self, url):
+        """Ask run.sh to kill an engine that hangs, and to start it again."""
+        if self.queues:
+            Path(self.queues, f"kill_engine{self.urls.index(url)}").touch()
 
     def _healthy(self, timeout, everyone=False):
         """Engines that are well; waits up to `timeout` s until there is one (or until all are)."""
         def well(url):
             try:
-                return self.http[url].get(url + "/health", timeout=min(10.0, self.config.sync_timeout)).ok
-            except requests.RequestException:
+                ok, self.silent[url] = self.http[url].get(url + "/health", timeout=min(10.0, self.config.sync_timeout)).ok, 0
+                return ok
+            except requests.RequestException as e:
+                self.silent[url] += isinstance(e, requests.Timeout)
+                if self.silent[url] == 3:  # in a row
+                    self.silent[url] = 0
+                    self._replace(url)
                 return False
         deadline = time.monotonic() + timeout
         while True:
@@ -160,18 +172,19 @@ class Sender:
             if not healthy:
                 raise TimeoutError(f"weights: none of {', '.join(self.urls)} was healthy within {c.start_timeout:.0f} s; {self.error}")
             willing = [url for url in healthy if url not in failed] or healthy
-            if form := self.group is None or willing != self.members:
+            if form := self.group is None or willing != list(self.wire):
                 self.group, self.members = None, []
                 sizes = self._each(willing, lambda url: self._call(url, "/get_world_size")["world_size"])
                 willing, world = list(sizes), 1 + sum(sizes.values())
                 self.store = dist.TCPStore(c.host, 0, world, True, timeout=timedelta(seconds=c.sync_timeout), wait_for_workers=False)
                 self.wire = {url: dict(backend=c.weight_backend, host=c.host, port=self.store.port, world=world, timeout=c.sync_timeout,
                                        first_rank=1 + sum(list(sizes.values())[:i])) for i, url in enumerate(willing)}
-            if c.background_receive:  # otherwise /swap will do it all
-                failed |= set(willing) - set(self._each(willing, lambda url: self._call(url, "/arm", dict(version=str(version), update_info=info | {"wire": self.wire[url]}))))
-            if willing and not failed & set(willing):
+            arm = lambda url: self._call(url, "/arm", dict(version=str(version), serving=None if form else self.version, update_info=info | {"wire": self.wire[url]}))
+            armed = list(self._each(willing, arm)) if c.background_receive else willing  # without: /swap will do it all
+            if willing and armed == willing:
                 self.members = willing
                 return info
+            failed |= set(willing) - set(armed)
             self.group = None
         raise RuntimeError(f"weights: no engine takes an update; {self.error}")
     def _join(self):
@@ -200,6 +213,7 @@ class Sender:
         start = time.time()
         for _ in range(3):
             info = self.armed.result() if self.rank == 0 else None
+            self.agree(True)  # the others wait here, not in an all-gather, which has a shorter deadline
             armed = time.time()
             swap = (lambda: self._swap(version, info, start, done)) if self.rank == 0 else None
             if self.rank == 0 and not info["background"]:
@@ -251,7 +265,11 @@ class Sender:
                         offset += full.numel()
                 gather_s += time.time() - before
                 if self.rank == 0:
-                    works.append(None if error else self._send_bucket(flat, k))
+                    try:
+                        works.append(None if error else self._send_bucket(flat, k))
+                    except RuntimeError as e:
+                        error = str(e).splitlines()[0]
+                        works.append(None)
                     sums += [checksum(flat)] if info["verify"] else []
             if self.rank == 0:
                 works += [self.group.broadcast(torch.stack(sums), 0)] if sums and not error else []
@@ -286,19 +304,22 @@ class Sender:
         with contextlib.suppress(dist.DistStoreError):  # whoever is not ready by the deadline is found out by /swap
             info["background"] and self.store.wait([f"{info['key']}/{rank}" for rank in range(1, self.group.size())], timedelta(seconds=self.config.sync_timeout))
         ready = time.time()
+        self.refused = False
         pauses = self._each(list(self.members), swap)
-        if not pauses:
+        if not pauses and self.refused:
             raise RuntimeError(f"weights: no engine took version {version}; {self.error}")
         self.version = str(version)
-        done(list(pauses))
-        return dict(sync_s=time.time() - start, wait_s=ready - sent, pause_s=max(pauses.values()))
+        done(list(pauses))  # of none, if all are dead: `missing` will tell when one is back
+        return dict(sync_s=time.time() - start, wait_s=ready - sent, pause_s=max(pauses.values(), default=0.0))
 
     def missing(self):
         """Rank 0: is there an engine that is well, but serves other weights than those sent last, having been started again, say?"""
         def lacks(url):
             try:
                 return self._call(url, "/weight_info")["weight_version"] != self.version
-            except EngineError:
+            except EngineError as e:
+                if e.hung:
+                    self._replace(url)
                 return False
         self.failed()
         return (self.swapped is None or self.swapped.done()) and any(self.pool.map(lacks, self._healthy(0)))

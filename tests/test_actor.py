@@ -70,7 +70,7 @@ def with_fake_server(tmp_path, base_model, answer, attempts=4, **knobs):
         notice(tmp_path / "queues" / "version.json", version=5, engines=[url])
         actor.load, actor.rest = {url: 0}, {url: 0.0}
         assert actor.version() == 5
-        missing = await actor.group(0, {"prompt": "ba=", "answer": "ab"})
+        missing = await actor.group(0, {"prompt": "ba=", "answer": "ab"}, attempts)
         await actor.session(url).close()
         await runner.cleanup()
         return actor, missing, calls

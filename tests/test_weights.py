@@ -230,7 +230,7 @@ def test_receiving_without_a_second_copy(engine, sender):
 
 def test_unreachable_engines_are_an_error_within_the_deadline(engine, sender):
     sender.config.start_timeout, sender.urls = 2.0, ["http://127.0.0.1:9"]
-    sender.http[sender.urls[0]] = requests.Session()
+    sender.http[sender.urls[0]], sender.silent[sender.urls[0]] = requests.Session(), 0
     start = time.monotonic()
     with pytest.raises(TimeoutError, match="none of http://127.0.0.1:9 was healthy within 2 s"):
         update(sender, 101)
