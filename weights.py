@@ -172,7 +172,7 @@ class Sender:
             if not healthy:
                 raise TimeoutError(f"weights: none of {', '.join(self.urls)} was healthy within {c.start_timeout:.0f} s; {self.error}")
             willing = [url for url in healthy if url not in failed] or healthy
-            if form := self.group is None or willing != list(self.wire):
+            if form := self.group is None or not willing == self.members == list(self.wire):
                 self.group, self.members = None, []
                 sizes = self._each(willing, lambda url: self._call(url, "/get_world_size")["world_size"])
                 willing, world = list(sizes), 1 + sum(sizes.values())
@@ -184,7 +184,7 @@ class Sender:
             if willing and armed == willing:
                 self.members = willing
                 return info
-            failed |= set(willing) - set(armed)
+            failed |= set(willing) - set(armed) if form else set()  # one that was started again is in no group: form one with it
             self.group = None
         raise RuntimeError(f"weights: no engine takes an update; {self.error}")
     def _join(self):

@@ -23,7 +23,7 @@ from generation import start_engine
 from train import token_logprobs
 from updater import weights
 
-PORT, DEADLINE, PROMPT = 8800, 5.0, [45, 4, 52, 29, 2]
+PORT, DEADLINE, PROMPT = 8800, 8.0, [45, 4, 52, 29, 2]
 MOMENTS = ["idle", "decoding", "start", "mid", "swap"]
 
 
