@@ -234,6 +234,10 @@ class Plan:
         for x in self.attention:
             x.process_weights_after_loading(dtype)  # as vLLM does after every load
 
+    def holds(self):
+        """Do the tensors in use hold what was received? (Of packed ones: the matrices that they were packed from.)"""
+        return all(torch.equal(target, source) for pair in (self.early, self.late) for target, source in zip(*pair))
+
 
 class Inbox:
     """Memory that an update is received into, kept for the next one, and the plan of where its tensors go (None: not made yet; False:
@@ -292,6 +296,7 @@ class BroadcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def update_weights(self, update_info):
         """Start receiving and return at once (the base class would wait for the device). Joins the group first if it is a new one."""
         info = self.parse_update_info(update_info)
+        self.verify = info.verify
         tensors = (info.names, info.shapes, info.dtype, info.bucket_bytes)
         if info.wire != self.wire:
             self.wire, w, self.tensors = info.wire, info.wire, None  # a thread that waits for a former group must not write into this one's memory
@@ -355,6 +360,9 @@ class BroadcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 print(f"weights: updates take vLLM's layerwise reload, the slow way: {e}", flush=True)
         if inbox and inbox.plan:
             inbox.plan.swap(self.model_config.dtype)
+            with or_end():
+                if self.verify and not inbox.plan.holds():
+                    raise ValueError("the model does not hold what was received")
         else:
             with or_end():
                 if inbox:
