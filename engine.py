@@ -138,6 +138,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 class NotOnlyCopies(Exception):
     """Loading this model is more than copying, as far as Plan can tell."""
 
+
 class Copies(TorchDispatchMode):
     """Notes the copies that vLLM's weight loaders ask for, as views (target, source), and does none of them."""
 
@@ -155,6 +156,7 @@ class Copies(TorchDispatchMode):
         if not func.is_view:
             raise NotOnlyCopies(f"a weight loader calls {func}")
         return func(*args, **(kwargs or {}))
+
 
 class Plan:
     """Where each received tensor ends up in the model, learnt once from vLLM's loaders: later updates are plain copies.
@@ -308,11 +310,14 @@ class BroadcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             return self._receive_and_load(info)
         if tensors != self.tensors:
             self.tensors, self.inbox = tensors, Inbox(info, self.receive_device)
-        self.receiving = in_thread(self._receive, self.joining, self.inbox, info)
+        joining, key = self.joining, f"{info.key}/{self.rank}"
+        self.receiving = in_thread(self._receive, joining, self.inbox, info)
+        # the trainer waits for it before it lets the engine pause; not sooner, as update_problem looks whether all is done
+        self.receiving.add_done_callback(lambda _: joining.result()[1].set(key, ""))
 
     def _receive(self, joining, inbox, info):
         """Receive every bucket and prepare the swap, while the model decodes. Returns the inbox once all is there and right."""
-        group, store = joining.result(self.timeout)
+        group, _ = joining.result(self.timeout)
         interval, deadline = sys.getswitchinterval(), time.monotonic() + self.timeout
         try:
             with torch.cuda.stream(torch.cuda.Stream(self.device) if self.device.type == "cuda" else None):
@@ -326,7 +331,6 @@ class BroadcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             return inbox
         finally:
             sys.setswitchinterval(interval)
-            store.set(f"{info.key}/{self.rank}", "")  # the trainer waits for it before it lets the engine pause
 
     def _verify(self, group, info, sums):
         """Compare checksums of what arrived with what was sent, which comes after the last bucket."""
@@ -337,7 +341,7 @@ class BroadcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 raise ValueError(f"checksums differ: {wrong} of {len(sums)} buckets did not arrive as they were sent")
 
     def _receive_and_load(self, info):
-        group, store = self.joining.result(self.timeout)
+        group, _ = self.joining.result(self.timeout)
         sums = []
         with or_end():
             initialize_layerwise_reload(self.model)

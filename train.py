@@ -88,8 +88,9 @@ def token_logprobs(model, input_ids, position_ids, temperature):
     """log p(token | tokens before it in its sequence) for one packed row, and the entropy of the distribution it came from.
 
     input_ids, position_ids [T], numpy (FSDP2 moves tensors to the GPU; the sequences' boundaries must be known on the CPU) or
-    CPU tensors -> (logprobs [T], entropy [T]), float32, on the model's device, both 0 at the row's first token. position_ids restart at 0 with every sequence, which is what keeps sequences from seeing each other; the first
-    token of a sequence gets a meaningless value (it has no context) and must be masked out by the caller.
+    CPU tensors -> (logprobs [T], entropy [T]), float32, on the model's device, both 0 at the row's first token. position_ids
+    restart at 0 with every sequence, which is what keeps sequences from seeing each other; the first token of a sequence gets a
+    meaningless value (it has no context) and must be masked out by the caller.
     """
     input_ids, position_ids = torch.as_tensor(input_ids).cpu(), torch.as_tensor(position_ids).cpu()
     starts = torch.cat([torch.nonzero(position_ids == 0)[:, 0], torch.tensor([len(position_ids)])])  # known on the CPU: no wait for the GPU

@@ -50,10 +50,10 @@ def sender(engine):
     return Sender(engine, AutoModelForCausalLM.from_pretrained(engine.model), 0, torch.device("cpu"))
 
 
-def perturb(model):
+def perturb(model, scale=0.03):
     with torch.no_grad():
         for p in model.parameters():  # every parameter, a tied output head too
-            p.add_(0.03 * torch.randn_like(p))
+            p.add_(scale * torch.randn_like(p))
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +83,7 @@ def test_buckets_cover_all_parameters_in_order():
 def test_engine_equals_trainer_after_an_update(engine, sender, bucket_mb):
     sender.config.bucket_mb = bucket_mb  # 0: one tensor per bucket
     for version in (3, 4):
-        with torch.no_grad():
-            for p in sender.model.parameters():  # every parameter, the tied output head too
-                p.add_(0.03 * torch.randn_like(p))
+        perturb(sender.model)
         update(sender, version)
         worst, versions = difference(engine, sender.model)
         assert worst < 1e-4 and versions == {version}
@@ -195,9 +193,7 @@ def test_tensor_parallel_engine(tmp_path, base_model):
     try:
         sender = Sender(config, AutoModelForCausalLM.from_pretrained(base_model), 0, torch.device("cpu"))
         for version in (1, 2):
-            with torch.no_grad():
-                for p in sender.model.parameters():
-                    p.add_(0.03 * torch.randn_like(p))
+            perturb(sender.model)
             update(sender, version)
             worst, versions = difference(config, sender.model)
             assert worst < 1e-4 and versions == {version}
@@ -218,9 +214,7 @@ def test_receiving_without_a_second_copy(engine, sender):
     with ThreadPoolExecutor(8) as pool:
         running = [pool.submit(generate, engine, 120) for _ in range(8)]
         for version in (400, 401):
-            with torch.no_grad():
-                for p in sender.model.parameters():
-                    p.add_(0.01 * torch.randn_like(p))
+            perturb(sender.model, 0.01)
             update(sender, version)
         worst, versions = difference(engine, sender.model)
         assert worst < 1e-4 and versions == {401}
