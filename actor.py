@@ -4,12 +4,11 @@ Keeps every engine busy with `concurrency` sequences; a group of `attempts` roll
 queues/rollouts. A weight update in the middle of a sequence is no event here: the engine says afterwards which version
 sampled which tokens. How far ahead of the trainer samples may be started is decided by one function, `allowed_samples`.
 
-Alone, with engines and a trainer running: `python actor.py out/toy`. Deliberately absent: streaming, threads, a second
-actor's coordination.
+Alone, with engines and a trainer running: `python actor.py out/toy`. A checkpoint's score: `python actor.py --eval out/toy/checkpoints/step_000270`
+(evaluate.py). Deliberately absent: streaming, threads, a second actor's coordination.
 """
 import asyncio
 import contextlib
-import importlib
 import json
 import random
 import sys
@@ -19,10 +18,11 @@ from pathlib import Path
 
 import aiohttp
 import numpy as np
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 import config as cfg
 from queues import Queue, noticed
+from rewards import Judges
 
 
 def allowed_samples(config, version):
@@ -54,17 +54,76 @@ def overlong_penalty(length, config):
 
 
 class Problems:
-    """The endless problem stream: every problem of the split once per epoch, shuffled anew, given by position alone."""
+    """The endless stream of (task, problem), given by position alone: of each task every problem once per epoch, shuffled anew.
 
-    def __init__(self, problems, seed):
-        self.problems, self.seed, self.epoch, self.order = problems, seed, -1, []
+    problems: {task: list}; shares: {task: share}, kept exactly in every 100 problems, to one percent.
+    """
+
+    def __init__(self, problems, shares, seed):
+        self.problems, self.seed, self.orders = problems, seed, {}
+        count = {task: max(int(100 * share), 1) for task, share in shares.items()}
+        for task in sorted(shares, key=lambda t: count[t] - 100 * shares[t])[:max(100 - sum(count.values()), 0)]:
+            count[task] += 1
+        self.round = [task for task in count for _ in range(count[task])]
 
     def __getitem__(self, i):
-        epoch, k = divmod(i, len(self.problems))
-        if epoch != self.epoch:
-            self.epoch, self.order = epoch, list(range(len(self.problems)))
-            random.Random(f"{self.seed}/{epoch}").shuffle(self.order)
-        return self.problems[self.order[k]]
+        r, k = divmod(i, len(self.round))
+        tasks = [self.round[place] for place in self.shuffled("", r, len(self.round))[:k + 1]]
+        task = tasks[-1]
+        epoch, j = divmod(r * self.round.count(task) + tasks.count(task) - 1, len(self.problems[task]))
+        return task, self.problems[task][self.shuffled(task, epoch, len(self.problems[task]))[j]]
+
+    def shuffled(self, what, epoch, n):
+        """0 .. n-1 in the order of this epoch; the last one asked for is kept."""
+        if self.orders.get(what, (None,))[0] != epoch:
+            order = list(range(n))
+            random.Random(f"{self.seed}/{what}/{epoch}").shuffle(order)
+            self.orders[what] = epoch, order
+        return self.orders[what][1]
+
+
+class Prompter:
+    """Texts of problems and environments -> token ids, raw or through the model's chat template."""
+
+    def __init__(self, config):
+        self.config, self.tokenizer = config, AutoTokenizer.from_pretrained(config.model)
+        if config.chat and not self.tokenizer.chat_template:
+            raise cfg.ConfigError(f"--chat True: the tokenizer of {config.model} has no chat template")
+        with contextlib.suppress(OSError):  # a model need not have a generation config; chat models often have several stop tokens
+            ends = GenerationConfig.from_pretrained(config.model).eos_token_id
+            self.stop = {*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id} - {None}
+        if not getattr(self, "stop", None):
+            self.stop = {self.tokenizer.eos_token_id} - {None}
+
+    def render(self, messages, **options):
+        """Messages as text, by the chat template."""
+        thinking = {} if self.config.thinking == "auto" else {"enable_thinking": self.config.thinking == "on"}
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, **thinking, **options)
+
+    def start(self, problem):
+        """Token ids of a problem's prompt."""
+        if not self.config.chat:
+            return self.tokenizer(self.config.system_prompt + problem["prompt"])["input_ids"]
+        system = [{"role": "system", "content": self.config.system_prompt}] if self.config.system_prompt else []
+        text = self.render(system + [{"role": "user", "content": problem["prompt"]}], add_generation_prompt=True)
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def more(self, text):
+        """Token ids of the environment's answer to a turn, to be appended to what the engine has sampled, its stop token included."""
+        if self.config.chat:  # what the template puts between the end of an assistant's turn and the beginning of the next one
+            said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "TURN"}]
+            text = self.render(said + [{"role": "user", "content": text}], add_generation_prompt=True).rpartition("TURN")[2]
+            text = text.removeprefix(next((t for t in self.tokenizer.convert_ids_to_tokens(sorted(self.stop)) if text.startswith(t)), ""))
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def check(self, problems):
+        """Raise ConfigError if a prompt leaves no room for a completion; a prompt has at most as many tokens as bytes, and what a template adds."""
+        room, c = self.config.max_model_len - 1, self.config
+        extra = len(self.start({"prompt": ""}))
+        for task, found in problems.items():
+            for n, p in enumerate(found, 1):
+                if len(p["prompt"].encode()) + extra > room and (length := len(self.start(p))) > room:
+                    raise cfg.ConfigError(f"{p.get('where', f'task {task}, problem {n}')}: the prompt has {length} tokens, --max_model_len {c.max_model_len} leaves room for {room}: raise it or take the problem out")
 
 
 class Actor:
@@ -73,9 +132,8 @@ class Actor:
     def __init__(self, config, run_dir):
         self.config, self.run_dir = config, Path(run_dir)
         self.queues = self.run_dir / "queues"
-        self.task = importlib.import_module(f"tasks.{config.task}")
-        self.tokenizer = AutoTokenizer.from_pretrained(config.model)
-        self.eos = self.tokenizer.eos_token_id
+        self.prompter, self.judges = Prompter(config), Judges(config)
+        self.tokenizer = self.prompter.tokenizer
         self.rollouts, self.evals = Queue(self.queues / "rollouts", maxlen=10000), Queue(self.queues / "evals")
         self.urls = [f"http://{config.host}:{config.port + i}" for i in range(config.engines)]
         self.load = {url: 0 for url in self.urls}  # sequences in progress
@@ -137,8 +195,8 @@ class Actor:
             async with self.slots:
                 self.slots.notify_all()
 
-    async def generate(self, prompt, temperature):
-        """One completion of prompt token ids, from the least loaded engine: {tokens, logprobs, versions, finished}.
+    async def generate(self, prompt, temperature, limit, seed=None):
+        """One completion, of at most `limit` tokens, of prompt token ids, from the least loaded engine: {tokens, logprobs, versions, finished}.
 
         Failed requests are tried again, with back-off; None when `retries` are used up. Those that an engine's death or
         restart broke off do not count: they wait for an engine.
@@ -147,9 +205,8 @@ class Actor:
         while tries <= c.retries:
             async with self.slot() as url:
                 try:
-                    body = dict(token_ids=prompt, sampling_params=dict(
-                        max_tokens=min(c.max_new_tokens, c.max_model_len - len(prompt)), temperature=temperature, logprobs=0,
-                        stop_token_ids=[self.eos], detokenize=False))
+                    body = dict(token_ids=prompt, sampling_params=dict(max_tokens=limit, temperature=temperature, logprobs=0, seed=seed,
+                                                                       stop_token_ids=sorted(self.prompter.stop), detokenize=False))
                     async with self.session(url).post(url + "/inference/v1/generate", json=body) as answer:
                         if answer.status == 503:
                             raise aiohttp.ClientConnectionError(await answer.text())
@@ -171,27 +228,45 @@ class Actor:
             await asyncio.sleep(min(0.5 * 2 ** tries, 10) * random.uniform(0.5, 1.5))
         return None
 
-    async def rollout(self, problem, temperature):
-        """One attempt at a problem: tokens (prompt and completion ids, never re-tokenised), mask of the sampled ones, reward."""
-        prompt = self.tokenizer(problem["prompt"], add_special_tokens=False)["input_ids"]
-        sample = await self.generate(prompt, temperature)
-        if sample is None:
-            return None
-        n = len(prompt)
-        text = self.tokenizer.decode(sample["tokens"], skip_special_tokens=True)
-        reward = self.task.reward(problem, text, sample["finished"])
-        return dict(tokens=np.array(prompt + sample["tokens"], np.int32), mask=np.arange(n + len(sample["tokens"])) >= n,
-                    logprobs=np.concatenate([np.zeros(n, np.float32), np.array(sample["logprobs"], np.float32)]),
-                    versions=np.concatenate([np.full(n, -1, np.int32), sample["versions"]]),
-                    reward=reward + overlong_penalty(len(sample["tokens"]), self.config), success=reward >= 1, finished=sample["finished"], text=text)
+    async def rollout(self, task, problem, temperature, seed=None):
+        """One attempt at a problem: tokens (what was sent and what was sampled, never re-tokenised), mask of the sampled ones, reward.
 
-    async def group(self, i, problem, n):
-        """n attempts at problem i -> one record in queues/rollouts; returns how many samples it did not yield."""
+        Where the task has `respond`, its answer to each turn is appended, and the next turn's prompt is everything so far. At most
+        max_new_tokens are sampled in all turns together. None if a request failed for good.
+        """
+        c, judges = self.config, self.judges
+        parts, turns, said = [(self.prompter.start(problem), None)], [], []  # (token ids, what the engine said of them; None: not sampled)
+        while True:
+            tokens = [t for ids, _ in parts for t in ids]
+            left = c.max_new_tokens - sum(len(s["tokens"]) for s in said)
+            sample = await self.generate(tokens, temperature, min(left, c.max_model_len - len(tokens)), seed)
+            if sample is None:
+                return None
+            parts.append((sample["tokens"], sample))
+            said.append(sample)
+            turns.append(self.tokenizer.decode(sample["tokens"], skip_special_tokens=True))
+            finished = sample["finished"]
+            if not hasattr(judges.tasks[task], "respond") or not finished or (answer := await judges.respond(task, problem, turns)) is None:
+                break
+            ids = self.prompter.more(answer)
+            if len(tokens) + len(sample["tokens"]) + len(ids) >= c.max_model_len or left <= len(sample["tokens"]):
+                finished = False  # cut off between two turns
+                break
+            parts.append((ids, None))
+        text = turns if hasattr(judges.tasks[task], "respond") else turns[0]
+        verdict = await judges.score(task, problem, text, finished)
+        verdict["reward"] += overlong_penalty(sum(len(s["tokens"]) for s in said), c)
+        column = lambda of, key, nothing, kind: np.concatenate([np.array(s[key] if s else [nothing] * len(ids), kind) for ids, s in of])
+        return verdict | dict(tokens=np.array([t for ids, _ in parts for t in ids], np.int32), mask=np.concatenate([np.full(len(ids), s is not None) for ids, s in parts]),
+                              logprobs=column(parts, "logprobs", 0, np.float32), versions=column(parts, "versions", -1, np.int32), text=text, finished=finished)
+
+    async def group(self, i, task, problem, n):
+        """n attempts at problem i of the stream -> one record in queues/rollouts; returns how many samples it did not yield."""
         c = self.config
 
         async def attempt():
             try:
-                return await self.rollout(problem, c.temperature)
+                return await self.rollout(task, problem, c.temperature)
             finally:
                 self.wanted -= 1
         attempts = await asyncio.gather(*(attempt() for _ in range(n)))
@@ -200,13 +275,13 @@ class Actor:
             self.counts["dropped_groups"] += 1
             print(f"actor: problem {i} dropped: {len(good)} of {n} attempts came back, dropped so far {self.counts['dropped_groups']}", flush=True)
             # an empty record tells preprocess, which may wait for this group (late = wait), that it will not come
-            await asyncio.to_thread(self.rollouts.put, dict(run_id=c.run_id, index=i, gen_tok_s=self.speed(), lengths=np.zeros(0, int), rewards=np.zeros(0, np.float32)), c.stall_timeout)
+            await asyncio.to_thread(self.rollouts.put, dict(run_id=c.run_id, index=i, task=task, gen_tok_s=self.speed(), lengths=np.zeros(0, int), rewards=np.zeros(0, np.float32)), c.stall_timeout)
             return n
         cat = {k: np.concatenate([a[k] for a in good]) for k in ("tokens", "mask", "logprobs", "versions")}
         record = cat | dict(lengths=np.array([len(a["tokens"]) for a in good]), rewards=np.array([a["reward"] for a in good], np.float32),
-                            successes=np.array([a["success"] for a in good]), finished=np.array([a["finished"] for a in good]), run_id=c.run_id, index=i, gen_tok_s=self.speed())
+                            finished=np.array([a["finished"] for a in good]), outcomes=[a["outcome"] for a in good], task=task, run_id=c.run_id, index=i, gen_tok_s=self.speed())
         await asyncio.to_thread(self.rollouts.put, record, c.stall_timeout)
-        self.show(i, problem, good)
+        self.show(i, task, problem, good)
         return n - len(good)
 
     def speed(self):
@@ -216,28 +291,45 @@ class Actor:
             self.recent.popleft()
         return sum(n for _, n in self.recent) / max(now - self.recent[0][0], 0.1) if self.recent else 0.0
 
-    def show(self, i, problem, attempts):
-        """A few decoded rollouts per version into samples.jsonl, for people."""
+    def show(self, i, task, problem, attempts):
+        """A few decoded rollouts per version into samples.jsonl, for people; `python bench/show.py out/<run>` prints them."""
         version = self.version()
         if version != self.logged_version:
             self.logged_version, self.logged = version, 0
         for a in attempts[:self.logged < self.config.samples_logged]:  # one of a group
             self.logged += 1
+            starts = np.flatnonzero(np.diff(a["versions"], prepend=-2)).tolist()  # the prompt and the environment's texts are spans, too, of version -1
+            spans = [[int(a["versions"][s]), self.tokenizer.decode(a["tokens"][s:e].tolist())] for s, e in zip(starts, starts[1:] + [len(a["tokens"])])]
             sampled = a["versions"][a["mask"]]
-            starts = np.flatnonzero(np.diff(sampled, prepend=-1))
             self.samples_file.write(json.dumps(dict(
-                version=version, index=i, prompt=problem["prompt"], completion=a["text"], reward=a["reward"], finished=a["finished"], answer=problem.get("answer"),
-                versions=[[int(sampled[s]), int(s)] for s in starts])) + "\n")  # [version, first completion token it sampled]
+                version=version, index=i, task=task, prompt=problem["prompt"], completion=a["text"], reward=a["reward"], outcome=a["outcome"], finished=a["finished"],
+                answer=problem.get("answer"), versions=[[int(sampled[s]), int(s)] for s in np.flatnonzero(np.diff(sampled, prepend=-1))],  # [version, first sampled token of it]
+                spans=spans)) + "\n")
             self.samples_file.flush()
+
+    def held_out(self):
+        """(task, set, number, problem) of the held-out problems to evaluate on: the first eval_problems of each set."""
+        counts = Counter()
+        for task, problems in cfg.load_problems(self.config, "test").items():
+            for n, problem in enumerate(problems):
+                source = problem.get("source", task)
+                counts[source] += 1
+                if counts[source] <= self.config.eval_problems:
+                    yield task, source, n, problem
 
     async def evaluate(self, version):
         """Held-out problems through the same engines, while training goes on; the result goes to the trainer's metrics."""
         c = self.config
-        problems = self.task.problems("test", c.seed)[:c.eval_problems]
-        results = [r for r in await asyncio.gather(*(self.rollout(p, c.eval_temperature) for p in problems)) if r]
-        accuracy = float(np.mean([r["success"] for r in results])) if results else 0.0
-        sampled = np.concatenate([r["versions"][r["mask"]] for r in results]) if results else np.zeros(1)
-        self.evals.put(dict(eval={c.task: accuracy}, problems=len(results), version=version, wall_s=time.time(), versions=[int(sampled.min()), int(sampled.max())]))
+        work = [(source, self.rollout(task, problem, c.eval_temperature)) for task, source, _, problem in self.held_out() for _ in range(c.eval_attempts)]
+        results = [(source, r) for (source, _), r in zip(work, await asyncio.gather(*(w for _, w in work))) if r]
+        scores = {source: float(np.mean([r["success"] for s, r in results if s == source])) for source in dict.fromkeys(s for s, _ in results)}
+        sampled = np.concatenate([r["versions"][r["mask"]] for _, r in results]) if results else np.zeros(1)
+        self.evals.put(dict(eval=scores, problems=len(work) // c.eval_attempts, answers=len(results), version=version, wall_s=time.time(), versions=[int(sampled.min()), int(sampled.max())]))
+
+    async def close(self):
+        """End connections and reward workers."""
+        self.judges.close()
+        await asyncio.gather(*(s.close() for s in self.sessions.values()), return_exceptions=True)
 
     async def ready(self):
         """Wait until every engine is healthy and the trainer has announced its first version."""
@@ -249,13 +341,16 @@ class Actor:
             await asyncio.sleep(0.05)
 
     async def run(self):
-        c = self.config
+        c, problems = self.config, cfg.load_problems(self.config, "train")
+        self.prompter.check(problems)
+        self.prompter.check(cfg.load_problems(c, "test"))
+        await self.judges.start()
         await self.ready()
         watches = {asyncio.create_task(self.watch(url)) for url in self.urls}
         version = first = evaluated = self.version()
         print(f"actor: {len(self.urls)} engines x {c.concurrency} sequences, task {c.task}, from version {version}", flush=True)
         await self.evaluate(version)
-        stream = Problems(self.task.problems("train", c.seed), c.seed)
+        stream = Problems(problems, cfg.task_weights(c.task), c.seed)
         position = noticed(self.queues / "version.json")["position"]  # problems already done with, of a continued run
         i, done_ahead, started, returned = position["next"], set(position["ahead"]), first * c.batch_size, 0
         groups, evaluations, last_change = set(), set(), time.monotonic()
@@ -275,13 +370,13 @@ class Actor:
             while self.wanted < c.concurrency * len(self.serving) and (n := min(c.attempts, allowed_samples(c, version) - started + returned + dropped)) > 0:
                 while i in done_ahead:
                     i += 1
-                groups.add(asyncio.create_task(self.group(i, stream[i], n)))
+                groups.add(asyncio.create_task(self.group(i, *stream[i], n)))
                 i, started, self.wanted = i + 1, started + n, self.wanted + n
             done, groups = await asyncio.wait(groups, timeout=0.01, return_when=asyncio.FIRST_COMPLETED) if groups else (set(), groups)
             returned += sum(g.result() for g in done)
-            for task in [t for t in evaluations | watches if t.done()]:
-                evaluations.discard(task)
-                task.result()
+            for t in [t for t in evaluations | watches if t.done()]:
+                evaluations.discard(t)
+                t.result()
             if not done:
                 await asyncio.sleep(0.005)
         for g in groups:
@@ -290,10 +385,18 @@ class Actor:
         await asyncio.gather(*evaluations)
         for w in watches:
             w.cancel()
-        await asyncio.gather(*watches, *(s.close() for s in self.sessions.values()), return_exceptions=True)
-        print(f"actor: done, {started - returned} samples started, events {dict(self.counts)}", flush=True)
+        await asyncio.gather(*watches, return_exceptions=True)
+        await self.close()
+        print(f"actor: done, {started - returned} samples started, events {dict(self.counts)}, rewards {dict(self.judges.counts)}", flush=True)
 
 
 if __name__ == "__main__":
-    run_directory = sys.argv[1]
-    asyncio.run(Actor(cfg.load(run_directory), run_directory).run())
+    if sys.argv[1:2] == ["--eval"]:
+        import evaluate
+        evaluate.main(sys.argv[1:])
+    else:
+        run_directory = sys.argv[1]
+        try:
+            asyncio.run(Actor(cfg.load(run_directory), run_directory).run())
+        except cfg.ConfigError as e:  # what the user gave us: one line, no traceback
+            sys.exit(f"actor: {e}")

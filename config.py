@@ -6,6 +6,8 @@ preset is a dict below, a new knob is one line in `Config`, and every process re
 """
 import contextlib
 import difflib
+import importlib
+import inspect
 import io
 import json
 import os
@@ -34,8 +36,13 @@ class Config:
     seed: int = 0  # seeds the problem order, the sampling, the shuffling and the toy base model
     wandb: Literal["off", "offline", "online"] = "off"  # log the same metrics to Weights & Biases; offline needs no account
     # ---- task and model
-    task: str = "toy"  # file under tasks/
-    model: str = ""  # HF model directory or hub name; empty: the base model the task makes itself
+    task: str = "toy"  # file under tasks/, or a mixture: maths:0.7,countdown:0.3
+    train_data: str = ""  # problems to train on, for tasks that read them: names of data sets or .jsonl / .parquet files, commas between them
+    eval_data: str = ""  # held-out problems, likewise
+    model: str = ""  # HF model directory or hub name; empty: the tiny base model the task's teacher makes
+    chat: bool = False  # prompts go through the model's chat template; False: raw text, for base models
+    system_prompt: str = ""  # of the chat template; of a raw prompt, its beginning
+    thinking: Literal["auto", "on", "off"] = "auto"  # enable_thinking of chat templates that know it; auto: the template's own default
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # compute dtype of engine and trainer; auto: float32 on CPU, bfloat16 on GPU
     head_float32: bool = False  # output head in float32 on both sides (vLLM's head_dtype) when dtype is bfloat16: less mismatch, slower head
     # ---- batch
@@ -62,6 +69,14 @@ class Config:
     # ---- data
     row_tokens: int = 4096  # tokens per packed micro-batch row
     advantage: Literal["loo", "mean", "mean_std", "none"] = "loo"  # baseline within a group, see preprocess.advantages
+    no_signal: Literal["keep", "drop"] = "keep"  # groups in which every advantage is 0: train them (they count as samples), or drop and count them
+    # ---- rewards
+    reward_correct: tuple[float, float] = (1.0, 1.0)  # reward table, for tasks that return outcomes: of a completion that ended by itself, of one that was cut off
+    reward_wrong: tuple[float, float] = (0.0, 0.0)  # likewise
+    reward_no_answer: tuple[float, float] = (0.0, 0.0)  # likewise
+    reward_unparsable: tuple[float, float] = (0.0, 0.0)  # likewise; also for answers that exceed reward_timeout, whatever the task
+    reward_timeout: float = 2.0  # a reward function may take so long for one answer, CPU seconds
+    reward_workers: int = 0  # processes that compute rewards; 0: as many as CPU cores, at least 2 and at most 16
     # ---- loss and optimizer
     loss: Literal["reinforce", "ppo", "gspo", "icepop"] = "reinforce"  # see train.policy_loss
     clamp: float = 5.0  # reinforce: c of the truncated importance weight min(w, c)
@@ -95,7 +110,8 @@ class Config:
     sync_timeout: float = 60.0  # deadline of each call and broadcast of a weight update, s
     # ---- evaluation, checkpoints, logs
     eval_every: int = 50  # evaluate on held-out problems every so many versions (always before training and at the end); 0: only those two
-    eval_problems: int = 256  # held-out problems per evaluation
+    eval_problems: int = 256  # held-out problems per evaluation, of each set
+    eval_attempts: int = 1  # attempts at each of them
     eval_temperature: float = 1.0  # 1: the policy that is trained; 0: greedy
     save_every: int = 100  # checkpoint every so many steps (always at the end)
     keep_last: int = 2  # checkpoints kept
@@ -113,7 +129,7 @@ TOY = dict(task="toy", steps=270, batch_size=448, attempts=16, concurrency=256, 
            kv_cache_gb=1.0, enforce_eager=True, row_tokens=512, lr=6e-4, warmup_steps=5, lr_schedule="linear", beta2=0.95,
            eval_every=54, save_every=90, max_lag=4, start_timeout=300.0, stall_timeout=300.0, request_timeout=120.0)
 # The paper's headline run (arXiv 2509.19128, section 5).
-MATH = dict(task="maths", model="Qwen/Qwen2.5-7B", steps=1000, batch_size=1024, attempts=16, concurrency=64,
+MATH = dict(task="maths", train_data="orz57k", eval_data="math500,aime24", model="Qwen/Qwen2.5-7B", steps=1000, batch_size=1024, attempts=16, concurrency=64,
             max_new_tokens=8192, max_model_len=10240, row_tokens=16384, lr=1e-6, clamp=5.0, max_lag=1000000,
             gradient_checkpointing=True, eval_every=50, eval_problems=500, save_every=50)
 PRESETS = {"toy": TOY, "math": MATH}
@@ -134,8 +150,38 @@ def gpu_count() -> int:
     return len(re.findall(r"^GPU \d+", listing.stdout, re.M)) if listing.returncode == 0 else 0
 
 
-def parse(argv: list[str], gpus: int) -> Config:
-    """`[preset] --knob value ...` -> Config. Raises ConfigError with one line for anything that does not parse."""
+def task_weights(task: str) -> dict[str, float]:
+    """Tasks of a run and their shares: "toy" -> {"toy": 1.0}; "maths:3,countdown:1" -> {"maths": 0.75, "countdown": 0.25}."""
+    parts = [part.partition(":") for part in task.split(",")]
+    try:
+        weights = {name.strip(): float(share or 1) for name, _, share in parts}
+    except ValueError:
+        weights = {}
+    if len(weights) < len(parts) or min(weights.values()) <= 0:
+        raise ConfigError(f"--task {task}: write a task, or several different ones with their shares, all above 0: maths:0.7,countdown:0.3")
+    return {name: share / sum(weights.values()) for name, share in weights.items()}
+
+
+def load_problems(c: Config, split: str) -> dict[str, list[dict]]:
+    """Problems of every task of the run; split: "train" or "test". Raises ConfigError that names file and line."""
+    found, names = {}, c.train_data if split == "train" else c.eval_data
+    for task in task_weights(c.task):
+        module = importlib.import_module(f"tasks.{task}")
+        takes_data = len(inspect.signature(module.problems).parameters) > 2
+        try:
+            found[task] = list(module.problems(split, c.seed, names) if takes_data else module.problems(split, c.seed))
+        except ValueError as e:
+            raise ConfigError(f"task {task}: {e}") from None
+        if not found[task]:
+            raise ConfigError(f"task {task} has no {split} problems")
+        for n, p in enumerate(found[task], 1):
+            if not isinstance(p, dict) or not isinstance(p.get("prompt"), str) or not p["prompt"]:
+                raise ConfigError(f"task {task}, {split} problem {n}: must be a dict with a text under \"prompt\", is {str(p)[:100]}")
+    return found
+
+
+def parse(argv: list[str], gpus: int, default: Config | None = None) -> Config:
+    """`[preset] --knob value ...` -> Config; default: where flags start from instead of a preset. Raises ConfigError with one line for anything that does not parse."""
     import tyro
     argv = list(argv)
     name = argv.pop(0) if argv and not argv[0].startswith("-") else ("math" if gpus else "toy")
@@ -151,7 +197,7 @@ def parse(argv: list[str], gpus: int) -> Config:
     try:
         with contextlib.nullcontext() if "--help" in argv or "-h" in argv else contextlib.redirect_stderr(captured), \
              contextlib.nullcontext() if "--help" in argv or "-h" in argv else contextlib.redirect_stdout(captured):
-            return tyro.cli(Annotated[Config, tyro.conf.FlagConversionOff], default=Config(run=name, **PRESETS[name]), args=argv,
+            return tyro.cli(Annotated[Config, tyro.conf.FlagConversionOff], default=default or Config(run=name, **PRESETS[name]), args=argv,
                             prog=f"bash run.sh [{'|'.join(PRESETS)}]", use_underscores=True, description=f"Preset '{name}'. Every knob, with this preset's default:")
     except SystemExit as exit:
         if exit.code == 0:
@@ -160,8 +206,8 @@ def parse(argv: list[str], gpus: int) -> Config:
         raise ConfigError(re.split(r" Argument helptext| For full helptext", words)[0].removeprefix("Value error ").removeprefix("Parsing error ")) from None
 
 
-def resolve(config: Config, gpus: int) -> Config:
-    """Fill in what follows from the hardware and check what can be checked before anything starts.
+def resolve(config: Config, gpus: int, training: bool = True) -> Config:
+    """Fill in what follows from the hardware and check what can be checked before anything starts; training: there are trainer ranks too.
 
     Raises ConfigError naming the knob and what to do.
     """
@@ -171,10 +217,11 @@ def resolve(config: Config, gpus: int) -> Config:
 
     c = config
     need(re.fullmatch(r"[\w.-]+", c.run), f"--run {c.run!r}: letters, digits, '.', '-' and '_' only")
-    for name in ("steps", "batch_size", "attempts", "concurrency", "row_tokens", "max_new_tokens", "tensor_parallel", "bucket_mb", "keep_last"):
+    for name in ("steps", "batch_size", "attempts", "concurrency", "row_tokens", "max_new_tokens", "tensor_parallel", "bucket_mb", "keep_last", "eval_attempts"):
         need(getattr(c, name) >= 1, f"--{name} {getattr(c, name)}: must be at least 1")
-    for name in ("max_lag", "conventional_g", "engines", "trainers", "retries", "eval_every", "eval_problems", "save_every", "keep_every", "verify_weights", "restarts", "ring"):
+    for name in ("max_lag", "conventional_g", "engines", "trainers", "retries", "eval_every", "eval_problems", "save_every", "keep_every", "verify_weights", "restarts", "ring", "reward_workers"):
         need(getattr(c, name) >= 0, f"--{name} {getattr(c, name)}: must not be negative")
+    need(c.reward_timeout > 0, f"--reward_timeout {c.reward_timeout}: must be above 0")
     need(c.temperature > 0, f"--temperature {c.temperature}: must be above 0")
     need(c.attempts >= 2 or c.advantage == "none", f"--attempts {c.attempts}: the '{c.advantage}' baseline needs at least 2 attempts per problem")
     need(c.batch_size % c.attempts == 0, f"--batch_size {c.batch_size} is not a multiple of --attempts {c.attempts}: a step trains whole groups")
@@ -182,7 +229,7 @@ def resolve(config: Config, gpus: int) -> Config:
     if gpus:
         c.engines = c.engines or max(gpus // 2 // c.tensor_parallel, 1)
         c.trainers = c.trainers or max(gpus - c.engines * c.tensor_parallel, 1)
-        wanted = c.engines * c.tensor_parallel + c.trainers
+        wanted = c.engines * c.tensor_parallel + (c.trainers if training else 0)
         need(gpus == 1 and wanted == 2 or wanted <= gpus,
              f"{c.engines} engines x {c.tensor_parallel} GPUs + {c.trainers} trainer ranks need {wanted} GPUs, this machine has {gpus}: lower --engines, --tensor_parallel or --trainers")
     else:
@@ -195,10 +242,15 @@ def resolve(config: Config, gpus: int) -> Config:
     phase = max(c.conventional_g, 1) * c.batch_size
     c.ring = c.ring or max(2 * c.batch_size, phase)
     need(c.ring >= phase, f"--ring {c.ring} is less than the {phase} samples of a {'phase' if c.conventional_g else 'step'}: it could never fill")
-    need((ROOT / "tasks" / f"{c.task}.py").exists(), f"--task {c.task}: there is no tasks/{c.task}.py; tasks here: {', '.join(sorted(p.stem for p in (ROOT / 'tasks').glob('*.py')))}")
+    c.reward_workers = c.reward_workers or min(max(len(os.sched_getaffinity(0)), 2), 16)
+    here = sorted(p.stem for p in (ROOT / "tasks").glob("[!_]*.py"))
+    for task in task_weights(c.task):
+        near = difflib.get_close_matches(task, here, n=1)
+        need(task in here, f"--task {task}: there is no tasks/{task}.py" + (f", did you mean {near[0]}?" if near else "") + f" Tasks here: {', '.join(here)}")
     if not c.model:
-        need(c.task == "toy", f"--model is empty and task '{c.task}' makes no base model: give a model directory or hub name")
-        c.model = str(ROOT / "out" / "models" / f"toy-seed{c.seed}")
+        for task in task_weights(c.task):
+            need(hasattr(importlib.import_module(f"tasks.{task}"), "teacher"), f"--model is empty and task {task} has no teacher for a tiny base model: give a model directory or hub name")
+        c.model = str(ROOT / "out" / "models" / f"{'+'.join(task_weights(c.task))}-seed{c.seed}")
     elif os.sep in c.model and (c.model.startswith((".", "/", "~")) or c.model.count("/") != 1):
         c.model = os.path.expanduser(c.model)
         need(Path(c.model, "config.json").exists(), f"--model {c.model}: no config.json there, so it is not a Hugging Face model directory")
@@ -281,7 +333,7 @@ def placement(c: Config, gpus: int) -> list[tuple[str, dict, list[str]]]:
 def load(run_dir: str) -> Config:
     """The Config that out/<run>/config.json holds."""
     values = json.loads(Path(run_dir, "config.json").read_text())["config"]
-    return Config(**values)
+    return Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
 
 def write(c: Config) -> Path:
@@ -320,7 +372,7 @@ def open_run(c: Config) -> str:
         return f"new run {run_dir}; the {'stopped' if version < old.steps else 'complete'} one before it is now {aside}"
     changed = [f.name for f in fields(Config) if getattr(old, f.name) != getattr(c, f.name) and f.name not in ("fresh", "out", "run_id")]
     for name in changed:
-        if name in ("task", "model", "seed", "batch_size", "attempts", "dtype"):
+        if name in ("task", "train_data", "model", "seed", "batch_size", "attempts", "dtype"):
             raise ConfigError(f"--{name} cannot change within a run ({getattr(old, name)} -> {getattr(c, name)}): choose another --run name, or --fresh True")
     c.run_id = old.run_id
     shutil.rmtree(run_dir / "queues", ignore_errors=True)  # what was sampled but not trained is drawn again
@@ -332,13 +384,14 @@ def main(list_file: str, argv: list[str]) -> None:
     try:
         gpus = gpu_count()
         c = resolve(parse(argv, gpus), gpus)
+        load_problems(c, "train"), load_problems(c, "test")
         done = open_run(c)
         run_dir = write(c)
     except ConfigError as e:
         sys.exit(f"run.sh: {e}")
     processes = placement(c, gpus)
-    if c.task == "toy" and not Path(c.model, "config.json").exists():
-        processes.insert(0, ("prepare", dict(OMP_NUM_THREADS="1"), [sys.executable, "tasks/toy.py", c.model, str(c.seed)]))
+    if Path(c.model).parent == ROOT / "out" / "models" and not Path(c.model, "config.json").exists():
+        processes.insert(0, ("prepare", dict(OMP_NUM_THREADS="1"), [sys.executable, "tasks/_tiny.py", c.task, c.model, str(c.seed)]))
     lines = [f"{name}\tenv {shlex.join([f'{k}={v}' for k, v in env.items()])} {shlex.join(command)}" for name, env, command in processes]
     Path(list_file).write_text("\n".join([str(run_dir), str(c.restarts), *lines]) + "\n")
     print(f"run.sh: {done} | {c.steps} steps of {c.batch_size} samples | {c.engines} engines, {c.trainers} trainer ranks on {gpus or 'no'} GPUs | {c.dtype}", flush=True)

@@ -63,11 +63,14 @@ def pack(lengths, capacity):
 def samples_of(group, config):
     """One group record of actor.py -> its samples, each a dict of arrays over its tokens [T] and of scalars."""
     ends = np.cumsum(group["lengths"])
-    for i, advantage in enumerate(advantages(group["rewards"], config.advantage)):
+    of_group = advantages(group["rewards"], config.advantage)
+    signal = len(of_group) and np.abs(of_group).max() > 1e-6
+    for i, advantage in enumerate(of_group):
         span = slice(ends[i] - group["lengths"][i], ends[i])
         kept = group["finished"][i] or not config.overlong_mask  # over-length filtering, DAPO (arXiv 2503.14476) section 3.4
         yield dict(tokens=group["tokens"][span], mask=group["mask"][span] & kept, logprobs=group["logprobs"][span], versions=group["versions"][span],
-                   advantage=advantage, reward=group["rewards"][i], success=group["successes"][i], index=group["index"])
+                   advantage=advantage, reward=group["rewards"][i], success=group["outcomes"][i] == "correct", outcome=group["outcomes"][i],
+                   task=group["task"], index=group["index"], signal=signal)
 
 
 class Position:
@@ -142,11 +145,12 @@ class Emitter:
 
     def __init__(self, config, queues, reference=None):
         self.config, self.queues, self.reference = config, queues, reference
-        self.step, self.taken, self.pending, self.position = 0, 0, [], Position()
+        self.step, self.taken, self.pending, self.position, self.by_task = 0, 0, [], Position(), {}
 
     def add(self, sample, **extra):
         """Take one more sample of the current step; emits what is full, and everything when the step is complete."""
         self.pending.append(sample)
+        self.count(sample)
         self.position.leave(sample["index"])
         self.taken += 1
         done = self.taken == self.config.batch_size
@@ -168,11 +172,20 @@ class Emitter:
                 record = row_record([self.pending[i] for i in row])
                 if self.reference:
                     record["ref_logprobs"] = self.reference(record)
-                queue.put(record | dict(run_id=self.config.run_id, step=self.step, last=last, position=self.position.state() if last else None, **extra), self.config.stall_timeout)
+                queue.put(record | dict(run_id=self.config.run_id, step=self.step, last=last, position=self.position.state() if last else None, by_task=self.task_table() if last else None, **extra), self.config.stall_timeout)
         sent = {i for row in rows for i in row}
         self.pending = [s for i, s in enumerate(self.pending) if i not in sent]
         if done:
-            self.step, self.taken = self.step + 1, 0
+            self.step, self.taken, self.by_task = self.step + 1, 0, {}
+
+    def count(self, sample):
+        """Add a sample to its task's sums: samples, reward, sampled tokens, and how many had which outcome."""
+        sums = self.by_task.setdefault(sample["task"], Counter())
+        sums.update({"samples": 1, "reward": float(sample["reward"]), "tokens": int(sample["mask"].sum()), sample["outcome"]: 1})
+
+    def task_table(self):
+        """{task: {samples, reward, tokens, <outcome>}} of the step: a count, means per sample, shares of the samples."""
+        return {task: {k: v if k == "samples" else v / sums["samples"] for k, v in sums.items()} for task, sums in self.by_task.items()}
 
 
 def main(run_dir):
@@ -213,7 +226,10 @@ def main(run_dir):
                     arrived += [early.pop(turn)] if turn in early else []
                     turn += 1
             for sample in (s for g in arrived for s in samples_of(g, config)):
-                if len(sample["tokens"]) > config.row_tokens:
+                if config.no_signal == "drop" and not sample["signal"]:
+                    dropped["no_signal"] += 1
+                    position.leave(sample["index"])
+                elif len(sample["tokens"]) > config.row_tokens:
                     dropped["too_long"] += 1
                     position.leave(sample["index"])
                 else:

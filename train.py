@@ -489,7 +489,7 @@ def main(run_dir):
             drain_evals()
             line = dict(step=state["version"], version=state["version"], samples=state["samples"], wall_s=state["wall_s"], **metrics,
                         dropped=record["dropped"], train_tok_s=metrics["tokens"] / (now - step_start), gen_tok_s=record["gen_tok_s"], wait_data_s=waited,
-                        skipped=state["skipped"])
+                        skipped=state["skipped"], by_task=record["by_task"])
             left = (config.steps - state["version"]) * (now - loop_start) / (state["version"] - first_version)
             print(f"step {state['version']}/{config.steps} | reward {line['reward']:.3f} | ess {line['ess']:.3f} | lag {line['lag_mean']:.1f}/{line['lag_max']} | "
                   f"{line['train_tok_s'] / 1000:.1f}k tok/s | wait {100 * waited / (now - step_start):.0f}% | eta {left / 60:.1f}m", flush=True)

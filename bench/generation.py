@@ -7,7 +7,6 @@ real process, with rewards, groups and queue. Also usable to see what an engine 
 """
 import argparse
 import asyncio
-import os
 import shlex
 import shutil
 import subprocess
@@ -17,29 +16,12 @@ from pathlib import Path
 
 import aiohttp
 import numpy as np
-import requests
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import config as cfg
+from evaluate import ready, start_engines, stop_engines
 from queues import Queue, notice
-from tasks import toy
-
-
-def start_engine(config, extra=()):
-    """Start the engine of a resolved config and wait until it is healthy; returns its process."""
-    _, env, command = cfg.placement(config, 0)[0]
-    log = open(Path(config.out, config.run, "logs", "engine0.log"), "w")
-    process = subprocess.Popen(command + list(extra), env=os.environ | env | {"PYTHONPATH": str(cfg.ROOT)}, stdout=log, stderr=log, cwd=cfg.ROOT, start_new_session=True)
-    deadline = time.time() + config.start_timeout
-    while True:
-        try:
-            if requests.get(f"http://{config.host}:{config.port}/health", timeout=5).ok:
-                return process
-        except requests.RequestException:
-            pass
-        if process.poll() is not None or time.time() > deadline:
-            raise RuntimeError(f"engine did not start, see {log.name}")
-        time.sleep(0.5)
+from tasks import _tiny, toy
 
 
 async def bare(config, prompts, seconds):
@@ -94,17 +76,17 @@ def main():
     p.add_argument("--engine_args", default="")
     a = p.parse_args()
     config = cfg.resolve(cfg.parse(["toy", "--run", "bench-generation", "--concurrency", str(a.concurrency), "--max_lag", "1000000", "--eval_problems", "1", "--eval_every", "0"], 0), 0)
-    toy.make_model(config.model, config.seed)
+    _tiny.make_model(["toy"], config.model, config.seed)
     cfg.write(config)
-    tokenizer = toy.make_tokenizer()
+    tokenizer = _tiny.make_tokenizer([toy])
     prompts = [tokenizer(p["prompt"])["input_ids"] for p in toy.problems("train", 0)]
-    engine = start_engine(config, shlex.split(a.engine_args))
+    engines = start_engines(config, extra=shlex.split(a.engine_args))
     try:
-        requests.post(f"http://{config.host}:{config.port}/update_weight_version", json={"new_version": "0"}).raise_for_status()
+        ready(config)
         asyncio.run(bare(config, prompts, 5))  # warm-up
         rates = [(asyncio.run(bare(config, prompts, a.seconds)), through_actor(config, a.seconds)) for _ in range(a.rounds)]
     finally:
-        os.killpg(engine.pid, 9)
+        stop_engines(engines)
     print(f"{'round':>8} {'bare tok/s':>12} {'actor tok/s':>12} {'ratio':>7}")
     for i, (b, c) in enumerate(rates):
         print(f"{i:>8} {b:>12.0f} {c:>12.0f} {c / b:>7.2f}")

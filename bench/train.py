@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # before this f
 import config as cfg
 import train
 from preprocess import pack, row_record, samples_of
-from tasks import toy
+from tasks import _tiny, toy
 
 logging.set_verbosity_error()
 warnings.filterwarnings("ignore", "TRL currently supports vLLM")
@@ -74,7 +74,7 @@ def draw(shape, seed):
         mask = np.concatenate([np.arange(length) >= prompt for length in lengths])
         rewards = rng.integers(0, 2, GROUP).astype(float)
         samples += samples_of(dict(lengths=lengths, tokens=rng.integers(0, vocabulary, n).astype(np.int32), mask=mask, versions=np.zeros(n, np.int32),
-                                   logprobs=np.where(mask, -np.log(vocabulary), 0), rewards=rewards, successes=rewards, finished=rewards >= 0, index=0),
+                                   logprobs=np.where(mask, -np.log(vocabulary), 0), rewards=rewards, outcomes=["correct" if r else "wrong" for r in rewards], finished=rewards >= 0, task="toy", index=0),
                               cfg.Config())
     return [samples[i] for i in rng.permutation(len(samples))]
 
@@ -169,7 +169,7 @@ def trl(shape, path, device):
                       max_completion_length=shape["highest"], disable_dropout=True)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
     trainer = Prepared(model, reward_funcs=lambda completions, **_: [0.0] * len(completions), args=args, train_dataset=Dataset.from_list([{"prompt": "a"}] * GROUP),
-                       processing_class=toy.make_tokenizer())
+                       processing_class=_tiny.make_tokenizer([toy]))
     trainer.create_optimizer()
     model, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
     prompts = lambda batch: [s["tokens"][~s["mask"]].astype(np.int64) for s in batch]

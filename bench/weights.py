@@ -28,8 +28,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import config as cfg
 import weights
-from bench.generation import start_engine
-from tasks import toy
+from evaluate import start_engines, stop_engines
+from tasks import _tiny, toy
 from train import token_logprobs
 
 EVERY, CONCURRENCY, PROMPT = 2.0, 48, [45, 4, 52, 29, 2]
@@ -42,7 +42,7 @@ def make_model(path, tied):
         vocab_size=1024, hidden_size=256, intermediate_size=704, num_hidden_layers=26, num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=512,
         initializer_range=0.08, tie_word_embeddings=tied, bos_token_id=None, eos_token_id=1, pad_token_id=0, attn_implementation="sdpa"))
     model.save_pretrained(path)
-    toy.make_tokenizer().save_pretrained(path)
+    _tiny.make_tokenizer([toy]).save_pretrained(path)
 
 
 class Load(threading.Thread):
@@ -140,7 +140,7 @@ def main():
                                     "--max_new_tokens", "120", "--max_model_len", "256"], 0), 0)
     cfg.write(config)
     bucket_mb = config.bucket_mb
-    engine = start_engine(config)
+    engines = start_engines(config)
     bare = None
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -179,7 +179,7 @@ def main():
     finally:
         if bare:
             bare.kill()
-        os.killpg(engine.pid, signal.SIGKILL)
+        stop_engines(engines)
 
     middle = statistics.median
     for r in rounds:

@@ -15,9 +15,9 @@ PORT = 8700  # the shared engine; end-to-end runs take ports from 8710 on
 @pytest.fixture(scope="session")
 def base_model():
     """Directory of the toy base model of seed 0 (made once, ~25 s)."""
-    from tasks import toy
+    from tasks import _tiny
     path = ROOT / "out" / "models" / "toy-seed0"
-    toy.make_model(path, 0)
+    _tiny.make_model(["toy"], path, 0)
     return path
 
 
@@ -25,10 +25,10 @@ def base_model():
 def engine(base_model, tmp_path_factory):
     """A real vLLM server with the toy model; yields its Config."""
     import config as cfg
-    from generation import start_engine
+    from evaluate import start_engines
     config = cfg.resolve(cfg.parse(["toy", "--run", "engine", "--out", str(tmp_path_factory.mktemp("engine")), "--port", str(PORT), "--concurrency", "64"], 0), 0)
     cfg.write(config)
-    process = start_engine(config)
+    process = start_engines(config)[0]
     yield config
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()

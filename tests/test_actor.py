@@ -43,10 +43,10 @@ def test_overlong_penalty_by_hand():
 
 
 def test_problem_stream_is_a_function_of_the_position():
-    stream = Problems(list(range(7)), seed=1)
-    drawn = [stream[i] for i in range(21)]
+    stream = Problems({"a": list(range(7))}, {"a": 1.0}, seed=1)
+    drawn = [stream[i][1] for i in range(21)]
     assert sorted(drawn[:7]) == sorted(drawn[7:14]) == list(range(7)) and drawn[:7] != drawn[7:14]
-    assert [Problems(list(range(7)), seed=1)[i] for i in (20, 3, 11)] == [drawn[20], drawn[3], drawn[11]]
+    assert [Problems({"a": list(range(7))}, {"a": 1.0}, seed=1)[i][1] for i in (20, 3, 11)] == [drawn[20], drawn[3], drawn[11]]
 
 
 def with_fake_server(tmp_path, base_model, answer, attempts=4, **knobs):
@@ -63,15 +63,16 @@ def with_fake_server(tmp_path, base_model, answer, attempts=4, **knobs):
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        config = cfg.Config(model=str(base_model), attempts=attempts, engines=1, max_new_tokens=40, max_model_len=128, retries=1, **knobs)
+        config = cfg.Config(model=str(base_model), attempts=attempts, engines=1, reward_workers=2, max_new_tokens=40, max_model_len=128, retries=1, **knobs)
         (tmp_path / "queues").mkdir()
         actor = Actor(config, tmp_path)
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         notice(tmp_path / "queues" / "version.json", version=5, engines=[url])
         actor.load, actor.rest = {url: 0}, {url: 0.0}
         assert actor.version() == 5
-        missing = await actor.group(0, {"prompt": "ba=", "answer": "ab"}, attempts)
-        await actor.session(url).close()
+        await actor.judges.start()
+        missing = await actor.group(0, "toy", {"prompt": "ba=", "answer": "ab"}, attempts)
+        await actor.close()
         await runner.cleanup()
         return actor, missing, calls
     return asyncio.run(asyncio.wait_for(run(), 60))
@@ -93,7 +94,7 @@ def test_a_group_record_holds_what_the_engine_sampled(tmp_path, base_model):
     assert r["tokens"].tolist() == (prompt + [29, 30, 1]) * 4 and r["lengths"].tolist() == [6] * 4
     assert r["mask"].tolist() == [False] * 3 + [True] * 3 + ([False] * 3 + [True] * 3) * 3
     assert r["versions"][:6].tolist() == [-1, -1, -1, 4, 4, 5] and r["logprobs"][:6].tolist() == [0, 0, 0, -0.5, -0.5, -0.5]
-    assert r["rewards"].tolist() == [1.0] * 4 and r["successes"].all()
+    assert r["rewards"].tolist() == [1.0] * 4 and r["outcomes"] == ["correct"] * 4
     shown = json.loads((tmp_path / "samples.jsonl").read_text().splitlines()[0])
     assert shown["completion"] == "ab" and shown["versions"] == [[4, 0], [5, 2]]
 

@@ -19,7 +19,7 @@ import torch
 import config as cfg
 from actor import token_versions
 from conftest import ROOT
-from generation import start_engine
+from evaluate import start_engines
 from train import token_logprobs
 from updater import weights
 
@@ -43,7 +43,7 @@ class House:
 
     def start_engine(self, i):
         one = cfg.Config(**vars(self.config) | dict(engines=1, port=PORT + i))
-        self.engines[i] = start_engine(one)
+        self.engines[i] = start_engines(one)[0]
 
     def start_trainer(self):
         self.said = []

@@ -49,7 +49,7 @@ def test_packing_refuses_what_cannot_fit():
 
 def sample(n, reward=0.0, version=0):
     return dict(tokens=np.arange(n, dtype=np.int32), mask=np.arange(n) >= 2, logprobs=np.zeros(n, np.float32),
-                versions=np.where(np.arange(n) >= 2, version, -1).astype(np.int32), advantage=reward, reward=reward, success=reward >= 1, index=0)
+                versions=np.where(np.arange(n) >= 2, version, -1).astype(np.int32), advantage=reward, reward=reward, success=reward >= 1, index=0, task="toy", outcome="correct" if reward >= 1 else "wrong", signal=True)
 
 
 def test_a_row_record_keeps_tokens_and_their_stamps_together():
@@ -95,7 +95,7 @@ def test_steps_are_whole_ranks_get_equal_numbers_and_nothing_is_lost(tmp_path, r
 
 def test_groups_are_cut_back_into_their_samples():
     group = dict(tokens=np.arange(7), mask=np.arange(7) > 1, logprobs=np.zeros(7), versions=np.zeros(7, int), lengths=np.array([3, 4]),
-                 rewards=np.array([1.0, 0.0]), successes=np.array([True, False]), finished=np.array([True, False]), index=6)
+                 rewards=np.array([1.0, 0.0]), finished=np.array([True, False]), index=6, task="toy", outcomes=["correct", "wrong"])
     a, b = samples_of(group, SimpleNamespace(advantage="loo", overlong_mask=False))
     assert a["tokens"].tolist() == [0, 1, 2] and b["tokens"].tolist() == [3, 4, 5, 6]
     assert (a["advantage"], b["advantage"]) == (1.0, -1.0) and a["index"] == 6 and a["mask"].tolist() == [False, False, True] and b["mask"].all()
@@ -151,7 +151,7 @@ def test_a_ring_that_overflows_drops_the_oldest_and_says_so(tmp_path):
         for _ in range(groups):
             n = [70 if fed + k == 3 else 5 for k in range(4)]
             rollouts.put(dict(tokens=np.zeros(sum(n), np.int32), mask=np.ones(sum(n), bool), logprobs=np.zeros(sum(n), np.float32), versions=np.zeros(sum(n), np.int32),
-                              lengths=np.array(n), rewards=np.arange(fed, fed + 4, dtype=np.float32), successes=np.zeros(4, bool), finished=np.ones(4, bool), gen_tok_s=1.0, run_id="abc", index=fed // 4 + (fed > 0)))
+                              lengths=np.array(n), rewards=np.arange(fed, fed + 4, dtype=np.float32), finished=np.ones(4, bool), task="toy", outcomes=["wrong"] * 4, gen_tok_s=1.0, run_id="abc", index=fed // 4 + (fed > 0)))
             fed += 4
 
     def until(condition):

@@ -26,7 +26,7 @@ def samples(seed=0):
         n = int(rng.integers(5, 60))
         mask = np.arange(n) >= 3
         yield dict(index=i // 2, tokens=rng.integers(3, 50, n).astype(np.int32), mask=mask, logprobs=(rng.normal(-4, 0.3, n) * mask).astype(np.float32),
-                   versions=np.where(mask, i // BATCH - rng.integers(0, 3), -1).astype(np.int32), advantage=float(rng.normal()), reward=float(i % 2), success=i % 2 == 1)
+                   versions=np.where(mask, i // BATCH - rng.integers(0, 3), -1).astype(np.int32), advantage=float(rng.normal()), reward=float(i % 2), success=i % 2 == 1, task="toy", outcome="correct" if i % 2 else "wrong")
 
 
 def train(out, name, base_model, ranks=1, row_tokens=128, order=None, steps=STEPS, checkpoint=None, first=0, **knobs):

@@ -76,11 +76,11 @@ def test_the_pipeline_end_to_end(tmp_path, base_model):
     assert leftovers(tmp_path) == []
     # and vLLM loads it as it is: its logprobs are Hugging Face's
     import config as cfg
-    from generation import start_engine
+    from evaluate import start_engines
     from test_weights import difference
     c = cfg.resolve(cfg.parse(["toy", "--run", "checkpoint", "--out", str(tmp_path), "--port", "8711", "--model", str(run_dir / "checkpoints" / "step_000012")], 0), 0)
     cfg.write(c)
-    engine = start_engine(c)
+    engine = start_engines(c)[0]
     try:
         requests.post("http://127.0.0.1:8711/update_weight_version", json={"new_version": "12"}).raise_for_status()
         worst, versions = difference(c, trained)

@@ -14,8 +14,8 @@ import config as cfg
 import weights
 from actor import token_versions
 from conftest import PORT
-from generation import start_engine
-from tasks import toy
+from evaluate import start_engines
+from tasks import _tiny, toy
 from train import token_logprobs
 from weights import Sender, buckets
 
@@ -64,10 +64,10 @@ def untied(tmp_path_factory):
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=100, hidden_size=128, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
                                          max_position_embeddings=256, tie_word_embeddings=False, initializer_range=0.1, bos_token_id=None, eos_token_id=1, pad_token_id=0))
     model.save_pretrained(path / "model")
-    toy.make_tokenizer().save_pretrained(path / "model")
+    _tiny.make_tokenizer([toy]).save_pretrained(path / "model")
     config = cfg.resolve(cfg.parse(["toy", "--run", "engine", "--out", str(path), "--model", str(path / "model"), "--port", str(PORT + 1), "--concurrency", "8"], 0), 0)
     cfg.write(config)
-    process = start_engine(config)
+    process = start_engines(config)[0]
     yield Sender(config, model, 0, torch.device("cpu"))
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -188,7 +188,7 @@ def test_tensor_parallel_engine(tmp_path, base_model):
     """Two workers, each with its shard of every fused matrix: one group of three."""
     config = cfg.resolve(cfg.parse(["toy", "--run", "tp", "--out", str(tmp_path), "--port", "8702", "--concurrency", "16", "--model", str(base_model), "--tensor_parallel", "2"], 0), 0)
     cfg.write(config)
-    process = start_engine(config)
+    process = start_engines(config)[0]
     try:
         sender = Sender(config, AutoModelForCausalLM.from_pretrained(base_model), 0, torch.device("cpu"))
         for version in (1, 2):

@@ -1,0 +1,124 @@
+"""Mathematics with a final answer in \\boxed{}, checked by the math-verify library: the task of the paper.
+
+`--train_data` and `--eval_data`: names of data sets below, or .jsonl / .parquet files with columns `problem` (or `question`) and `answer`;
+several with commas between them. Evaluations report each by its name.
+"""
+import functools
+import random
+import re
+from pathlib import Path
+
+from tasks import _data as data
+
+INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+LONGEST, DEEPEST = 500, 30  # characters and nested brackets of an answer; no real one comes near
+# sympy computes 9^{9^9} and 10^{10^{100}} digit by digit: refuse what could only be meant to
+HOSTILE = re.compile(r"\d\s*[})]*\s*(\^|\*\*)\s*[-{(\s]*\d+\s*[})!]*\s*(\^|\*\*)|(\^|\*\*)\s*[-{(\s]*\d{6,}|\d{5,}\s*!|!\s*!|\d\s*(\^|\*\*)\s*[-{(\s]*\d+\s*!")
+
+
+def boxed(text):
+    """What the last \\boxed{...} of a text holds; None without one; ValueError if it never ends, is too long or too deep."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth = 0
+    for k, c in enumerate(text[start + 6:start + 8 + LONGEST]):
+        depth += (c == "{") - (c == "}")
+        if depth > DEEPEST:
+            break
+        if not depth:
+            return text[start + 7:start + 6 + k].strip()
+    raise ValueError(f"the answer does not end within {LONGEST} characters, or is nested too deeply")
+
+
+def after_hashes(text):
+    """GSM8K: the final answer follows ####."""
+    return text.rsplit("####", 1)[-1].strip().replace(",", "")
+
+
+def orz(row):
+    """OpenReasoner-Zero: a row is a dialogue, [{value: problem}, {ground_truth: {value: answer}}], with columns called "0" and "1"."""
+    return row["0"]["value"], row["1"]["ground_truth"]["value"]
+
+
+# name -> (hub name, configuration, split, row -> (problem, final answer))
+SETS = {
+    "orz57k": ("Open-Reasoner-Zero/orz_math_57k_collection", None, "train", orz),
+    "orz72k": ("Open-Reasoner-Zero/orz_math_72k_collection_extended", None, "train", orz),
+    "gsm8k_train": ("openai/gsm8k", "main", "train", lambda row: (row["question"], after_hashes(row["answer"]))),
+    "gsm8k": ("openai/gsm8k", "main", "test", lambda row: (row["question"], after_hashes(row["answer"]))),
+    "math_train": ("DigitalLearningGmbH/MATH-lighteval", None, "train", lambda row: (row["problem"], boxed(row["solution"]))),
+    "math500": ("HuggingFaceH4/MATH-500", None, "test", lambda row: (row["problem"], row["answer"])),
+    "aime24": ("HuggingFaceH4/aime_2024", None, "train", lambda row: (row["problem"], row["answer"])),
+    "aime25": ("math-ai/aime25", None, "test", lambda row: (row["problem"], row["answer"])),
+    "amc23": ("math-ai/amc23", None, "test", lambda row: (row["question"], row["answer"])),
+}
+
+
+def problems(split, seed=0, data_names=""):
+    """Dicts with prompt, answer, where (file:line) and source (name of the set), in the order of the files."""
+    if not data_names:
+        raise ValueError(f"task maths needs --{'train' if split == 'train' else 'eval'}_data: {', '.join(SETS)}, or a .jsonl or .parquet file")
+    found = []
+    for name in data_names.split(","):
+        before = len(found)
+        if name in SETS:
+            *hub, read = SETS[name]
+            rows = data.hub(*hub)
+        else:
+            rows, read = data.rows(name), lambda row: (data.column(row, "problem", "question"), data.column(row, "answer"))
+        for where, row in rows:
+            try:
+                problem, answer = read(row)
+            except (ValueError, LookupError, TypeError) as e:
+                raise ValueError(f"{where}: {f'no {e}; the row has ' + ', '.join(row) if isinstance(e, LookupError) else e}") from None
+            if not answer:  # a solution without a final answer, in the hub's sets: nothing to check against
+                raise ValueError(f"{where}: no final answer")
+            found.append(dict(prompt=problem + INSTRUCTION, answer=str(answer), where=where, source=name if name in SETS else Path(name).stem))
+        if len(found) == before:
+            raise ValueError(f"{name}: no problems in it")
+    return found
+
+
+def answer(problem, completion):
+    """What attempts are compared by when they vote (maj@k); None: no vote."""
+    try:
+        return boxed(completion) or None
+    except ValueError:
+        return None
+
+
+@functools.cache
+def library():
+    """math-verify, loaded when first needed: it brings sympy."""
+    import logging
+    import math_verify
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it complains that its own time limits are off: ours kill
+    return math_verify
+
+
+@functools.lru_cache(10000)
+def parsed(answer):
+    """math-verify's reading of an answer; an empty list if it makes no sense of it."""
+    m = library()
+    return m.parse(f"\\boxed{{{answer}}}", [m.LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None)
+
+
+def reward(problem, completion, finished):
+    """An outcome of the reward table: correct | wrong | no_answer | unparsable."""
+    try:
+        answer = boxed(completion)
+    except ValueError:
+        return "unparsable"
+    if not answer:
+        return "no_answer"
+    if answer == problem["answer"]:
+        return "correct"
+    if HOSTILE.search(answer) or not parsed(answer):
+        return "unparsable"
+    return "correct" if library().verify(parsed(problem["answer"]), parsed(answer), timeout_seconds=None) else "wrong"
+
+
+def warm_up():
+    """Called once before workers are forked: load what `reward` needs."""
+    reward({"answer": "\\frac{x^2}{2}"}, "\\boxed{0.5 x^2 + (1, 2)}", True)
