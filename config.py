@@ -75,7 +75,7 @@ class Config:
     reward_wrong: tuple[float, float] = (0.0, 0.0)  # likewise
     reward_no_answer: tuple[float, float] = (0.0, 0.0)  # likewise
     reward_unparsable: tuple[float, float] = (0.0, 0.0)  # likewise; also for answers that exceed reward_timeout, whatever the task
-    reward_timeout: float = 2.0  # a reward function may take so long for one answer, CPU seconds
+    reward_timeout: float = 1.0  # a reward function may take so long for one answer, CPU seconds
     reward_workers: int = 0  # processes that compute rewards; 0: as many as CPU cores, at least 2 and at most 16
     # ---- loss and optimizer
     loss: Literal["reinforce", "ppo", "gspo", "icepop"] = "reinforce"  # see train.policy_loss
@@ -132,7 +132,9 @@ TOY = dict(task="toy", steps=270, batch_size=448, attempts=16, concurrency=256, 
 MATH = dict(task="maths", train_data="orz57k", eval_data="math500,aime24", model="Qwen/Qwen2.5-7B", steps=1000, batch_size=1024, attempts=16, concurrency=64,
             max_new_tokens=8192, max_model_len=10240, row_tokens=16384, lr=1e-6, clamp=5.0, max_lag=1000000,
             gradient_checkpointing=True, eval_every=50, eval_problems=500, save_every=50)
-PRESETS = {"toy": TOY, "math": MATH}
+COUNTDOWN = TOY | dict(task="countdown", steps=200, eval_every=50)
+GUESS = TOY | dict(task="guess", steps=200, batch_size=256, max_new_tokens=90, max_model_len=256, row_tokens=1024, eval_every=50)  # up to 13 turns of up to 5 tokens
+PRESETS = {"toy": TOY, "countdown": COUNTDOWN, "guess": GUESS, "math": MATH}
 
 
 class ConfigError(Exception):

@@ -5,6 +5,7 @@ socket. A worker that runs into its limit is killed by the kernel, whatever it i
 another, which costs some 10 ms, not the seconds that loading sympy takes. One JSON line each way; no pickle, no threads.
 """
 import asyncio
+import contextlib
 import importlib
 import json
 import os
@@ -94,7 +95,8 @@ class Judges:
     def close(self):
         for _ in range(self.idle.qsize()):
             self.idle.get_nowait()[1].close()
-        self.process.terminate()
+        with contextlib.suppress(ProcessLookupError):
+            self.process.terminate()
 
 
 # ------------------------------------------------------------------------------------------------ the other side

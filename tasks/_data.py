@@ -18,12 +18,14 @@ def rows(path):
         return
     if path.suffix not in (".jsonl", ".json"):
         raise ValueError(f"{path}: the name must end in .jsonl (a JSON object a line) or .parquet")
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
         for n, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError:
+                raise ValueError(f"{path}:{n}: not UTF-8") from None
             except ValueError as e:
                 raise ValueError(f"{path}:{n}: not valid JSON ({e})") from None
             if not isinstance(row, dict):

@@ -2,7 +2,7 @@
 
 A teacher is a function `teacher(rng) -> [(text, learn), ...]`: one example, in order, learn = True where the model speaks. A
 good one errs now and then, so that reward has something to mend. `TINY` of the task says what may differ: words (texts that are one
-token; any other character is one by itself), steps, batch, lr, layers, hidden.
+token; any other character is one by itself), characters (that the examples may lack), steps, batch, lr, layers, hidden.
 
 `python tasks/_tiny.py toy out/models/toy-seed0 0` makes the base model of task toy, seed 0; `toy:0.5,countdown:0.5` makes one for both.
 """
@@ -17,27 +17,31 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import config as cfg
 
-DEFAULT = dict(words=(), steps=150, batch=64, lr=3e-3, layers=2, hidden=128, positions=256)
+DEFAULT = dict(words=(), characters=(), steps=150, batch=64, lr=3e-3, layers=2, hidden=128, positions=256)
 
 
 def settings(tasks):
-    """TINY of several tasks as one: all words, and the most of everything else."""
+    """TINY of several tasks as one: all words and characters, and the most of everything else."""
     tiny = [DEFAULT | getattr(t, "TINY", {}) for t in tasks]
-    return {k: sum((tuple(t[k]) for t in tiny), ()) if k == "words" else max(t[k] for t in tiny) for k in DEFAULT}
+    return {k: max(t[k] for t in tiny) if isinstance(v, (int, float)) else sum((tuple(t[k]) for t in tiny), ()) for k, v in DEFAULT.items()}
 
 
 def make_tokenizer(tasks, seed=0):
-    """Tokens: <pad>, <eos>, then in sorted order what the teachers' first 2,000 examples contain. No BOS; `<eos>` ends an answer."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-    words = sorted(settings(tasks)["words"], key=len, reverse=True)
-    pattern = "|".join([re.escape(w) for w in words] + [r"[\s\S]"])
+    """<pad>, <eos>, in sorted order every character of the teachers' first 2,000 examples, then the words. `<eos>` ends an answer.
+
+    It is a Qwen2 tokenizer without merges: transformers loads whatever lies beside a Qwen2 model as one.
+    """
+    from tokenizers import AddedToken, pre_tokenizers
+    from transformers import Qwen2Tokenizer
+    words, extra = (settings(tasks)[k] for k in ("words", "characters"))
+    pattern = "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
     rng = random.Random(f"vocabulary{seed}")
-    found = {w for t in tasks for _ in range(2000) for text, _ in t.teacher(rng) for w in re.findall(pattern, text)} | set(words)
-    tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate(["<pad>", "<eos>"] + sorted(found))}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+    text = "".join((re.sub(pattern, "", part) if words else part) for t in tasks for _ in range(2000) for part, _ in t.teacher(rng))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # writes a space as another character
+    characters = sorted({c for piece, _ in byte_level.pre_tokenize_str(text + "".join(extra)) for c in piece})
+    tokenizer = Qwen2Tokenizer(vocab={t: i for i, t in enumerate(["<pad>", "<eos>"] + characters)}, merges=[], unk_token="<pad>", eos_token="<eos>", pad_token="<pad>")
+    tokenizer.add_tokens([AddedToken(w, normalized=False) for w in words])
+    return tokenizer
 
 
 def make_model(names, path, seed):

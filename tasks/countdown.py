@@ -12,9 +12,9 @@ from fractions import Fraction
 
 SYMBOLS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 NUMBERS, LARGEST, TARGET = 3, 9, 40  # how many numbers a problem has, the largest of them, the largest target
-SLOPPINESS = 0.3  # chance that the tiny model's teacher changes an operator
+SLOPPINESS = 0.2  # chance that the tiny model's teacher changes an operator
 PROMPT = ("Use each of ", " exactly once, with + - * / and brackets, to make ", ". Answer with the expression in \\boxed{}.\n")
-TINY = dict(words=PROMPT + tuple(str(n) for n in range(10, TARGET + 1)), steps=400, layers=3)
+TINY = dict(words=PROMPT + tuple(str(n) for n in range(10, TARGET + 1)), steps=600, layers=3)
 
 
 def _draw(rng):
@@ -38,9 +38,11 @@ def _draw(rng):
 def problems(split, seed=0):
     """Dicts with prompt, numbers, target, and one answer of several. No test problem is a train problem, in any order of its numbers."""
     key = lambda p: (tuple(sorted(p["numbers"])), p["target"])
-    test = {key(p): p for rng in [random.Random(f"test{seed}")] for p in (_draw(rng) for _ in range(500))}
-    rng = random.Random(f"train{seed}")
-    return list(test.values()) if split == "test" else [p for p in (_draw(rng) for _ in range(20000)) if key(p) not in test]
+    test = [_draw(rng) for rng in [random.Random(f"test{seed}")] for _ in range(500)]
+    if split == "test":
+        return test
+    held_out, rng = set(map(key, test)), random.Random(f"train{seed}")
+    return [p for p in (_draw(rng) for _ in range(20000)) if key(p) not in held_out]
 
 
 def value(text, numbers):

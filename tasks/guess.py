@@ -8,6 +8,7 @@ import re
 
 LARGEST, TURNS = 1024, 13
 SUCCESS = 2 - TURNS / 10  # an attempt with this reward or more counts as solved
+SLOPPINESS = 0.1  # chance that the tiny model's teacher guesses anywhere
 PROMPT = f"I am thinking of a whole number from 1 to {LARGEST}. Guess it in at most {TURNS} turns; answer with a number alone.\n"
 HIGHER, LOWER = "higher\n", "lower\n"
 TINY = dict(words=(PROMPT, HIGHER, LOWER), steps=300, layers=3)
@@ -39,10 +40,10 @@ def reward(problem, turns, finished):
 
 
 def teacher(rng):
-    """A game of the tiny model's teacher, who guesses anywhere in what is left, and now and then forgets the last hint."""
+    """A game of the tiny model's teacher, who halves what is left, but now and then guesses anywhere in it."""
     number, low, high, game = rng.randint(1, LARGEST), 1, LARGEST, [(PROMPT, False)]
     for turn in range(TURNS):
-        guess = rng.randint(low, high) if rng.random() < 0.9 else rng.randint(1, LARGEST)
+        guess = rng.randint(low, high) if rng.random() < SLOPPINESS else (low + high) // 2
         game.append((str(guess), True))
         if guess == number:
             break

@@ -4,16 +4,17 @@
 several with commas between them. Evaluations report each by its name.
 """
 import functools
-import random
 import re
+import string
 from pathlib import Path
 
 from tasks import _data as data
 
 INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 LONGEST, DEEPEST = 500, 30  # characters and nested brackets of an answer; no real one comes near
+TINY = dict(words=(INSTRUCTION, "\\boxed{"), characters=tuple(string.printable), positions=512)
 # sympy computes 9^{9^9} and 10^{10^{100}} digit by digit: refuse what could only be meant to
-HOSTILE = re.compile(r"\d\s*[})]*\s*(\^|\*\*)\s*[-{(\s]*\d+\s*[})!]*\s*(\^|\*\*)|(\^|\*\*)\s*[-{(\s]*\d{6,}|\d{5,}\s*!|!\s*!|\d\s*(\^|\*\*)\s*[-{(\s]*\d+\s*!")
+HOSTILE = re.compile(r"\d\s*[})]*\s*(\^|\*\*)\s*[-{(\s]*\d+\s*[})!]*\s*(\^|\*\*)|(\^|\*\*)\s*[-{(\s]*\d{6,}|\d{5,}\s*!|![)}\]\s]*!|\d\s*(\^|\*\*)\s*[-{(\s]*\d+\s*!")
 
 
 def boxed(text):
@@ -90,18 +91,19 @@ def answer(problem, completion):
 
 @functools.cache
 def library():
-    """math-verify, loaded when first needed: it brings sympy."""
+    """(parse, verify, how to find an answer, sympy's class of expressions), loaded when first needed: it takes a second."""
     import logging
     import math_verify
+    from sympy import Expr
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it complains that its own time limits are off: ours kill
-    return math_verify
+    return math_verify.parse, math_verify.verify, [math_verify.LatexExtractionConfig(boxed_match_priority=0)], Expr
 
 
 @functools.lru_cache(10000)
 def parsed(answer):
     """math-verify's reading of an answer; an empty list if it makes no sense of it."""
-    m = library()
-    return m.parse(f"\\boxed{{{answer}}}", [m.LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None)
+    parse, _, extraction, _ = library()
+    return parse(f"\\boxed{{{answer}}}", extraction, parsing_timeout=None)
 
 
 def reward(problem, completion, finished):
@@ -114,9 +116,20 @@ def reward(problem, completion, finished):
         return "no_answer"
     if answer == problem["answer"]:
         return "correct"
-    if HOSTILE.search(answer) or not parsed(answer):
+    if HOSTILE.search(answer) or max(answer.count(c) for c in "([_^") > DEEPEST or not parsed(answer):
         return "unparsable"
-    return "correct" if library().verify(parsed(problem["answer"]), parsed(answer), timeout_seconds=None) else "wrong"
+    gold, given = parsed(problem["answer"]), parsed(answer)
+    _, verify, _, expression = library()
+    unknowns = [bool(x[0].free_symbols) for x in (gold, given) if x and isinstance(x[0], expression)]
+    if len(set(unknowns)) == 2:  # an expression in x can hardly be a number, and sympy may take minutes to find that out
+        return "wrong"
+    return "correct" if verify(gold, given, timeout_seconds=None) else "wrong"
+
+
+def teacher(rng):
+    """One example for a tiny base model, which is there to run the line without a hub, not to learn mathematics: a sum, often right."""
+    a, b = rng.randint(1, 50), rng.randint(1, 50)
+    return [(f"What is ${a} + {b}$?{INSTRUCTION}", False), (f"\\boxed{{{a + b if rng.random() < 0.8 else rng.randint(1, 100)}}}", True)]
 
 
 def warm_up():
