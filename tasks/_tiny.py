@@ -44,8 +44,8 @@ def make_tokenizer(tasks, seed=0):
     return tokenizer
 
 
-def make_model(names, path, seed):
-    """Make the base model of these tasks at `path` unless it is there already; the same seed gives the same model."""
+def make_model(names, path, seed, **other):
+    """Make the base model of these tasks at `path` unless it is there already; the same seed gives the same model. other: settings instead of the tasks' own."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from preprocess import pack
@@ -55,7 +55,7 @@ def make_model(names, path, seed):
         return
     tasks = [importlib.import_module(f"tasks.{n}") for n in names]
     torch.manual_seed(seed)
-    s, rng, tokenizer = settings(tasks), random.Random(f"warm-up{seed}"), make_tokenizer(tasks, seed)
+    s, rng, tokenizer = settings(tasks) | other, random.Random(f"warm-up{seed}"), make_tokenizer(tasks, seed)
     model = Qwen2ForCausalLM(Qwen2Config(
         vocab_size=-(-len(tokenizer) // 64) * 64, hidden_size=s["hidden"], intermediate_size=3 * s["hidden"], num_hidden_layers=s["layers"],
         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=s["positions"], tie_word_embeddings=True, bos_token_id=None,

@@ -8,10 +8,10 @@ import re
 
 LARGEST, TURNS = 1024, 13
 SUCCESS = 2 - TURNS / 10  # an attempt with this reward or more counts as solved
-SLOPPINESS = 0.1  # chance that the tiny model's teacher guesses anywhere
+SLOPPINESS = 0.15  # chance that the tiny model's teacher guesses anywhere
 PROMPT = f"I am thinking of a whole number from 1 to {LARGEST}. Guess it in at most {TURNS} turns; answer with a number alone.\n"
 HIGHER, LOWER = "higher\n", "lower\n"
-TINY = dict(words=(PROMPT, HIGHER, LOWER), steps=300, layers=3)
+TINY = dict(words=(PROMPT, HIGHER, LOWER), steps=700, layers=3)
 
 
 def problems(split, seed=0):

@@ -42,6 +42,21 @@ def test_overlong_penalty_by_hand():
     assert overlong_penalty(100, c) == 0
 
 
+def test_a_mixture_keeps_its_shares_and_is_given_by_position_alone():
+    problems = {"a": [f"a{i}" for i in range(50)], "b": [f"b{i}" for i in range(7)], "c": ["c0"]}
+    shares = {"a": 0.655, "b": 0.34, "c": 0.005}
+    stream = Problems(problems, shares, seed=1)
+    drawn = [stream[i] for i in range(300)]
+    for k in range(0, 300, 100):
+        tasks = [task for task, _ in drawn[k:k + 100]]
+        assert 65 <= tasks.count("a") <= 66 and 33 <= tasks.count("b") <= 34 and tasks.count("c") == 1
+    assert all(name.startswith(task) for task, name in drawn)
+    of_a = [name for task, name in drawn if task == "a"]
+    assert sorted(of_a[:50]) == sorted(of_a[50:100]) == sorted(problems["a"])  # every problem once per epoch
+    again = Problems(problems, shares, seed=1)
+    assert [again[i] for i in (299, 3, 150, 151)] == [drawn[i] for i in (299, 3, 150, 151)]
+
+
 def test_problem_stream_is_a_function_of_the_position():
     stream = Problems({"a": list(range(7))}, {"a": 1.0}, seed=1)
     drawn = [stream[i][1] for i in range(21)]
@@ -49,7 +64,7 @@ def test_problem_stream_is_a_function_of_the_position():
     assert [Problems({"a": list(range(7))}, {"a": 1.0}, seed=1)[i][1] for i in (20, 3, 11)] == [drawn[20], drawn[3], drawn[11]]
 
 
-def with_fake_server(tmp_path, base_model, answer, attempts=4, **knobs):
+def with_fake_server(tmp_path, base_model, answer, attempts=4, problem={"prompt": "ba=", "answer": "ab"}, **knobs):
     """Run `group` once against a fake engine (time forbids breaking the real one on cue); returns the actor and its result."""
     async def run():
         calls = []
@@ -63,7 +78,7 @@ def with_fake_server(tmp_path, base_model, answer, attempts=4, **knobs):
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        config = cfg.Config(model=str(base_model), attempts=attempts, engines=1, reward_workers=2, max_new_tokens=40, max_model_len=128, retries=1, **knobs)
+        config = cfg.Config(model=str(base_model), attempts=attempts, engines=1, reward_workers=2, max_new_tokens=40, max_model_len=200, retries=1, **knobs)
         (tmp_path / "queues").mkdir()
         actor = Actor(config, tmp_path)
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
@@ -71,11 +86,41 @@ def with_fake_server(tmp_path, base_model, answer, attempts=4, **knobs):
         actor.load, actor.rest = {url: 0}, {url: 0.0}
         assert actor.version() == 5
         await actor.judges.start()
-        missing = await actor.group(0, "toy", {"prompt": "ba=", "answer": "ab"}, attempts)
+        missing = await actor.group(0, actor.config.task, problem, attempts)
         await actor.close()
         await runner.cleanup()
         return actor, missing, calls
     return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_turns_keep_the_exact_tokens_that_were_sampled(tmp_path):
+    """Also with a tokenizer that would join what the engine sampled apart."""
+    from test_tasks import prompter
+    p = prompter(tmp_path / "model", merges=[("s", "o")])
+    turns = [[p.tokenizer.convert_tokens_to_ids(t) for t in turn] for turn in (["s", "o", "5", "<|im_end|>"], ["s", "o", "9", "<|im_end|>"], ["7", "<|im_end|>"])]
+    assert len(p.tokenizer("so5")["input_ids"]) == 2
+    logprobs = iter(np.arange(10) / -8)
+
+    def answer(n, body):
+        content = [{"token_id": t, "logprob": next(logprobs)} for t in turns[n - 1]]
+        spans = [{"version": str(n), "start": 0, "end": 2}, {"version": str(n + 1), "start": 2, "end": len(content)}]
+        return web.json_response({"choices": [{"token_ids": turns[n - 1], "finish_reason": "stop", "logprobs": {"content": content}, "weight_versions": spans}]})
+    problem = {"prompt": "Guess.\n", "number": 7}
+    actor, missing, calls = with_fake_server(tmp_path, tmp_path / "model", answer, attempts=1, problem=problem, task="guess", advantage="none")
+    start, lower, higher = p.start(problem), p.more("lower\n"), p.more("higher\n")
+    prompts = [start, start + turns[0] + higher, start + turns[0] + higher + turns[1] + lower]
+    assert [c["token_ids"] for c in calls] == prompts
+    assert [c["sampling_params"]["max_tokens"] for c in calls] == [40, 36, 32]  # max_new_tokens is for all turns together
+    _, r = Queue(tmp_path / "queues" / "rollouts").get(0)
+    assert r["tokens"].tolist() == prompts[2] + turns[2] and r["rewards"].tolist() == [pytest.approx(1.7)] and r["outcomes"] == ["correct"]
+    sampled = [False] * len(start) + [True] * 4 + [False] * len(higher) + [True] * 4 + [False] * len(lower) + [True] * 2
+    assert r["mask"].tolist() == sampled  # the environment's tokens are out of the loss
+    assert r["versions"][r["mask"]].tolist() == [1, 1, 2, 2, 2, 2, 3, 3, 3, 3] and set(r["versions"][~r["mask"]].tolist()) == {-1}
+    assert r["logprobs"][r["mask"]].tolist() == (np.arange(10) / -8).tolist() and not r["logprobs"][~r["mask"]].any()
+    shown = json.loads((tmp_path / "samples.jsonl").read_text())
+    assert shown["completion"] == ["so5", "so9", "7"] and shown["spans"][:4] == [[-1, "Guess.\n"], [1, "so"], [2, "5<|im_end|>"], [-1, "higher\n"]]
+    from show import show
+    assert show(shown, colour=False).splitlines()[1:4] == ["Guess.", "so|v2>5<|im_end|>higher", "so|v3>9<|im_end|>lower"]
 
 
 def good(n, body):

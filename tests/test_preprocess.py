@@ -217,3 +217,31 @@ def test_reference_logprobs_are_the_trainers_function_on_the_frozen_base_model(t
         expected = token_logprobs(model, torch.arange(20), torch.arange(20), 0.8)[0].numpy()
     row = r["ref_logprobs"][r["sequence_ids"] == r["sequence_ids"][np.flatnonzero(r["position_ids"] == 19)[0]]]
     assert row[1:] == pytest.approx(expected[1:], abs=2e-6)
+
+
+@pytest.mark.parametrize("no_signal", ["keep", "drop"])
+def test_groups_without_signal(tmp_path, no_signal):
+    """The real stage: of six groups, of two tasks in turn, every second has four equal rewards."""
+    import subprocess
+    import sys
+    import config as cfg
+    from conftest import ROOT
+    from queues import notice, noticed
+    run_dir = cfg.write(cfg.Config(run="r", out=str(tmp_path), batch_size=12, attempts=4, steps=1, ring=24, row_tokens=64, trainers=1, run_id="abc", no_signal=no_signal))
+    rollouts = Queue(run_dir / "queues" / "rollouts")
+    for i in range(6):
+        rewards = np.array([0.1] * 4 if i % 2 else [0.1, 1, 1, 0.1], np.float32)
+        rollouts.put(dict(tokens=np.zeros(20, np.int32), mask=np.arange(20) % 5 > 0, logprobs=np.zeros(20, np.float32), versions=np.zeros(20, np.int32), lengths=np.array([5] * 4), rewards=rewards,
+                          finished=np.ones(4, bool), task="ab"[i % 2], outcomes=["correct" if r == 1 else "no_answer" for r in rewards], gen_tok_s=1.0, run_id="abc", index=i))
+    notice(run_dir / "queues" / "version.json", version=0, position=dict(next=0, ahead=[]))
+    subprocess.run([sys.executable, "preprocess.py", str(run_dir)], cwd=ROOT, check=True, timeout=60)
+    batches, last = Queue(run_dir / "queues" / "batches" / "rank_0"), {"last": False}
+    while not last["last"]:
+        _, last = batches.get(5)
+    a = dict(samples=12, reward=0.55, tokens=4, correct=0.5, no_answer=0.5)
+    if no_signal == "drop":
+        assert last["by_task"] == {"a": pytest.approx(a)} and last["position"] == {"next": 6, "ahead": []}
+        assert noticed(run_dir / "queues" / "dropped.json") == {"samples": 12, "reasons": {"no_signal": 12}}
+    else:
+        assert last["by_task"] == {"a": pytest.approx(a | dict(samples=8)), "b": pytest.approx(dict(samples=4, reward=0.1, tokens=4, no_answer=1))}
+        assert last["position"] == {"next": 3, "ahead": []} and noticed(run_dir / "queues" / "dropped.json") == {}

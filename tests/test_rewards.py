@@ -81,10 +81,10 @@ def test_ten_megabytes_pass(judged):
 
 def test_hostile_mathematics_is_unparsable_and_the_worker_lives_on(judged):
     async def work(j):
-        answers = ["\\boxed{\\int_0^1 x^{x^x} dx}", "\\boxed{\\int_0^1 e^{x^{x^x}} dx}", "\\boxed{9^{9^{9^9}}}", "\\boxed{" + "(" * 400 + "}", "\\boxed{7}"]
+        answers = ["\\boxed{\\int_0^1 e^{x^{x^x}} dx}", "\\boxed{9^{9^{9^9}}}", "\\boxed{" + "(" * 400 + "}", "\\boxed{7}"]
         return await asyncio.gather(*(j.score("maths", {"answer": "7"}, a, True) for a in answers)), j.counts
     verdicts, counts = judged(work, task="maths", reward_timeout=1.0)
-    assert [v["outcome"] for v in verdicts][:3] == ["unparsable"] * 3 and verdicts[-1]["outcome"] == "correct" and counts["limit"] == 2
+    assert [v["outcome"] for v in verdicts] == ["unparsable"] * 3 + ["correct"] and counts["limit"] == 1
 
 
 def test_a_faulty_task_ends_the_run_and_is_named(judged):

@@ -137,6 +137,7 @@ def prompter(tmp_path, template=None, merges=(), **knobs):
     tokenizer = Qwen2Tokenizer(vocab={t: i for i, t in enumerate(vocabulary)}, merges=list(merges), unk_token="<pad>", eos_token="<|im_end|>", pad_token="<pad>")
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
     tokenizer.chat_template = template
+    tmp_path.mkdir(exist_ok=True)
     tokenizer.save_pretrained(tmp_path)
     Qwen2Config(eos_token_id=1).save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, tokenizer.eos_token_id]}))
