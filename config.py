@@ -133,7 +133,7 @@ MATH = dict(task="maths", train_data="orz57k", eval_data="math500,aime24", model
             max_new_tokens=8192, max_model_len=10240, row_tokens=16384, lr=1e-6, clamp=5.0, max_lag=1000000,
             gradient_checkpointing=True, eval_every=50, eval_problems=500, save_every=50)
 COUNTDOWN = TOY | dict(task="countdown", steps=200, eval_every=50)
-GUESS = TOY | dict(task="guess", steps=120, batch_size=256, lr=2e-4, max_new_tokens=90, max_model_len=256, row_tokens=1024, eval_every=50)  # up to 13 turns of up to 5 tokens
+GUESS = TOY | dict(task="guess", steps=90, batch_size=256, lr=2e-4, max_new_tokens=90, max_model_len=256, row_tokens=1024, eval_every=30)  # up to 13 turns of up to 5 tokens
 PRESETS = {"toy": TOY, "countdown": COUNTDOWN, "guess": GUESS, "math": MATH}
 
 

@@ -18,7 +18,7 @@ def resolved(*argv, gpus=0):
     (["--stepz", "3"], 0, "unknown flag --stepz: did you mean --steps"),
     (["--steps", "many"], 0, "--steps: invalid literal for int"),
     (["--loss", "mse"], 0, "--loss"),
-    (["chess"], 0, "unknown preset 'chess': choose from toy, math"),
+    (["chess"], 0, "unknown preset 'chess': choose from toy, countdown, guess, math"),
     (["--model", "/no/such/model"], 0, "--model /no/such/model: no config.json there"),
     (["--task", "chess"], 0, "--task chess: there is no tasks/chess.py"),
     (["--attempts", "9"], 0, "not a multiple of --attempts 9"),
