@@ -31,6 +31,7 @@ class Config:
     # ---- run
     run: str = ""  # name of the run directory under `out`
     out: str = "out"  # where run directories live; shared by all nodes
+    dry_run: bool = False  # print the placement and every process's exact command, and stop
     fresh: bool = False  # start over: an existing run directory of this name is moved aside, never deleted
     run_id: str = ""  # filled in: tells this run's records and messages from another's; a continued run keeps it
     seed: int = 0  # seeds the problem order, the sampling, the shuffling and the toy base model
@@ -387,16 +388,23 @@ def main(list_file: str, argv: list[str]) -> None:
         gpus = gpu_count()
         c = resolve(parse(argv, gpus), gpus)
         load_problems(c, "train"), load_problems(c, "test")
-        done = open_run(c)
-        run_dir = write(c)
+        done = "dry run, nothing is started" if c.dry_run else open_run(c)
+        run_dir = Path(c.out, c.run) if c.dry_run else write(c)
     except ConfigError as e:
         sys.exit(f"run.sh: {e}")
     processes = placement(c, gpus)
     if Path(c.model).parent == ROOT / "out" / "models" and not Path(c.model, "config.json").exists():
         processes.insert(0, ("prepare", dict(OMP_NUM_THREADS="1"), [sys.executable, "tasks/_tiny.py", c.task, c.model, str(c.seed)]))
     lines = [f"{name}\tenv {shlex.join([f'{k}={v}' for k, v in env.items()])} {shlex.join(command)}" for name, env, command in processes]
-    Path(list_file).write_text("\n".join([str(run_dir), str(c.restarts), *lines]) + "\n")
+    if not c.dry_run:
+        Path(list_file).write_text("\n".join([str(run_dir), str(c.restarts), *lines]) + "\n")
     print(f"run.sh: {done} | {c.steps} steps of {c.batch_size} samples | {c.engines} engines, {c.trainers} trainer ranks on {gpus or 'no'} GPUs | {c.dtype}", flush=True)
+    for name, env, command in processes:
+        where = f"GPU {env['CUDA_VISIBLE_DEVICES']}" if env.get("CUDA_VISIBLE_DEVICES") else f"CPU, {env.get('OMP_NUM_THREADS', 1)} threads"
+        what = f"port {c.port + int(name[6:])}" if name.startswith("engine") else f"{c.trainers} ranks" if name == "train" else ""
+        print(f"  {name:<11} {where:<16} {what}".rstrip(), flush=True)
+    if c.dry_run:
+        print("\n".join(f"{name}: env {shlex.join([f'{k}={v}' for k, v in env.items()])} {shlex.join(command)}" for name, env, command in processes))
 
 
 if __name__ == "__main__":

@@ -55,22 +55,26 @@ fi
 list=$(mktemp)
 trap 'rm -f "$list"' EXIT
 "$PY" config.py "$list" "$@" || exit $?
-[ -s "$list" ] || exit 0   # --help
+[ -s "$list" ] || exit 0   # --help, --dry_run
 { read -r run_dir; read -r restarts; } < "$list"
 
 declare -A pid_of
 names=()
-stop_all() {
+stop_all() {  # within 30 s
   trap '' INT TERM
   set +m  # no job notices
-  local n
+  kill -KILL -- "-${watchdog:-$$$$}" 2>/dev/null || true
+  local n train="${pid_of[train]:-}"
+  if [ -n "$train" ] && kill -TERM -- "-$train" 2>/dev/null; then  # first the trainer alone: it writes a checkpoint
+    for _ in $(seq 125); do kill -0 -- "-$train" 2>/dev/null || break; sleep 0.2; done
+  fi
   for n in "${names[@]}"; do kill -TERM -- "-${pid_of[$n]}" 2>/dev/null || true; done
-  for _ in $(seq 50); do
+  for _ in $(seq 20); do
     for n in "${names[@]}"; do kill -0 -- "-${pid_of[$n]}" 2>/dev/null && { sleep 0.2; continue 2; }; done
     break
   done
   for n in "${names[@]}"; do kill -KILL -- "-${pid_of[$n]}" 2>/dev/null || true; done
-  rm -f "$list"
+  rm -f "$list" "$list.pids"
 }
 trap 'stop_all' EXIT
 trap 'echo "run.sh: interrupted, stopping; the same command continues"; exit 130' INT
@@ -87,8 +91,13 @@ start() {
     *) bash -c "exec $command" > >(tee -a "$log" | sed -u "s/^/[$name] /") 2>> "$log" & ;;
   esac
   pid_of[$name]=$!
+  echo "$name ${pid_of[$name]}" >> "$list.pids"
 }
 set -m
+# should this script be killed with -9, nothing outlives it
+(trap '' INT TERM; while kill -0 $$ 2>/dev/null; do sleep 1; done
+ while read -r n p; do pid_of[$n]=$p; names+=("$n"); done < "$list.pids"; stop_all) > /dev/null 2>&1 &
+watchdog=$!
 while IFS=$'\t' read -r name command; do
   if [ "$name" = prepare ]; then
     bash -c "exec $command" 2>> "$run_dir/logs/prepare.log" || die "making the base model failed, see $run_dir/logs/prepare.log"

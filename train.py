@@ -12,6 +12,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import sys
 import time
 import types
@@ -358,6 +359,10 @@ def restore(run_dir, model, optimizer, rank):
     return json.loads((newest / "trainer" / "state.json").read_text())
 
 
+class Stopped(Exception):
+    """Told to stop (SIGTERM): what is done is to be saved, the step in progress is not."""
+
+
 class Log:
     """metrics.jsonl (one line a step or an evaluation), the live line, and wandb if asked for."""
 
@@ -399,6 +404,7 @@ def main(run_dir):
     log = Log(config, run_dir, state["version"]) if rank == 0 else None
     started, evaluated = time.time() - state["wall_s"], None
     waited, record = 0.0, None  # of the step in progress: seconds without data, its last record
+    stopping = False
 
     def drain_evals(timeout=0.0):
         """Move the actor's evaluation results into metrics.jsonl; True once that of the last version has come, else None."""
@@ -411,6 +417,10 @@ def main(run_dir):
                 evals.ack(seq)
                 evaluated = line["version"]
         return evaluated == config.steps or None
+
+    def stop(*_):
+        nonlocal stopping
+        stopping = True
 
     def announce(version, position):
         """Tell the other stages that `engines` serve `version` now, and which problems have been trained on."""
@@ -427,10 +437,13 @@ def main(run_dir):
         start = time.time()
         while True:
             got = None
-            while rank == 0 and (got := take()) is None and not sender.missing():
+            while rank == 0 and not stopping and (got := take()) is None and not sender.missing():
                 if time.time() - start > config.stall_timeout:
                     raise TimeoutError(f"train: {complaint} within {config.stall_timeout:.0f} s")
-            if not sender.agree(got is None):
+            said = sender.agree(2 if stopping else int(got is None))
+            if said == 2:
+                raise Stopped
+            if not said:
                 return got
             sender.wait()
             times = sender.last  # of the step's own update
@@ -463,44 +476,57 @@ def main(run_dir):
     if rank == 0:
         print(f"train: {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters on {world} x {device.type}, version {state['version']} is in the engines", flush=True)
 
-    while (version := state["version"]) < config.steps:
-        step_start = time.time()
-        due = not config.conventional_g or (version + 1) % config.conventional_g == 0 or version + 1 == config.steps
-        metrics, total = train_step(model, optimizer, records(version, due), version, config, device)
-        finite = math.isfinite(metrics["grad_norm"])
-        state |= {"version": version + 1, "samples": state["samples"] + int(total["samples"]), "position": record["position"],
-                  "skipped": state["skipped"] + (not finite), "skipped_in_a_row": 0 if finite else state["skipped_in_a_row"] + 1}
-        if not finite:  # the step counts, so that data and versions stay aligned
-            print(f"train: step {version + 1} has a gradient that is not finite (loss {metrics['loss']}): weights left as they are, {state['skipped']} steps so far", flush=True)
-            if state["skipped_in_a_row"] == 3:
-                raise RuntimeError("train: three steps in a row had gradients that are not finite: lower --lr, or look at the samples")
+    def checkpoint():
+        nonlocal line, saved
+        if line:  # a checkpoint's own step must be in the curves that a continued run finds
+            log.write(line | sender.timing())
+            line = None
+        save(config, run_dir, model, optimizer, state, rank)
+        saved = state["version"]
+
+    saved = state["version"]
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        while (version := state["version"]) < config.steps:
+            step_start = time.time()
+            due = not config.conventional_g or (version + 1) % config.conventional_g == 0 or version + 1 == config.steps
+            metrics, total = train_step(model, optimizer, records(version, due), version, config, device)
+            finite = math.isfinite(metrics["grad_norm"])
+            state |= {"version": version + 1, "samples": state["samples"] + int(total["samples"]), "position": record["position"],
+                      "skipped": state["skipped"] + (not finite), "skipped_in_a_row": 0 if finite else state["skipped_in_a_row"] + 1}
+            if not finite:  # the step counts, so that data and versions stay aligned
+                print(f"train: step {version + 1} has a gradient that is not finite (loss {metrics['loss']}): weights left as they are, {state['skipped']} steps so far", flush=True)
+                if state["skipped_in_a_row"] == 3:
+                    raise RuntimeError("train: three steps in a row had gradients that are not finite: lower --lr, or look at the samples")
+            if line:
+                log.write(line | sender.timing())
+            if due:
+                sender.send(state["version"], announce(state["version"], state["position"]))
+                if device.type == "cpu":
+                    sender.wait()  # engines share the cores: a trainer that went on would only prolong their pause
+            elif rank == 0:
+                sender.wait()  # it announces, too
+                announce(state["version"], state["position"])(sender.members)
+            now = time.time()
+            state["wall_s"] = now - started
+            if rank == 0:
+                drain_evals()
+                line = dict(step=state["version"], version=state["version"], samples=state["samples"], wall_s=state["wall_s"], **metrics,
+                            dropped=record["dropped"], train_tok_s=metrics["tokens"] / (now - step_start), gen_tok_s=record["gen_tok_s"], wait_data_s=waited,
+                            skipped=state["skipped"], by_task=record["by_task"])
+                left = (config.steps - state["version"]) * (now - loop_start) / (state["version"] - first_version)
+                print(f"step {state['version']}/{config.steps} | reward {line['reward']:.3f} | ess {line['ess']:.3f} | lag {line['lag_mean']:.1f}/{line['lag_max']} | "
+                      f"{line['train_tok_s'] / 1000:.1f}k tok/s | wait {100 * waited / (now - step_start):.0f}% | eta {left / 60:.1f}m", flush=True)
+            if state["version"] == config.steps or config.save_every and state["version"] % config.save_every == 0:
+                checkpoint()
         if line:
             log.write(line | sender.timing())
-        if due:
-            sender.send(state["version"], announce(state["version"], state["position"]))
-            if device.type == "cpu":
-                sender.wait()  # engines share the cores: a trainer that went on would only prolong their pause
-        elif rank == 0:
-            sender.wait()  # it announces, too
-            announce(state["version"], state["position"])(sender.members)
-        now = time.time()
-        state["wall_s"] = now - started
+        until(lambda: drain_evals(1.0), f"the actor has not evaluated version {config.steps}")
+    except Stopped:
+        if state["version"] > saved:
+            checkpoint()
         if rank == 0:
-            drain_evals()
-            line = dict(step=state["version"], version=state["version"], samples=state["samples"], wall_s=state["wall_s"], **metrics,
-                        dropped=record["dropped"], train_tok_s=metrics["tokens"] / (now - step_start), gen_tok_s=record["gen_tok_s"], wait_data_s=waited,
-                        skipped=state["skipped"], by_task=record["by_task"])
-            left = (config.steps - state["version"]) * (now - loop_start) / (state["version"] - first_version)
-            print(f"step {state['version']}/{config.steps} | reward {line['reward']:.3f} | ess {line['ess']:.3f} | lag {line['lag_mean']:.1f}/{line['lag_max']} | "
-                  f"{line['train_tok_s'] / 1000:.1f}k tok/s | wait {100 * waited / (now - step_start):.0f}% | eta {left / 60:.1f}m", flush=True)
-        if state["version"] == config.steps or config.save_every and state["version"] % config.save_every == 0:
-            if line:  # a checkpoint's own step must be in the curves that a continued run finds
-                log.write(line | sender.timing())
-                line = None
-            save(config, run_dir, model, optimizer, state, rank)
-    if line:
-        log.write(line | sender.timing())
-    until(lambda: drain_evals(1.0), f"the actor has not evaluated version {config.steps}")
+            print(f"train: told to stop, version {state['version']} is saved", flush=True)
     if log and log.wandb:
         log.wandb.finish()
     if dist.is_initialized():

@@ -285,11 +285,11 @@ class Sender:
         return self.group.broadcast(flat, 0)
 
     def agree(self, answer):
-        """Rank 0's yes or no, on every rank. Through gloo, so that no GPU is waited for."""
+        """Rank 0's small whole number, on every rank. Through gloo, so that no GPU is waited for."""
         if self.ranks:
-            flag = torch.tensor([float(bool(answer))])
+            flag = torch.tensor([float(answer)])
             dist.broadcast(flag, 0, self.ranks)
-            return bool(flag.item())
+            return int(flag.item())
         return answer
 
     def _swap(self, version, info, start, done):
