@@ -9,8 +9,10 @@ Alone, with engines and a trainer running: `python actor.py out/toy`. A checkpoi
 """
 import asyncio
 import contextlib
+import functools
 import json
 import random
+import secrets
 import sys
 import time
 from collections import Counter, deque
@@ -111,9 +113,11 @@ class Prompter:
     def more(self, text):
         """Token ids of the environment's answer to a turn, to be appended to what the engine has sampled, its stop token included."""
         if self.config.chat:  # what the template puts between the end of an assistant's turn and the beginning of the next one
-            said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "TURN"}]
-            text = self.render(said + [{"role": "user", "content": text}], add_generation_prompt=True).rpartition("TURN")[2]
-            text = text.removeprefix(next((t for t in self.tokenizer.convert_ids_to_tokens(sorted(self.stop)) if text.startswith(t)), ""))
+            turn = secrets.token_hex(8)
+            said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": turn}]
+            text = self.render(said + [{"role": "user", "content": text}], add_generation_prompt=True).partition(turn)[2]
+            for end in self.tokenizer.convert_ids_to_tokens(sorted(self.stop)):
+                text = text.lstrip(" ").removeprefix(end) if text.lstrip(" ").startswith(end) else text
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def check(self, problems):
@@ -239,7 +243,7 @@ class Actor:
         while True:
             tokens = [t for ids, _ in parts for t in ids]
             left = c.max_new_tokens - sum(len(s["tokens"]) for s in said)
-            sample = await self.generate(tokens, temperature, min(left, c.max_model_len - len(tokens)), seed)
+            sample = await self.generate(tokens, temperature, min(left, c.max_model_len - len(tokens)), None if seed is None else seed + len(turns))
             if sample is None:
                 return None
             parts.append((sample["tokens"], sample))
@@ -307,10 +311,15 @@ class Actor:
                 spans=spans)) + "\n")
             self.samples_file.flush()
 
+    @functools.cached_property
+    def test(self):
+        """The held-out problems of each task, read once: a run is measured on the same ones from beginning to end."""
+        return cfg.load_problems(self.config, "test")
+
     def held_out(self):
         """(task, set, number, problem) of the held-out problems to evaluate on: the first eval_problems of each set."""
         counts = Counter()
-        for task, problems in cfg.load_problems(self.config, "test").items():
+        for task, problems in self.test.items():
             for n, problem in enumerate(problems):
                 source = problem.get("source", task)
                 counts[source] += 1
@@ -343,7 +352,7 @@ class Actor:
     async def run(self):
         c, problems = self.config, cfg.load_problems(self.config, "train")
         self.prompter.check(problems)
-        self.prompter.check(cfg.load_problems(c, "test"))
+        self.prompter.check(self.test)
         await self.judges.start()
         await self.ready()
         watches = {asyncio.create_task(self.watch(url)) for url in self.urls}

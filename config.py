@@ -134,7 +134,7 @@ MATH = dict(task="maths", train_data="orz57k", eval_data="math500,aime24", model
             max_new_tokens=8192, max_model_len=10240, row_tokens=16384, lr=1e-6, clamp=5.0, max_lag=1000000,
             gradient_checkpointing=True, eval_every=50, eval_problems=500, save_every=50)
 COUNTDOWN = TOY | dict(task="countdown", steps=200, eval_every=50)
-GUESS = TOY | dict(task="guess", steps=90, batch_size=256, lr=2e-4, max_new_tokens=90, max_model_len=256, row_tokens=1024, eval_every=30)  # up to 13 turns of up to 5 tokens
+GUESS = TOY | dict(task="guess", steps=60, batch_size=256, lr=3e-4, max_new_tokens=90, max_model_len=256, row_tokens=1024, eval_every=20)  # up to 13 turns of up to 5 tokens
 PRESETS = {"toy": TOY, "countdown": COUNTDOWN, "guess": GUESS, "math": MATH}
 
 
@@ -180,6 +180,14 @@ def load_problems(c: Config, split: str) -> dict[str, list[dict]]:
         for n, p in enumerate(found[task], 1):
             if not isinstance(p, dict) or not isinstance(p.get("prompt"), str) or not p["prompt"]:
                 raise ConfigError(f"task {task}, {split} problem {n}: must be a dict with a text under \"prompt\", is {str(p)[:100]}")
+            with contextlib.suppress(TypeError, ValueError):
+                if json.loads(json.dumps(p)) == p:
+                    continue
+            raise ConfigError(f"task {task}, {split} problem {n}: must survive JSON, which has no tuples, sets or keys that are not texts, is {str(p)[:100]}")
+        sources = {p.get("source", task) for p in found[task]}
+        for other in [t for t in found if t != task]:
+            if same := sources & {p.get("source", other) for p in found[other]}:
+                raise ConfigError(f"tasks {other} and {task} both have problems of a set called {same.pop()}: give one of the files another name")
     return found
 
 
@@ -239,7 +247,7 @@ def resolve(config: Config, gpus: int, training: bool = True) -> Config:
         c.engines, c.trainers = c.engines or 1, c.trainers or 1
     if c.weight_backend == "auto":
         c.weight_backend = "nccl" if gpus > 1 else "gloo"
-    c.gpu_memory_utilization = c.gpu_memory_utilization or (0.3 if gpus == 1 else 0.7)
+    c.gpu_memory_utilization = c.gpu_memory_utilization or (0.3 if gpus == 1 and training else 0.7)
     if c.dtype == "auto":
         c.dtype = "bfloat16" if gpus else "float32"
     phase = max(c.conventional_g, 1) * c.batch_size

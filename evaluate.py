@@ -26,12 +26,11 @@ from actor import Actor
 
 def start_engines(config, gpus=0, extra=()):
     """Start the engines of a resolved config, wait until they are healthy; returns their processes, each leader of a process group."""
-    processes = []
-    for name, env, command in cfg.placement(config, gpus)[:config.engines]:
-        log = open(Path(config.out, config.run, "logs", f"{name}.log"), "w")
-        processes.append(subprocess.Popen(command + list(extra), env=os.environ | env | {"PYTHONPATH": str(cfg.ROOT)}, stdout=log, stderr=log, cwd=cfg.ROOT, start_new_session=True))
-    deadline = time.monotonic() + config.start_timeout
+    processes, deadline = [], time.monotonic() + config.start_timeout
     try:
+        for name, env, command in cfg.placement(config, gpus)[:config.engines]:
+            log = open(Path(config.out, config.run, "logs", f"{name}.log"), "w")
+            processes.append(subprocess.Popen(command + list(extra), env=os.environ | env | {"PYTHONPATH": str(cfg.ROOT)}, stdout=log, stderr=log, cwd=cfg.ROOT, start_new_session=True))
         for i, process in enumerate(processes):
             while True:
                 try:
@@ -61,7 +60,7 @@ def stop_engines(processes):
 def ready(config, version=0):
     """Tell engines that no trainer serves that the weights they have loaded are `version`; until then they refuse to generate."""
     for i in range(config.engines):
-        requests.post(f"http://{config.host}:{config.port + i}/update_weight_version", json={"new_version": str(version)}, timeout=30).raise_for_status()
+        requests.post(f"http://{config.host}:{config.port + i}/update_weight_version", json={"new_version": str(version)}, headers={"x-run-id": config.run_id}, timeout=30).raise_for_status()
 
 
 # ------------------------------------------------------------------------------------------------ statistics
@@ -90,28 +89,30 @@ def interval(scores, seed=0, rounds=10000):
 
 def table(answers, seed):
     """[(metric, mean, low, high)] of one problem set; answers: {problem: [attempt, ...]}, as in answers.jsonl."""
-    n = min(len(a) for a in answers.values())
-    correct = [sum(x["success"] for x in a[:n]) for a in answers.values()]
+    n = len(next(iter(answers.values())))
+    correct = [sum(x["success"] for x in a) for a in answers.values()]
     scores = {"pass@1" + (f" = avg@{n}" if n > 1 else ""): [c / n for c in correct]}
     scores |= {f"pass@{k}": [pass_at_k(n, c, k) for c in correct] for k in (2 ** i for i in range(1, 20)) if k < n}
     if n > 1:
         scores[f"pass@{n}"] = [pass_at_k(n, c, n) for c in correct]
-        scores[f"maj@{n}"] = [majority([x["answer"] for x in a[:n]], [x["success"] for x in a[:n]]) for a in answers.values()]
+        scores[f"maj@{n}"] = [majority([x["answer"] for x in a], [x["success"] for x in a]) for a in answers.values()]
     return [(name, float(np.mean(s)), *interval(s, seed)) for name, s in scores.items()]
 
 
 # ------------------------------------------------------------------------------------------------ the run
 
 async def attempts(actor, engines, out):
-    """All attempts at all problems, to `out` as they come; {source: {problem: [attempt, ...]}}, None where an attempt got no answer."""
+    """All attempts at all problems, to `out` as they come; {source: {problem: [attempt, ...]}}."""
     c, work = actor.config, {}
     await actor.judges.start()
+    watches = {asyncio.create_task(actor.watch(url)) for url in actor.urls}
 
     async def one(task, source, index, k, problem):
         r = await actor.rollout(task, problem, c.eval_temperature, seed=hash((c.seed, index, k)) & 0x7fffffff)
         if r is None:
             raise RuntimeError(f"evaluate: problem {index} of {source}: no answer from the engine after {c.retries + 1} tries, see its log")
-        words = getattr(actor.judges.tasks[task], "answer", lambda problem, completion: str(completion).strip())(problem, r["text"])
+        known = hasattr(actor.judges.tasks[task], "answer")
+        words = (await actor.judges.call(task, "answer", problem, r["text"])).get("value") if known else str(r["text"]).strip()
         line = dict(source=source, problem=index, attempt=k, prompt=problem["prompt"], completion=r["text"], answer=words, expected=problem.get("answer"), where=problem.get("where"),
                     success=bool(r["success"]), reward=r["reward"], outcome=r["outcome"], finished=r["finished"], tokens=int(r["mask"].sum()))
         out.write(json.dumps(line) + "\n")
@@ -119,9 +120,9 @@ async def attempts(actor, engines, out):
 
     for task, source, index, problem in actor.held_out():
         work.setdefault(source, {})[index] = [asyncio.create_task(one(task, source, index, k, problem)) for k in range(c.eval_attempts)]
-    pending = {t for problems in work.values() for tries in problems.values() for t in tries}
-    total, said = len(pending), time.monotonic()
-    while pending:
+    pending = watches | {t for problems in work.values() for tries in problems.values() for t in tries}
+    total, said = len(pending - watches), time.monotonic()
+    while pending - watches:
         done, pending = await asyncio.wait(pending, timeout=1, return_when=asyncio.FIRST_EXCEPTION)
         for t in done:
             t.result()
@@ -130,7 +131,10 @@ async def attempts(actor, engines, out):
                 raise RuntimeError(f"evaluate: engine {i} died with exit code {engine.poll()}: see {c.out}/{c.run}/logs/engine{i}.log")
         if time.monotonic() > said + 10:
             said = time.monotonic()
-            print(f"eval: {total - len(pending)} of {total} answers", flush=True)
+            print(f"eval: {total - len(pending - watches)} of {total} answers", flush=True)
+    for w in watches:
+        w.cancel()
+    await asyncio.gather(*watches, return_exceptions=True)
     await actor.close()
     return {source: {i: [t.result() for t in tries] for i, tries in problems.items()} for source, problems in work.items()}
 
@@ -146,23 +150,27 @@ def main(argv):
         default = cfg.load(str(origin)) if Path(model).parent.name == "checkpoints" and (origin / "config.json").exists() else None
         c = cfg.parse(argv[2:], gpus, default)
         c.model, c.fresh, c.trainers = model, True, 1
-        if "--run" not in argv:
+        given = {a.split("=")[0] for a in argv}
+        if "--run" not in given:
             c.run = "eval-" + "-".join(Path(model).parts[-3::2] if default else Path(model).parts[-2:]).strip("./-")
-        if "--engines" not in argv:
+        if "--engines" not in given:
             c.engines = gpus // c.tensor_parallel or 1
+        if "--gpu_memory_utilization" not in given:
+            c.gpu_memory_utilization = 0.0
         c = cfg.resolve(c, gpus, training=False)
-        held_out = cfg.load_problems(c, "test")
         done = cfg.open_run(c)
         run_dir = cfg.write(c)
+        actor = Actor(c, run_dir)
+        actor.prompter.check(actor.test)
     except cfg.ConfigError as e:
         sys.exit(f"actor.py: {e}")
-    print(f"eval: {done} | {model} on {', '.join(f'{len(p)} problems of {t}' for t, p in held_out.items())}, at most {c.eval_problems} of each set x {c.eval_attempts} attempts, "
+    print(f"eval: {done} | {model} on {', '.join(f'{len(p)} problems of {t}' for t, p in actor.test.items())}, at most {c.eval_problems} of each set x {c.eval_attempts} attempts, "
           f"temperature {c.eval_temperature}", flush=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for stop in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(stop, lambda *_: sys.exit(143))
     engines = start_engines(c, gpus)
     try:
         ready(c)
-        actor = Actor(c, run_dir)
         actor.serving = actor.urls
         with open(run_dir / "answers.jsonl", "w") as out:
             results = asyncio.run(attempts(actor, engines, out))

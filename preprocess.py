@@ -64,7 +64,7 @@ def samples_of(group, config):
     """One group record of actor.py -> its samples, each a dict of arrays over its tokens [T] and of scalars."""
     ends = np.cumsum(group["lengths"])
     of_group = advantages(group["rewards"], config.advantage)
-    signal = len(of_group) and np.abs(of_group).max() > 1e-6
+    signal = len(of_group) < 2 or np.abs(of_group).max() > 1e-6  # a group of one makes up for a lost sample: always taken, or a step might never fill
     for i, advantage in enumerate(of_group):
         span = slice(ends[i] - group["lengths"][i], ends[i])
         kept = group["finished"][i] or not config.overlong_mask  # over-length filtering, DAPO (arXiv 2503.14476) section 3.4
@@ -207,7 +207,7 @@ def main(run_dir):
     print(f"preprocess: {config.trainers} ranks, rows of {config.row_tokens} tokens, from step {emitter.step}", flush=True)
     turn, resumed_ahead = position.next, set(position.ahead)  # late = wait: index of the group that comes next, those that will not come
     phase = 0  # samples of the current generation phase that are shuffled into the ring's head (conventional RL only)
-    last_input = time.monotonic()
+    last_input, next_words = time.monotonic(), 0.0
     while emitter.step < config.steps:
         # In: everything that has arrived, as far as the ring has room.
         while len(ring) < config.ring or config.on_full == "drop_oldest":
@@ -241,7 +241,9 @@ def main(run_dir):
         if dropped.total() != reported:
             reported = dropped.total()
             notice(queues / "dropped.json", samples=reported, reasons=dropped)
-            print(f"preprocess: {reported} samples dropped so far: {dict(dropped)}", flush=True)
+            if time.monotonic() > next_words:
+                next_words = time.monotonic() + 5
+                print(f"preprocess: {reported} samples dropped so far: {dict(dropped)}", flush=True)
         # Out: at most one step ahead of the trainer, so that the ring decides what it gets.
         if emitter.step > noticed(queues / "version.json")["version"] + 1 or not ring:
             if time.monotonic() - last_input > config.stall_timeout:

@@ -86,11 +86,12 @@ class Judges:
         return dict(reward=float(value), success=success, outcome="correct" if success else "wrong")
 
     async def respond(self, name, problem, turns):
-        """The environment's answer to the model's turns; None if the episode is over. An error ends the run: it is the task's."""
+        """The environment's answer to the model's turns; None if the episode is over, also where it took too long. An error ends the run: it is the task's."""
         reply = await self.call(name, "respond", problem, turns)
-        if "value" not in reply:
+        self.counts["limit"] += "limit" in reply
+        if "error" in reply:
             raise RuntimeError(f"actor: tasks/{name}.py: respond {reply} after {len(turns)} turns of problem {str(problem)[:200]}")
-        return reply["value"]
+        return reply.get("value")
 
     def close(self):
         for _ in range(self.idle.qsize()):
@@ -132,18 +133,24 @@ def main(limit, fds, names):
         pid = os.fork()
         if not pid:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.setsid()  # what a reward function starts dies with its worker
             for other in connections:
                 if other is not connection:
                     other.close()
             try:
                 work(connection, tasks, limit)
-            finally:
                 os._exit(0)
+            finally:
+                os._exit(1)
         workers[pid] = connection
+
+    def end(pid):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
 
     def stop(*_):
         for pid in workers:
-            os.kill(pid, signal.SIGKILL)
+            end(pid)
         os._exit(0)
     signal.signal(signal.SIGTERM, stop)
     for connection in connections:
@@ -151,12 +158,12 @@ def main(limit, fds, names):
     while workers:
         pid, status = os.wait()
         connection = workers.pop(pid)
-        if os.WIFSIGNALED(status):
-            try:
-                connection.sendall(json.dumps({"limit": signal.Signals(os.WTERMSIG(status)).name}).encode() + b"\n")
-                fork(connection)
-            except OSError:  # the actor is gone
-                pass
+        end(pid)
+        if status:
+            how = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else f"exit code {os.WEXITSTATUS(status)}"
+            with contextlib.suppress(OSError):  # the actor is gone: the next worker will see it
+                connection.sendall(json.dumps({"limit": how}).encode() + b"\n")
+            fork(connection)
 
 
 if __name__ == "__main__":

@@ -25,11 +25,11 @@ def draw(run_dir, steps, evals):
     for ax, x, label in ((axes[0, 0], minutes, "minutes"), (axes[0, 1], column["samples"] / 1000, "thousand samples")):
         ax.plot(x, column["reward"], color="C0", alpha=0.25)
         ax.plot(x, smooth(column["reward"]), color="C0", label="training reward")
-        ax.set(xlabel=label, title=f"reward against {label.split()[-1]}", ylim=(0, 1.02))
+        ax.set(xlabel=label, title=f"reward against {label.split()[-1]}", ylim=(min(0, column["reward"].min()), max(1.02, column["reward"].max())))
     samples = np.concatenate([[0], column["samples"]])
     first = steps[0]["version"] - 1
     for task in evals[0]["eval"] if evals else []:
-        scores = [e["eval"][task] for e in evals]
+        scores = [e["eval"].get(task, np.nan) for e in evals]
         axes[0, 0].plot([e["wall_s"] / 60 for e in evals], scores, "o-", color="C3", label=f"held-out {task}")
         axes[0, 1].plot([samples[min(e["version"] - first, len(steps))] / 1000 for e in evals], scores, "o-", color="C3", label=f"held-out {task}")
     axes[0, 0].legend(loc="lower right")
@@ -75,7 +75,7 @@ def summary(steps, evals):
     mismatch = [x["mismatch"] for x in steps if x["mismatch"] is not None]
     mean = lambda k: float(np.mean([x[k] for x in steps]))
     yield f"steps          {steps[-1]['step']}, {steps[-1]['samples']} samples in {wall / 60:.1f} min"
-    for task in evals[0]["eval"] if evals else []:
+    for task in [t for t in evals[0]["eval"] if t in evals[-1]["eval"]] if evals else []:
         yield f"held-out {task:<5} {evals[0]['eval'][task]:.3f} (version {evals[0]['version']}) -> {evals[-1]['eval'][task]:.3f} (version {evals[-1]['version']}), {evals[-1]['problems']} problems"
     yield f"reward         {np.mean([x['reward'] for x in steps[:5]]):.3f} -> {np.mean([x['reward'] for x in steps[-5:]]):.3f} (first, last 5 steps)"
     yield f"lag            mean {mean('lag_mean'):.2f}, max {max(x['lag_max'] for x in steps)} versions; ess {mean('ess'):.3f}"

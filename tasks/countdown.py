@@ -4,7 +4,6 @@
 is what stands in \\boxed{}, else the last line. Arithmetic is parsed by hand-written rules over Python's syntax tree, never by eval.
 """
 import ast
-import math
 import operator
 import random
 import re
@@ -67,15 +66,20 @@ def value(text, numbers):
     return result
 
 
+def answer(problem, completion):
+    """The expression given: in the last \\boxed{}, else the last line. What attempts are compared by when they vote (maj@k)."""
+    boxed = re.findall(r"\\boxed\{([^{}]*)\}", completion)
+    text = boxed[-1] if boxed else (completion.strip().splitlines() or [""])[-1]
+    return text.replace("\\times", "*").replace("\\cdot", "*").replace("\\div", "/").split("=")[0].strip() or None
+
+
 def reward(problem, completion, finished):
     """An outcome of the reward table: correct | wrong | no_answer | unparsable."""
-    boxed = re.findall(r"\\boxed\{([^{}]*)\}", completion)
-    answer = boxed[-1] if boxed else (completion.strip().splitlines() or [""])[-1]
-    answer = answer.replace("\\times", "*").replace("\\cdot", "*").replace("\\div", "/").split("=")[0]
-    if not answer.strip():
+    given = answer(problem, completion)
+    if given is None:
         return "no_answer"
     try:
-        return "correct" if value(answer, problem["numbers"]) == problem["target"] else "wrong"
+        return "correct" if value(given, problem["numbers"]) == problem["target"] else "wrong"
     except ValueError as e:
         return "wrong" if str(e) == "other numbers" else "unparsable"
 

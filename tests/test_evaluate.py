@@ -50,9 +50,9 @@ def mixture(tmp_path_factory):
     """Directory of a short run on three tasks at once, one of several turns, one from a file, with a barely warmed-up model."""
     from tasks import _tiny
     out = tmp_path_factory.mktemp("mixture")
-    _tiny.make_model(["maths", "countdown", "guess"], out / "model", 0, steps=60)
-    done = run(out, "m", 8740, "--task", "maths:0.25,countdown:0.5,guess:0.25", "--train_data", MATHS, "--eval_data", MATHS, "--model", out / "model", "--steps", 4, "--batch_size", 64, "--late", "wait",
-               "--attempts", 8, "--max_new_tokens", 60, "--max_model_len", 400, "--row_tokens", 1024, "--eval_problems", 16, "--samples_logged", 8)
+    _tiny.make_model(["maths", "countdown", "guess"], out / "model", 0, steps=150)
+    done = run(out, "m", 8740, "--task", "maths:0.25,countdown:0.25,guess:0.5", "--train_data", MATHS, "--eval_data", MATHS, "--model", out / "model", "--steps", 4, "--batch_size", 64, "--late", "wait",
+               "--attempts", 8, "--max_new_tokens", 60, "--max_model_len", 400, "--row_tokens", 1024, "--eval_problems", 16, "--samples_logged", 64)
     assert done.returncode == 0, done.stdout + done.stderr
     return out / "m"
 

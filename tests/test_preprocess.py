@@ -99,6 +99,9 @@ def test_groups_are_cut_back_into_their_samples():
     a, b = samples_of(group, SimpleNamespace(advantage="loo", overlong_mask=False))
     assert a["tokens"].tolist() == [0, 1, 2] and b["tokens"].tolist() == [3, 4, 5, 6]
     assert (a["advantage"], b["advantage"]) == (1.0, -1.0) and a["index"] == 6 and a["mask"].tolist() == [False, False, True] and b["mask"].all()
+    assert a["signal"] and not any(s["signal"] for s in samples_of(group | dict(rewards=np.array([0.1, 0.1])), SimpleNamespace(advantage="loo", overlong_mask=False)))
+    one = group | dict(lengths=np.array([7]), rewards=np.array([1.0]))  # a group of one makes up for a lost sample: it must not be dropped for its lack of signal
+    assert next(samples_of(one, SimpleNamespace(advantage="loo", overlong_mask=False)))["signal"]
     a, b = samples_of(group, SimpleNamespace(advantage="loo", overlong_mask=True))  # the second was cut off: in the batch, out of the loss
     assert a["mask"].tolist() == [False, False, True] and not b["mask"].any() and b["reward"] == 0.0 and row_record([a, b])["samples"] == 2
 

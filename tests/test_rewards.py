@@ -2,6 +2,7 @@
 import asyncio
 import os
 import signal
+import subprocess
 
 import pytest
 
@@ -9,12 +10,12 @@ import config as cfg
 import rewards
 
 TASK = '''
-import time
+import os, subprocess, time
 def problems(split, seed=0):
     return [{"prompt": "a"}]
 def reward(problem, completion, finished):
-    return {"number": 0.25, "one": 1, "outcome": "no_answer", "nan": float("nan"), "word": "perhaps", "none": None}.get(completion) if completion not in ("loop", "sleep", "memory", "deep", "bug", "C") else {
-        "loop": lambda: loop(), "sleep": lambda: time.sleep(1000), "memory": lambda: len(bytearray(10 ** 11)), "deep": lambda: deep(), "bug": lambda: problem["absent"], "C": lambda: 3 ** 10 ** 9}[completion]()
+    return {"number": 0.25, "one": 1, "outcome": "no_answer", "nan": float("nan"), "word": "perhaps", "none": None}.get(completion) if completion not in ("loop", "sleep", "memory", "deep", "bug", "C", "exit", "child") else {
+        "loop": lambda: loop(), "sleep": lambda: time.sleep(1000), "memory": lambda: len(bytearray(10 ** 11)), "deep": lambda: deep(), "bug": lambda: problem["absent"], "C": lambda: 3 ** 10 ** 9, "exit": lambda: os._exit(3), "child": lambda: subprocess.run(["sleep", "987"])}[completion]()
 def loop():
     while True:
         try:
@@ -58,18 +59,19 @@ def test_numbers_and_outcomes(judged):
     assert ended == dict(reward=-0.5, success=False, outcome="no_answer") and cut["reward"] == -1.0
 
 
-@pytest.mark.parametrize("hostile", ["loop", "sleep", "memory", "deep", "C"])
+@pytest.mark.parametrize("hostile", ["loop", "sleep", "memory", "deep", "C", "exit", "child"])
 def test_a_hostile_answer_is_unparsable_and_costs_only_itself(judged, hostile):
     async def work(j):
         slow = asyncio.create_task(j.score("odd", {}, hostile, True))
         await asyncio.sleep(0)
         others = [await j.score("odd", {}, "one", True) for _ in range(20)]
         first = slow.done()
-        again = [await j.score("odd", {}, hostile, True) for _ in range(3)] if hostile != "sleep" else []
+        again = [await j.score("odd", {}, hostile, True) for _ in range(3)] if hostile not in ("sleep", "child") else []
         return others, first, await slow, again, [await j.score("odd", {}, "one", True) for _ in range(4)], j.counts
-    others, first, slow, again, after, counts = judged(work, reward_timeout=0.3 if hostile != "sleep" else 0.05)
+    others, first, slow, again, after, counts = judged(work, reward_timeout=0.3 if hostile not in ("sleep", "child") else 0.05)
     assert all(o["success"] for o in others + after)
-    assert not first or hostile in ("memory", "deep")  # the others did not wait for it
+    assert not subprocess.run(["pgrep", "-f", "^sleep 987"], capture_output=True, text=True).stdout  # what it started died with it
+    assert not first or hostile in ("memory", "deep", "exit")  # the others did not wait for it
     assert {x["outcome"] for x in [slow] + again} == {"unparsable"} and counts["limit"] == 1 + len(again) and not counts["error"]
 
 

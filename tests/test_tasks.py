@@ -1,6 +1,7 @@
 """Tasks: problems, rewards, hostile answers, data files with mistakes, the tiny base models' tokenizer."""
 import json
 import random
+import shutil
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -95,6 +96,10 @@ def test_parquet_and_several_files(tmp_path):
     found = cfg.load_problems(cfg.Config(task="maths", eval_data=f"{tmp_path}/sums.parquet,{MATHS}"), "test")["maths"]
     assert len(found) == 50 and [p["source"] for p in found[:3]] == ["sums", "sums", "maths"]
     assert found[1]["answer"] == "6" and found[1]["prompt"].startswith("3+3?") and found[1]["where"].endswith("sums.parquet: row 2")
+    (tmp_path / "other").mkdir()
+    shutil.copy(MATHS, tmp_path / "other")
+    with pytest.raises(cfg.ConfigError, match="there is a set called maths already"):
+        cfg.load_problems(cfg.Config(task="maths", eval_data=f"{MATHS},{tmp_path}/other/maths.jsonl"), "test")
     with pytest.raises(cfg.ConfigError, match="task maths needs --train_data"):
         cfg.load_problems(cfg.Config(task="maths"), "train")
 
@@ -161,6 +166,7 @@ def test_raw_and_templated_prompts(tmp_path):
     sampled = chat.tokenizer("4<|im_end|>", add_special_tokens=False)["input_ids"]
     whole = chat.tokenizer.decode(chat.start({"prompt": "2+2?"}) + sampled + chat.more("And 3+3?"))
     assert whole == first + "4<|im_end|>\n<|im_start|>user\nAnd 3+3?<|im_end|>\n<|im_start|>assistant\n<think></think>"
+    assert "user\nYOUR TURN: guess<|im_end|>" in chat.tokenizer.decode(chat.more("YOUR TURN: guess"))
     assert "<think>" not in prompter(tmp_path, TEMPLATE, chat=True).tokenizer.decode(prompter(tmp_path, TEMPLATE, chat=True).start({"prompt": "a"}))
 
 
