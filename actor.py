@@ -147,7 +147,7 @@ class Actor:
         self.slots = asyncio.Condition()
         self.wanted = 0  # sequences of groups that run or wait for a slot
         self.counts = Counter()  # events that are not errors but worth a line: retried, failed, dropped groups
-        self.recent = deque()  # (time, sampled tokens) of the last seconds
+        self.recent, self.idle = deque(), 0.0  # (time, sampled tokens) of the last seconds; see pace
         self.logged_version, self.logged, self.next_warning = -1, 0, 0.0
         self.samples_file = open(self.run_dir / "samples.jsonl", "a")
 
@@ -279,21 +279,26 @@ class Actor:
             self.counts["dropped_groups"] += 1
             print(f"actor: problem {i} dropped: {len(good)} of {n} attempts came back, dropped so far {self.counts['dropped_groups']}", flush=True)
             # an empty record tells preprocess, which may wait for this group (late = wait), that it will not come
-            await asyncio.to_thread(self.rollouts.put, dict(run_id=c.run_id, index=i, task=task, gen_tok_s=self.speed(), lengths=np.zeros(0, int), rewards=np.zeros(0, np.float32)), c.stall_timeout)
+            await asyncio.to_thread(self.rollouts.put, dict(run_id=c.run_id, index=i, task=task, **self.pace(), lengths=np.zeros(0, int), rewards=np.zeros(0, np.float32)), c.stall_timeout)
             return n
         cat = {k: np.concatenate([a[k] for a in good]) for k in ("tokens", "mask", "logprobs", "versions")}
         record = cat | dict(lengths=np.array([len(a["tokens"]) for a in good]), rewards=np.array([a["reward"] for a in good], np.float32),
-                            finished=np.array([a["finished"] for a in good]), outcomes=[a["outcome"] for a in good], task=task, run_id=c.run_id, index=i, gen_tok_s=self.speed())
+                            finished=np.array([a["finished"] for a in good]), outcomes=[a["outcome"] for a in good], task=task, run_id=c.run_id, index=i, **self.pace())
         await asyncio.to_thread(self.rollouts.put, record, c.stall_timeout)
         self.show(i, task, problem, good)
         return n - len(good)
 
-    def speed(self):
-        """Sampled tokens per second over the last 10 s."""
+    def pace(self):
+        """gen_tok_s: sampled tokens per second over the last 10 s; gen_idle: share of the engines' places that were empty, likewise."""
         now = time.time()
         while self.recent and self.recent[0][0] < now - 10:
             self.recent.popleft()
-        return sum(n for _, n in self.recent) / max(now - self.recent[0][0], 0.1) if self.recent else 0.0
+        return dict(gen_tok_s=sum(n for _, n in self.recent) / max(now - self.recent[0][0], 0.1) if self.recent else 0.0, gen_idle=self.idle)
+
+    def look(self, seconds):
+        """Take the last `seconds` into gen_idle, an exponential mean over 10 s."""
+        empty = 1 - sum(self.load.values()) / (self.config.concurrency * max(len(self.serving), 1))
+        self.idle += (max(empty, 0.0) - self.idle) * min(seconds / 10, 1)
 
     def show(self, i, task, problem, attempts):
         """A few decoded rollouts per version into samples.jsonl, for people; `python bench/show.py out/<run>` prints them."""
@@ -362,9 +367,11 @@ class Actor:
         stream = Problems(problems, cfg.task_weights(c.task), c.seed)
         position = noticed(self.queues / "version.json")["position"]  # problems already done with, of a continued run
         i, done_ahead, started, returned = position["next"], set(position["ahead"]), first * c.batch_size, 0
-        groups, evaluations, last_change = set(), set(), time.monotonic()
+        groups, evaluations, last_change, looked = set(), set(), time.monotonic(), time.monotonic()
         while True:
             now_version = self.version()
+            self.look(time.monotonic() - looked)
+            looked = time.monotonic()
             if now_version != version:
                 version, last_change = now_version, time.monotonic()
             if time.monotonic() - last_change > c.stall_timeout:

@@ -194,7 +194,7 @@ def main(run_dir):
     rollouts = Queue(queues / "rollouts")
     emitter = Emitter(config, [Queue(queues / "batches" / f"rank_{r}", maxlen=1000) for r in range(config.trainers)],
                       reference_model(config) if config.kl_coef else None)
-    ring, dropped, reported, gen_tok_s = deque(), Counter(), 0, 0.0
+    ring, dropped, reported, pace = deque(), Counter(), 0, dict(gen_tok_s=0.0, gen_idle=0.0)
     early: dict[int, dict] = {}  # late = wait: groups that came before their turn, by index
     rng = random.Random(config.seed)
     deadline = time.monotonic() + config.start_timeout
@@ -217,7 +217,7 @@ def main(run_dir):
                 break
             if group["run_id"] != config.run_id:
                 raise RuntimeError(f"preprocess: record {seq} of {rollouts.path} is of run {group['run_id']}, this is run {config.run_id}: start over with --fresh True")
-            last_input, gen_tok_s = time.monotonic(), group["gen_tok_s"]
+            last_input, pace = time.monotonic(), {k: group[k] for k in pace}
             arrived = [group]
             position.arrive(group["index"], len(group["lengths"]))
             if config.late == "wait":  # in the order in which they were started, whatever the order in which they were done
@@ -262,7 +262,7 @@ def main(run_dir):
             phase = wanted
         sample = ring.popleft()
         phase -= bool(phase)
-        emitter.add(sample, gen_tok_s=gen_tok_s, dropped=dropped.total())
+        emitter.add(sample, dropped=dropped.total(), **pace)
     print(f"preprocess: all {config.steps} steps emitted, dropped {dict(dropped)}", flush=True)
 
 

@@ -63,7 +63,7 @@ names=()
 stop_all() {  # within 30 s
   trap '' INT TERM
   set +m  # no job notices
-  kill -KILL -- "-${watchdog:-$$$$}" 2>/dev/null || true
+  [ -z "${watchdog:-}" ] || kill -KILL -- "-$watchdog" 2>/dev/null || true
   local n train="${pid_of[train]:-}"
   if [ -n "$train" ] && kill -TERM -- "-$train" 2>/dev/null; then  # first the trainer alone: it writes a checkpoint
     for _ in $(seq 125); do kill -0 -- "-$train" 2>/dev/null || break; sleep 0.2; done

@@ -31,6 +31,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 import config as cfg
+from bench.simulate import advice
 from queues import Queue, notice, noticed
 from weights import Sender
 
@@ -484,7 +485,7 @@ def main(run_dir):
         save(config, run_dir, model, optimizer, state, rank)
         saved = state["version"]
 
-    saved = state["version"]
+    saved, balance = state["version"], []  # (share of the step spent waiting for data, share of the engines' places empty) of the last steps
     signal.signal(signal.SIGTERM, stop)
     try:
         while (version := state["version"]) < config.steps:
@@ -512,11 +513,17 @@ def main(run_dir):
             if rank == 0:
                 drain_evals()
                 line = dict(step=state["version"], version=state["version"], samples=state["samples"], wall_s=state["wall_s"], **metrics,
-                            dropped=record["dropped"], train_tok_s=metrics["tokens"] / (now - step_start), gen_tok_s=record["gen_tok_s"], wait_data_s=waited,
+                            dropped=record["dropped"], train_tok_s=metrics["tokens"] / (now - step_start), gen_tok_s=record["gen_tok_s"], gen_idle=record["gen_idle"], wait_data_s=waited,
                             skipped=state["skipped"], by_task=record["by_task"])
                 left = (config.steps - state["version"]) * (now - loop_start) / (state["version"] - first_version)
                 print(f"step {state['version']}/{config.steps} | reward {line['reward']:.3f} | ess {line['ess']:.3f} | lag {line['lag_mean']:.1f}/{line['lag_max']} | "
                       f"{line['train_tok_s'] / 1000:.1f}k tok/s | wait {100 * waited / (now - step_start):.0f}% | eta {left / 60:.1f}m", flush=True)
+                balance.append((waited / (now - step_start), line["gen_idle"]))
+                if len(balance) == 50:
+                    words = advice(*np.mean(balance, axis=0), config.engines * config.tensor_parallel, config.trainers, config.tensor_parallel)
+                    if words:
+                        print(f"train: over the last 50 steps, {words}", flush=True)
+                    balance.clear()
             if state["version"] == config.steps or config.save_every and state["version"] % config.save_every == 0:
                 checkpoint()
         if line:

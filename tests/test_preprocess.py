@@ -154,7 +154,7 @@ def test_a_ring_that_overflows_drops_the_oldest_and_says_so(tmp_path):
         for _ in range(groups):
             n = [70 if fed + k == 3 else 5 for k in range(4)]
             rollouts.put(dict(tokens=np.zeros(sum(n), np.int32), mask=np.ones(sum(n), bool), logprobs=np.zeros(sum(n), np.float32), versions=np.zeros(sum(n), np.int32),
-                              lengths=np.array(n), rewards=np.arange(fed, fed + 4, dtype=np.float32), finished=np.ones(4, bool), task="toy", outcomes=["wrong"] * 4, gen_tok_s=1.0, run_id="abc", index=fed // 4 + (fed > 0)))
+                              lengths=np.array(n), rewards=np.arange(fed, fed + 4, dtype=np.float32), finished=np.ones(4, bool), task="toy", outcomes=["wrong"] * 4, gen_tok_s=1.0, gen_idle=0.0, run_id="abc", index=fed // 4 + (fed > 0)))
             fed += 4
 
     def until(condition):
@@ -198,7 +198,7 @@ def test_a_record_of_another_run_stops_the_stage_by_name(tmp_path):
     from conftest import ROOT
     from queues import notice
     run_dir = cfg.write(cfg.Config(run="r", out=str(tmp_path), batch_size=8, attempts=4, steps=3, ring=8, row_tokens=64, trainers=1, run_id="abc"))
-    Queue(run_dir / "queues" / "rollouts").put(dict(run_id="xyz", index=0, gen_tok_s=1.0, lengths=np.zeros(0, int), rewards=np.zeros(0, np.float32)))
+    Queue(run_dir / "queues" / "rollouts").put(dict(run_id="xyz", index=0, gen_tok_s=1.0, gen_idle=0.0, lengths=np.zeros(0, int), rewards=np.zeros(0, np.float32)))
     notice(run_dir / "queues" / "version.json", version=0, position=dict(next=0, ahead=[]))
     done = subprocess.run([sys.executable, "preprocess.py", str(run_dir)], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "rollouts is of run xyz, this is run abc" in done.stderr.splitlines()[-1]
@@ -235,7 +235,7 @@ def test_groups_without_signal(tmp_path, no_signal):
     for i in range(6):
         rewards = np.array([0.1] * 4 if i % 2 else [0.1, 1, 1, 0.1], np.float32)
         rollouts.put(dict(tokens=np.zeros(20, np.int32), mask=np.arange(20) % 5 > 0, logprobs=np.zeros(20, np.float32), versions=np.zeros(20, np.int32), lengths=np.array([5] * 4), rewards=rewards,
-                          finished=np.ones(4, bool), task="ab"[i % 2], outcomes=["correct" if r == 1 else "no_answer" for r in rewards], gen_tok_s=1.0, run_id="abc", index=i))
+                          finished=np.ones(4, bool), task="ab"[i % 2], outcomes=["correct" if r == 1 else "no_answer" for r in rewards], gen_tok_s=1.0, gen_idle=0.0, run_id="abc", index=i))
     notice(run_dir / "queues" / "version.json", version=0, position=dict(next=0, ahead=[]))
     subprocess.run([sys.executable, "preprocess.py", str(run_dir)], cwd=ROOT, check=True, timeout=60)
     batches, last = Queue(run_dir / "queues" / "batches" / "rank_0"), {"last": False}

@@ -14,7 +14,7 @@ import requests
 from conftest import ROOT
 
 KEYS = ("step version samples tokens wall_s reward success loss grad_norm lr entropy ess kl_behavior mismatch lag_mean lag_max clip_frac dropped "
-        "train_tok_s gen_tok_s wait_data_s sync_s arm_s gather_s send_s wait_s pause_s late skipped kl_ref by_lag").split()
+        "train_tok_s gen_tok_s gen_idle wait_data_s sync_s arm_s gather_s send_s wait_s pause_s late skipped kl_ref by_lag").split()
 
 
 def command(out, name, port, *knobs):
@@ -132,10 +132,22 @@ def test_kill_continue_interrupt(tmp_path, base_model):
     assert leftovers(tmp_path) == []
     # the same command continues; Ctrl-C leaves no process
     p = start_and_wait_for("[train] step")
-    assert re.search(r"continuing .* from step (4|6|8)", log.read_text())
+    assert int(re.search(r"continuing .* from step (\d+)", log.read_text())[1]) >= 5  # the trainer saved its work before it was stopped
     p.send_signal(signal.SIGINT)
     assert p.wait(60) == 130
     assert leftovers(tmp_path) == []
+    # what was done is saved: nothing but the step in progress is done again
+    done = max(x["step"] for x in metrics(tmp_path / "k")[0])
+    assert (tmp_path / "k" / "checkpoints" / f"step_{done:06d}").exists() and f"version {done} is saved" in log.read_text()
+    # kill -9 of the launcher: nothing outlives it, and its work is saved, too
+    p = start_and_wait_for(f"step {done + 1}/16")
+    p.kill()
+    deadline = time.time() + 45
+    while leftovers(tmp_path) and time.time() < deadline:
+        time.sleep(0.5)
+    assert leftovers(tmp_path) == []
+    again = max(x["step"] for x in metrics(tmp_path / "k")[0])
+    assert again > done and (tmp_path / "k" / "checkpoints" / f"step_{again:06d}").exists()
     # and once more, to the end
     p = start_and_wait_for("picture")
     assert p.wait(60) == 0
