@@ -400,6 +400,8 @@ def main(list_file: str, argv: list[str]) -> None:
         run_dir = Path(c.out, c.run) if c.dry_run else write(c)
     except ConfigError as e:
         sys.exit(f"run.sh: {e}")
+    except OSError as e:
+        sys.exit(f"run.sh: --out {c.out}, --run {c.run}: {e.filename or ''} {e.strerror}: it must be a directory one can write to")
     processes = placement(c, gpus)
     if Path(c.model).parent == ROOT / "out" / "models" and not Path(c.model, "config.json").exists():
         processes.insert(0, ("prepare", dict(OMP_NUM_THREADS="1"), [sys.executable, "tasks/_tiny.py", c.task, c.model, str(c.seed)]))

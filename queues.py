@@ -43,7 +43,7 @@ class Queue:
         return sum(name.endswith(".npz") for w in self._writers() for name in os.listdir(self._dir(w)))
 
     def put(self, record: dict, timeout: float = 1800.0) -> int:
-        """Append a record; returns its sequence number. Raises TimeoutError if the queue stays full."""
+        """Append a record; returns its sequence number. Raises TimeoutError if the queue stays full, OSError if the disk is."""
         deadline = time.monotonic() + timeout
         while self.maxlen and len(self) >= self.maxlen:
             if time.monotonic() > deadline:
@@ -57,9 +57,12 @@ class Queue:
                 self.writer = self._claim()
             final = self._file(self.writer, self.next_put)
             temporary = final.with_suffix(".tmp")
-            with open(temporary, "wb") as f:
-                np.savez(f, **arrays)
-            os.rename(temporary, final)
+            try:
+                with open(temporary, "wb") as f:
+                    np.savez(f, **arrays)
+                os.rename(temporary, final)
+            except OSError as e:
+                raise OSError(e.errno, f"queue {self.path}: a record cannot be written ({e.strerror}): free space, or mount it again; the same command continues") from None
             self.next_put += 1
             return self.writer * WRITER + self.next_put - 1
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict, StateDictOptions
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.nn.attention.varlen import varlen_attn
@@ -482,7 +483,12 @@ def main(run_dir):
         if line:  # a checkpoint's own step must be in the curves that a continued run finds
             log.write(line | sender.timing())
             line = None
-        save(config, run_dir, model, optimizer, state, rank)
+        try:
+            save(config, run_dir, model, optimizer, state, rank)
+        except (Exception, CheckpointException) as e:  # torch hides the system's error, and derives its own from BaseException
+            reason, free = (str(e).strip().splitlines() or [type(e).__name__])[-1], shutil.disk_usage(run_dir).free / 1e6
+            raise RuntimeError(f"train: checkpoint {state['version']} cannot be written to {run_dir}/checkpoints ({reason}; {free:.0f} MB are free there); that of version {saved} is intact: "
+                               "see to space and permissions, then the same command continues") from e
         saved = state["version"]
 
     saved, balance = state["version"], []  # (share of the step spent waiting for data, share of the engines' places empty) of the last steps

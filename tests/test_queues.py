@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 
+from conftest import ROOT
 from queues import Queue, notice, noticed
 
 
@@ -94,3 +95,16 @@ def test_notices(tmp_path):
     assert noticed(tmp_path / "v.json") == {}
     notice(tmp_path / "v.json", version=3)
     assert noticed(tmp_path / "v.json") == {"version": 3}
+
+
+def test_a_full_disk_is_named_and_loses_nothing(tmp_path):
+    """A limit on file sizes stands for the disk: the kernel refuses the write in the same way."""
+    code = ("import resource, sys, numpy as np; from queues import Queue\n"
+            "q = Queue(sys.argv[1]); q.put(dict(a=np.zeros(10))); resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+            "q.put(dict(a=np.zeros(100000)))")
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "q")], capture_output=True, text=True, cwd=ROOT)
+    assert f"queue {tmp_path}/q: a record cannot be written (File too large)" in done.stderr.splitlines()[-1]
+    queue = Queue(tmp_path / "q")
+    assert len(queue) == 1 and queue.get(0)[1]["a"].shape == (10,)
+    with pytest.raises(TimeoutError):
+        queue.get(0)

@@ -29,7 +29,7 @@ def samples(seed=0):
                    versions=np.where(mask, i // BATCH - rng.integers(0, 3), -1).astype(np.int32), advantage=float(rng.normal()), reward=float(i % 2), success=i % 2 == 1, task="toy", outcome="correct" if i % 2 else "wrong")
 
 
-def train(out, name, base_model, ranks=1, row_tokens=128, order=None, steps=STEPS, checkpoint=None, first=0, **knobs):
+def train(out, name, base_model, ranks=1, row_tokens=128, order=None, steps=STEPS, checkpoint=None, first=0, largest_file_kb="unlimited", **knobs):
     """Emit the samples of steps first.. and run the trainer on them; returns (weights, step lines) of the run."""
     c = cfg.Config(run=name, out=str(out), model=str(base_model), dtype="float32", trainers=ranks, batch_size=BATCH, attempts=2, steps=steps, row_tokens=row_tokens,
                    lr=1e-3, save_every=3, keep_last=9, stall_timeout=60, **knobs)
@@ -48,7 +48,7 @@ def train(out, name, base_model, ranks=1, row_tokens=128, order=None, steps=STEP
             emitter.add(part[i], dropped=0, gen_tok_s=0.0, gen_idle=0.0)
     Queue(run_dir / "queues" / "evals").put(dict(eval={"toy": 0.0}, problems=0, version=steps, wall_s=0.0))
     launch = [sys.executable] + (["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", "8760"] if ranks > 1 else [])
-    done = subprocess.run([*launch, "tests/train_without_engines.py", str(run_dir)], cwd=ROOT, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    done = subprocess.run(["bash", "-c", f'ulimit -f {largest_file_kb}; exec "$@"', "", *launch, "tests/train_without_engines.py", str(run_dir)], cwd=ROOT, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(x) for x in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return load_file(run_dir / "checkpoints" / f"step_{steps:06d}" / "model.safetensors"), [x for x in lines if "step" in x]
@@ -107,6 +107,15 @@ def test_ranks_packing_and_order_change_nothing(name, knobs, tmp_path, base_mode
     assert steps[0]["by_lag"].keys() == by_lag.keys()
     for lag, row in by_lag.items():
         assert steps[0]["by_lag"][lag] == pytest.approx(row, rel=1e-4, abs=1e-6)
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one_intact(reference, tmp_path, base_model):
+    weights, _, run_dir = reference
+    with pytest.raises(AssertionError, match=r"train: checkpoint 6 cannot be written to \S+/checkpoints \(.*; \d+ MB are free there\); that of version 3 is intact"):
+        train(tmp_path, "full", base_model, checkpoint=run_dir / "checkpoints" / "step_000003", first=3, largest_file_kb=2500)  # weights and optimizer have 5 MB
+    assert [p.name for p in (tmp_path / "full" / "checkpoints").glob("step_*[0-9]")] == ["step_000003"]
+    again, _ = train(tmp_path, "again", base_model, checkpoint=tmp_path / "full" / "checkpoints" / "step_000003", first=3)
+    assert all(torch.equal(again[k], weights[k]) for k in weights)
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(reference, tmp_path, base_model):
