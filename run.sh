@@ -88,7 +88,7 @@ start() {
   echo "== $(date '+%F %T') $command" >> "$log"
   case $name in
     engine*) bash -c "exec $command" >> "$log" 2>&1 & ;;
-    *) bash -c "exec $command" > >(tee -a "$log" | sed -u "s/^/[$name] /") 2>> "$log" & ;;
+    *) bash -c "exec $command" > >(trap '' TERM; tee -a "$log" | sed -u "s/^/[$name] /") 2>> "$log" & ;;  # last words are written, too
   esac
   pid_of[$name]=$!
   echo "$name ${pid_of[$name]}" >> "$list.pids"
@@ -97,7 +97,7 @@ set -m
 # should this script be killed with -9, nothing outlives it
 (trap '' INT TERM; while kill -0 $$ 2>/dev/null; do sleep 1; done
  while read -r n p; do pid_of[$n]=$p; names+=("$n"); done < "$list.pids"; stop_all) > /dev/null 2>&1 &
-watchdog=$!
+watchdog=$!; disown "$watchdog"
 while IFS=$'\t' read -r name command; do
   if [ "$name" = prepare ]; then
     bash -c "exec $command" 2>> "$run_dir/logs/prepare.log" || die "making the base model failed, see $run_dir/logs/prepare.log"

@@ -142,6 +142,7 @@ def test_kill_continue_interrupt(tmp_path, base_model):
     # kill -9 of the launcher: nothing outlives it, and its work is saved, too
     p = start_and_wait_for(f"step {done + 1}/16")
     p.kill()
+    p.wait()
     deadline = time.time() + 45
     while leftovers(tmp_path) and time.time() < deadline:
         time.sleep(0.5)
