@@ -91,11 +91,10 @@ class Prompter:
         self.config, self.tokenizer = config, AutoTokenizer.from_pretrained(config.model)
         if config.chat and not self.tokenizer.chat_template:
             raise cfg.ConfigError(f"--chat True: the tokenizer of {config.model} has no chat template")
+        ends = None
         with contextlib.suppress(OSError):  # a model need not have a generation config; chat models often have several stop tokens
             ends = GenerationConfig.from_pretrained(config.model).eos_token_id
-            self.stop = {*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id} - {None}
-        if not getattr(self, "stop", None):
-            self.stop = {self.tokenizer.eos_token_id} - {None}
+        self.stop = {*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id} - {None}
 
     def render(self, messages, **options):
         """Messages as text, by the chat template."""
@@ -239,30 +238,30 @@ class Actor:
         max_new_tokens are sampled in all turns together. None if a request failed for good.
         """
         c, judges = self.config, self.judges
-        parts, turns, said = [(self.prompter.start(problem), None)], [], []  # (token ids, what the engine said of them; None: not sampled)
+        several = hasattr(judges.tasks[task], "respond")
+        parts, turns, left = [(self.prompter.start(problem), None)], [], c.max_new_tokens  # (token ids, what the engine said of them; None: not sampled)
         while True:
             tokens = [t for ids, _ in parts for t in ids]
-            left = c.max_new_tokens - sum(len(s["tokens"]) for s in said)
             sample = await self.generate(tokens, temperature, min(left, c.max_model_len - len(tokens)), None if seed is None else seed + len(turns))
             if sample is None:
                 return None
             parts.append((sample["tokens"], sample))
-            said.append(sample)
+            left -= len(sample["tokens"])
             turns.append(self.tokenizer.decode(sample["tokens"], skip_special_tokens=True))
             finished = sample["finished"]
-            if not hasattr(judges.tasks[task], "respond") or not finished or (answer := await judges.respond(task, problem, turns)) is None:
+            if not several or not finished or (answer := await judges.respond(task, problem, turns)) is None:
                 break
             ids = self.prompter.more(answer)
-            if len(tokens) + len(sample["tokens"]) + len(ids) >= c.max_model_len or left <= len(sample["tokens"]):
+            if len(tokens) + len(sample["tokens"]) + len(ids) >= c.max_model_len or left <= 0:
                 finished = False  # cut off between two turns
                 break
             parts.append((ids, None))
-        text = turns if hasattr(judges.tasks[task], "respond") else turns[0]
+        text = turns if several else turns[0]
         verdict = await judges.score(task, problem, text, finished)
-        verdict["reward"] += overlong_penalty(sum(len(s["tokens"]) for s in said), c)
-        column = lambda of, key, nothing, kind: np.concatenate([np.array(s[key] if s else [nothing] * len(ids), kind) for ids, s in of])
+        verdict["reward"] += overlong_penalty(c.max_new_tokens - left, c)
+        column = lambda key, nothing, kind: np.concatenate([np.array(s[key] if s else [nothing] * len(ids), kind) for ids, s in parts])
         return verdict | dict(tokens=np.array([t for ids, _ in parts for t in ids], np.int32), mask=np.concatenate([np.full(len(ids), s is not None) for ids, s in parts]),
-                              logprobs=column(parts, "logprobs", 0, np.float32), versions=column(parts, "versions", -1, np.int32), text=text, finished=finished)
+                              logprobs=column("logprobs", 0, np.float32), versions=column("versions", -1, np.int32), text=text, finished=finished)
 
     async def group(self, i, task, problem, n):
         """n attempts at problem i of the stream -> one record in queues/rollouts; returns how many samples it did not yield."""

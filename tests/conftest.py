@@ -1,6 +1,5 @@
 """What the tests share: the repository on the path, the toy base model, and one real vLLM server for all of them."""
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -25,10 +24,9 @@ def base_model():
 def engine(base_model, tmp_path_factory):
     """A real vLLM server with the toy model; yields its Config."""
     import config as cfg
-    from evaluate import start_engines
+    from evaluate import start_engines, stop_engines
     config = cfg.resolve(cfg.parse(["toy", "--run", "engine", "--out", str(tmp_path_factory.mktemp("engine")), "--port", str(PORT), "--concurrency", "64"], 0), 0)
     cfg.write(config)
-    process = start_engines(config)[0]
+    engines = start_engines(config)
     yield config
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    stop_engines(engines)

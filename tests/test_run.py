@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import requests
 
 from conftest import ROOT
 
@@ -76,18 +75,17 @@ def test_the_pipeline_end_to_end(tmp_path, base_model):
     assert leftovers(tmp_path) == []
     # and vLLM loads it as it is: its logprobs are Hugging Face's
     import config as cfg
-    from evaluate import start_engines
+    from evaluate import ready, start_engines, stop_engines
     from test_weights import difference
     c = cfg.resolve(cfg.parse(["toy", "--run", "checkpoint", "--out", str(tmp_path), "--port", "8711", "--model", str(run_dir / "checkpoints" / "step_000012")], 0), 0)
     cfg.write(c)
-    engine = start_engines(c)[0]
+    engines = start_engines(c)
     try:
-        requests.post("http://127.0.0.1:8711/update_weight_version", json={"new_version": "12"}).raise_for_status()
+        ready(c, 12)
         worst, versions = difference(c, trained)
         assert worst < 1e-4 and versions == {12}
     finally:
-        os.killpg(engine.pid, signal.SIGKILL)
-        engine.wait()
+        stop_engines(engines)
 
 
 def test_max_lag_0_is_synchronous_on_two_fsdp_ranks(tmp_path, base_model):

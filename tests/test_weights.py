@@ -1,7 +1,6 @@
 """Weight updates into a real vLLM server: right values, exact stamps, requests in progress go on, failures end in time."""
 import math
 import os
-import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +13,7 @@ import config as cfg
 import weights
 from actor import token_versions
 from conftest import PORT
-from evaluate import start_engines
+from evaluate import start_engines, stop_engines
 from tasks import _tiny, toy
 from train import token_logprobs
 from weights import Sender, buckets
@@ -67,10 +66,9 @@ def untied(tmp_path_factory):
     _tiny.make_tokenizer([toy]).save_pretrained(path / "model")
     config = cfg.resolve(cfg.parse(["toy", "--run", "engine", "--out", str(path), "--model", str(path / "model"), "--port", str(PORT + 1), "--concurrency", "8"], 0), 0)
     cfg.write(config)
-    process = start_engines(config)[0]
+    engines = start_engines(config)
     yield Sender(config, model, 0, torch.device("cpu"))
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    stop_engines(engines)
 
 
 def test_buckets_cover_all_parameters_in_order():
@@ -188,7 +186,7 @@ def test_tensor_parallel_engine(tmp_path, base_model):
     """Two workers, each with its shard of every fused matrix: one group of three."""
     config = cfg.resolve(cfg.parse(["toy", "--run", "tp", "--out", str(tmp_path), "--port", "8702", "--concurrency", "16", "--model", str(base_model), "--tensor_parallel", "2"], 0), 0)
     cfg.write(config)
-    process = start_engines(config)[0]
+    engines = start_engines(config)
     try:
         sender = Sender(config, AutoModelForCausalLM.from_pretrained(base_model), 0, torch.device("cpu"))
         for version in (1, 2):
@@ -197,8 +195,7 @@ def test_tensor_parallel_engine(tmp_path, base_model):
             worst, versions = difference(config, sender.model)
             assert worst < 1e-4 and versions == {version}
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        stop_engines(engines)
 
 
 def test_strangers_are_refused(engine):
