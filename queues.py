@@ -10,6 +10,7 @@ One reader per queue. It sees each writer's records in order, the writers in tur
 acknowledged is seen again by the next reader. A file that does not parse is renamed to .bad, named in the log and counted.
 Deliberately absent: a server, a network protocol, several readers.
 """
+import errno
 import io
 import json
 import os
@@ -149,7 +150,15 @@ def notice(path, **values) -> None:
 
 def noticed(path) -> dict:
     """What was last published at `path`; {} if nothing was yet."""
-    try:
-        return json.loads(Path(path).read_text())
-    except FileNotFoundError:
-        return {}
+    path = Path(path)
+    while True:
+        try:
+            return json.loads(path.read_text())
+        except FileNotFoundError:
+            # NFS may remember for a minute that a file was not there, unless its directory is opened
+            if not path.parent.is_dir() or path.name not in os.listdir(path.parent):
+                return {}
+            time.sleep(0.01)
+        except OSError as e:
+            if e.errno != errno.ESTALE:  # NFS: it was replaced while it was read
+                raise

@@ -5,6 +5,9 @@
 #   bash run.sh --help                            every knob
 #   bash run.sh setup                             install only
 #
+# On several nodes: the same command on each, with NNODES, NODE_RANK and MASTER_ADDR set (or under srun, torchrun), and --out on
+# a file system that all share; launch.py has the rest of the story.
+#
 # PIPELINE_PYTHON=/path/to/python uses that environment as it is instead of making .venv.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
@@ -53,10 +56,12 @@ fi
 
 # ---- configuration: checked, written to out/<run>/config.json, turned into a list of processes
 list=$(mktemp)
+why="could not be started"  # what the other nodes are told when this one stops
 trap 'rm -f "$list"' EXIT
-"$PY" config.py "$list" "$@" || exit $?
+"$PY" launch.py "$list" "$@" || exit $?
 [ -s "$list" ] || exit 0   # --help, --dry_run
-{ read -r run_dir; read -r restarts; } < "$list"
+{ read -r run_dir; read -r restarts; read -r node; } < "$list"
+unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK MASTER_ADDR MASTER_PORT  # they mean something else to those we start
 
 declare -A pid_of
 names=()
@@ -65,6 +70,8 @@ stop_all() {  # within 30 s
   set +m  # no job notices
   [ -z "${watchdog:-}" ] || kill -KILL -- "-$watchdog" 2>/dev/null || true
   local n train="${pid_of[train]:-}"
+  echo "$why" > "$list.why"
+  [ -z "${pid_of[nodes]:-}" ] || kill -USR1 "${pid_of[nodes]}" 2>/dev/null || true
   if [ -n "$train" ] && kill -TERM -- "-$train" 2>/dev/null; then  # first the trainer alone: it writes a checkpoint
     for _ in $(seq 125); do kill -0 -- "-$train" 2>/dev/null || break; sleep 0.2; done
   fi
@@ -74,16 +81,17 @@ stop_all() {  # within 30 s
     break
   done
   for n in "${names[@]}"; do kill -KILL -- "-${pid_of[$n]}" 2>/dev/null || true; done
-  rm -f "$list" "$list.pids"
+  rm -f "$list" "$list.pids" "$list.why"
 }
 trap 'stop_all' EXIT
-trap 'echo "run.sh: interrupted, stopping; the same command continues"; exit 130' INT
-trap 'echo "run.sh: terminated, stopping; the same command continues"; exit 143' TERM
+trap 'why=interrupted; echo "run.sh: interrupted, stopping; the same command continues"; exit 130' INT
+trap 'why=terminated; echo "run.sh: terminated, stopping; the same command continues"; exit 143' TERM
 
 # ---- start: every process leads its own process group (set -m), so that its children die with it
 declare -A command_of restarts_of again_at
+log() { echo "$run_dir/logs/$1$([ "$node" = 0 ] || echo ".node$node").log"; }
 start() {
-  local name=$1 command=${command_of[$1]} log="$run_dir/logs/$1.log"
+  local name=$1 command=${command_of[$1]} log; log=$(log "$1")
   rm -f "$run_dir/queues/kill_$name"
   echo "== $(date '+%F %T') $command" >> "$log"
   case $name in
@@ -95,18 +103,18 @@ start() {
 }
 set -m
 # should this script be killed with -9, nothing outlives it
-(trap '' INT TERM; while kill -0 $$ 2>/dev/null; do sleep 1; done
+(trap '' INT TERM; while kill -0 $$ 2>/dev/null; do sleep 1; done; why="its launcher was killed"
  while read -r n p; do pid_of[$n]=$p; names+=("$n"); done < "$list.pids"; stop_all) > /dev/null 2>&1 &
 watchdog=$!; disown "$watchdog"
 while IFS=$'\t' read -r name command; do
   if [ "$name" = prepare ]; then
-    bash -c "exec $command" 2>> "$run_dir/logs/prepare.log" || die "making the base model failed, see $run_dir/logs/prepare.log"
+    bash -c "exec $command" 2>> "$(log prepare)" || die "making the base model failed, see $(log prepare)"
     continue
   fi
   command_of[$name]=$command restarts_of[$name]=0 again_at[$name]=0
   names+=("$name")
   start "$name"
-done < <(tail -n +3 "$list")
+done < <(tail -n +4 "$list")
 
 # ---- watch: the trainer's end is the run's end; an engine is started again, a few times; any other death is the run's death
 running=("${names[@]}")
@@ -116,7 +124,7 @@ while true; do
       [ "$SECONDS" -lt "${again_at[$n]}" ] || { again_at[$n]=0; start "$n"; }
       continue
     fi
-    if [ -e "$run_dir/queues/kill_$n" ]; then  # the trainer says it hangs
+    if compgen -G "$run_dir/queues/kill_$n" > /dev/null; then  # the trainer says it hangs; a pattern opens the directory, which NFS wants
       rm -f "$run_dir/queues/kill_$n"
       kill -KILL -- "-${pid_of[$n]}" 2>/dev/null || true
     fi
@@ -126,13 +134,20 @@ while true; do
       kill -KILL -- "-${pid_of[$n]}" 2>/dev/null || true
       again_at[$n]=$((SECONDS + 1 + 5 * restarts_of[$n] * restarts_of[$n]))
       restarts_of[$n]=$((restarts_of[$n] + 1))
-      echo "run.sh: $n died with exit code $code, restart ${restarts_of[$n]} of $restarts; log: $run_dir/logs/$n.log" >&2
+      echo "run.sh: $n died with exit code $code, restart ${restarts_of[$n]} of $restarts; log: $(log "$n")" >&2
       continue
     fi
+    if [ $n = nodes ]; then
+      [ "$code" -ne 0 ] || break 2
+      why="it stopped as another did"
+      echo "run.sh: $(tail -n 1 "$(log nodes)"); everything here is stopped; the same command on all nodes continues from the last checkpoint" >&2
+      exit 1
+    fi
     if [ "$code" -ne 0 ] || [[ $n == engine* ]]; then
+      why="$n died with exit code $code"
       sleep 0.5
-      echo "run.sh: $n died with exit code $code; its last 20 log lines ($run_dir/logs/$n.log):" >&2
-      tail -n 20 "$run_dir/logs/$n.log" | sed "s/^/  [$n] /" >&2
+      echo "run.sh: $n died with exit code $code; its last 20 log lines ($(log "$n")):" >&2
+      tail -n 20 "$(log "$n")" | sed "s/^/  [$n] /" >&2
       echo "run.sh: everything is stopped; the same command continues from the last checkpoint" >&2
       exit 1
     fi
@@ -141,6 +156,7 @@ while true; do
   done
   sleep 0.2
 done
+why=done
 stop_all
-names=()
-"$PY" bench/report.py "$run_dir"
+names=() pid_of=()
+[ "$node" != 0 ] || "$PY" bench/report.py "$run_dir"

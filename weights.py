@@ -89,7 +89,7 @@ class Sender:
         self.config, self.model, self.rank, self.queues = config, model, rank, queues
         self.dtype = getattr(torch, config.dtype)
         self.device = device if config.weight_backend == "nccl" else torch.device("cpu")  # gloo goes through host memory
-        self.urls = [f"http://{config.host}:{config.port + i}" for i in range(config.engines)]
+        self.urls = list(config.urls)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.members, self.group, self.buffers, self.updates, self.error = [], None, [], 0, ""
         self.armed = self.swapped = self.version = None

@@ -19,6 +19,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import config as cfg
+import launch
 from evaluate import ready, start_engines, stop_engines
 from queues import Queue, notice
 from tasks import _tiny, toy
@@ -26,7 +27,7 @@ from tasks import _tiny, toy
 
 async def bare(config, prompts, seconds):
     """Tokens/s of a client that does nothing but keep the server busy."""
-    url, tokens, stop = f"http://{config.host}:{config.port}/inference/v1/generate", 0, time.time() + seconds
+    url, tokens, stop = f"{config.urls[0]}/inference/v1/generate", 0, time.time() + seconds
 
     async def worker(session, k):
         nonlocal tokens
@@ -47,7 +48,7 @@ def through_actor(config, seconds):
     run_dir = Path(config.out, config.run)
     shutil.rmtree(run_dir / "queues", ignore_errors=True)
     (run_dir / "queues").mkdir()
-    notice(run_dir / "queues" / "version.json", version=0, position=dict(next=0, ahead=[]), engines=[f"http://{config.host}:{config.port}"])
+    notice(run_dir / "queues" / "version.json", version=0, position=dict(next=0, ahead=[]), engines=config.urls)
     process = subprocess.Popen([sys.executable, "actor.py", str(run_dir)], cwd=cfg.ROOT, stdout=subprocess.DEVNULL)
     queue = Queue(run_dir / "queues" / "rollouts")
     while not len(queue):
@@ -77,7 +78,7 @@ def main():
     a = p.parse_args()
     config = cfg.resolve(cfg.parse(["toy", "--run", "bench-generation", "--concurrency", str(a.concurrency), "--max_lag", "1000000", "--eval_problems", "1", "--eval_every", "0"], 0), 0)
     _tiny.make_model(["toy"], config.model, config.seed)
-    cfg.write(config)
+    launch.write(config)
     tokenizer = _tiny.make_tokenizer([toy])
     prompts = [tokenizer(p["prompt"])["input_ids"] for p in toy.problems("train", 0)]
     engines = start_engines(config, extra=shlex.split(a.engine_args))

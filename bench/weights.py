@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import config as cfg
+import launch
 import weights
 from evaluate import start_engines, stop_engines
 from tasks import _tiny, toy
@@ -50,7 +51,7 @@ class Load(threading.Thread):
 
     def __init__(self, config):
         super().__init__(daemon=True)
-        self.url, self.length, self.done, self.running = f"http://{config.host}:{config.port}/inference/v1/generate", config.max_new_tokens, [], True
+        self.url, self.length, self.done, self.running = f"{config.urls[0]}/inference/v1/generate", config.max_new_tokens, [], True
 
     def run(self):
         asyncio.run(self.keep_busy())
@@ -94,7 +95,7 @@ def difference(config, model):
     worst = 0.0
     for prompt in (PROMPT, PROMPT[::-1]):
         body = dict(token_ids=prompt, sampling_params=dict(max_tokens=32, temperature=1.0, logprobs=0, ignore_eos=True))
-        choice = requests.post(f"http://{config.host}:{config.port}/inference/v1/generate", timeout=60, json=body).json()["choices"][0]
+        choice = requests.post(f"{config.urls[0]}/inference/v1/generate", timeout=60, json=body).json()["choices"][0]
         ids = torch.tensor(prompt + choice["token_ids"])
         engine = torch.tensor([x["logprob"] for x in choice["logprobs"]["content"]])
         with torch.no_grad():
@@ -138,7 +139,7 @@ def main():
     make_model(path, not a.untied)
     config = cfg.resolve(cfg.parse(["toy", "--run", "weights", "--out", "out/bench", "--model", f"./{path}", "--port", str(a.port), "--concurrency", "64",
                                     "--max_new_tokens", "120", "--max_model_len", "256"], 0), 0)
-    cfg.write(config)
+    launch.write(config)
     bucket_mb = config.bucket_mb
     engines = start_engines(config)
     bare = None

@@ -86,8 +86,10 @@ def make_model(names, path, seed, **other):
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     model.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
-    shutil.rmtree(path, ignore_errors=True)
-    temporary.rename(path)
+    try:
+        temporary.rename(path)
+    except OSError:  # another node has made the same
+        shutil.rmtree(temporary)
     print(f"{'+'.join(names)}: base model of {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters in {path}", flush=True)
 
 

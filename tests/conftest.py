@@ -24,9 +24,10 @@ def base_model():
 def engine(base_model, tmp_path_factory):
     """A real vLLM server with the toy model; yields its Config."""
     import config as cfg
+    import launch
     from evaluate import start_engines, stop_engines
     config = cfg.resolve(cfg.parse(["toy", "--run", "engine", "--out", str(tmp_path_factory.mktemp("engine")), "--port", str(PORT), "--concurrency", "64"], 0), 0)
-    cfg.write(config)
+    launch.write(config)
     engines = start_engines(config)
     yield config
     stop_engines(engines)

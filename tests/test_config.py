@@ -6,6 +6,7 @@ import subprocess
 import pytest
 
 import config as cfg
+import launch
 from conftest import ROOT
 
 
@@ -54,7 +55,7 @@ def test_the_launcher_says_it_and_starts_nothing(tmp_path):
 def test_placement_splits_the_gpus_in_halves(gpus, engines, trainers):
     c = resolved("toy", gpus=gpus)
     assert (c.engines, c.trainers, c.dtype, c.weight_backend) == (engines, trainers, "bfloat16" if gpus else "float32", "nccl" if gpus > 1 else "gloo")
-    processes = cfg.placement(c, gpus)
+    processes = launch.placement(c, gpus)
     assert [name for name, _, _ in processes] == [f"engine{i}" for i in range(engines)] + ["actor", "preprocess", "train"]
     if gpus > 1:
         used = [g for name, env, _ in processes if name.startswith(("engine", "train")) for g in env["CUDA_VISIBLE_DEVICES"].split(",")]
@@ -72,16 +73,16 @@ def test_presets_and_help_show_every_knob():
 def test_a_stopped_run_continues_a_complete_one_makes_room_and_fixed_knobs_are_refused(tmp_path):
     argv = ["toy", "--out", str(tmp_path), "--port", "8790"]
     c = resolved(*argv)
-    assert "new run" in cfg.open_run(c)
+    assert "new run" in launch.open_run(c)
     first = c.run_id
-    run_dir = cfg.write(c)
+    run_dir = launch.write(c)
     assert json.loads((run_dir / "config.json").read_text())["config"]["steps"] == c.steps
     assert cfg.load(str(run_dir)) == c
     (run_dir / "checkpoints" / "step_000130").mkdir(parents=True)
     (run_dir / "queues").mkdir()
     again = resolved(*argv, "--lr", "1e-5")
-    assert "from step 130; changed: lr" in cfg.open_run(again) and not (run_dir / "queues").exists() and again.run_id == first != ""
+    assert "from step 130; changed: lr" in launch.open_run(again) and not (run_dir / "queues").exists() and again.run_id == first != ""
     with pytest.raises(cfg.ConfigError, match="--batch_size cannot change within a run"):
-        cfg.open_run(resolved(*argv, "--batch_size", "16"))
+        launch.open_run(resolved(*argv, "--batch_size", "16"))
     (run_dir / "checkpoints" / f"step_{c.steps:06d}").mkdir()
-    assert "complete one before it is now" in cfg.open_run(c) and c.run_id != first and (tmp_path / "toy.1" / "checkpoints").exists()
+    assert "complete one before it is now" in launch.open_run(c) and c.run_id != first and (tmp_path / "toy.1" / "checkpoints").exists()

@@ -17,6 +17,7 @@ import requests
 import torch
 
 import config as cfg
+import launch
 from actor import token_versions
 from conftest import ROOT
 from evaluate import start_engines
@@ -35,7 +36,7 @@ class House:
                 "--sync_timeout", str(DEADLINE), "--bucket_mb", "1", "--verify_weights", "1"]
         self.config = cfg.resolve(cfg.parse(argv, 0), 0)
         self.config.run_id, self.config.bucket_mb = f"house{os.getpid()}", 0  # one tensor per broadcast: many moments to die at
-        self.run_dir, self.version, self.engines = cfg.write(self.config), 0, {}
+        self.run_dir, self.version, self.engines = launch.write(self.config), 0, {}
         for i in (0, 1):
             self.start_engine(i)
         self.start_trainer()

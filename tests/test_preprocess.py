@@ -140,9 +140,10 @@ def test_a_ring_that_overflows_drops_the_oldest_and_says_so(tmp_path):
     import sys
     import time
     import config as cfg
+    import launch
     from conftest import ROOT
     from queues import notice, noticed
-    cfg.write(cfg.Config(run="r", out=str(tmp_path), task="toy", batch_size=8, attempts=4, steps=3, ring=8, row_tokens=64, trainers=1, on_full="drop_oldest",
+    launch.write(cfg.Config(run="r", out=str(tmp_path), task="toy", batch_size=8, attempts=4, steps=3, ring=8, row_tokens=64, trainers=1, on_full="drop_oldest",
                          advantage="none", stall_timeout=30, start_timeout=30, run_id="abc"))
     queues = tmp_path / "r" / "queues"
     rollouts = Queue(queues / "rollouts")
@@ -188,7 +189,7 @@ def test_a_ring_that_overflows_drops_the_oldest_and_says_so(tmp_path):
     finally:
         stage.kill()
     assert trained == {0: [4, 5, 6, 7, 8, 9, 10, 11], 1: list(range(12, 20)), 2: list(range(28, 36))}
-    assert noticed(queues / "dropped.json") == {"samples": 12, "reasons": {"too_long": 1, "ring_full": 11}}
+    assert noticed(queues / "dropped.json") == {"samples": 12, "reasons": {"too_long": 1, "ring_full": 11}, "of_actor": {"0": 12}}
 
 
 def test_a_record_of_another_run_stops_the_stage_by_name(tmp_path):
@@ -197,7 +198,7 @@ def test_a_record_of_another_run_stops_the_stage_by_name(tmp_path):
     import config as cfg
     from conftest import ROOT
     from queues import notice
-    run_dir = cfg.write(cfg.Config(run="r", out=str(tmp_path), batch_size=8, attempts=4, steps=3, ring=8, row_tokens=64, trainers=1, run_id="abc"))
+    run_dir = launch.write(cfg.Config(run="r", out=str(tmp_path), batch_size=8, attempts=4, steps=3, ring=8, row_tokens=64, trainers=1, run_id="abc"))
     Queue(run_dir / "queues" / "rollouts").put(dict(run_id="xyz", index=0, gen_tok_s=1.0, gen_idle=0.0, lengths=np.zeros(0, int), rewards=np.zeros(0, np.float32)))
     notice(run_dir / "queues" / "version.json", version=0, position=dict(next=0, ahead=[]))
     done = subprocess.run([sys.executable, "preprocess.py", str(run_dir)], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -230,7 +231,7 @@ def test_groups_without_signal(tmp_path, no_signal):
     import config as cfg
     from conftest import ROOT
     from queues import notice, noticed
-    run_dir = cfg.write(cfg.Config(run="r", out=str(tmp_path), batch_size=12, attempts=4, steps=1, ring=24, row_tokens=64, trainers=1, run_id="abc", no_signal=no_signal))
+    run_dir = launch.write(cfg.Config(run="r", out=str(tmp_path), batch_size=12, attempts=4, steps=1, ring=24, row_tokens=64, trainers=1, run_id="abc", no_signal=no_signal))
     rollouts = Queue(run_dir / "queues" / "rollouts")
     for i in range(6):
         rewards = np.array([0.1] * 4 if i % 2 else [0.1, 1, 1, 0.1], np.float32)
@@ -244,7 +245,7 @@ def test_groups_without_signal(tmp_path, no_signal):
     a = dict(samples=12, reward=0.55, tokens=4, correct=0.5, no_answer=0.5)
     if no_signal == "drop":
         assert last["by_task"] == {"a": pytest.approx(a)} and last["position"] == {"next": 6, "ahead": []}
-        assert noticed(run_dir / "queues" / "dropped.json") == {"samples": 12, "reasons": {"no_signal": 12}}
+        assert noticed(run_dir / "queues" / "dropped.json") == {"samples": 12, "reasons": {"no_signal": 12}, "of_actor": {"0": 12}}
     else:
         assert last["by_task"] == {"a": pytest.approx(a | dict(samples=8)), "b": pytest.approx(dict(samples=4, reward=0.1, tokens=4, no_answer=1))}
         assert last["position"] == {"next": 3, "ahead": []} and noticed(run_dir / "queues" / "dropped.json") == {}

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import config as cfg
+import launch
 from conftest import ROOT
 from preprocess import Emitter
 from queues import Queue
@@ -33,7 +34,7 @@ def train(out, name, base_model, ranks=1, row_tokens=128, order=None, steps=STEP
     """Emit the samples of steps first.. and run the trainer on them; returns (weights, step lines) of the run."""
     c = cfg.Config(run=name, out=str(out), model=str(base_model), dtype="float32", trainers=ranks, batch_size=BATCH, attempts=2, steps=steps, row_tokens=row_tokens,
                    lr=1e-3, save_every=3, keep_last=9, stall_timeout=60, **knobs)
-    run_dir = cfg.write(c)
+    run_dir = launch.write(c)
     if checkpoint:
         shutil.copytree(checkpoint, run_dir / "checkpoints" / checkpoint.name)
     emitter = Emitter(c, [Queue(run_dir / "queues" / "batches" / f"rank_{r}") for r in range(ranks)])

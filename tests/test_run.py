@@ -75,10 +75,11 @@ def test_the_pipeline_end_to_end(tmp_path, base_model):
     assert leftovers(tmp_path) == []
     # and vLLM loads it as it is: its logprobs are Hugging Face's
     import config as cfg
+    import launch
     from evaluate import ready, start_engines, stop_engines
     from test_weights import difference
     c = cfg.resolve(cfg.parse(["toy", "--run", "checkpoint", "--out", str(tmp_path), "--port", "8711", "--model", str(run_dir / "checkpoints" / "step_000012")], 0), 0)
-    cfg.write(c)
+    launch.write(c)
     engines = start_engines(c)
     try:
         ready(c, 12)

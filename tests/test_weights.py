@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import config as cfg
+import launch
 import weights
 from actor import token_versions
 from conftest import PORT
@@ -22,7 +23,7 @@ PROMPT = [45, 4, 52, 29, 2]
 
 
 def generate(config, n=8, **sampling):
-    answer = requests.post(f"http://{config.host}:{config.port}/inference/v1/generate", timeout=60, json=dict(
+    answer = requests.post(f"{config.urls[0]}/inference/v1/generate", timeout=60, json=dict(
         token_ids=PROMPT, sampling_params=dict(max_tokens=n, temperature=1.0, logprobs=0, ignore_eos=True) | sampling))
     choice = answer.json()["choices"][0]
     return choice["token_ids"], torch.tensor([x["logprob"] for x in choice["logprobs"]["content"]]), token_versions(choice["weight_versions"], n)
@@ -65,7 +66,7 @@ def untied(tmp_path_factory):
     model.save_pretrained(path / "model")
     _tiny.make_tokenizer([toy]).save_pretrained(path / "model")
     config = cfg.resolve(cfg.parse(["toy", "--run", "engine", "--out", str(path), "--model", str(path / "model"), "--port", str(PORT + 1), "--concurrency", "8"], 0), 0)
-    cfg.write(config)
+    launch.write(config)
     engines = start_engines(config)
     yield Sender(config, model, 0, torch.device("cpu"))
     stop_engines(engines)
@@ -185,7 +186,7 @@ def test_a_refused_update_is_an_error_that_names_the_engine(engine, sender):
 def test_tensor_parallel_engine(tmp_path, base_model):
     """Two workers, each with its shard of every fused matrix: one group of three."""
     config = cfg.resolve(cfg.parse(["toy", "--run", "tp", "--out", str(tmp_path), "--port", "8702", "--concurrency", "16", "--model", str(base_model), "--tensor_parallel", "2"], 0), 0)
-    cfg.write(config)
+    launch.write(config)
     engines = start_engines(config)
     try:
         sender = Sender(config, AutoModelForCausalLM.from_pretrained(base_model), 0, torch.device("cpu"))
