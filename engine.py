@@ -324,7 +324,7 @@ class BroadcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 for flat in inbox.flats:
                     group.broadcast(flat, 0).wait(timedelta(seconds=self.timeout))
                 self._verify(group, info, [checksum(flat) for flat in inbox.flats if info.verify])
-                settle(self.device, deadline, "receiving")
+                settle(self.device, lambda: time.monotonic() > deadline, "receiving")
             if inbox.plan:
                 sys.setswitchinterval(2e-4)  # packing takes Python's lock some times per matrix, each time after up to 5 ms
                 inbox.plan.prepare()

@@ -6,6 +6,12 @@ and renamed, so a reader sees all of it or nothing. Each `Queue` object that put
 is atomic, on NFS too), so any number of writers on any number of nodes share a queue without locks, and a restarted
 writer cannot collide with its former self.
 
+What is asked of a shared file system is what NFS promises: mkdir of a name that exists fails; who opens a file after another
+node has closed it reads what that one wrote; who opens a directory learns what is in it now. So a reader that misses a
+name lists the directory before it believes it. Whether a rename is seen at once, or a rename or mkdir whose answer was lost
+and that was sent again reports an error, makes no difference, nor do clocks; a record that does not parse is read again for
+10 s before it is given up. Each look costs a few round trips: `poll` may be raised.
+
 One reader per queue. It sees each writer's records in order, the writers in turn. `ack` deletes; a record that was not
 acknowledged is seen again by the next reader. A file that does not parse is renamed to .bad, named in the log and counted.
 Deliberately absent: a server, a network protocol, several readers.
@@ -28,11 +34,11 @@ class Queue:
     """A directory used as a bounded, ordered, persistent queue of records.
 
     path: the directory, made if absent. maxlen: `put` waits while so many records lie unread; 0: unbounded.
-    poll: seconds between two looks. Attribute `skipped`: unreadable files this reader has set aside.
+    poll: seconds between two looks; patience: for how many a record that does not parse is read again. Attribute `skipped`: unreadable files this reader has set aside.
     """
 
-    def __init__(self, path, maxlen: int = 0, poll: float = 0.005):
-        self.path, self.maxlen, self.poll = Path(path), maxlen, poll
+    def __init__(self, path, maxlen: int = 0, poll: float = 0.005, patience: float = 10.0):
+        self.path, self.maxlen, self.poll, self.patience = Path(path), maxlen, poll, patience
         self.path.mkdir(parents=True, exist_ok=True)
         self.writer, self.next_put = None, 0  # claimed at the first put
         self.next_get: dict[int, int] = {}  # writer -> number of its next record
@@ -61,7 +67,11 @@ class Queue:
             try:
                 with open(temporary, "wb") as f:
                     np.savez(f, **arrays)
-                os.rename(temporary, final)
+                try:
+                    os.rename(temporary, final)
+                except FileNotFoundError:  # NFS may rename, lose the answer, and be asked again
+                    if not final.parent.is_dir():
+                        raise
             except OSError as e:
                 raise OSError(e.errno, f"queue {self.path}: a record cannot be written ({e.strerror}): free space, or mount it again; the same command continues") from None
             self.next_put += 1
@@ -129,15 +139,22 @@ class Queue:
         return expected if later and self._file(writer, expected).exists() else next(iter(later), None)
 
     def _read(self, file: Path) -> dict | None:
-        try:
-            with np.load(io.BytesIO(file.read_bytes()), allow_pickle=False) as npz:
-                record = {k: npz[k] for k in npz.files}
-            return record | json.loads(record.pop("json").tobytes())
-        except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile) as e:
-            self.skipped += 1
-            print(f"queue: skipped unreadable record {file} ({type(e).__name__}: {e}), kept as .bad, {self.skipped} so far", flush=True)
-            os.rename(file, file.with_suffix(".bad"))
-            return None
+        deadline = time.monotonic() + self.patience
+        while True:
+            try:
+                with np.load(io.BytesIO(file.read_bytes()), allow_pickle=False) as npz:
+                    record = {k: npz[k] for k in npz.files}
+                return record | json.loads(record.pop("json").tobytes())
+            except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile) as e:
+                if time.monotonic() < deadline:
+                    time.sleep(0.1)
+                    continue
+                return self._set_aside(file, e)
+
+    def _set_aside(self, file, error) -> None:
+        self.skipped += 1
+        print(f"queue: skipped unreadable record {file} ({type(error).__name__}: {error}), kept as .bad, {self.skipped} so far", flush=True)
+        os.rename(file, file.with_suffix(".bad"))
 
 
 def notice(path, **values) -> None:

@@ -423,6 +423,7 @@ def main(run_dir):
     def stop(*_):
         nonlocal stopping
         stopping = True
+        sender.hurry()
 
     def announce(version, position):
         """Tell the other stages that `engines` serve `version` now, and which problems have been trained on."""

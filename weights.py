@@ -14,8 +14,9 @@ what it received whole, so it serves the old version or the new one. Every wait 
 The wire is a trusted network's.
 """
 import contextlib
+import math
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
 
@@ -57,10 +58,10 @@ def checksum(flat):
     return sum((2 * i + 1) * (part.long() * place[:len(part)]).sum() for i, part in enumerate(bits.split(1 << 20)))
 
 
-def settle(device, deadline, what):
-    """Wait until the current stream of a GPU has done its work; raises TimeoutError (time.monotonic() deadline)."""
+def settle(device, late, what):
+    """Wait until the current stream of a GPU has done its work; raises TimeoutError once late() says so."""
     while device.type == "cuda" and not torch.cuda.current_stream(device).query():
-        if time.monotonic() > deadline:
+        if late():
             raise TimeoutError(f"weights: {what} has not ended by its deadline")
         time.sleep(0.001)
 
@@ -95,6 +96,7 @@ class Sender:
         self.armed = self.swapped = self.version = None
         self.wire, self.silent, self.refused = {}, {url: 0 for url in self.urls}, False
         self.times, self.last = {}, NO_UPDATE
+        self.limit = math.inf  # time.monotonic() after which nobody is waited for any more
         self.ranks = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * max(config.stall_timeout, config.start_timeout))) if dist.is_initialized() and dist.get_world_size() > 1 else None
         if rank == 0:
             self.pool = ThreadPoolExecutor(len(self.urls))  # one call per engine at a time
@@ -187,6 +189,7 @@ class Sender:
             failed |= set(willing) - set(armed) if form else set()  # one that was started again is in no group: form one with it
             self.group = None
         raise RuntimeError(f"weights: no engine takes an update; {self.error}")
+
     def _join(self):
         """The trainer's side of a new group, with the engines that were just told to join. Returns what went wrong, or None."""
         wire = next(iter(self.wire.values()))
@@ -200,6 +203,17 @@ class Sender:
 
     # ---- an update
 
+    def hurry(self):
+        """This process is told to stop: an update in progress gets 5 s more, then it is given up, so that what was trained can be saved."""
+        self.limit = min(self.limit, time.monotonic() + 5)
+
+    def _done(self, future):
+        """Wait for a future; False if `limit` came first."""
+        while time.monotonic() < self.limit:
+            if wait([future], 0.1).done:
+                return True
+        return False
+
     def prepare(self, version):
         """Tell the engines, in the background, to get ready to receive `version`; call it a little before `send`."""
         if self.rank == 0:
@@ -208,12 +222,14 @@ class Sender:
     @torch.no_grad()
     def send(self, version, done):
         """Collective: broadcast the current weights. Returns when they are sent; the swap goes on in the background, and
-        `done(engines)` is called (in its thread) as soon as the engines left serve `version`. `wait` joins it.
+        `done(engines)` is called (in its thread) as soon as the engines left serve `version`. `wait` joins it. After `hurry` it may do nothing.
         """
         start = time.time()
         for _ in range(3):
+            ready = self.rank != 0 or self._done(self.armed)
+            if not self.agree(ready):  # the others wait here, not in an all-gather, which has a shorter deadline
+                return
             info = self.armed.result() if self.rank == 0 else None
-            self.agree(True)  # the others wait here, not in an all-gather, which has a shorter deadline
             armed = time.time()
             swap = (lambda: self._swap(version, info, start, done)) if self.rank == 0 else None
             if self.rank == 0 and not info["background"]:
@@ -236,6 +252,7 @@ class Sender:
         Two buckets are in use at a time: one on its way, one being filled. On a GPU all of it has a stream of its own.
         """
         c, gather_s, deadline = self.config, 0.0, time.monotonic() + self.config.sync_timeout
+        late = lambda: time.monotonic() > min(deadline, self.limit)
         error = self._join() if self.rank == 0 and self.group is None else None
         parameters = [p for _, p in self.model.named_parameters()]
         plan = buckets([p.shape for p in parameters], self.dtype.itemsize, c.bucket_mb << 20)
@@ -250,7 +267,9 @@ class Sender:
             def ended(work):
                 nonlocal error
                 try:
-                    error is None and work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
+                    while error is None and self.device.type == "cpu" and not work.is_completed() and not late():
+                        time.sleep(0.0005)  # gloo's own wait would not hear a signal
+                    error is None and work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.01) if not late() else 0.01))
                 except RuntimeError as e:
                     error = str(e).splitlines()[0].split("] ", 1)[-1]  # without gloo's source line
             for k, (first, last, elements) in enumerate(plan):
@@ -276,7 +295,7 @@ class Sender:
                 for work in works[-3:]:
                     ended(work)
                 try:
-                    settle(self.device, deadline, "the broadcast")
+                    settle(self.device, late, "the broadcast")
                 except TimeoutError as e:
                     error = str(e)
         return error, gather_s
@@ -331,8 +350,8 @@ class Sender:
                 future.result()
 
     def wait(self):
-        """Wait until the last update is in the engines."""
-        if self.swapped:
+        """Wait until the last update is in the engines (after `hurry`, not for ever)."""
+        if self.swapped and self._done(self.swapped):
             self.last, self.swapped = self.times | self.swapped.result(), None
 
     def timing(self):

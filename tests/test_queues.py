@@ -1,7 +1,10 @@
 """The filesystem queue: order, acknowledgement, interrupted and several writers, garbage."""
+import os
+import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -63,7 +66,7 @@ def test_a_writer_killed_in_the_middle_leaves_no_half_record(tmp_path):
 
 
 def test_garbage_is_named_skipped_and_counted(tmp_path, capsys):
-    q = Queue(tmp_path / "q")
+    q = Queue(tmp_path / "q", patience=0.2)
     for i in range(3):
         q.put({"i": i})
     bad = tmp_path / "q" / "0000" / "0000000001.npz"
@@ -72,8 +75,48 @@ def test_garbage_is_named_skipped_and_counted(tmp_path, capsys):
     assert q.skipped == 1 and str(bad) in capsys.readouterr().out and bad.with_suffix(".bad").exists()
 
 
-def test_pickles_are_refused(tmp_path):
+def test_a_record_that_is_seen_before_it_is_whole_is_waited_for(tmp_path):
     q = Queue(tmp_path / "q")
+    q.put({"i": 0, "x": np.arange(1000)})
+    file = tmp_path / "q" / "0000" / "0000000000.npz"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:100])
+    threading.Timer(0.5, file.write_bytes, (whole,)).start()
+    assert np.array_equal(q.get(0)[1]["x"], np.arange(1000)) and q.skipped == 0
+
+
+def test_what_nfs_may_do_loses_nothing(tmp_path, monkeypatch):
+    """FAKE NFS client: it remembers that a name was not there until its directory is opened; renames happen, and report that they failed."""
+    absent, exists, listdir, rename = set(), Path.exists, os.listdir, os.rename
+
+    def remembered(path, **_):
+        if path not in absent and not exists(path):
+            absent.add(path)
+        return path not in absent
+
+    def opened(folder="."):
+        absent.difference_update({p for p in absent if p.parent == Path(folder)})
+        return listdir(folder)
+
+    def twice(a, b):
+        rename(a, b)
+        raise FileNotFoundError(2, "No such file or directory", str(a))
+    monkeypatch.setattr(Path, "exists", remembered), monkeypatch.setattr(os, "listdir", opened), monkeypatch.setattr(os, "rename", twice)
+    q, reader = Queue(tmp_path / "q"), Queue(tmp_path / "q")
+    for i in range(5):
+        with pytest.raises(TimeoutError):
+            reader.get(0)
+        assert q.put({"i": i}) == i
+        seq, record = reader.get(0)
+        assert record["i"] == i
+        reader.ack(seq)
+    shutil.rmtree(tmp_path / "q")
+    with pytest.raises(OSError, match="cannot be written"):
+        q.put({"i": 5})
+
+
+def test_pickles_are_refused(tmp_path):
+    q = Queue(tmp_path / "q", patience=0.2)
     q.put({"i": 0})
     np.savez(open(tmp_path / "q" / "0000" / "0000000000.npz", "wb"), json=np.array([{"evil": print}], dtype=object), allow_pickle=True)
     with pytest.raises(TimeoutError):
