@@ -275,7 +275,8 @@ def resolve(config: Config, gpus: int, training: bool = True) -> Config:
     else:
         local = Path(c.model, "config.json").exists()
         need(local or c.model.count("/") == 1 or cached_on_hub(c.model), f"--model {c.model}: no such directory, and not a hub name like Qwen/Qwen2.5-7B")
-    check_ports(c, 0)
+    if not c.dry_run:
+        check_ports(c, 0)
     return c
 
 

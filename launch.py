@@ -360,7 +360,7 @@ def main(list_file, argv):
     except ConfigError as e:
         sys.exit(f"run.sh: {e}")
     except OSError as e:
-        sys.exit(f"run.sh: {e.filename or ''} {e.strerror}: --out must be a directory one can write to")
+        sys.exit(f"run.sh: {e.filename}: {e.strerror}: --out must be a directory one can write to" if e.filename else f"run.sh: {e}")
 
 
 if __name__ == "__main__":

@@ -137,8 +137,8 @@ while true; do
       echo "run.sh: $n died with exit code $code, restart ${restarts_of[$n]} of $restarts; log: $(log "$n")" >&2
       continue
     fi
-    if [ $n = nodes ]; then
-      [ "$code" -ne 0 ] || break 2
+    [ "$n$code" != nodes0 ] || break 2
+    if [ "$n$code" = nodes1 ]; then  # another node is dead or has stopped: its last line says which
       why="it stopped as another did"
       echo "run.sh: $(tail -n 1 "$(log nodes)"); everything here is stopped; the same command on all nodes continues from the last checkpoint" >&2
       exit 1

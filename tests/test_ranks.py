@@ -48,8 +48,8 @@ def train(out, name, base_model, ranks=1, row_tokens=128, order=None, steps=STEP
         for i in order(len(part)) if order else range(len(part)):
             emitter.add(part[i], dropped=0, gen_tok_s=0.0, gen_idle=0.0)
     Queue(run_dir / "queues" / "evals").put(dict(eval={"toy": 0.0}, problems=0, version=steps, wall_s=0.0))
-    launch = [sys.executable] + (["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", "8760"] if ranks > 1 else [])
-    done = subprocess.run(["bash", "-c", f'ulimit -f {largest_file_kb}; exec "$@"', "", *launch, "tests/train_without_engines.py", str(run_dir)], cwd=ROOT, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    start = [sys.executable] + (["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", "8760"] if ranks > 1 else [])
+    done = subprocess.run(["bash", "-c", f'ulimit -f {largest_file_kb}; exec "$@"', "", *start, "tests/train_without_engines.py", str(run_dir)], cwd=ROOT, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(x) for x in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return load_file(run_dir / "checkpoints" / f"step_{steps:06d}" / "model.safetensors"), [x for x in lines if "step" in x]
@@ -117,6 +117,13 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one_intact(referenc
     assert [p.name for p in (tmp_path / "full" / "checkpoints").glob("step_*[0-9]")] == ["step_000003"]
     again, _ = train(tmp_path, "again", base_model, checkpoint=tmp_path / "full" / "checkpoints" / "step_000003", first=3)
     assert all(torch.equal(again[k], weights[k]) for k in weights)
+
+
+def test_a_checkpoint_directory_that_cannot_be_written_to_is_named(tmp_path, base_model):
+    (tmp_path / "file").mkdir()
+    (tmp_path / "file" / "checkpoints").touch()  # permissions would not keep root out
+    with pytest.raises(AssertionError, match=r"train: checkpoint 3 cannot be written to \S+/checkpoints \(.*Not a directory.*\); that of version 0 is intact: see to space and permissions"):
+        train(tmp_path, "file", base_model)
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(reference, tmp_path, base_model):
