@@ -5,8 +5,8 @@
 
 Every node runs the same command. They meet in out/.nodes/<run>, on a file system that all share: node k writes <k>.json with a
 random token, its address and a count that goes up; node 0 waits for those that count, decides, and answers with their tokens in
-launch.json. No clock of another node is ever read: a file that stays as it was for 20 s of one's own time is a dead node's. The same
-file keeps two launchers from one run directory. Deliberately absent: ssh, a scheduler, elasticity: the run stops, the same command continues.
+launch.json. No clock of another node is ever read: a file that stays as it was for 20 s of one's own time is a dead node's. One node
+alone does none of this. Deliberately absent: ssh, a scheduler, elasticity: the run stops, the same command continues.
 """
 import contextlib
 import fcntl
@@ -102,8 +102,7 @@ class Sign:
         deadline = time.monotonic() + 3
         while self.path.exists() and time.monotonic() < deadline:
             if other := self.look(self.node):
-                raise ConfigError(f"run '{self.folder.name}' is in progress on {other['address']}" + (f" as node {self.node}" if self.node else "")
-                                  + ", or still stopping: wait for it, or choose another --run name")
+                raise ConfigError(f"run '{self.folder.name}' is in progress on {other['address']} as node {self.node}, or still stopping: wait for it, or choose another --run name")
             time.sleep(0.3)
 
 
@@ -134,6 +133,33 @@ def await_answer(sign, timeout):
     if answer["error"]:
         raise ConfigError(f"node 0 refused: {answer['error']}")
     return answer["tokens"]
+
+
+@contextlib.contextmanager
+def meeting(sign, n, timeout):
+    """Yields the nodes' addresses once all are there, on node 0; elsewhere nothing, once node 0 has done what it does in here. Whoever waits learns of a failure."""
+    if not sign:
+        yield ()
+        return
+    sign.claim()
+    sign.write()
+    signs, error = [], "it was stopped"
+    try:
+        if sign.node:
+            await_answer(sign, timeout)
+        else:
+            print(f"run.sh: waiting for {n - 1} other nodes in {sign.folder}", flush=True)
+            signs = gather(sign, n, timeout)
+        yield tuple(x["address"] for x in signs)
+        error = ""
+    except (ConfigError, OSError) as e:
+        error = str(e)
+        raise
+    finally:
+        sign.write(error)
+        if not sign.node:
+            everybody = signs or [sign.values, *sign.others.values()]
+            notice(sign.folder / "launch.json", tokens=[x["token"] for x in everybody if x], error=error)
 
 
 def watch(run_dir, node, token, why):
@@ -170,8 +196,6 @@ def watch(run_dir, node, token, why):
                 sign.values["state"] = stopping
                 trouble = "done" if told.si_signo == signal.SIGTERM else None
         sign.write(stopping or trouble)
-        if not names:
-            sign.path.unlink()
     except OSError as e:
         sys.exit(f"nodes: {folder} cannot be read or written ({e.strerror}): mount it again; the same command continues")
     if trouble != "done":
@@ -308,36 +332,16 @@ def prepare(argv, list_file):
         cfg.resolve(c, gpus)
         done = "dry run, nothing is started"
     else:
-        sign = Sign(Path(c.out, ".nodes", c.run), node, token=secrets.token_hex(8), address=own_address() if n > 1 else c.host, gpus=gpus, command=shlex.join(argv))
-        sign.claim()
-        tokens, error = [sign.values["token"]], "it was stopped"
-        try:
-            if n > 1:
-                sign.write()
+        sign = Sign(Path(c.out, ".nodes", c.run), node, token=secrets.token_hex(8), address=own_address(), gpus=gpus, command=shlex.join(argv)) if n > 1 else None
+        with meeting(sign, n, c.start_timeout) as c.nodes:
             if node:
-                await_answer(sign, c.start_timeout)
                 c, done = cfg.load(str(Path(c.out, c.run))), "as node 0 says"
                 cfg.check_ports(c, node)
             else:
-                if n > 1:
-                    print(f"run.sh: waiting for {n - 1} other nodes in {sign.folder}", flush=True)
-                    signs = gather(sign, n, c.start_timeout)
-                    tokens, c.nodes = [x["token"] for x in signs], tuple(x["address"] for x in signs)
                 cfg.resolve(c, gpus)
                 cfg.load_problems(c, "train"), cfg.load_problems(c, "test")
                 done = open_run(c)
                 write(c)
-            error = ""
-        except (ConfigError, OSError) as e:
-            error = str(e)
-            raise
-        finally:
-            if n > 1 or not error:
-                sign.write(error)
-            if not node and error:  # to whoever waits
-                tokens += [values["token"] for values in sign.others.values() if values]
-            if not node and (n > 1 or not error):
-                notice(sign.folder / "launch.json", tokens=tokens, error=error)
     print(f"run.sh: {done} | {c.steps} steps of {c.batch_size} samples | {c.engines} engines, {c.trainers} trainer ranks on {gpus * n or 'no'} GPUs | {c.dtype}", flush=True)
     shown = range(n) if c.dry_run else [node]
     for k in shown:
@@ -349,7 +353,8 @@ def prepare(argv, list_file):
     processes, run_dir = placement(c, gpus, node), str(Path(c.out, c.run))
     if Path(c.model).parent == cfg.ROOT / "out" / "models" and not Path(c.model, "config.json").exists():
         processes.insert(0, ("prepare", dict(OMP_NUM_THREADS="1"), [sys.executable, "tasks/_tiny.py", c.task, c.model, str(c.seed)]))
-    processes.insert(0, ("nodes", {}, [sys.executable, "launch.py", "watch", run_dir, str(node), sign.values["token"], f"{list_file}.why"]))
+    if n > 1:
+        processes.insert(0, ("nodes", {}, [sys.executable, "launch.py", "watch", run_dir, str(node), sign.values["token"], f"{list_file}.why"]))
     Path(list_file).write_text("\n".join([run_dir, str(c.restarts), str(node), *(f"{name}\t{command_line(env, command)}" for name, env, command in processes)]) + "\n")
 
 
