@@ -147,7 +147,8 @@ while true; do
       why="$n died with exit code $code"
       sleep 0.5
       echo "run.sh: $n died with exit code $code; its last 20 log lines ($(log "$n")):" >&2
-      tail -n 20 "$(log "$n")" | sed "s/^/  [$n] /" >&2
+      if [ -e "$(log "$n")" ]; then tail -n 20 "$(log "$n")" | sed "s/^/  [$n] /" >&2
+      else echo "run.sh: $run_dir is not there any more: mount it again" >&2; fi
       echo "run.sh: everything is stopped; the same command continues from the last checkpoint" >&2
       exit 1
     fi
