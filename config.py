@@ -85,11 +85,15 @@ class Config:
     icepop_low: float = 0.5  # icepop: tokens with a ratio outside [icepop_low, icepop_high] are left out
     icepop_high: float = 5.0  # icepop: see icepop_low
     kl_coef: float = 0.0  # weight of KL(policy || frozen base model); above 0 preprocess also runs that model
+    dpo_coef: float = 0.0  # weight of a DPO term on the (best, worst) pair of each group, of whatever lag its tokens are; see train.dpo_loss
+    dpo_beta: float = 0.1  # beta of it
+    dpo_base: Literal["behavior", "reference"] = "behavior"  # against whose logprobs: the engine's when it sampled, or the frozen base model's
     entropy_coef: float = 0.0  # bonus on the entropy of each sampled token's distribution
     normalizer: Literal["samples", "tokens", "sequence"] = "samples"  # sum over tokens / samples of the step (the paper), / its tokens, or each sequence's mean / samples
     overlong_buffer: int = 0  # soft over-length penalty: the reward falls by up to 1 over the last so many tokens before max_new_tokens; 0: none
     overlong_mask: bool = False  # leave samples that were cut off at max_new_tokens out of the loss (they still count as samples)
     late: Literal["keep", "mask", "wait"] = "keep"  # tokens older than max_lag: train them all the same (the paper), leave them out of the loss, or never have any: take groups in the order they were started
+    lags: tuple[int, int] = (0, 1000000)  # tokens of a lag outside are left out of the policy loss, and counted as late: for studies
     lr: float = 1e-6  # peak learning rate (AdamW)
     warmup_steps: int = 0  # linear warm-up of the learning rate, steps
     lr_schedule: Literal["constant", "linear"] = "constant"  # after warm-up; linear falls to 10% at the last step
@@ -123,6 +127,11 @@ class Config:
     urls: tuple[str, ...] = ()  # filled in: where every engine listens
     start_timeout: float = 900.0  # deadline for engines and models to come up, s
     stall_timeout: float = 1800.0  # longest wait of any stage for another, s
+
+    @property
+    def needs_reference(self):
+        """Is the frozen base model asked for the logprobs of what was sampled?"""
+        return bool(self.kl_coef or self.dpo_coef and self.dpo_base == "reference")
 
 
 # Tuned on 2 cores: sequences live longer than a step, so that most updates land in the middle of some.

@@ -253,7 +253,7 @@ def placement(c: Config, gpus: int, node: int = 0) -> list[tuple[str, dict, list
     if node == 0:
         for k in range(c.actors):
             processes.append((f"actor{k if c.actors > 1 else ''}", quiet | dict(CUDA_VISIBLE_DEVICES=""), [python, "actor.py", run_dir, str(k)]))
-        reference = device[-1] if gpus and c.kl_coef else ""  # the reference model shares the last GPU, a trainer rank's
+        reference = device[-1] if gpus and c.needs_reference else ""  # the reference model shares the last GPU, a trainer rank's
         processes.append(("preprocess", quiet | dict(CUDA_VISIBLE_DEVICES=reference), [python, "preprocess.py", run_dir]))
     if ranks:
         env = wire | dict(OMP_NUM_THREADS=str(per_trainer), TOKENIZERS_PARALLELISM="false")

@@ -65,12 +65,25 @@ def samples_of(group, config):
     ends = np.cumsum(group["lengths"])
     of_group = advantages(group["rewards"], config.advantage)
     signal = len(of_group) < 2 or np.abs(of_group).max() > 1e-6  # a group of one makes up for a lost sample: always taken, or a step might never fill
-    for i, advantage in enumerate(of_group):
+    order, roles = list(range(len(of_group))), {}
+    if config.dpo_coef and len(of_group) and np.ptp(group["rewards"]) > 1e-6:  # the pair goes first, side by side
+        order.sort(key=lambda i: {int(np.argmax(group["rewards"])): 0, int(np.argmin(group["rewards"])): 1}.get(i, 2))
+        roles = dict(zip(order, ("best", "worst")))
+    for i in order:
         span = slice(ends[i] - group["lengths"][i], ends[i])
         kept = group["finished"][i] or not config.overlong_mask  # over-length filtering, DAPO (arXiv 2503.14476) section 3.4
         yield dict(tokens=group["tokens"][span], mask=group["mask"][span] & kept, logprobs=group["logprobs"][span], versions=group["versions"][span],
-                   advantage=advantage, reward=group["rewards"][i], success=group["outcomes"][i] == "correct", outcome=group["outcomes"][i],
-                   task=group["task"], index=group["index"], signal=signal)
+                   advantage=of_group[i], reward=group["rewards"][i], success=group["outcomes"][i] == "correct", outcome=group["outcomes"][i],
+                   task=group["task"], index=group["index"], signal=signal, role=roles.get(i))
+
+
+def units(samples):
+    """What stays together: the best and the worst answer of a group, if they are neighbours, which share a DPO term; every other sample is alone."""
+    found = []
+    for s in samples:
+        pair = found and s.get("role") == "worst" and found[-1][-1].get("role") == "best" and found[-1][-1]["index"] == s["index"]
+        found[-1].append(s) if pair else found.append([s])
+    return found
 
 
 class Position:
@@ -122,6 +135,7 @@ def row_record(samples):
         spans=spans,
         rewards=np.array([s["reward"] for s in samples if "reward" in s], np.float32),
         successes=np.array([s["success"] for s in samples if "reward" in s], np.float32),
+        pairs=np.array([(i, i + 1) for i, s in enumerate(samples[1:]) if s.get("role") == "worst" and samples[i].get("role") == "best" and samples[i]["index"] == s["index"]], np.int64).reshape(-1, 2),
         samples=sum("reward" in s for s in samples))
 
 
@@ -129,7 +143,7 @@ def reference_model(config):
     """Function from a micro-batch record to the logprobs of its tokens [T], float32, under the frozen base model: the trainer's
     own `token_logprobs`, so that packing, temperature and precision are the same.
     """
-    import torch  # only here: without kl_coef this stage needs no torch
+    import torch  # only here: without a reference this stage needs no torch
     from train import load_model, token_logprobs
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(config, getattr(torch, config.dtype)).to(device).eval()
@@ -155,10 +169,12 @@ class Emitter:
         self.taken += 1
         done = self.taken == self.config.batch_size
         tokens = sum(len(s["tokens"]) for s in self.pending)
-        if not done and tokens < 2 * self.config.row_tokens * len(self.queues):
+        if not done and (tokens < 2 * self.config.row_tokens * len(self.queues) or sample.get("role") == "best"):  # its pair comes next
             return
-        rows = pack([len(s["tokens"]) for s in self.pending], self.config.row_tokens)
-        lengths = [np.array([len(self.pending[i]["tokens"]) for i in row]) for row in rows]
+        room, length = self.config.row_tokens, lambda samples: sum(len(s["tokens"]) for s in samples)
+        parts = [part for unit in units(self.pending) for part in ([unit] if length(unit) <= room else [[s] for s in unit])]
+        rows = [[s for i in row for s in parts[i]] for row in pack([length(part) for part in parts], room)]
+        lengths = [np.array([len(s["tokens"]) for s in row]) for row in rows]
         work = [(n + ATTENTION / 2 * n ** 2).sum() for n in lengths]  # rows of a round should take equally long on every rank
         rows = [rows[k] for k in np.argsort(work)[::-1] if done or lengths[k].sum() >= FULL * self.config.row_tokens]
         ranks = len(self.queues)
@@ -169,12 +185,12 @@ class Emitter:
         for k in range(0, len(rows), ranks):
             last = done and k + ranks == len(rows)
             for queue, row in zip(self.queues, rows[k:k + ranks]):
-                record = row_record([self.pending[i] for i in row])
+                record = row_record(row)
                 if self.reference:
                     record["ref_logprobs"] = self.reference(record)
                 queue.put(record | dict(run_id=self.config.run_id, step=self.step, last=last, position=self.position.state() if last else None, by_task=self.task_table() if last else None, **extra), self.config.stall_timeout)
-        sent = {i for row in rows for i in row}
-        self.pending = [s for i, s in enumerate(self.pending) if i not in sent]
+        sent = {id(s) for row in rows for s in row}
+        self.pending = [s for s in self.pending if id(s) not in sent]
         if done:
             self.step, self.taken, self.by_task = self.step + 1, 0, {}
 
@@ -193,7 +209,7 @@ def main(run_dir):
     queues = Path(run_dir, "queues")
     rollouts = Queue(queues / "rollouts")
     emitter = Emitter(config, [Queue(queues / "batches" / f"rank_{r}", maxlen=1000) for r in range(config.trainers)],
-                      reference_model(config) if config.kl_coef else None)
+                      reference_model(config) if config.needs_reference else None)
     ring, dropped, of_actor, pace = deque(), Counter(), Counter(), {}
     reported = 0
 
@@ -261,9 +277,9 @@ def main(run_dir):
             if len(ring) < wanted:
                 time.sleep(0.005)
                 continue
-            head = [ring.popleft() for _ in range(wanted)]
+            head = units([ring.popleft() for _ in range(wanted)])
             rng.shuffle(head)
-            ring.extendleft(reversed(head))
+            ring.extendleft(reversed([s for unit in head for s in unit]))
             phase = wanted
         sample = ring.popleft()
         phase -= bool(phase)

@@ -170,6 +170,16 @@ def kl(logprobs, other):
     return d.exp() - 1 - d
 
 
+def dpo_loss(log_ratios, pairs, beta):
+    """DPO of pairs of answers to one prompt, log_ratios [S] of whole sequences, log pi(y) - log base(y), pairs [P, 2] of (better, worse) -> [P].
+
+    -log sigmoid(beta (log_ratio of the better - that of the worse)); Rafailov et al. 2023 (arXiv 2305.18290) eq. 7. Its gradient has no
+    importance weight, so it does not matter how old the samples are, only which of the two is better.
+    """
+    better, worse = log_ratios[pairs].unbind(1)
+    return -torch.nn.functional.logsigmoid(beta * (better - worse))
+
+
 def ess(ratios):
     """Normalised effective sample size (sum w)^2 / (N sum w^2) of the unclipped importance weights w [N], in (0, 1]."""
     return ess_of_sums(float(ratios.sum()), float((ratios ** 2).sum()), len(ratios))
@@ -190,7 +200,7 @@ def learning_rate(config, step):
 
 LAG_BUCKETS = {"0": 0, "1": 1, "2": 2, "3-4": 4, "5-8": 8, "9+": None}  # name -> largest lag in it
 LAG_SUMS = "tokens loss w w2 kl clipped".split()
-SUMS = "late row_tokens tokens samples reward success loss entropy w w2 kl clipped lag mismatch mismatch_n versions_2 versions_3 kl_ref".split()
+SUMS = "late row_tokens tokens samples reward success loss entropy w w2 kl clipped lag mismatch mismatch_n versions_2 versions_3 kl_ref dpo pairs".split()
 
 
 def check(record, name, config, version, vocabulary):
@@ -214,7 +224,8 @@ def micro_batch(model, record, version, config, device):
     names = [k for k, v in record.items() if isinstance(v, np.ndarray) and k not in ("input_ids", "position_ids")]
     t = dict(zip(names, to_device(device, *(torch.from_numpy(record[k]) for k in names))))
     lag = version - t["versions"]
-    late = t["mask"] & (lag > config.max_lag) if config.late == "mask" else torch.zeros_like(t["mask"])
+    first, last = config.lags
+    late = t["mask"] & ((lag < first) | (lag > (min(last, config.max_lag) if config.late == "mask" else last)))
     mask = t["mask"] & ~late  # [T] bool: tokens the engine sampled, and recently enough
     lag = lag * mask
     sequence_ids = torch.where(mask, t["sequence_ids"], -1)
@@ -227,7 +238,12 @@ def micro_batch(model, record, version, config, device):
     if config.normalizer == "sequence":
         per_token = per_token / sequence_ratio(torch.zeros_like(logprobs), sequence_ids)[1]
     per_token = torch.where(mask, per_token, 0.0)
-    loss = per_token.sum()
+    loss, dpo = per_token.sum(), logprobs.new_zeros(0)
+    if config.dpo_coef:
+        base = t["ref_logprobs"] if config.dpo_base == "reference" else t["logprobs"]
+        log_ratios = logprobs.new_zeros(len(t["spans"])).index_add(0, t["sequence_ids"], torch.where(t["mask"], logprobs - base, 0.0))  # [S]
+        dpo = dpo_loss(log_ratios, t["pairs"], config.dpo_beta)
+        loss = loss + config.dpo_coef * dpo.sum()
     with torch.no_grad():
         log_w = logprobs - behavior
         w, cut = log_w.exp() * mask, clipped(config.loss, log_w, sequence_ids, config) & mask
@@ -236,7 +252,7 @@ def micro_batch(model, record, version, config, device):
         kl_behavior = kl(behavior, logprobs) * mask
         sums = torch.stack([x.float().sum() for x in (
             late, torch.full_like(log_w, record["samples"] > 0), mask, torch.ones_like(t["rewards"]), t["rewards"], t["successes"], loss,
-            entropy * mask, w, w * w, kl_behavior, cut, lag, log_w.abs() * pure, pure, t["spans"] >= 2, t["spans"] >= 3, kl_ref * mask)])
+            entropy * mask, w, w * w, kl_behavior, cut, lag, log_w.abs() * pure, pure, t["spans"] >= 2, t["spans"] >= 3, kl_ref * mask, dpo, torch.ones_like(dpo))])
         bucket = sum((lag > largest).long() for largest in LAG_BUCKETS.values() if largest is not None)
         columns = torch.stack([mask.float(), per_token, w, w * w, kl_behavior, cut.float()], dim=1)  # [T, 6]
         by_lag = columns.new_zeros(len(LAG_BUCKETS), len(LAG_SUMS)).index_add(0, bucket, columns)
@@ -286,7 +302,8 @@ def train_step(model, optimizer, records, version, config, device):
         grad_norm=grad_norm, lr=group["lr"], entropy=total["entropy"] / tokens, ess=ess_of_sums(total["w"], total["w2"], tokens),
         kl_behavior=total["kl"] / tokens, kl_ref=total["kl_ref"] / tokens, mismatch=total["mismatch"] / total["mismatch_n"] if total["mismatch_n"] else None,
         lag_mean=total["lag"] / tokens, lag_max=int(lag_max), clip_frac=total["clipped"] / tokens, late=int(total["late"]),
-        versions_2=total["versions_2"] / samples, versions_3=total["versions_3"] / samples, by_lag=lag_table(by_lag)), total
+        versions_2=total["versions_2"] / samples, versions_3=total["versions_3"] / samples,
+        dpo=total["dpo"] / total["pairs"] if total["pairs"] else None, by_lag=lag_table(by_lag)), total
 
 
 # ------------------------------------------------------------------------------------------------ model, checkpoints

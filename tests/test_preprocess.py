@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import launch
 from preprocess import Emitter, Position, advantages, pack, row_record, samples_of
 from queues import Queue
 
@@ -96,13 +97,13 @@ def test_steps_are_whole_ranks_get_equal_numbers_and_nothing_is_lost(tmp_path, r
 def test_groups_are_cut_back_into_their_samples():
     group = dict(tokens=np.arange(7), mask=np.arange(7) > 1, logprobs=np.zeros(7), versions=np.zeros(7, int), lengths=np.array([3, 4]),
                  rewards=np.array([1.0, 0.0]), finished=np.array([True, False]), index=6, task="toy", outcomes=["correct", "wrong"])
-    a, b = samples_of(group, SimpleNamespace(advantage="loo", overlong_mask=False))
+    a, b = samples_of(group, SimpleNamespace(advantage="loo", overlong_mask=False, dpo_coef=0.0))
     assert a["tokens"].tolist() == [0, 1, 2] and b["tokens"].tolist() == [3, 4, 5, 6]
     assert (a["advantage"], b["advantage"]) == (1.0, -1.0) and a["index"] == 6 and a["mask"].tolist() == [False, False, True] and b["mask"].all()
-    assert a["signal"] and not any(s["signal"] for s in samples_of(group | dict(rewards=np.array([0.1, 0.1])), SimpleNamespace(advantage="loo", overlong_mask=False)))
+    assert a["signal"] and not any(s["signal"] for s in samples_of(group | dict(rewards=np.array([0.1, 0.1])), SimpleNamespace(advantage="loo", overlong_mask=False, dpo_coef=0.0)))
     one = group | dict(lengths=np.array([7]), rewards=np.array([1.0]))  # a group of one makes up for a lost sample: it must not be dropped for its lack of signal
-    assert next(samples_of(one, SimpleNamespace(advantage="loo", overlong_mask=False)))["signal"]
-    a, b = samples_of(group, SimpleNamespace(advantage="loo", overlong_mask=True))  # the second was cut off: in the batch, out of the loss
+    assert next(samples_of(one, SimpleNamespace(advantage="loo", overlong_mask=False, dpo_coef=0.0)))["signal"]
+    a, b = samples_of(group, SimpleNamespace(advantage="loo", overlong_mask=True, dpo_coef=0.0))  # the second was cut off: in the batch, out of the loss
     assert a["mask"].tolist() == [False, False, True] and not b["mask"].any() and b["reward"] == 0.0 and row_record([a, b])["samples"] == 2
 
 
@@ -140,7 +141,6 @@ def test_a_ring_that_overflows_drops_the_oldest_and_says_so(tmp_path):
     import sys
     import time
     import config as cfg
-    import launch
     from conftest import ROOT
     from queues import notice, noticed
     launch.write(cfg.Config(run="r", out=str(tmp_path), task="toy", batch_size=8, attempts=4, steps=3, ring=8, row_tokens=64, trainers=1, on_full="drop_oldest",
@@ -221,6 +221,32 @@ def test_reference_logprobs_are_the_trainers_function_on_the_frozen_base_model(t
         expected = token_logprobs(model, torch.arange(20), torch.arange(20), 0.8)[0].numpy()
     row = r["ref_logprobs"][r["sequence_ids"] == r["sequence_ids"][np.flatnonzero(r["position_ids"] == 19)[0]]]
     assert row[1:] == pytest.approx(expected[1:], abs=2e-6)
+
+
+def test_the_best_and_the_worst_answer_of_a_group_are_neighbours_in_one_row(tmp_path):
+    import config as cfg
+    from preprocess import samples_of, units
+    config = cfg.Config(batch_size=12, attempts=4, row_tokens=40, dpo_coef=1.0)
+    rng, queue = np.random.default_rng(0), Queue(tmp_path / "q")
+    emitter = Emitter(config, [queue])
+    rewards = [[0, 0, 1, 0.5], [1, 1, 1, 1], [0.2, 0.9, 0.1, 0.4]]
+    for index, r in enumerate(rewards):
+        lengths = rng.integers(5, 20, 4)
+        n = lengths.sum()
+        group = dict(tokens=np.arange(n, dtype=np.int32), mask=np.ones(n, bool), logprobs=np.zeros(n, np.float32), versions=np.zeros(n, np.int32), lengths=lengths, rewards=np.array(r, np.float32),
+                     finished=np.ones(4, bool), outcomes=["wrong"] * 4, task="toy", index=index)
+        found = list(samples_of(group, config))
+        assert [s["role"] for s in found] == ([None] * 4 if index == 1 else ["best", "worst", None, None]) and sorted(s["reward"] for s in found) == sorted(np.float32(r))
+        assert [len(u) for u in units(found)] == ([1] * 4 if index == 1 else [2, 1, 1])
+        emitter.position.arrive(index, 4)
+        for s in found:
+            emitter.add(s)
+    pairs = []
+    while len(queue):
+        seq, r = queue.get(0)
+        pairs += [(float(r["rewards"][a]), float(r["rewards"][b])) for a, b in r["pairs"]]
+        queue.ack(seq)
+    assert sorted(pairs) == pytest.approx([(0.9, 0.1), (1.0, 0.0)])
 
 
 @pytest.mark.parametrize("no_signal", ["keep", "drop"])

@@ -27,7 +27,8 @@ def samples(seed=0):
         n = int(rng.integers(5, 60))
         mask = np.arange(n) >= 3
         yield dict(index=i // 2, tokens=rng.integers(3, 50, n).astype(np.int32), mask=mask, logprobs=(rng.normal(-4, 0.3, n) * mask).astype(np.float32),
-                   versions=np.where(mask, i // BATCH - rng.integers(0, 3), -1).astype(np.int32), advantage=float(rng.normal()), reward=float(i % 2), success=i % 2 == 1, task="toy", outcome="correct" if i % 2 else "wrong")
+                   versions=np.where(mask, i // BATCH - rng.integers(0, 3), -1).astype(np.int32), advantage=float(rng.normal()), reward=float(i % 2), success=i % 2 == 1, task="toy", outcome="correct" if i % 2 else "wrong",
+                   role="best" if i % 2 else "worst")
 
 
 def train(out, name, base_model, ranks=1, row_tokens=128, order=None, steps=STEPS, checkpoint=None, first=0, largest_file_kb="unlimited", **knobs):
@@ -108,6 +109,31 @@ def test_ranks_packing_and_order_change_nothing(name, knobs, tmp_path, base_mode
     assert steps[0]["by_lag"].keys() == by_lag.keys()
     for lag, row in by_lag.items():
         assert steps[0]["by_lag"][lag] == pytest.approx(row, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("ranks,row_tokens", [(1, 128), (2, 128), (1, 70)])
+def test_dpo_pairs_add_their_gradient_however_they_are_packed(ranks, row_tokens, tmp_path, base_model):
+    """Pairs lie in one row, unless they do not go into one; each adds what a plain computation says. On the policy loss they have no influence."""
+    swapped = lambda n: [i ^ 1 for i in range(n)]  # the best one first, as preprocess.samples_of gives them
+    _, steps = train(tmp_path, "r", base_model, steps=1, ranks=ranks, row_tokens=row_tokens, order=swapped, dpo_coef=0.5, dpo_beta=0.2)
+    gradients = load_file(tmp_path / "r" / "gradients.safetensors")
+    _, _, expected = plain_step(base_model)
+    model = AutoModelForCausalLM.from_pretrained(base_model)
+    batch, losses = list(samples())[:BATCH], []
+    for worst_one, best_one in zip(batch[::2], batch[1::2]):
+        if len(worst_one["tokens"]) + len(best_one["tokens"]) > row_tokens:
+            continue
+        ratios = []
+        for s in (best_one, worst_one):
+            ids, sampled = torch.from_numpy(s["tokens"].astype(np.int64)), torch.from_numpy(s["mask"][1:])
+            logprobs = torch.log_softmax(model(ids[None]).logits[0, :-1], -1).gather(1, ids[1:, None])[:, 0]
+            ratios.append((logprobs[sampled] - torch.from_numpy(s["logprobs"])[1:][sampled]).sum())
+        losses.append(-torch.log(torch.sigmoid(0.2 * (ratios[0] - ratios[1]))))
+    assert len(losses) > 3 and (row_tokens == 128) == (len(losses) == BATCH // 2)
+    (0.5 * sum(losses) / BATCH).backward()
+    assert steps[0]["dpo"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
+    for i, (p, q) in enumerate(zip(model.parameters(), expected)):
+        assert (gradients[str(i)] - (p.grad + q)).norm() / (p.grad + q).norm() < 1e-5
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one_intact(reference, tmp_path, base_model):

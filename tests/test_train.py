@@ -77,6 +77,15 @@ def test_which_weights_are_cut(kind, expected):
     assert train.clipped(kind, torch.tensor([0.3, 1.0, 2.0, 6.0]).log(), torch.zeros(4, dtype=torch.long), Config()).tolist() == [bool(x) for x in expected]
 
 
+def test_dpo_by_hand():
+    log_ratios = torch.tensor([1.0, -1.0, 0.5], requires_grad=True)
+    loss = train.dpo_loss(log_ratios, torch.tensor([[0, 1], [2, 2]]), 0.5)
+    assert loss.tolist() == pytest.approx([math.log(1 + math.exp(-1)), math.log(2)])
+    loss[0].backward()
+    assert log_ratios.grad.tolist() == pytest.approx([-0.5 / (1 + math.e), 0.5 / (1 + math.e), 0])  # -beta (1 - sigmoid(margin))
+    assert train.dpo_loss(log_ratios, torch.zeros(0, 2, dtype=torch.long), 0.5).tolist() == []
+
+
 def test_ess_by_hand():
     assert ess(torch.ones(10)) == pytest.approx(1.0)
     assert ess(torch.tensor([1.0, 3.0])) == pytest.approx(16 / 20)
@@ -173,6 +182,17 @@ def test_late_tokens_are_masked_and_counted(model):
     assert s["tokens"] == 10 and s["late"] == 7 and lag_max == 1
     r["mask"][:10] = False
     assert masked.item() == pytest.approx(sums_of(model, r, 5)[0].item()) != kept.item()
+
+
+def test_a_window_of_lags_is_left_out_of_the_policy_loss_and_not_of_dpo(model):
+    r = record(model, [10, 13], version=4)
+    r["versions"][r["mask"]] = 6 - np.arange(r["mask"].sum()) % 4  # lags 0, 1, 2, 3 in turn
+    _, s, table, _ = sums_of(model, r, 6, lags=(1, 2))
+    assert set(table) == {"1", "2"} and s["tokens"] + s["late"] == 17 and s["late"] == sum(x % 4 in (0, 3) for x in range(17))
+    assert set(sums_of(model, r, 6, lags=(1, 9), late="mask", max_lag=1)[2]) == {"1"}
+    r |= dict(pairs=np.array([[0, 1]]))
+    loss, s, _, _ = sums_of(model, r, 6, lags=(9, 9), dpo_coef=2.0)
+    assert s["tokens"] == 0 and s["pairs"] == 1 and loss.item() == pytest.approx(2 * s["dpo"]) and s["dpo"] == pytest.approx(math.log(2), rel=1e-3)  # the behaviour policy's own logprobs
 
 
 def test_normalizers_entropy_and_kl(model):
