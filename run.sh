@@ -57,6 +57,7 @@ trap 'rm -f "$list"' EXIT
 "$PY" config.py "$list" "$@" || exit $?
 [ -s "$list" ] || exit 0   # --help, --dry_run
 { read -r run_dir; read -r restarts; } < "$list"
+exec 8>"$run_dir/.lock"; flock -n 8 || die "another run.sh has just started $run_dir"  # inherited by all that is started: held until the last of them has ended
 
 declare -A pid_of
 names=()

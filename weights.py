@@ -15,6 +15,7 @@ The wire is a trusted network's.
 """
 import contextlib
 import time
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -95,6 +96,7 @@ class Sender:
         self.armed = self.swapped = self.version = None
         self.wire, self.silent, self.refused = {}, {url: 0 for url in self.urls}, False
         self.times, self.last = {}, NO_UPDATE
+        self.stopping = lambda: False  # has this trainer been told to stop?
         self.ranks = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * max(config.stall_timeout, config.start_timeout))) if dist.is_initialized() and dist.get_world_size() > 1 else None
         if rank == 0:
             self.pool = ThreadPoolExecutor(len(self.urls))  # one call per engine at a time
@@ -208,12 +210,16 @@ class Sender:
     @torch.no_grad()
     def send(self, version, done):
         """Collective: broadcast the current weights. Returns when they are sent; the swap goes on in the background, and
-        `done(engines)` is called (in its thread) as soon as the engines left serve `version`. `wait` joins it.
+        `done(engines)` is called (in its thread) as soon as the engines left serve `version`. `wait` joins it. A trainer that is
+        told to stop while no engine is well sends nothing: its time is for its checkpoint.
         """
         start = time.time()
         for _ in range(3):
+            while self.rank == 0 and not self.stopping() and not futures.wait([self.armed], 0.2).done:
+                pass
+            if not self.agree(self.rank > 0 or self.armed.done()):  # the others wait here, not in an all-gather, which has a shorter deadline
+                return
             info = self.armed.result() if self.rank == 0 else None
-            self.agree(True)  # the others wait here, not in an all-gather, which has a shorter deadline
             armed = time.time()
             swap = (lambda: self._swap(version, info, start, done)) if self.rank == 0 else None
             if self.rank == 0 and not info["background"]:
