@@ -269,7 +269,7 @@ class Actor:
                               logprobs=column("logprobs", 0, np.float32), versions=column("versions", -1, np.int32), text=text, finished=finished)
 
     async def group(self, i, task, problem, n):
-        """n attempts at problem i of the stream -> one record in queues/rollouts; returns how many samples it did not yield."""
+        """n attempts at problem i of the stream -> one record in queues/rollouts, which says how many of them were lost: preprocess counts those."""
         c = self.config
 
         async def attempt():
@@ -283,14 +283,13 @@ class Actor:
             self.counts["dropped_groups"] += 1
             print(f"actor: problem {i} dropped: {len(good)} of {n} attempts came back, dropped so far {self.counts['dropped_groups']}", flush=True)
             # an empty record tells preprocess, which may wait for this group (late = wait), that it will not come
-            await asyncio.to_thread(self.rollouts.put, dict(run_id=c.run_id, index=i, task=task, **self.pace(), lengths=np.zeros(0, int), rewards=np.zeros(0, np.float32)), c.stall_timeout)
-            return n
+            await asyncio.to_thread(self.rollouts.put, dict(run_id=c.run_id, index=i, task=task, lost=n, **self.pace(), lengths=np.zeros(0, int), rewards=np.zeros(0, np.float32)), c.stall_timeout)
+            return
         cat = {k: np.concatenate([a[k] for a in good]) for k in ("tokens", "mask", "logprobs", "versions")}
         record = cat | dict(lengths=np.array([len(a["tokens"]) for a in good]), rewards=np.array([a["reward"] for a in good], np.float32),
-                            finished=np.array([a["finished"] for a in good]), outcomes=[a["outcome"] for a in good], task=task, run_id=c.run_id, index=i, **self.pace())
+                            finished=np.array([a["finished"] for a in good]), outcomes=[a["outcome"] for a in good], task=task, run_id=c.run_id, index=i, lost=n - len(good), **self.pace())
         await asyncio.to_thread(self.rollouts.put, record, c.stall_timeout)
         self.show(i, task, problem, good)
-        return n - len(good)
 
     def pace(self):
         """gen_tok_s: sampled tokens per second over the last 10 s; gen_idle: share of the engines' places that were empty, likewise."""
@@ -371,7 +370,7 @@ class Actor:
             await self.evaluate(version)
         stream = Problems(problems, cfg.task_weights(c.task), c.seed)
         position = noticed(self.queues / "version.json")["position"]  # problems already done with, of a continued run
-        i, done_ahead, started, returned = position["next"], set(position["ahead"]), share(first * c.batch_size, c, self.k), 0
+        i, done_ahead, left, started = position["next"], set(position["ahead"]), position.get("left", {}), share(first * c.batch_size, c, self.k)
         i += (self.k - i) % c.actors
         groups, evaluations, last_change, looked = set(), set(), time.monotonic(), time.monotonic()
         while True:
@@ -388,15 +387,16 @@ class Actor:
             if version >= c.steps:
                 break
             dropped = noticed(self.queues / "dropped.json").get("of_actor", {}).get(str(self.k), 0)
-            # a group is smaller where samples were lost: with all of `attempts` the step might never be complete
-            while self.wanted < self.places * len(self.serving) and (n := min(c.attempts, share(allowed_samples(c, version), c, self.k) - started + returned + dropped)) > 0:
+            while self.wanted < self.places * len(self.serving):
                 while i in done_ahead:
                     i += c.actors
+                # a group is smaller where samples were lost: with all of `attempts` the step might never be complete; and where some were trained before a crash
+                if (n := min(left.get(str(i), c.attempts), share(allowed_samples(c, version), c, self.k) - started + dropped)) <= 0:
+                    break
                 groups.add(asyncio.create_task(self.group(i, *stream[i], n)))
                 i, started, self.wanted = i + c.actors, started + n, self.wanted + n
             done, groups = await asyncio.wait(groups, timeout=0.01, return_when=asyncio.FIRST_COMPLETED) if groups else (set(), groups)
-            returned += sum(g.result() for g in done)
-            for t in [t for t in evaluations | watches if t.done()]:
+            for t in [*done, *(t for t in evaluations | watches if t.done())]:
                 evaluations.discard(t)
                 t.result()
             if not done:
@@ -409,7 +409,7 @@ class Actor:
             w.cancel()
         await asyncio.gather(*watches, return_exceptions=True)
         await self.close()
-        print(f"actor: done, {started - returned} samples started, events {dict(self.counts)}, rewards {dict(self.judges.counts)}", flush=True)
+        print(f"actor: done, {started} samples started, events {dict(self.counts)}, rewards {dict(self.judges.counts)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -277,13 +277,20 @@ def write(c: Config) -> Path:
     run_dir = Path(c.out, c.run)
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     text = json.dumps({"config": asdict(c), "versions": versions, "git": git.stdout.strip()}, indent=1)
-    (run_dir / "config.json").write_text(text + "\n")
+    (run_dir / "config.tmp").write_text(text + "\n")
+    (run_dir / "config.tmp").replace(run_dir / "config.json")  # a crash leaves a whole one
     return run_dir
 
 
 def newest_version(run_dir: Path) -> int:
     """Version of the newest checkpoint of a run directory; 0 if it has none."""
     return max((int(p.name[5:]) for p in run_dir.glob("checkpoints/step_*[0-9]")), default=0)
+
+
+def evaluated(run_dir: Path, version: int) -> bool:
+    """Is this version's evaluation, the last thing that a run does, in its curves?"""
+    path = run_dir / "metrics.jsonl"
+    return path.exists() and any('"eval": ' in line and f'"version": {version},' in line for line in path.read_text().splitlines())
 
 
 def open_run(c: Config) -> str:
@@ -296,11 +303,17 @@ def open_run(c: Config) -> str:
     if not (run_dir / "config.json").exists():
         return f"new run {run_dir}"
     old = cfg.load(str(run_dir))
+    with open(run_dir / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # run.sh and all that it starts hold it: what is left of a killed one may still be saving its work
+        except OSError:
+            raise ConfigError(f"--run {c.run}: processes of {run_dir} are still at work; those of a run that was killed end within 30 s") from None
     version = newest_version(run_dir)
-    if c.fresh or version >= old.steps or not version:
+    complete = version >= old.steps and evaluated(run_dir, version)
+    if c.fresh or complete or not version:
         aside = next(p for i in range(1, 10**6) if not (p := run_dir.with_name(f"{c.run}.{i}")).exists())
         run_dir.rename(aside)
-        return f"new run {run_dir}; the {'stopped' if version < old.steps else 'complete'} one before it is now {aside}"
+        return f"new run {run_dir}; the {'complete' if complete else 'stopped'} one before it is now {aside}"
     changed = [f.name for f in fields(Config) if getattr(old, f.name) != getattr(c, f.name) and f.name not in ("fresh", "out", "run_id", "nodes", "urls", "host")]
     for name in changed:
         if name in ("task", "train_data", "model", "seed", "batch_size", "attempts", "dtype"):

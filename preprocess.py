@@ -2,7 +2,8 @@
 
 Reads queues/rollouts (from actor.py), writes queues/batches/rank_<r> (for train.py). Micro-batches are emitted as soon as
 they fill; a step ends when it has exactly `batch_size` samples. Samples that wait sit in a ring buffer; what it or the
-packing has to drop is counted by reason, and announced in queues/dropped.json so that the actor's gate can replace it.
+packing has to drop, and what the engines failed to give, is counted by reason, and announced in queues/dropped.json so that
+the actor's gate can replace it. A step's last record is its ledger: the problems it trained, and those dropped since the step before.
 
 Alone, on a run directory that has rollouts: `python preprocess.py out/toy`. Deliberately absent: padding, threads.
 """
@@ -87,32 +88,35 @@ def units(samples):
 
 
 class Position:
-    """Which problems are done with (trained, or dropped and counted): all below `next`, and those in `ahead`.
+    """Which problems are done with (trained, or dropped and counted): all below `next`, and those in `ahead`. Of those that were
+    begun, {index: samples left}.
 
-    A problem is done with when the last of its samples is. What a run continues from: the others are drawn again.
+    A problem is done with when the last of its samples is. What a run continues from: the others are drawn again, those that were
+    begun as far as they are left, so that no sample of a problem is trained in place of one that was trained already.
     """
 
-    def __init__(self, next=0, ahead=()):
+    def __init__(self, next=0, ahead=(), left=None):
         self.next, self.ahead, self.open = next, set(ahead), Counter()
+        self.left = {int(index): n for index, n in (left or {}).items()}  # keys of JSON are strings
 
     def arrive(self, index, samples):
-        """A group of so many samples is here."""
-        self.open[index] = samples + 1
-        self.leave(index)
+        """A group is here, for which so many samples were asked."""
+        self.open[index] = samples
 
     def leave(self, index):
         """One sample of problem `index` is trained or dropped."""
         self.open[index] -= 1
+        self.left[index] = self.open[index]
         if not self.open[index]:
-            del self.open[index]
+            del self.open[index], self.left[index]
             self.ahead.add(index)
             while self.next in self.ahead:
                 self.ahead.remove(self.next)
                 self.next += 1
 
     def state(self):
-        """{next, ahead}, as JSON."""
-        return dict(next=self.next, ahead=sorted(self.ahead))
+        """{next, ahead, left}, as JSON."""
+        return dict(next=self.next, ahead=sorted(self.ahead), left=self.left)
 
 
 def row_record(samples):
@@ -159,12 +163,14 @@ class Emitter:
 
     def __init__(self, config, queues, reference=None):
         self.config, self.queues, self.reference = config, queues, reference
-        self.step, self.taken, self.pending, self.position, self.by_task = 0, 0, [], Position(), {}
+        self.step, self.taken, self.pending, self.position = 0, 0, [], Position()
+        self.by_task, self.problems, self.drops = {}, Counter(), {}  # of the step: see task_table; samples by problem; likewise by reason, of what was dropped
 
     def add(self, sample, **extra):
         """Take one more sample of the current step; emits what is full, and everything when the step is complete."""
         self.pending.append(sample)
         self.count(sample)
+        self.problems[sample["index"]] += 1
         self.position.leave(sample["index"])
         self.taken += 1
         done = self.taken == self.config.batch_size
@@ -188,11 +194,17 @@ class Emitter:
                 record = row_record(row)
                 if self.reference:
                     record["ref_logprobs"] = self.reference(record)
-                queue.put(record | dict(run_id=self.config.run_id, step=self.step, last=last, position=self.position.state() if last else None, by_task=self.task_table() if last else None, **extra), self.config.stall_timeout)
+                of_step = dict(position=self.position.state(), by_task=self.task_table(), problems=self.problems, drops=self.drops) if last else {}
+                queue.put(record | dict(run_id=self.config.run_id, step=self.step, last=last, **of_step, **extra), self.config.stall_timeout)
         sent = {id(s) for row in rows for s in row}
         self.pending = [s for s in self.pending if id(s) not in sent]
         if done:
-            self.step, self.taken, self.by_task = self.step + 1, 0, {}
+            self.step, self.taken, self.by_task, self.problems, self.drops = self.step + 1, 0, {}, Counter(), {}
+
+    def drop(self, index, reason):
+        """A sample of problem `index` will not be trained."""
+        self.drops.setdefault(reason, Counter())[index] += 1
+        self.position.leave(index)
 
     def count(self, sample):
         """Add a sample to its task's sums: samples, reward, sampled tokens, and how many had which outcome."""
@@ -213,12 +225,6 @@ def main(run_dir):
     ring, dropped, of_actor, pace = deque(), Counter(), Counter(), {}
     reported = 0
 
-    def drop(sample, reason):
-        """Not to be trained: counted, announced, and made up for by the actor that it came from."""
-        dropped[reason] += 1
-        of_actor[sample["index"] % config.actors] += 1
-        position.leave(sample["index"])
-
     early: dict[int, dict] = {}  # late = wait: groups that came before their turn, by index
     rng = random.Random(config.seed)
     deadline = time.monotonic() + config.start_timeout
@@ -232,6 +238,13 @@ def main(run_dir):
     turn, resumed_ahead = position.next, set(position.ahead)  # late = wait: index of the group that comes next, those that will not come
     phase = 0  # samples of the current generation phase that are shuffled into the ring's head (conventional RL only)
     last_input, next_words = time.monotonic(), 0.0
+
+    def drop(index, reason):
+        """Counted, announced, and made up for by the actor that it came from."""
+        dropped[reason] += 1
+        of_actor[index % config.actors] += 1
+        emitter.drop(index, reason)
+
     while emitter.step < config.steps:
         # In: everything that has arrived, as far as the ring has room.
         while len(ring) < config.ring or config.on_full == "drop_oldest":
@@ -243,7 +256,9 @@ def main(run_dir):
                 raise RuntimeError(f"preprocess: record {seq} of {rollouts.path} is of run {group['run_id']}, this is run {config.run_id}: start over with --fresh True")
             last_input, pace[group["index"] % config.actors] = time.monotonic(), (group["gen_tok_s"], group["gen_idle"])
             arrived = [group]
-            position.arrive(group["index"], len(group["lengths"]))
+            position.arrive(group["index"], len(group["lengths"]) + group["lost"])
+            for _ in range(group["lost"]):
+                drop(group["index"], "failed")
             if config.late == "wait":  # in the order in which they were started, whatever the order in which they were done
                 early[group["index"]], arrived = group, []
                 while turn in early or turn in resumed_ahead:
@@ -251,13 +266,13 @@ def main(run_dir):
                     turn += 1
             for sample in (s for g in arrived for s in samples_of(g, config)):
                 if config.no_signal == "drop" and not sample["signal"]:
-                    drop(sample, "no_signal")
+                    drop(sample["index"], "no_signal")
                 elif len(sample["tokens"]) > config.row_tokens:
-                    drop(sample, "too_long")
+                    drop(sample["index"], "too_long")
                 else:
                     ring.append(sample)
             while len(ring) > config.ring and config.on_full == "drop_oldest":
-                drop(ring.popleft(), "ring_full")
+                drop(ring.popleft()["index"], "ring_full")
             rollouts.ack(seq)
         if dropped.total() != reported:
             reported = dropped.total()
@@ -283,7 +298,7 @@ def main(run_dir):
             phase = wanted
         sample = ring.popleft()
         phase -= bool(phase)
-        emitter.add(sample, dropped=dropped.total(), gen_tok_s=sum(x for x, _ in pace.values()), gen_idle=sum(x for _, x in pace.values()) / len(pace))
+        emitter.add(sample, gen_tok_s=sum(x for x, _ in pace.values()), gen_idle=sum(x for _, x in pace.values()) / len(pace))
     print(f"preprocess: all {config.steps} steps emitted, dropped {dict(dropped)}", flush=True)
 
 

@@ -61,6 +61,7 @@ trap 'rm -f "$list"' EXIT
 "$PY" launch.py "$list" "$@" || exit $?
 [ -s "$list" ] || exit 0   # --help, --dry_run
 { read -r run_dir; read -r restarts; read -r node; } < "$list"
+[ "$node" != 0 ] || { exec 8>"$run_dir/.lock"; flock -n 8 || die "another run.sh has just started $run_dir"; }  # inherited by all that is started: held until the last of them has ended
 unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK MASTER_ADDR MASTER_PORT  # they mean something else to those we start
 
 declare -A pid_of

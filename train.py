@@ -341,7 +341,8 @@ def save(config, run_dir, model, optimizer, state, rank):
     final = Path(run_dir, "checkpoints", f"step_{state['version']:06d}")
     temporary = final.with_name(final.name + ".tmp")
     if rank == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for torn in final.parent.glob("*.tmp"):  # of a trainer that was killed while it wrote
+            shutil.rmtree(torn)
         temporary.mkdir(parents=True)
     if dist.is_initialized():
         dist.barrier()
@@ -367,7 +368,7 @@ def restore(run_dir, model, optimizer, rank):
     """Load the newest checkpoint into model and optimizer; returns its state, or that of a new run if there is none."""
     newest = max(Path(run_dir, "checkpoints").glob("step_*[0-9]"), default=None)
     if newest is None:
-        return {"version": 0, "samples": 0, "wall_s": 0.0, "skipped": 0, "skipped_in_a_row": 0, "position": {"next": 0, "ahead": []}}
+        return {"version": 0, "samples": 0, "wall_s": 0.0, "skipped": 0, "skipped_in_a_row": 0, "dropped": 0, "position": {"next": 0, "ahead": []}}
     weights, optimizer_state = get_state_dict(model, optimizer)
     states = {"model": weights, "optimizer": optimizer_state}
     dcp.load(states, checkpoint_id=newest / "trainer")
@@ -375,7 +376,7 @@ def restore(run_dir, model, optimizer, rank):
     if (newest / "trainer" / f"random_{rank}.pt").exists():  # not if there are more ranks than before
         for device, random in torch.load(newest / "trainer" / f"random_{rank}.pt", weights_only=True).items():
             (torch if device == "cpu" else torch.cuda).set_rng_state(random)
-    return json.loads((newest / "trainer" / "state.json").read_text())
+    return {"dropped": 0} | json.loads((newest / "trainer" / "state.json").read_text())
 
 
 class Stopped(Exception):
@@ -388,8 +389,10 @@ class Log:
     def __init__(self, config, run_dir, version):
         path = Path(run_dir, "metrics.jsonl")
         if path.exists():  # a continued run does again what was done after the checkpoint
-            lines = path.read_text().splitlines(keepends=True)
-            path.write_text("".join(x for x in lines if (line := json.loads(x))["version"] < version or line["version"] == version and "step" in line))
+            lines = [x for x in path.read_text().splitlines(keepends=True) if x.endswith("\n")]  # a crash may have cut the last one short
+            kept = [x for x in lines if (line := json.loads(x))["version"] < version or line["version"] == version and "step" in line]
+            path.with_suffix(".tmp").write_text("".join(kept))
+            path.with_suffix(".tmp").replace(path)  # all of the curves are there, or all as they were
         self.file, self.wandb = open(path, "a"), None
         if config.wandb != "off":
             import wandb
@@ -401,7 +404,8 @@ class Log:
         self.file.flush()
         if self.wandb:
             scores = {f"eval/{task}": x for task, x in line.get("eval", {}).items()}
-            self.wandb.log(scores | {"version": line["version"]} if scores else line)  # evaluations come late: no step=
+            curves = {k: v for k, v in line.items() if k not in ("problems", "drops")}  # every problem would be a curve of its own
+            self.wandb.log(scores | {"version": line["version"]} if scores else curves)  # evaluations come late: no step=
 
 
 def main(run_dir):
@@ -518,6 +522,7 @@ def main(run_dir):
             metrics, total = train_step(model, optimizer, records(version, due), version, config, device)
             finite = math.isfinite(metrics["grad_norm"])
             state |= {"version": version + 1, "samples": state["samples"] + int(total["samples"]), "position": record["position"],
+                      "dropped": state["dropped"] + sum(n for problems in record["drops"].values() for n in problems.values()),
                       "skipped": state["skipped"] + (not finite), "skipped_in_a_row": 0 if finite else state["skipped_in_a_row"] + 1}
             if not finite:  # the step counts, so that data and versions stay aligned
                 print(f"train: step {version + 1} has a gradient that is not finite (loss {metrics['loss']}): weights left as they are, {state['skipped']} steps so far", flush=True)
@@ -537,8 +542,8 @@ def main(run_dir):
             if rank == 0:
                 drain_evals()
                 line = dict(step=state["version"], version=state["version"], samples=state["samples"], wall_s=state["wall_s"], **metrics,
-                            dropped=record["dropped"], train_tok_s=metrics["tokens"] / (now - step_start), gen_tok_s=record["gen_tok_s"], gen_idle=record["gen_idle"], wait_data_s=waited,
-                            skipped=state["skipped"], by_task=record["by_task"])
+                            dropped=state["dropped"], train_tok_s=metrics["tokens"] / (now - step_start), gen_tok_s=record["gen_tok_s"], gen_idle=record["gen_idle"], wait_data_s=waited,
+                            skipped=state["skipped"], by_task=record["by_task"], problems=record["problems"], drops=record["drops"])
                 left = (config.steps - state["version"]) * (now - loop_start) / (state["version"] - first_version)
                 print(f"step {state['version']}/{config.steps} | reward {line['reward']:.3f} | ess {line['ess']:.3f} | lag {line['lag_mean']:.1f}/{line['lag_max']} | "
                       f"{line['train_tok_s'] / 1000:.1f}k tok/s | wait {100 * waited / (now - step_start):.0f}% | eta {left / 60:.1f}m", flush=True)

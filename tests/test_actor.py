@@ -86,10 +86,10 @@ def with_fake_server(tmp_path, base_model, answer, attempts=4, problem={"prompt"
         actor.load, actor.rest = {url: 0}, {url: 0.0}
         assert actor.version() == 5
         await actor.judges.start()
-        missing = await actor.group(0, actor.config.task, problem, attempts)
+        await actor.group(0, actor.config.task, problem, attempts)
         await actor.close()
         await runner.cleanup()
-        return actor, missing, calls
+        return actor, Queue(tmp_path / "queues" / "rollouts").get(0)[1]["lost"], calls
     return asyncio.run(asyncio.wait_for(run(), 60))
 
 

@@ -1,4 +1,5 @@
 """Every mistake in a command line is one clear line, before anything starts."""
+import fcntl
 import json
 import socket
 import subprocess
@@ -85,4 +86,10 @@ def test_a_stopped_run_continues_a_complete_one_makes_room_and_fixed_knobs_are_r
     with pytest.raises(cfg.ConfigError, match="--batch_size cannot change within a run"):
         launch.open_run(resolved(*argv, "--batch_size", "16"))
     (run_dir / "checkpoints" / f"step_{c.steps:06d}").mkdir()
+    assert f"from step {c.steps}" in launch.open_run(resolved(*argv))  # it died before its last evaluation
+    with open(run_dir / ".lock") as lock:  # or is it still at that?
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(cfg.ConfigError, match="are still at work"):
+            launch.open_run(resolved(*argv))
+    (run_dir / "metrics.jsonl").write_text(json.dumps({"eval": {"toy": 0.5}, "problems": 8, "version": c.steps, "wall_s": 1.0}) + "\n")
     assert "complete one before it is now" in launch.open_run(c) and c.run_id != first and (tmp_path / "toy.1" / "checkpoints").exists()

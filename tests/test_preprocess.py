@@ -1,4 +1,5 @@
 """Advantages, packing, and the rounds of micro-batches that a step is made of."""
+import json
 import random
 from types import SimpleNamespace
 
@@ -113,14 +114,19 @@ def test_problems_are_done_with_when_their_last_sample_is():
         p.arrive(index, 2)
     for index in (1, 1, 3, 0):
         p.leave(index)
-    assert p.state() == {"next": 0, "ahead": [1]}  # half of 0 and of 3 is left, and all of 2
+    assert p.state() == {"next": 0, "ahead": [1], "left": {0: 1, 3: 1}}  # half of 0 and of 3 is left, and all of 2
     for index in (0, 3):
         p.leave(index)
-    assert p.state() == {"next": 2, "ahead": [3]}
-    p.arrive(4, 0)  # a group that was lost
-    again = Position(**p.state())
-    again.arrive(2, 1), again.leave(2)
-    assert again.state() == {"next": 5, "ahead": []}
+    assert p.state() == {"next": 2, "ahead": [3], "left": {}}
+    p.arrive(4, 2), p.arrive(5, 3)
+    for index in (4, 4, 5):
+        p.leave(index)
+    again = Position(**json.loads(json.dumps(p.state())))  # after a crash: 2 and the two samples that 5 has left are drawn again
+    assert again.state() == {"next": 2, "ahead": [3, 4], "left": {5: 2}}
+    again.arrive(5, 2), again.arrive(2, 1), again.leave(5), again.leave(2)
+    assert again.state() == {"next": 5, "ahead": [], "left": {5: 1}}
+    again.leave(5)
+    assert again.state() == {"next": 6, "ahead": [], "left": {}}
 
 
 def test_rows_of_a_round_take_equally_long(tmp_path):
@@ -132,7 +138,7 @@ def test_rows_of_a_round_take_equally_long(tmp_path):
         emitter.add(sample(n))
     rounds = [[q.get(0)[1] for q in queues] for _ in range(2)]
     assert [[r["samples"] for r in row] for row in rounds] == [[1, 1], [10, 10]]
-    assert rounds[0][0]["position"] is None and rounds[1][0]["last"] and rounds[1][0]["position"]["next"] == 0
+    assert "position" not in rounds[0][0] and rounds[1][0]["last"] and rounds[1][0]["position"]["next"] == 0
 
 
 def test_a_ring_that_overflows_drops_the_oldest_and_says_so(tmp_path):
@@ -155,7 +161,7 @@ def test_a_ring_that_overflows_drops_the_oldest_and_says_so(tmp_path):
         for _ in range(groups):
             n = [70 if fed + k == 3 else 5 for k in range(4)]
             rollouts.put(dict(tokens=np.zeros(sum(n), np.int32), mask=np.ones(sum(n), bool), logprobs=np.zeros(sum(n), np.float32), versions=np.zeros(sum(n), np.int32),
-                              lengths=np.array(n), rewards=np.arange(fed, fed + 4, dtype=np.float32), finished=np.ones(4, bool), task="toy", outcomes=["wrong"] * 4, gen_tok_s=1.0, gen_idle=0.0, run_id="abc", index=fed // 4 + (fed > 0)))
+                              lengths=np.array(n), rewards=np.arange(fed, fed + 4, dtype=np.float32), finished=np.ones(4, bool), task="toy", outcomes=["wrong"] * 4, gen_tok_s=1.0, gen_idle=0.0, run_id="abc", lost=0, index=fed // 4 + (fed > 0)))
             fed += 4
 
     def until(condition):
@@ -163,7 +169,7 @@ def test_a_ring_that_overflows_drops_the_oldest_and_says_so(tmp_path):
         while not condition():
             assert time.time() < deadline
             time.sleep(0.02)
-    batches, trained = Queue(queues / "batches" / "rank_0"), {}
+    batches, trained, ledger = Queue(queues / "batches" / "rank_0"), {}, []
 
     def train(step):
         last = False
@@ -172,6 +178,7 @@ def test_a_ring_that_overflows_drops_the_oldest_and_says_so(tmp_path):
             trained.setdefault(r["step"], []).extend(r["rewards"].tolist())
             batches.ack(seq)
             last = r["step"] == step and r["last"]
+        ledger.append((r["problems"], r["drops"]))
         return r["position"]
     feed(3)  # 12 samples: one is too long, the oldest three do not fit into the ring
     stage = subprocess.Popen([sys.executable, "preprocess.py", str(tmp_path / "r")], cwd=ROOT)
@@ -184,12 +191,13 @@ def test_a_ring_that_overflows_drops_the_oldest_and_says_so(tmp_path):
         feed(2)  # and are overtaken by these
         until(lambda: noticed(queues / "dropped.json").get("samples", 0) == 12)
         notice(queues / "version.json", version=1, position={})
-        assert train(2) == {"next": 10, "ahead": []}  # every problem that came, trained or dropped
+        assert train(2) == {"next": 10, "ahead": [], "left": {}}  # every problem that came, trained or dropped
         assert stage.wait(30) == 0
     finally:
         stage.kill()
     assert trained == {0: [4, 5, 6, 7, 8, 9, 10, 11], 1: list(range(12, 20)), 2: list(range(28, 36))}
     assert noticed(queues / "dropped.json") == {"samples": 12, "reasons": {"too_long": 1, "ring_full": 11}, "of_actor": {"0": 12}}
+    assert ledger == [({"2": 4, "3": 4}, {"too_long": {"0": 1}, "ring_full": {"0": 3}}), ({"4": 4, "5": 4}, {}), ({"8": 4, "9": 4}, {"ring_full": {"6": 4, "7": 4}})]
 
 
 def test_a_record_of_another_run_stops_the_stage_by_name(tmp_path):
@@ -262,7 +270,7 @@ def test_groups_without_signal(tmp_path, no_signal):
     for i in range(6):
         rewards = np.array([0.1] * 4 if i % 2 else [0.1, 1, 1, 0.1], np.float32)
         rollouts.put(dict(tokens=np.zeros(20, np.int32), mask=np.arange(20) % 5 > 0, logprobs=np.zeros(20, np.float32), versions=np.zeros(20, np.int32), lengths=np.array([5] * 4), rewards=rewards,
-                          finished=np.ones(4, bool), task="ab"[i % 2], outcomes=["correct" if r == 1 else "no_answer" for r in rewards], gen_tok_s=1.0, gen_idle=0.0, run_id="abc", index=i))
+                          finished=np.ones(4, bool), task="ab"[i % 2], outcomes=["correct" if r == 1 else "no_answer" for r in rewards], gen_tok_s=1.0, gen_idle=0.0, run_id="abc", index=i, lost=0))
     notice(run_dir / "queues" / "version.json", version=0, position=dict(next=0, ahead=[]))
     subprocess.run([sys.executable, "preprocess.py", str(run_dir)], cwd=ROOT, check=True, timeout=60)
     batches, last = Queue(run_dir / "queues" / "batches" / "rank_0"), {"last": False}
@@ -270,8 +278,8 @@ def test_groups_without_signal(tmp_path, no_signal):
         _, last = batches.get(5)
     a = dict(samples=12, reward=0.55, tokens=4, correct=0.5, no_answer=0.5)
     if no_signal == "drop":
-        assert last["by_task"] == {"a": pytest.approx(a)} and last["position"] == {"next": 6, "ahead": []}
+        assert last["by_task"] == {"a": pytest.approx(a)} and last["position"] == {"next": 6, "ahead": [], "left": {}}
         assert noticed(run_dir / "queues" / "dropped.json") == {"samples": 12, "reasons": {"no_signal": 12}, "of_actor": {"0": 12}}
     else:
         assert last["by_task"] == {"a": pytest.approx(a | dict(samples=8)), "b": pytest.approx(dict(samples=4, reward=0.1, tokens=4, no_answer=1))}
-        assert last["position"] == {"next": 3, "ahead": []} and noticed(run_dir / "queues" / "dropped.json") == {}
+        assert last["position"] == {"next": 3, "ahead": [], "left": {}} and noticed(run_dir / "queues" / "dropped.json") == {}

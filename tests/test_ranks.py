@@ -47,7 +47,7 @@ def train(out, name, base_model, ranks=1, row_tokens=128, order=None, steps=STEP
     for step in range(first, steps):
         part = batch[step * BATCH:(step + 1) * BATCH]
         for i in order(len(part)) if order else range(len(part)):
-            emitter.add(part[i], dropped=0, gen_tok_s=0.0, gen_idle=0.0)
+            emitter.add(part[i], gen_tok_s=0.0, gen_idle=0.0)
     Queue(run_dir / "queues" / "evals").put(dict(eval={"toy": 0.0}, problems=0, version=steps, wall_s=0.0))
     start = [sys.executable] + (["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", "8760"] if ranks > 1 else [])
     done = subprocess.run(["bash", "-c", f'ulimit -f {largest_file_kb}; exec "$@"', "", *start, "tests/train_without_engines.py", str(run_dir)], cwd=ROOT, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -158,7 +158,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(reference, tmp_path,
     assert all(torch.equal(again[k], weights[k]) for k in weights)
     assert [x["grad_norm"] for x in lines] == [x["grad_norm"] for x in steps[3:]] and [x["samples"] for x in lines] == [x["samples"] for x in steps[3:]]
     state = json.loads((tmp_path / "again" / "checkpoints" / "step_000006" / "trainer" / "state.json").read_text())
-    assert state["position"] == {"next": STEPS * BATCH // 2, "ahead": []} and state["version"] == STEPS and state["samples"] == STEPS * BATCH
+    assert state["position"] == {"next": STEPS * BATCH // 2, "ahead": [], "left": {}} and state["version"] == STEPS and state["samples"] == STEPS * BATCH
 
 
 @pytest.mark.parametrize("ranks_before,ranks_after", [(2, 2), (1, 2), (2, 1)])

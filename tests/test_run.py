@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from conftest import ROOT
 
 KEYS = ("step version samples tokens wall_s reward success loss grad_norm lr entropy ess kl_behavior mismatch lag_mean lag_max clip_frac dropped "
-        "train_tok_s gen_tok_s gen_idle wait_data_s sync_s arm_s gather_s send_s wait_s pause_s late skipped kl_ref by_lag").split()
+        "train_tok_s gen_tok_s gen_idle wait_data_s sync_s arm_s gather_s send_s wait_s pause_s late skipped kl_ref by_lag problems drops").split()
 
 
 def command(out, name, port, *knobs):
@@ -43,6 +44,30 @@ def metrics(run_dir):
     return [x for x in lines if "step" in x], [x for x in lines if "eval" in x]
 
 
+def balance(run_dir, batch_size, attempts):
+    """Assert that the ledger of a run balances at its last checkpoint, whatever happened on the way; returns {problem: samples} trained, and dropped by reason.
+
+    Every step once, of exactly batch_size samples; every problem that is done with has `attempts` samples, each trained or dropped
+    with a reason; one that was begun lacks what the checkpoint says; of no other was anything trained. For runs without groups cut to size.
+    """
+    steps, _ = metrics(run_dir)
+    newest = max((run_dir / "checkpoints").glob("step_*[0-9]"))
+    state = json.loads((newest / "trainer" / "state.json").read_text())
+    trained, dropped = Counter(), Counter()
+    for n, line in enumerate(steps, 1):
+        assert line["step"] == line["version"] == n and line["samples"] == n * batch_size == n * sum(line["problems"].values())
+        trained.update(line["problems"])
+        for problems in line["drops"].values():
+            dropped.update(problems)
+        assert line["dropped"] == dropped.total()
+    assert [x["wall_s"] for x in steps] == sorted(x["wall_s"] for x in steps)
+    assert len(steps) == state["version"] and state["samples"] == trained.total() and state["dropped"] == dropped.total()
+    position = state["position"]
+    due = {str(i): attempts for i in [*range(position["next"]), *position["ahead"]]} | {i: attempts - n for i, n in position["left"].items()}
+    assert trained + dropped == due
+    return trained, dropped
+
+
 def test_the_pipeline_end_to_end(tmp_path, base_model):
     done = run(tmp_path, "t", 8710, "--steps", 12, "--batch_size", 256, "--save_every", 2, "--keep_last", 1, "--keep_every", 6, "--max_lag", 3, "--late", "wait", "--verify_weights", 1)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -66,6 +91,7 @@ def test_the_pipeline_end_to_end(tmp_path, base_model):
     assert (run_dir / "report.png").stat().st_size > 10000 and json.loads((run_dir / "config.json").read_text())["config"]["steps"] == 12
     assert {p.name for p in (run_dir / "checkpoints").iterdir()} == {"step_000006", "step_000012"}
     assert list((run_dir / "queues" / "batches").rglob("*.npz")) == []
+    balance(run_dir, 256, 16)
     # the checkpoint is a Hugging Face model, different from the base model
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -156,3 +182,4 @@ def test_kill_continue_interrupt(tmp_path, base_model):
     # conventional RL, G = 2: weights go out every second step, so lags within a phase are 0, 1, and never more
     assert all(x["lag_max"] <= (x["step"] - 1) % 2 and x["versions_2"] == 0 for x in steps)
     assert all((x["sync_s"] > 0) == (x["step"] % 2 == 0) for x in steps)
+    balance(tmp_path / "k", 64, 16)  # also of problems that were divided among the steps of a phase, when the run was stopped between them
