@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -88,7 +89,7 @@ class Run:
 
 
 def test_the_ledger_balances_after_twenty_kills(tmp_path, base_model):
-    rng, order, run = random.Random(os.environ.get("LEDGER_SEED", "0")), KILLS.copy(), Run(tmp_path, 8860)
+    rng, order, run = random.Random(os.environ.get("LEDGER_SEED", "0")), KILLS.copy(), Run(tmp_path, 8830)
     while "engine" * 3 in "".join(order):  # run.sh waits longer before every further restart of an engine
         rng.shuffle(order)
     run.start()
@@ -116,7 +117,7 @@ def test_the_ledger_balances_after_twenty_kills(tmp_path, base_model):
 
 
 def test_work_is_saved_when_a_run_is_stopped_while_its_only_engine_is_down(tmp_path, base_model):
-    run = Run(tmp_path, 8861, "--batch_size", 16, "--max_lag", 16, "--no_signal", "keep")  # the first wave of sequences is data for eight steps, so that the trainer comes to wait for the engine
+    run = Run(tmp_path, 8831, "--batch_size", 16, "--max_lag", 16, "--no_signal", "keep")  # the first wave of sequences is data for eight steps, so that the trainer comes to wait for the engine
     run.start()
     run.until(lambda: run.alive() and run.steps() >= 3)
     (tmp_path / "fake" / "vllm" / "entrypoints" / "openai" / "api_server.py").unlink()
@@ -126,3 +127,23 @@ def test_work_is_saved_when_a_run_is_stopped_while_its_only_engine_is_down(tmp_p
     assert run.process.wait(60) == 130 and "is saved" in run.log.read_text(), run.log.read_text()
     assert leftovers(tmp_path) == []
     balance(tmp_path / "t", 16, ATTEMPTS)
+
+
+def test_a_run_directory_that_is_gone_is_named_and_its_checkpoints_are_whole(tmp_path, base_model):
+    """A shared file system that is unmounted: FAKED by moving the directory away."""
+    run = Run(tmp_path, 8832)
+    run.start()
+    run.until(lambda: run.alive() and run.steps() >= 6)
+    (tmp_path / "t").rename(tmp_path / "away")
+    assert run.process.wait(90) == 1
+    assert f"run.sh: {tmp_path}/t is not there any more: mount it again" in run.log.read_text(), run.log.read_text()
+    assert leftovers(tmp_path) == []
+    if (tmp_path / "t").exists():  # nobody makes another one in its place
+        assert not list((tmp_path / "t").rglob("*.npz"))
+        shutil.rmtree(tmp_path / "t")
+    (tmp_path / "away").rename(tmp_path / "t")
+    run.start()
+    assert "from step 4" in run.log.read_text()
+    run.until(lambda: run.alive() and run.steps() >= 1)
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(60) == 130

@@ -1,0 +1,125 @@
+"""What do old tokens do to learning? Three short studies on the task `tail`, each a handful of whole runs (compare.py's, real vLLM) and one figure.
+
+    python bench/studies.py kl|lag|dpo [--seeds 2] [--steps 150] [--quick] [--plot] [--port 8950]
+
+kl    KL(behaviour || trained policy), k3 estimate over the trained tokens, of in-flight updates with stale KV cache, with recomputed KV cache, and of
+      conventional RL at the same max lag: by step, and by lag of the token (arXiv 2509.19128, section 5.1)
+lag   the question that paper leaves open: the same run, of high lag, with only the tokens of some lags in the policy loss (`--lags`): all up to a
+      threshold, or one window alone. The gradient is divided by the tokens that are left (`--normalizer tokens`).
+dpo   the other one: at high lag, the policy loss, the policy loss on recent tokens only, and both with a DPO term on (best, worst) pairs; DPO alone
+
+Reward is the mean of the last 32 steps. Runs that are done are kept in out/bench/study-<name>.json: the same command goes on. --quick: one seed, few steps.
+"""
+import argparse
+import json
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+
+from compare import COMMON, CONVENTIONAL, PIPELINE, ROOT, one_run, smooth
+
+OLD = PIPELINE | dict(max_lag=16, normalizer="tokens")
+NONE = (1000000, 1000000)  # a window of lags that holds no token
+STUDIES = {
+    "kl": {"in flight, stale KV": PIPELINE | dict(max_lag=7), "in flight, recomputed KV": PIPELINE | dict(max_lag=7, recompute_kv=True), "conventional, G = 8": CONVENTIONAL | dict(conventional_g=8)},
+    "lag": {"all": OLD} | {f"lag {a}-{b}": OLD | dict(lags=(a, b)) for a, b in ((0, 2), (0, 5), (0, 10), (3, 5), (6, 10), (11, 99))},
+    "dpo": {"policy loss": OLD, "lag 0-5": OLD | dict(lags=(0, 5)), "policy loss + DPO": OLD | dict(dpo_coef=0.1), "lag 0-5 + DPO": OLD | dict(lags=(0, 5), dpo_coef=0.1),
+            "DPO alone": OLD | dict(lags=NONE, dpo_coef=0.1)},
+}
+
+
+def lag_rows(lines):
+    """{bucket: (share of the tokens, mean KL)} over the steps of runs; lines: their metrics."""
+    tokens, kl = {}, {}
+    for x in lines:
+        for bucket, row in x["by_lag"].items():
+            tokens[bucket] = tokens.get(bucket, 0) + row["tokens"]
+            kl[bucket] = kl.get(bucket, 0.0) + row["tokens"] * row["kl"]
+    return {b: (n / sum(tokens.values()), kl[b] / n) for b, n in tokens.items()}
+
+
+def row_of(runs):
+    """One line of the table from a setting's runs."""
+    lines = [x for r in runs for x in r["steps"]]
+    mean = lambda k: float(np.mean([x[k] for x in lines]))
+    ends = [float(smooth([x["reward"] for x in r["steps"]])[-1]) for r in runs]
+    pairs = [x["dpo"] for x in lines if x.get("dpo") is not None]
+    return dict(final=float(np.mean(ends)), spread=[min(ends), max(ends)], begin=float(np.mean([x["reward"] for r in runs for x in r["steps"][:8]])), kl=mean("kl_behavior"), ess=mean("ess"),
+                lag_mean=mean("lag_mean"), lag_max=max(x["lag_max"] for x in lines), late=sum(x["late"] for x in lines) / sum(x["late"] + sum(b["tokens"] for b in x["by_lag"].values()) for x in lines),
+                dpo=float(np.mean(pairs)) if pairs else None, by_lag=lag_rows(lines))
+
+
+def words(rows):
+    """The table, as printable lines."""
+    yield f"{'':<26} {'reward at the end':>20} {'ESS':>6} {'KL':>9} {'lag mean':>9} {'max':>4} {'left out':>9} {'DPO':>6}   KL by lag"
+    for s, r in rows.items():
+        by_lag = "  ".join(f"{b}: {r['by_lag'][b][1]:.1e}" for b in ("0", "1", "2", "3-4", "5-8", "9+") if b in r["by_lag"])
+        yield (f"{s:<26} {r['final']:>6.3f} ({r['spread'][0]:.3f}-{r['spread'][1]:.3f}) {r['ess']:>6.3f} {r['kl']:>9.1e} {r['lag_mean']:>9.2f} {r['lag_max']:>4} {100 * r['late']:>8.0f}% "
+               f"{'-' if r['dpo'] is None else format(r['dpo'], '.3f'):>6}   {by_lag}")
+
+
+def draw(study, runs, rows, path):
+    """Reward and KL against the step, mean over seeds; KL by lag, or the rewards at the end."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(1, 3, figsize=(20, 5), constrained_layout=True)
+    for i, (setting, found) in enumerate(runs.items()):
+        for ax, key in zip(axes, ("reward", "kl_behavior")):
+            n = min(len(r["steps"]) for r in found)
+            ax.plot(np.arange(1, n + 1), np.mean([smooth([x[key] for x in r["steps"][:n]]) for r in found], 0), color=f"C{i}", label=setting)
+        if study == "kl":
+            buckets = [b for b in ("0", "1", "2", "3-4", "5-8", "9+") if b in rows[setting]["by_lag"]]
+            axes[2].plot(buckets, [rows[setting]["by_lag"][b][1] for b in buckets], "o-", color=f"C{i}", label=setting)
+        else:
+            axes[2].bar(i, rows[setting]["final"], color=f"C{i}")
+            axes[2].errorbar(i, rows[setting]["final"], [[rows[setting]["final"] - rows[setting]["spread"][0]], [rows[setting]["spread"][1] - rows[setting]["final"]]], color="k")
+    axes[0].set(title="reward, mean of the last 32 steps", xlabel="step")
+    axes[1].set(title="KL(behaviour || trained policy), nats per token", xlabel="step", yscale="log")
+    axes[2].set(**dict(title="the same by lag of the token, versions", yscale="log") if study == "kl" else dict(title="reward at the end, lowest and highest seed", xticks=[]))
+    axes[0].legend()
+    for ax in axes:
+        ax.grid(alpha=0.3)
+    figure.savefig(path, dpi=80)
+
+
+def main(argv=None):
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("study", choices=STUDIES)
+    p.add_argument("--seeds", type=int, default=2)
+    p.add_argument("--steps", type=int, default=150)
+    p.add_argument("--quick", action="store_true")
+    p.add_argument("--plot", action="store_true", help="no runs: table and figure of those that are there")
+    p.add_argument("--port", type=int, default=8950)
+    a = p.parse_args(argv)
+    seeds, steps, name = 1 if a.quick else a.seeds, 12 if a.quick else a.steps, f"study-{a.study}" + "-quick" * a.quick
+    folder = Path(ROOT, "out", "bench")
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{name}.json"
+    done = json.loads(file.read_text()) if file.exists() else {}  # "setting, seed n" -> {knobs, steps}
+    for seed in range(seeds):
+        for s, own in STUDIES[a.study].items():
+            key, knobs = f"{s}, seed {seed}", COMMON | own | dict(steps=steps)
+            if a.plot or done.get(key, {}).get("knobs") == json.loads(json.dumps(knobs)):
+                continue
+            begun, run = time.time(), re.sub(r"\W+", "-", f"{name}-{s}-seed{seed}")
+            one_run(run, knobs, seed, a.port, folder / "study-runs")
+            lines = [json.loads(x) for x in (folder / "study-runs" / run / "metrics.jsonl").read_text().splitlines()]
+            keep = ("reward", "kl_behavior", "ess", "lag_mean", "lag_max", "late", "dpo", "by_lag")
+            done[key] = dict(knobs=knobs, steps=[{k: x[k] for k in keep} for x in lines if "step" in x])
+            file.write_text(json.dumps(done))
+            print(f"{key}: reward {smooth([x['reward'] for x in done[key]['steps']])[-1]:.3f}, {time.time() - begun:.0f} s with start-up", flush=True)
+    runs = {s: [done[k] for seed in range(seeds) if (k := f"{s}, seed {seed}") in done] for s in STUDIES[a.study]}
+    runs = {s: r for s, r in runs.items() if r}
+    if not runs:
+        p.error(f"{file} has no runs")
+    rows = {s: row_of(r) for s, r in runs.items()}
+    print("\n".join(words(rows)))
+    draw(a.study, runs, rows, file.with_suffix(".png"))
+    print(f"figure {file.with_suffix('.png').relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
