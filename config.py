@@ -257,8 +257,9 @@ def resolve(config: Config, gpus: int, training: bool = True) -> Config:
         c.engines = c.engines or max(n - c.trainer_nodes, 1)
     need(1 <= c.trainer_nodes <= n and c.trainers % c.trainer_nodes == 0 and (not gpus or c.trainers // c.trainer_nodes <= gpus),
          f"{c.trainers} trainer ranks cannot be shared out equally over {c.trainer_nodes or 'any number'} of {n} nodes" + (f" of {gpus} GPUs" if gpus else "") + ": change --trainers or --trainer_nodes")
-    seats = spread(c, gpus, training)
-    need(len(seats) == c.engines, f"{c.engines} engines x {c.tensor_parallel} GPUs + {c.trainers if training else 0} trainer ranks need {c.engines * c.tensor_parallel + (c.trainers if training else 0)} GPUs, "
+    c.trainers *= training
+    seats = spread(c, gpus)
+    need(len(seats) == c.engines, f"{c.engines} engines x {c.tensor_parallel} GPUs + {c.trainers} trainer ranks need {c.engines * c.tensor_parallel + c.trainers} GPUs, "
          f"{f'{n} nodes have {gpus} each' if n > 1 else f'this machine has {gpus}'}: lower --engines, --tensor_parallel or --trainers")
     c.urls = tuple(f"http://{c.nodes[node]}:{c.port + i}" for i, (node, _) in enumerate(seats))
     if c.weight_backend == "auto":
@@ -289,13 +290,13 @@ def resolve(config: Config, gpus: int, training: bool = True) -> Config:
     return c
 
 
-def spread(c: Config, gpus: int, training: bool = True) -> list[tuple[int, list[int]]]:
-    """(node, its GPUs) of every engine that there is room for; gpus: of each node; training: there are trainer ranks too.
+def spread(c: Config, gpus: int) -> list[tuple[int, list[int]]]:
+    """(node, its GPUs) of every engine that there is room for; gpus: of each node.
 
     Trainer ranks take the last GPUs of the first `trainer_nodes` nodes. Engines take whole other nodes first, then what is left on
     these; both share the only GPU if there is just one.
     """
-    n, m = len(c.nodes), c.trainer_nodes if training else 0
+    n, m = len(c.nodes), c.trainer_nodes if c.trainers else 0
     order = [*range(m, n), *range(m)]
     if not gpus:
         serving = range(m, n) if m < n else range(n)

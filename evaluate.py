@@ -150,10 +150,12 @@ def main(argv):
         origin = Path(model).parent.parent
         default = cfg.load(str(origin)) if Path(model).parent.name == "checkpoints" and (origin / "config.json").exists() else None
         c = cfg.parse(argv[2:], gpus, default)
-        c.model, c.fresh, c.trainers = model, True, 1
+        c.model, c.fresh, c.trainers, c.trainer_nodes, c.nodes = model, True, 1, 0, ()  # on this node, wherever the run was
         given = {a.split("=")[0] for a in argv}
         if "--run" not in given:
             c.run = "eval-" + "-".join(Path(model).parts[-3::2] if default else Path(model).parts[-2:]).strip("./-")
+        if "--host" not in given:
+            c.host = cfg.Config.host
         if "--engines" not in given:
             c.engines = gpus // c.tensor_parallel or 1
         if "--gpu_memory_utilization" not in given:

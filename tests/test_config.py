@@ -63,6 +63,13 @@ def test_placement_splits_the_gpus_in_halves(gpus, engines, trainers):
         assert sorted(used) == sorted(map(str, range(gpus)))  # every GPU once
 
 
+def test_an_evaluation_has_every_gpu_for_engines():
+    c = cfg.parse(["toy", "--port", "8780", "--engines", "8"], 8)
+    c = cfg.resolve(c, 8, training=False)
+    assert [env["CUDA_VISIBLE_DEVICES"] for name, env, _ in launch.placement(c, 8) if name.startswith("engine")] == list("01234567")
+    assert not [name for name, _, _ in launch.placement(c, 8) if name == "train"]
+
+
 def test_presets_and_help_show_every_knob():
     assert cfg.parse([], 0).task == "toy" and cfg.parse([], 8).task == "maths" and cfg.parse(["math"], 0).model == "Qwen/Qwen2.5-7B"
     done = subprocess.run(["bash", "run.sh", "--help"], cwd=ROOT, capture_output=True, text=True)
