@@ -123,6 +123,8 @@ class Config:
     port: int = 8500  # engine i listens on port + i
     start_timeout: float = 900.0  # deadline for engines and models to come up, s
     stall_timeout: float = 1800.0  # longest wait of any stage for another, s
+    engine_threads: int = 0  # CPU threads per engine, without GPUs; 0: half of the cores, shared out
+    trainer_threads: int = 0  # CPU threads per trainer rank; 0: the cores the engines leave, shared out
 
 
 # Tuned on 2 cores: sequences live longer than a step, so that most updates land in the middle of some.
@@ -230,7 +232,7 @@ def resolve(config: Config, gpus: int, training: bool = True) -> Config:
     need(re.fullmatch(r"[\w.-]+", c.run), f"--run {c.run!r}: letters, digits, '.', '-' and '_' only")
     for name in ("steps", "batch_size", "attempts", "concurrency", "row_tokens", "max_new_tokens", "tensor_parallel", "bucket_mb", "keep_last", "eval_attempts"):
         need(getattr(c, name) >= 1, f"--{name} {getattr(c, name)}: must be at least 1")
-    for name in ("max_lag", "conventional_g", "engines", "trainers", "retries", "eval_every", "eval_problems", "save_every", "keep_every", "verify_weights", "restarts", "ring", "reward_workers"):
+    for name in ("max_lag", "conventional_g", "engines", "trainers", "retries", "eval_every", "eval_problems", "save_every", "keep_every", "verify_weights", "restarts", "ring", "reward_workers", "engine_threads", "trainer_threads"):
         need(getattr(c, name) >= 0, f"--{name} {getattr(c, name)}: must not be negative")
     need(c.reward_timeout > 0, f"--reward_timeout {c.reward_timeout}: must be above 0")
     need(c.temperature > 0, f"--temperature {c.temperature}: must be above 0")
@@ -293,8 +295,8 @@ def placement(c: Config, gpus: int) -> list[tuple[str, dict, list[str]]]:
     run_dir = str(Path(c.out, c.run))
     python = sys.executable
     cores = len(os.sched_getaffinity(0))
-    per_engine = max(cores // (2 * c.engines), 1)
-    per_trainer = max((cores - per_engine * c.engines) // c.trainers, 1)
+    per_engine = c.engine_threads or max(cores // (2 * c.engines), 1)
+    per_trainer = c.trainer_threads or max((cores - per_engine * c.engines) // c.trainers, 1)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     device = [d for d in visible.split(",") if d.strip()] if visible else [str(g) for g in range(gpus)]  # the user's choice of GPUs is kept
     processes = []

@@ -1,0 +1,235 @@
+"""Is the pipeline faster than conventional RL? The same model, task, batch and number of samples with both, on two CPU cores, as the paper's figures show it.
+
+    python bench/compare.py [--lengths tail|equal] [--seeds 3] [--quick] [--plot] [--setups] [--port 8900]
+
+Task `tail`: answers of 4 to 199 tokens, 19 on average, most of them short; `--lengths equal` is the control, 19 tokens all. Every run is `bash run.sh toy ...`
+with the real vLLM, one at a time, pipeline and G = 1, 2, 4, 8, 16 for every seed; what is done is kept in out/bench/compare-<lengths>.json, so that the same
+command goes on after an interruption. Conventional RL gets both cores for whichever phase is running (CONVENTIONAL); `--setups` measures which set-up
+of engines and threads is the fastest, for both. --quick: one seed, G = 1 and 8, few steps. --plot: table and figure of what is there.
+
+Time is counted from the beginning of the first step (metrics.jsonl), start-up excluded. A setting is stable if in no run the reward (mean of the last
+WINDOW steps) ends more than DROP below its best or no higher than it began. The fixed reward is SHARE of the way from where the runs begin to where the lowest run of the
+stable settings ends; time to it is when the mean of the last WINDOW steps first reaches it. CPU seconds are those of the processes (/proc): an
+engine that decodes uses one core per thread whatever it has in progress, so `tok/core-s`, tokens sampled per second of the engines' CPU time, falls when few sequences are
+left, as at a generation phase's end. Leaves the figure, compare-<lengths>.png, beside the JSON.
+"""
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARE, WINDOW, DROP = 0.9, 8, 0.1
+COMMON = dict(task="tail", steps=64, batch_size=256, attempts=8, concurrency=256, max_new_tokens=220, max_model_len=256, row_tokens=1024, lr=2e-4, warmup_steps=3,
+              lr_schedule="constant", eval_problems=0, eval_every=0, save_every=0)
+PIPELINE = dict(max_lag=4, concurrency=128, engines=1, engine_threads=1, trainer_threads=1)
+CONVENTIONAL = dict(engines=2, engine_threads=1, trainer_threads=2)  # the phases take turns: each may have all cores
+SETTINGS = {"pipeline": PIPELINE} | {f"G={g}": CONVENTIONAL | dict(conventional_g=g) for g in (1, 2, 4, 8, 16)}
+SETUPS = {f"{name}, {e} x {t} engine, {n} trainer threads": knobs | dict(engines=e, engine_threads=t, trainer_threads=n, concurrency=knobs.get("concurrency", COMMON["concurrency"]) // e)
+          for name, knobs in (("pipeline", PIPELINE), ("G=8", dict(conventional_g=8))) for e, t in ((1, 1), (1, 2), (2, 1)) for n in (1, 2)}
+
+
+# ------------------------------------------------------------------------------------------------ one run
+
+def cpu_seconds(session):
+    """{engine, trainer, rest}: CPU seconds so far of a session's living processes."""
+    used = dict(engine=0.0, trainer=0.0, rest=0.0)
+    for p in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (p / "stat").read_text().rpartition(")")[2].split()  # from the third field on
+            if int(fields[3]) == session:
+                line = (p / "cmdline").read_bytes().decode(errors="replace")
+                who = "engine" if "api_server" in line or "VLLM::" in line else "trainer" if "train.py" in line else "rest"
+                used[who] += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        except (OSError, IndexError):
+            pass
+    return used
+
+
+def one_run(name, knobs, seed, port, out):
+    """`bash run.sh toy --knob value ...` -> {curve: {key: [one number per step]}, cpu: {process: seconds between the first step's beginning and the last one's end}}."""
+    flags = [x for k, v in (COMMON | knobs | dict(seed=seed, port=port, out=str(out), run=name, fresh=True)).items() for x in (f"--{k}", str(v))]
+    process = subprocess.Popen(["bash", "run.sh", "toy", *flags], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+                               env=os.environ | {"PIPELINE_PYTHON": os.environ.get("PIPELINE_PYTHON", sys.executable)})
+    words, seen, ended = [], [], {}  # output; (time, CPU seconds); time at which the line of a step came
+
+    def listen():
+        for line in process.stdout:
+            words.append(line)
+            if m := re.search(r"\[train\] step (\d+)/", line):
+                ended[int(m[1])] = time.time()
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    try:
+        while process.poll() is None:
+            seen.append((time.time(), cpu_seconds(process.pid)))
+            time.sleep(0.5)
+    finally:
+        if process.poll() is None:  # interrupted: run.sh stops its processes
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+    listener.join(10)
+    if process.returncode:
+        raise RuntimeError(f"{name} ended with exit code {process.returncode}:\n{''.join(words[-25:])}")
+    steps = [x for x in map(json.loads, Path(out, name, "metrics.jsonl").read_text().splitlines()) if "step" in x]
+    curve = curve_of(steps)
+    begin, end = ended[1] - curve["seconds"][0], ended[len(steps)]
+    at = lambda t, who: float(np.interp(t, [s for s, _ in seen], [c[who] for _, c in seen]))
+    return dict(curve=curve, cpu={who: at(end, who) - at(begin, who) for who in seen[0][1]})
+
+
+def curve_of(steps):
+    """Lines of metrics.jsonl -> columns; time: seconds since the first step began, at each step's end."""
+    seconds = [x["tokens"] / x["train_tok_s"] for x in steps]
+    curve = {k: [x[k] for x in steps] for k in ("samples", "reward", "lag_max", "lag_mean", "ess", "tokens", "wait_data_s", "sync_s")}
+    return curve | dict(time=[x["wall_s"] - steps[0]["wall_s"] + seconds[0] for x in steps], seconds=seconds,
+                        sampled=[sum(t["tokens"] * t["samples"] for t in x["by_task"].values()) for x in steps])
+
+
+# ------------------------------------------------------------------------------------------------ what is made of them
+
+def smooth(y, window=None):
+    """Mean of the last `window` values at each place, of fewer at the beginning: [1, 3, 5], 2 -> [1, 2, 4]."""
+    sums = np.concatenate([[0.0], np.cumsum(y)])
+    ends = np.arange(1, len(y) + 1)
+    starts = np.maximum(ends - (window or WINDOW), 0)
+    return (sums[ends] - sums[starts]) / (ends - starts)
+
+
+def time_to(curve, level):
+    """Seconds until the smoothed reward first reaches `level` (straight lines between steps, from WINDOW steps on); None: never."""
+    y, t = smooth(curve["reward"])[WINDOW - 1:], curve["time"][WINDOW - 1:]
+    k = next((k for k, x in enumerate(y) if x >= level), None)
+    return None if k is None else float(t[0] if k == 0 else t[k - 1] + (t[k] - t[k - 1]) * (level - y[k - 1]) / (y[k] - y[k - 1]))
+
+
+def stable(curves):
+    """Did all runs of a setting end no more than DROP below their best, and higher than they began?"""
+    full = [smooth(c["reward"])[WINDOW - 1:] for c in curves]
+    return all(y[-1] >= y.max() - DROP and (len(y) == 1 or y[-1] > y[0]) for y in full)
+
+
+def fixed_reward(runs):
+    """{setting: [run]} -> the reward that times are compared at, of the stable settings (of all, if there is none)."""
+    chosen = {s: r for s, r in runs.items() if stable([x["curve"] for x in r])} or runs
+    begin = np.mean([np.mean(x["curve"]["reward"][:WINDOW // 2]) for r in runs.values() for x in r])
+    return float(begin + SHARE * (min(smooth(x["curve"]["reward"])[-1] for r in chosen.values() for x in r) - begin))
+
+
+def row_of(runs, level):
+    """One line of the table from the runs of a setting, one per seed: means, and [lowest, highest] of the times."""
+    mean = lambda f: float(np.mean([f(r["curve"], r["cpu"]) for r in runs]))
+    times = [time_to(r["curve"], level) for r in runs]
+    reached = [t for t in times if t is not None]
+    return dict(times=times, time=float(np.mean(reached)) if len(reached) == len(times) else None, spread=[min(reached), max(reached)] if reached else None,
+                stable=stable([r["curve"] for r in runs]), final=mean(lambda c, _: smooth(c["reward"])[-1]), whole=mean(lambda c, _: c["time"][-1]),
+                tokens_s=mean(lambda c, _: sum(c["sampled"]) / c["time"][-1]), lag_max=mean(lambda c, _: max(c["lag_max"])), lag_mean=mean(lambda c, _: np.mean(c["lag_mean"])),
+                ess=mean(lambda c, _: np.mean(c["ess"])), waits=mean(lambda c, _: sum(c["wait_data_s"]) / c["time"][-1]), sends=mean(lambda c, _: sum(c["sync_s"]) / c["time"][-1]),
+                engine_cores=mean(lambda c, u: u["engine"] / c["time"][-1]), trainer_cores=mean(lambda c, u: u["trainer"] / c["time"][-1]), rest_cores=mean(lambda c, u: u["rest"] / c["time"][-1]),
+                engine_tok=mean(lambda c, u: sum(c["sampled"]) / max(u["engine"], 1e-9)), trainer_tok=mean(lambda c, u: sum(c["tokens"]) / max(u["trainer"], 1e-9)))
+
+
+def summary(runs):
+    """{setting: [run per seed]} -> dict(reward, rows, best, ratio, ratios): the best stable G's time to the fixed reward / the pipeline's, of the means and seed by seed."""
+    level = fixed_reward(runs)
+    rows = {s: row_of(r, level) for s, r in runs.items()}
+    others = {s: row["time"] for s, row in rows.items() if s != "pipeline" and row["stable"] and row["time"]}
+    best, ours = min(others, key=others.get, default=None), rows.get("pipeline", {}).get("time")
+    ratio = others[best] / ours if best and ours else None
+    ratios = [b / a for a, b in zip(rows["pipeline"]["times"], rows[best]["times"])] if ratio else []
+    return dict(reward=level, rows=rows, best=best, ratio=ratio, ratios=ratios)
+
+
+def words(found, lengths):
+    """The table and what it says, as printable lines."""
+    yield f"lengths {lengths}; fixed reward {found['reward']:.3f}: {100 * SHARE:.0f}% of the way from the beginning to where the lowest run of the stable settings ends; mean over seeds (lowest-highest)"
+    yield (f"{'':<10} {'s to reward':>20} {'final':>6} {'stable':>6} {'s, all':>7} {'tok/s':>6} {'lag max':>7} {'mean':>5} {'ESS':>5} | trainer {'waits':>6} {'sends':>6} | "
+           f"cores: {'engine':>6} {'trainer':>7} {'rest':>5} | tok/core-s: {'engine':>6} {'trainer':>7}")
+    for s, r in found["rows"].items():
+        time_ = "-" if r["spread"] is None else f"{r['time']:.1f} ({r['spread'][0]:.1f}-{r['spread'][1]:.1f})" if r["time"] else f"{sum(t is not None for t in r['times'])} of {len(r['times'])} runs"
+        yield (f"{s:<10} {time_:>20} {r['final']:>6.3f} {'yes' if r['stable'] else 'no':>6} {r['whole']:>7.1f} {r['tokens_s']:>6.0f} {r['lag_max']:>7.1f} {r['lag_mean']:>5.2f} {r['ess']:>5.3f} | "
+               f"{'':7} {100 * r['waits']:>5.0f}% {100 * r['sends']:>5.0f}% | {'':6} {r['engine_cores']:>6.2f} {r['trainer_cores']:>7.2f} {r['rest_cores']:>5.2f} | {'':11} {r['engine_tok']:>6.0f} {r['trainer_tok']:>7.0f}")
+    if found["ratio"]:
+        yield f"pipeline: {found['ratio']:.2f} times as fast to that reward as the best stable conventional setting ({found['best']}); seed by seed {' '.join(f'{x:.2f}' for x in found['ratios'])}"
+    else:
+        yield "no ratio: the pipeline, or every stable conventional setting, has runs that never reach that reward"
+
+
+def draw(runs, lengths, path):
+    """The paper's five panels: mean over seeds, and a band from the lowest to the highest."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(1, 5, figsize=(26, 5), constrained_layout=True)
+    panels = [("time", "reward", "reward against time"), ("samples", "reward", "reward against samples"), ("time", "samples", "samples against time"),
+              ("samples", "lag_max", "max lag, versions"), ("samples", "ess", "effective sample size")]
+    for ax, (x, y, title) in zip(axes, panels):
+        for i, (setting, found) in enumerate(runs.items()):
+            curves = [r["curve"] for r in found]
+            grid = np.linspace(max(c[x][0] for c in curves), min(c[x][-1] for c in curves), 200)
+            lines = np.array([np.interp(grid, c[x], smooth(c[y]) if y == "reward" else c[y]) for c in curves])
+            color = "k" if setting == "pipeline" else plt.cm.viridis(i / len(runs))
+            ax.plot(grid, lines.mean(0), color=color, label=setting, linewidth=2.2 if setting == "pipeline" else 1.3)
+            ax.fill_between(grid, lines.min(0), lines.max(0), color=color, alpha=0.12)
+        ax.set(title=title, xlabel="seconds" if x == "time" else "samples")
+        ax.grid(alpha=0.3)
+    axes[0].axhline(fixed_reward(runs), color="C3", linestyle=":", label="fixed reward")
+    axes[0].legend(loc="lower right")
+    figure.suptitle(f"pipeline and conventional RL, lengths {lengths}, {max(map(len, runs.values()))} seeds")
+    figure.savefig(path, dpi=80)
+
+
+def main(argv=None):
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--lengths", choices=("tail", "equal"), default="tail")
+    p.add_argument("--seeds", type=int, default=3)
+    p.add_argument("--steps", type=int, default=0, help="optimizer steps of every run; 0: the study's")
+    p.add_argument("--settings", default="", help="of " + ", ".join(SETTINGS) + ", with commas between them; empty: all")
+    p.add_argument("--port", type=int, default=8900)
+    p.add_argument("--quick", action="store_true", help="one seed, pipeline and G = 1, 8, few steps")
+    p.add_argument("--setups", action="store_true", help="samples/s of every division of engines and threads, one seed, few steps")
+    p.add_argument("--plot", action="store_true", help="no runs: table and figure of those that are there")
+    a = p.parse_args(argv)
+    settings = SETUPS if a.setups else {s: SETTINGS[s] for s in (a.settings.split(",") if a.settings else ["pipeline", "G=1", "G=8"] if a.quick else SETTINGS)}
+    seeds, steps = 1 if a.quick or a.setups else a.seeds, a.steps or (16 if a.quick else 24 if a.setups else COMMON["steps"])
+    data = dict(train_data="equal", eval_data="equal") if a.lengths == "equal" else {}
+    name = f"compare-{a.lengths}" + "-quick" * a.quick + "-setups" * a.setups
+    folder = Path(ROOT, "out", "bench")
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{name}.json"
+    done = json.loads(file.read_text()) if file.exists() else {}  # "setting, seed n" -> {knobs, curve, cpu}
+    todo = [(s, seed) for seed in range(seeds) for s in settings]  # seed by seed: what is there after an interruption can be compared
+    for s, seed in todo:
+        key, knobs = f"{s}, seed {seed}", COMMON | settings[s] | data | dict(steps=steps)
+        if a.plot or done.get(key, {}).get("knobs") == knobs:  # runs with other knobs than today's are done again
+            continue
+        begun = time.time()
+        done[key] = dict(knobs=knobs) | one_run(re.sub(r"\W+", "-", f"{name}-{s}-seed{seed}"), knobs, seed, a.port, folder / "compare-runs")
+        file.write_text(json.dumps(done))
+        curve = done[key]["curve"]
+        print(f"{key}: {curve['samples'][-1]} samples in {curve['time'][-1]:.1f} s, {curve['samples'][-1] / curve['time'][-1]:.0f} samples/s, reward {smooth(curve['reward'])[-1]:.3f}, "
+              f"{time.time() - begun:.0f} s with start-up", flush=True)
+    runs = {s: [done[k] for seed in range(seeds) if (k := f"{s}, seed {seed}") in done] for s in settings}
+    runs = {s: r for s, r in runs.items() if r}
+    if not runs:
+        p.error(f"{file} has no runs of these settings")
+    if a.setups:
+        for s, (run,) in sorted(runs.items(), key=lambda x: x[1][0]["curve"]["time"][-1]):
+            print(f"{s:<45} {run['curve']['samples'][-1] / run['curve']['time'][-1]:>7.0f} samples/s")
+        return
+    found = summary(runs)
+    print("\n".join(words(found, a.lengths)))
+    draw(runs, a.lengths, file.with_suffix(".png"))
+    print(f"figure {file.with_suffix('.png').relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
