@@ -27,14 +27,15 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARE, WINDOW, DROP = 0.9, 8, 0.1
-COMMON = dict(task="tail", steps=64, batch_size=256, attempts=8, concurrency=256, max_new_tokens=220, max_model_len=256, row_tokens=1024, lr=2e-4, warmup_steps=3,
+SHARE, WINDOW, DROP = 0.9, 32, 0.1
+COMMON = dict(task="tail", steps=200, batch_size=64, attempts=4, concurrency=512, max_new_tokens=504, max_model_len=512, row_tokens=1024, lr=2e-4, warmup_steps=3,
               lr_schedule="constant", eval_problems=0, eval_every=0, save_every=0)
-PIPELINE = dict(max_lag=4, concurrency=128, engines=1, engine_threads=1, trainer_threads=1)
+PIPELINE = dict(max_lag=6, concurrency=128, engines=1, engine_threads=1, trainer_threads=1)
 CONVENTIONAL = dict(engines=2, engine_threads=1, trainer_threads=2)  # the phases take turns: each may have all cores
 SETTINGS = {"pipeline": PIPELINE} | {f"G={g}": CONVENTIONAL | dict(conventional_g=g) for g in (1, 2, 4, 8, 16)}
-SETUPS = {f"{name}, {e} x {t} engine, {n} trainer threads": knobs | dict(engines=e, engine_threads=t, trainer_threads=n, concurrency=knobs.get("concurrency", COMMON["concurrency"]) // e)
-          for name, knobs in (("pipeline", PIPELINE), ("G=8", dict(conventional_g=8))) for e, t in ((1, 1), (1, 2), (2, 1)) for n in (1, 2)}
+SETUPS = {f"{name}, {e} x {t} engine, {n} trainer threads": knobs | dict(engines=e, engine_threads=t, trainer_threads=n, concurrency=places // e)
+          for name, knobs, places, divisions in (("pipeline", PIPELINE, 128, ((1, 1, 1), (1, 2, 1), (2, 1, 1))), ("G=8", dict(conventional_g=8), 512, ((1, 2, 1), (2, 1, 1), (1, 2, 2), (2, 1, 2))))
+          for e, t, n in divisions}
 
 
 # ------------------------------------------------------------------------------------------------ one run
@@ -82,7 +83,7 @@ def one_run(name, knobs, seed, port, out):
     steps = [x for x in map(json.loads, Path(out, name, "metrics.jsonl").read_text().splitlines()) if "step" in x]
     curve = curve_of(steps)
     begin, end = ended[1] - curve["seconds"][0], ended[len(steps)]
-    at = lambda t, who: float(np.interp(t, [s for s, _ in seen], [c[who] for _, c in seen]))
+    at = lambda t, who: float(np.interp(t, [s for s, _ in seen], np.maximum.accumulate([c[who] for _, c in seen])))  # what has ended is not forgotten
     return dict(curve=curve, cpu={who: at(end, who) - at(begin, who) for who in seen[0][1]})
 
 

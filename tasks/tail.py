@@ -8,9 +8,9 @@ import math
 import random
 from string import ascii_lowercase as LETTERS
 
-LONGEST, MEDIAN, SIGMA, EQUAL = 66, 2.8, 1.25, 6  # rounds: the most, median and spread of the long-tailed counts, all of the equal ones
+LONGEST, MEDIAN, SIGMA, EQUAL = 165, 2.8, 1.6, 10  # rounds: the most, median and spread of the long-tailed counts, all of the equal ones
 SLOPPINESS = 0.08  # chance of a mistake, per token, in the teacher's answers
-TINY = dict(words=tuple(str(n) for n in range(LONGEST + 1)), layers=3, steps=200)
+TINY = dict(words=tuple(str(n) for n in range(LONGEST + 1)), layers=3, steps=400, positions=512)
 
 
 def _draw(rng, lengths=""):
