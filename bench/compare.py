@@ -7,7 +7,8 @@ with the real vLLM, one at a time, pipeline and G = 1, 2, 4, 8, 16 for every see
 command goes on after an interruption. Conventional RL gets both cores for whichever phase is running (CONVENTIONAL); `--setups` measures which set-up
 of engines and threads is the fastest, for both. --quick: one seed, G = 1 and 8, few steps. --plot: table and figure of what is there.
 
-Time is counted from the beginning of the first step (metrics.jsonl), start-up excluded. A setting is stable if in no run the reward (mean of the last
+Time is that of metrics.jsonl, counted from the moment at which sampling for the first step begins: start-up and the base model's evaluation are excluded. `reward` is that of the
+samples trained; the pipeline's first ones are the short ones, as the long ones are not done yet, so look at the held-out score at the end, too. A setting is stable if in no run the reward (mean of the last
 WINDOW steps) ends more than DROP below its best or no higher than it began. The fixed reward is SHARE of the way from where the runs begin to where the lowest run of the
 stable settings ends; time to it is when the mean of the last WINDOW steps first reaches it. CPU seconds are those of the processes (/proc): an
 engine that decodes uses one core per thread whatever it has in progress, so `tok/core-s`, tokens sampled per second of the engines' CPU time, falls when few sequences are
@@ -29,7 +30,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 SHARE, WINDOW, DROP = 0.9, 32, 0.1
 COMMON = dict(task="tail", steps=200, batch_size=64, attempts=4, concurrency=512, max_new_tokens=504, max_model_len=512, row_tokens=1024, lr=2e-4, warmup_steps=3,
-              lr_schedule="constant", eval_problems=0, eval_every=0, save_every=0)
+              lr_schedule="constant", eval_problems=250, eval_every=0, save_every=0)
 PIPELINE = dict(max_lag=6, concurrency=128, engines=1, engine_threads=1, trainer_threads=1)
 CONVENTIONAL = dict(engines=2, engine_threads=1, trainer_threads=2)  # the phases take turns: each may have all cores
 SETTINGS = {"pipeline": PIPELINE} | {f"G={g}": CONVENTIONAL | dict(conventional_g=g) for g in (1, 2, 4, 8, 16)}
@@ -41,26 +42,26 @@ SETUPS = {f"{name}, {e} x {t} engine, {n} trainer threads": knobs | dict(engines
 # ------------------------------------------------------------------------------------------------ one run
 
 def cpu_seconds(session):
-    """{engine, trainer, rest}: CPU seconds so far of a session's living processes."""
-    used = dict(engine=0.0, trainer=0.0, rest=0.0)
+    """{process id: (engine | trainer | rest, CPU seconds so far)} of a session's living processes."""
+    used = {}
     for p in Path("/proc").glob("[0-9]*"):
         try:
             fields = (p / "stat").read_text().rpartition(")")[2].split()  # from the third field on
             if int(fields[3]) == session:
                 line = (p / "cmdline").read_bytes().decode(errors="replace")
                 who = "engine" if "api_server" in line or "VLLM::" in line else "trainer" if "train.py" in line else "rest"
-                used[who] += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+                used[p.name] = who, (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
         except (OSError, IndexError):
             pass
     return used
 
 
 def one_run(name, knobs, seed, port, out):
-    """`bash run.sh toy --knob value ...` -> {curve: {key: [one number per step]}, cpu: {process: seconds between the first step's beginning and the last one's end}}."""
+    """`bash run.sh toy --knob value ...` -> dict(curve: {key: [one number per step]}, cpu: {engine, trainer, rest: CPU seconds in that time}, held_out: [before, after])."""
     flags = [x for k, v in (COMMON | knobs | dict(seed=seed, port=port, out=str(out), run=name, fresh=True)).items() for x in (f"--{k}", str(v))]
     process = subprocess.Popen(["bash", "run.sh", "toy", *flags], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
                                env=os.environ | {"PIPELINE_PYTHON": os.environ.get("PIPELINE_PYTHON", sys.executable)})
-    words, seen, ended = [], [], {}  # output; (time, CPU seconds); time at which the line of a step came
+    words, used, seen, ended = [], {}, [], {}  # output; see cpu_seconds; (time, {who: CPU seconds}); time at which the line of a step came
 
     def listen():
         for line in process.stdout:
@@ -71,7 +72,8 @@ def one_run(name, knobs, seed, port, out):
     listener.start()
     try:
         while process.poll() is None:
-            seen.append((time.time(), cpu_seconds(process.pid)))
+            used |= cpu_seconds(process.pid)  # those that have ended keep their last figure
+            seen.append((time.time(), {who: sum(x for w, x in used.values() if w == who) for who in ("engine", "trainer", "rest")}))
             time.sleep(0.5)
     finally:
         if process.poll() is None:  # interrupted: run.sh stops its processes
@@ -80,19 +82,21 @@ def one_run(name, knobs, seed, port, out):
     listener.join(10)
     if process.returncode:
         raise RuntimeError(f"{name} ended with exit code {process.returncode}:\n{''.join(words[-25:])}")
-    steps = [x for x in map(json.loads, Path(out, name, "metrics.jsonl").read_text().splitlines()) if "step" in x]
-    curve = curve_of(steps)
-    begin, end = ended[1] - curve["seconds"][0], ended[len(steps)]
-    at = lambda t, who: float(np.interp(t, [s for s, _ in seen], np.maximum.accumulate([c[who] for _, c in seen])))  # what has ended is not forgotten
-    return dict(curve=curve, cpu={who: at(end, who) - at(begin, who) for who in seen[0][1]})
+    lines = [json.loads(x) for x in Path(out, name, "metrics.jsonl").read_text().splitlines()]
+    steps, evals = [x for x in lines if "step" in x], [x for x in lines if "eval" in x]
+    curve = curve_of(steps, evals[0]["wall_s"])
+    end = ended[len(steps)]
+    spent = lambda who: float(np.diff(np.interp([end - curve["time"][-1], end], [t for t, _ in seen], [x[who] for _, x in seen]))[0])
+    return dict(curve=curve, cpu={who: spent(who) for who in ("engine", "trainer", "rest")}, held_out=[e["eval"]["tail"] for e in (evals[0], evals[-1])])
 
 
-def curve_of(steps):
-    """Lines of metrics.jsonl -> columns; time: seconds since the first step began, at each step's end."""
-    seconds = [x["tokens"] / x["train_tok_s"] for x in steps]
-    curve = {k: [x[k] for x in steps] for k in ("samples", "reward", "lag_max", "lag_mean", "ess", "tokens", "wait_data_s", "sync_s")}
-    return curve | dict(time=[x["wall_s"] - steps[0]["wall_s"] + seconds[0] for x in steps], seconds=seconds,
-                        sampled=[sum(t["tokens"] * t["samples"] for t in x["by_task"].values()) for x in steps])
+def curve_of(steps, begin):
+    """Lines of metrics.jsonl -> columns; time: seconds since `begin` (a wall_s) at each step's end. Nothing counts that was before it."""
+    ends = np.array([x["wall_s"] for x in steps])
+    curve = {k: [x[k] for x in steps] for k in ("samples", "reward", "lag_max", "lag_mean", "ess", "tokens", "sync_s")}
+    waits = [x["wait_data_s"] for x in steps]
+    waits[0] = min(waits[0], ends[0] - begin)
+    return curve | dict(time=(ends - begin).tolist(), wait_data_s=waits, sampled=[sum(t["tokens"] * t["samples"] for t in x["by_task"].values()) for x in steps])
 
 
 # ------------------------------------------------------------------------------------------------ what is made of them
@@ -133,7 +137,7 @@ def row_of(runs, level):
     return dict(times=times, time=float(np.mean(reached)) if len(reached) == len(times) else None, spread=[min(reached), max(reached)] if reached else None,
                 stable=stable([r["curve"] for r in runs]), final=mean(lambda c, _: smooth(c["reward"])[-1]), whole=mean(lambda c, _: c["time"][-1]),
                 tokens_s=mean(lambda c, _: sum(c["sampled"]) / c["time"][-1]), lag_max=mean(lambda c, _: max(c["lag_max"])), lag_mean=mean(lambda c, _: np.mean(c["lag_mean"])),
-                ess=mean(lambda c, _: np.mean(c["ess"])), waits=mean(lambda c, _: sum(c["wait_data_s"]) / c["time"][-1]), sends=mean(lambda c, _: sum(c["sync_s"]) / c["time"][-1]),
+                ess=mean(lambda c, _: np.mean(c["ess"])), held_out=np.mean([r["held_out"] for r in runs], axis=0).tolist(), waits=mean(lambda c, _: sum(c["wait_data_s"]) / c["time"][-1]), sends=mean(lambda c, _: sum(c["sync_s"]) / c["time"][-1]),
                 engine_cores=mean(lambda c, u: u["engine"] / c["time"][-1]), trainer_cores=mean(lambda c, u: u["trainer"] / c["time"][-1]), rest_cores=mean(lambda c, u: u["rest"] / c["time"][-1]),
                 engine_tok=mean(lambda c, u: sum(c["sampled"]) / max(u["engine"], 1e-9)), trainer_tok=mean(lambda c, u: sum(c["tokens"]) / max(u["trainer"], 1e-9)))
 
@@ -152,11 +156,11 @@ def summary(runs):
 def words(found, lengths):
     """The table and what it says, as printable lines."""
     yield f"lengths {lengths}; fixed reward {found['reward']:.3f}: {100 * SHARE:.0f}% of the way from the beginning to where the lowest run of the stable settings ends; mean over seeds (lowest-highest)"
-    yield (f"{'':<10} {'s to reward':>20} {'final':>6} {'stable':>6} {'s, all':>7} {'tok/s':>6} {'lag max':>7} {'mean':>5} {'ESS':>5} | trainer {'waits':>6} {'sends':>6} | "
+    yield (f"{'':<10} {'s to reward':>20} {'final':>6} {'held-out':>14} {'stable':>6} {'s, all':>7} {'tok/s':>6} {'lag max':>7} {'mean':>5} {'ESS':>5} | trainer {'waits':>6} {'sends':>6} | "
            f"cores: {'engine':>6} {'trainer':>7} {'rest':>5} | tok/core-s: {'engine':>6} {'trainer':>7}")
     for s, r in found["rows"].items():
         time_ = "-" if r["spread"] is None else f"{r['time']:.1f} ({r['spread'][0]:.1f}-{r['spread'][1]:.1f})" if r["time"] else f"{sum(t is not None for t in r['times'])} of {len(r['times'])} runs"
-        yield (f"{s:<10} {time_:>20} {r['final']:>6.3f} {'yes' if r['stable'] else 'no':>6} {r['whole']:>7.1f} {r['tokens_s']:>6.0f} {r['lag_max']:>7.1f} {r['lag_mean']:>5.2f} {r['ess']:>5.3f} | "
+        yield (f"{s:<10} {time_:>20} {r['final']:>6.3f} {r['held_out'][0]:>5.3f} -> {r['held_out'][1]:>5.3f} {'yes' if r['stable'] else 'no':>6} {r['whole']:>7.1f} {r['tokens_s']:>6.0f} {r['lag_max']:>7.1f} {r['lag_mean']:>5.2f} {r['ess']:>5.3f} | "
                f"{'':7} {100 * r['waits']:>5.0f}% {100 * r['sends']:>5.0f}% | {'':6} {r['engine_cores']:>6.2f} {r['trainer_cores']:>7.2f} {r['rest_cores']:>5.2f} | {'':11} {r['engine_tok']:>6.0f} {r['trainer_tok']:>7.0f}")
     if found["ratio"]:
         yield f"pipeline: {found['ratio']:.2f} times as fast to that reward as the best stable conventional setting ({found['best']}); seed by seed {' '.join(f'{x:.2f}' for x in found['ratios'])}"
