@@ -1,18 +1,21 @@
-"""Is the pipeline faster than conventional RL? The same model, task, batch and number of samples with both, on two CPU cores, as the paper's figures show it.
+"""Is the pipeline faster than conventional RL? Both on the same task, model, batch, number of samples and two CPU cores, shown as in the paper's figures.
 
     python bench/compare.py [--lengths tail|equal] [--seeds 3] [--quick] [--plot] [--setups] [--port 8900]
 
-Task `tail`: answers of 4 to 199 tokens, 19 on average, most of them short; `--lengths equal` is the control, 19 tokens all. Every run is `bash run.sh toy ...`
-with the real vLLM, one at a time, pipeline and G = 1, 2, 4, 8, 16 for every seed; what is done is kept in out/bench/compare-<lengths>.json, so that the same
-command goes on after an interruption. Conventional RL gets both cores for whichever phase is running (CONVENTIONAL); `--setups` measures which set-up
-of engines and threads is the fastest, for both. --quick: one seed, G = 1 and 8, few steps. --plot: table and figure of what is there.
+Task `tail`: answers of 4 to 496 tokens, 30 on average, most of them short; `--lengths equal` is the control, 31 tokens all. Every run is
+`bash run.sh toy ...` with the real vLLM, one at a time: pipeline and G = 1, 2, 4, 8, 16 for every seed. What is done is kept in
+out/bench/compare-<lengths>.json, so the same command goes on after an interruption. Conventional RL's phases take turns, so each may have both
+cores: `--setups` measures which engines and threads are the fastest for either method. --quick: one seed, G = 1 and 8, few steps. --plot: no runs.
 
-Time is that of metrics.jsonl, counted from the moment at which sampling for the first step begins: start-up and the base model's evaluation are excluded. `reward` is that of the
-samples trained; the pipeline's first ones are the short ones, as the long ones are not done yet, so look at the held-out score at the end, too. A setting is stable if in no run the reward (mean of the last
-WINDOW steps) ends more than DROP below its best or no higher than it began. The fixed reward is SHARE of the way from where the runs begin to where the lowest run of the
-stable settings ends; time to it is when the mean of the last WINDOW steps first reaches it. CPU seconds are those of the processes (/proc): an
-engine that decodes uses one core per thread whatever it has in progress, so `tok/core-s`, tokens sampled per second of the engines' CPU time, falls when few sequences are
-left, as at a generation phase's end. Leaves the figure, compare-<lengths>.png, beside the JSON.
+time       wall_s of metrics.jsonl, from the moment at which sampling for the first step begins: neither start-up nor the base model's evaluation counts
+reward     of the samples trained, mean of the last WINDOW steps. The pipeline's very first samples are short ones, as long ones are not done yet:
+           the held-out scores before and after, of 250 problems, do not know of that
+stable     every run ends at most DROP below its best reward, and higher than it began
+to reward  time until the reward is SHARE of the way from where the runs of the stable settings begin (on average) to where the lowest of them ends
+cores      CPU seconds of the processes (/proc) / time. tok/core-s: tokens sampled or trained / CPU seconds of engines or trainer; that of engines
+           falls when few sequences are in progress, as at the end of a generation phase
+
+Leaves the five panels in out/bench/compare-<lengths>.png. Speeds mean something on a machine that has nothing else to do.
 """
 import argparse
 import json
@@ -29,14 +32,16 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARE, WINDOW, DROP = 0.9, 32, 0.1
-COMMON = dict(task="tail", steps=200, batch_size=64, attempts=4, concurrency=512, max_new_tokens=504, max_model_len=512, row_tokens=1024, lr=2e-4, warmup_steps=3,
-              lr_schedule="constant", eval_problems=250, eval_every=0, save_every=0)
-PIPELINE = dict(max_lag=6, concurrency=128, engines=1, engine_threads=1, trainer_threads=1)
-CONVENTIONAL = dict(engines=2, engine_threads=1, trainer_threads=2)  # the phases take turns: each may have all cores
+COMMON = dict(task="tail", steps=160, batch_size=64, attempts=4, max_new_tokens=504, max_model_len=512, row_tokens=1024, lr=4e-4, warmup_steps=3, lr_schedule="constant",
+              eval_problems=250, eval_every=0, save_every=0)
+# As many sequences in progress as a step has samples keep the data fresh; a generation phase starts all it can at once.
+PIPELINE = dict(max_lag=4, engines=1, engine_threads=1, trainers=1, trainer_threads=1, concurrency=64)
+CONVENTIONAL = dict(engines=2, engine_threads=1, trainers=1, trainer_threads=1, concurrency=512)
 SETTINGS = {"pipeline": PIPELINE} | {f"G={g}": CONVENTIONAL | dict(conventional_g=g) for g in (1, 2, 4, 8, 16)}
-SETUPS = {f"{name}, {e} x {t} engine, {n} trainer threads": knobs | dict(engines=e, engine_threads=t, trainer_threads=n, concurrency=places // e)
-          for name, knobs, places, divisions in (("pipeline", PIPELINE, 128, ((1, 1, 1), (1, 2, 1), (2, 1, 1))), ("G=8", dict(conventional_g=8), 512, ((1, 2, 1), (2, 1, 1), (1, 2, 2), (2, 1, 2))))
-          for e, t, n in divisions}
+SETUPS = {f"{name}: {e} x {t} engine, {n} x {u} trainer threads": knobs | dict(engines=e, engine_threads=t, trainers=n, trainer_threads=u, concurrency=places // e)
+          for name, knobs, places, divisions in (("pipeline", PIPELINE, 64, ((1, 1, 1, 1), (1, 2, 1, 1), (2, 1, 1, 1))),
+                                                 ("G=8", CONVENTIONAL | dict(conventional_g=8), 1024, ((1, 1, 1, 1), (1, 2, 1, 1), (2, 1, 1, 1), (2, 1, 1, 2), (2, 1, 2, 1))))
+          for e, t, n, u in divisions}
 
 
 # ------------------------------------------------------------------------------------------------ one run
@@ -101,32 +106,38 @@ def curve_of(steps, begin):
 
 # ------------------------------------------------------------------------------------------------ what is made of them
 
-def smooth(y, window=None):
+def smooth(y, window):
     """Mean of the last `window` values at each place, of fewer at the beginning: [1, 3, 5], 2 -> [1, 2, 4]."""
     sums = np.concatenate([[0.0], np.cumsum(y)])
     ends = np.arange(1, len(y) + 1)
-    starts = np.maximum(ends - (window or WINDOW), 0)
+    starts = np.maximum(ends - window, 0)
     return (sums[ends] - sums[starts]) / (ends - starts)
 
 
+def smoothed(curve):
+    """(times, mean reward of the last WINDOW steps) from the first step on that has so many before it; half the run if it is short."""
+    window = max(min(WINDOW, len(curve["reward"]) // 2), 1)
+    return np.array(curve["time"][window - 1:]), smooth(curve["reward"], window)[window - 1:]
+
+
 def time_to(curve, level):
-    """Seconds until the smoothed reward first reaches `level` (straight lines between steps, from WINDOW steps on); None: never."""
-    y, t = smooth(curve["reward"])[WINDOW - 1:], curve["time"][WINDOW - 1:]
+    """Seconds until the smoothed reward first reaches `level`, straight lines between steps; None: never."""
+    t, y = smoothed(curve)
     k = next((k for k, x in enumerate(y) if x >= level), None)
     return None if k is None else float(t[0] if k == 0 else t[k - 1] + (t[k] - t[k - 1]) * (level - y[k - 1]) / (y[k] - y[k - 1]))
 
 
 def stable(curves):
     """Did all runs of a setting end no more than DROP below their best, and higher than they began?"""
-    full = [smooth(c["reward"])[WINDOW - 1:] for c in curves]
-    return all(y[-1] >= y.max() - DROP and (len(y) == 1 or y[-1] > y[0]) for y in full)
+    rewards = [smoothed(c)[1] for c in curves]
+    return all(y[-1] >= y.max() - DROP and y[-1] > y[0] for y in rewards)
 
 
 def fixed_reward(runs):
-    """{setting: [run]} -> the reward that times are compared at, of the stable settings (of all, if there is none)."""
-    chosen = {s: r for s, r in runs.items() if stable([x["curve"] for x in r])} or runs
-    begin = np.mean([np.mean(x["curve"]["reward"][:WINDOW // 2]) for r in runs.values() for x in r])
-    return float(begin + SHARE * (min(smooth(x["curve"]["reward"])[-1] for r in chosen.values() for x in r) - begin))
+    """{setting: [run]} -> the reward that times are compared at, from the runs of the stable settings (of all, if there is none)."""
+    chosen = [x["curve"] for r in runs.values() if stable([x["curve"] for x in r]) for x in r] or [x["curve"] for r in runs.values() for x in r]
+    begin = np.mean([smoothed(c)[1][0] for c in chosen])
+    return float(begin + SHARE * (min(smoothed(c)[1][-1] for c in chosen) - begin))
 
 
 def row_of(runs, level):
@@ -135,7 +146,7 @@ def row_of(runs, level):
     times = [time_to(r["curve"], level) for r in runs]
     reached = [t for t in times if t is not None]
     return dict(times=times, time=float(np.mean(reached)) if len(reached) == len(times) else None, spread=[min(reached), max(reached)] if reached else None,
-                stable=stable([r["curve"] for r in runs]), final=mean(lambda c, _: smooth(c["reward"])[-1]), whole=mean(lambda c, _: c["time"][-1]),
+                stable=stable([r["curve"] for r in runs]), final=mean(lambda c, _: smoothed(c)[1][-1]), whole=mean(lambda c, _: c["time"][-1]),
                 tokens_s=mean(lambda c, _: sum(c["sampled"]) / c["time"][-1]), lag_max=mean(lambda c, _: max(c["lag_max"])), lag_mean=mean(lambda c, _: np.mean(c["lag_mean"])),
                 ess=mean(lambda c, _: np.mean(c["ess"])), held_out=np.mean([r["held_out"] for r in runs], axis=0).tolist(), waits=mean(lambda c, _: sum(c["wait_data_s"]) / c["time"][-1]), sends=mean(lambda c, _: sum(c["sync_s"]) / c["time"][-1]),
                 engine_cores=mean(lambda c, u: u["engine"] / c["time"][-1]), trainer_cores=mean(lambda c, u: u["trainer"] / c["time"][-1]), rest_cores=mean(lambda c, u: u["rest"] / c["time"][-1]),
@@ -180,7 +191,7 @@ def draw(runs, lengths, path):
         for i, (setting, found) in enumerate(runs.items()):
             curves = [r["curve"] for r in found]
             grid = np.linspace(max(c[x][0] for c in curves), min(c[x][-1] for c in curves), 200)
-            lines = np.array([np.interp(grid, c[x], smooth(c[y]) if y == "reward" else c[y]) for c in curves])
+            lines = np.array([np.interp(grid, c[x], smooth(c[y], WINDOW) if y == "reward" else c[y]) for c in curves])
             color = "k" if setting == "pipeline" else plt.cm.viridis(i / len(runs))
             ax.plot(grid, lines.mean(0), color=color, label=setting, linewidth=2.2 if setting == "pipeline" else 1.3)
             ax.fill_between(grid, lines.min(0), lines.max(0), color=color, alpha=0.12)
@@ -204,7 +215,7 @@ def main(argv=None):
     p.add_argument("--plot", action="store_true", help="no runs: table and figure of those that are there")
     a = p.parse_args(argv)
     settings = SETUPS if a.setups else {s: SETTINGS[s] for s in (a.settings.split(",") if a.settings else ["pipeline", "G=1", "G=8"] if a.quick else SETTINGS)}
-    seeds, steps = 1 if a.quick or a.setups else a.seeds, a.steps or (16 if a.quick else 24 if a.setups else COMMON["steps"])
+    seeds, steps = 1 if a.quick or a.setups else a.seeds, a.steps or (24 if a.quick or a.setups else COMMON["steps"])
     data = dict(train_data="equal", eval_data="equal") if a.lengths == "equal" else {}
     name = f"compare-{a.lengths}" + "-quick" * a.quick + "-setups" * a.setups
     folder = Path(ROOT, "out", "bench")
@@ -220,7 +231,7 @@ def main(argv=None):
         done[key] = dict(knobs=knobs) | one_run(re.sub(r"\W+", "-", f"{name}-{s}-seed{seed}"), knobs, seed, a.port, folder / "compare-runs")
         file.write_text(json.dumps(done))
         curve = done[key]["curve"]
-        print(f"{key}: {curve['samples'][-1]} samples in {curve['time'][-1]:.1f} s, {curve['samples'][-1] / curve['time'][-1]:.0f} samples/s, reward {smooth(curve['reward'])[-1]:.3f}, "
+        print(f"{key}: {curve['samples'][-1]} samples in {curve['time'][-1]:.1f} s, {curve['samples'][-1] / curve['time'][-1]:.0f} samples/s, reward {smoothed(curve)[1][-1]:.3f}, "
               f"{time.time() - begun:.0f} s with start-up", flush=True)
     runs = {s: [done[k] for seed in range(seeds) if (k := f"{s}, seed {seed}") in done] for s in settings}
     runs = {s: r for s, r in runs.items() if r}
@@ -237,4 +248,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("bench/compare.py: terminated; the same command goes on with the runs that are missing"))
     main()

@@ -1,7 +1,7 @@
 """Count down, while one letter goes forward in the alphabet and another backward: `3xb:` -> `2ya1zz0ay`. For measurements: the problem determines the length.
 
-Counts are log-normal, 1 to 66 rounds of 3 tokens: most answers are short, a few are ten times as long as the average and longer. `--train_data equal` makes
-them all equally long, with the same average and the same base model. Its teacher repeats or leaves out a number or a letter now and then, and goes on from
+Counts are log-normal, 1 to 165 rounds of 3 tokens: most answers are short, half of them 13 tokens at most, the average is 30, the longest 496. `--train_data equal`
+makes them all equally long, with the same average and the same base model. Its teacher repeats or leaves out a number or a letter now and then, and goes on from
 there: an answer of n tokens is right with a chance of (1 - SLOPPINESS)^n, and reward alone has to make the long ones right.
 """
 import math
