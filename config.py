@@ -127,6 +127,8 @@ class Config:
     urls: tuple[str, ...] = ()  # filled in: where every engine listens
     start_timeout: float = 900.0  # deadline for engines and models to come up, s
     stall_timeout: float = 1800.0  # longest wait of any stage for another, s
+    engine_threads: int = 0  # CPU threads per engine, without GPUs; 0: half of the cores, shared out
+    trainer_threads: int = 0  # CPU threads per trainer rank; 0: the cores the engines leave, shared out
 
     @property
     def needs_reference(self):
@@ -239,7 +241,7 @@ def resolve(config: Config, gpus: int, training: bool = True) -> Config:
     need(re.fullmatch(r"[\w.-]+", c.run), f"--run {c.run!r}: letters, digits, '.', '-' and '_' only")
     for name in ("steps", "batch_size", "attempts", "concurrency", "row_tokens", "max_new_tokens", "tensor_parallel", "bucket_mb", "keep_last", "eval_attempts", "actors"):
         need(getattr(c, name) >= 1, f"--{name} {getattr(c, name)}: must be at least 1")
-    for name in ("max_lag", "conventional_g", "engines", "trainers", "trainer_nodes", "retries", "eval_every", "eval_problems", "save_every", "keep_every", "verify_weights", "restarts", "ring", "reward_workers"):
+    for name in ("max_lag", "conventional_g", "engines", "trainers", "trainer_nodes", "retries", "eval_every", "eval_problems", "save_every", "keep_every", "verify_weights", "restarts", "ring", "reward_workers", "engine_threads", "trainer_threads"):
         need(getattr(c, name) >= 0, f"--{name} {getattr(c, name)}: must not be negative")
     need(c.reward_timeout > 0, f"--reward_timeout {c.reward_timeout}: must be above 0")
     need(c.temperature > 0, f"--temperature {c.temperature}: must be above 0")

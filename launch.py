@@ -215,8 +215,8 @@ def placement(c: Config, gpus: int, node: int = 0) -> list[tuple[str, dict, list
     cores = len(os.sched_getaffinity(0))
     engines = {i: own for i, (where, own) in enumerate(cfg.spread(c, gpus)) if where == node}
     ranks = c.trainers // c.trainer_nodes if node < c.trainer_nodes else 0
-    per_engine = max(cores // (2 if ranks else 1) // max(len(engines), 1), 1)
-    per_trainer = max((cores - per_engine * len(engines)) // max(ranks, 1), 1)
+    per_engine = c.engine_threads or max(cores // (2 if ranks else 1) // max(len(engines), 1), 1)
+    per_trainer = c.trainer_threads or max((cores - per_engine * len(engines)) // max(ranks, 1), 1)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     device = [d for d in visible.split(",") if d.strip()] if visible else [str(g) for g in range(gpus)]  # the user's choice of GPUs is kept
     wire = {"GLOO_SOCKET_IFNAME": name} if (name := interface(address)) and "GLOO_SOCKET_IFNAME" not in os.environ else {}  # else gloo takes the host name's
