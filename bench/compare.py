@@ -63,7 +63,7 @@ def cpu_seconds(session):
 
 def one_run(name, knobs, seed, port, out):
     """`bash run.sh toy --knob value ...` -> dict(curve: {key: [one number per step]}, cpu: {engine, trainer, rest: CPU seconds in that time}, held_out: [before, after])."""
-    flags = [x for k, v in (COMMON | knobs | dict(seed=seed, port=port, out=str(out), run=name, fresh=True)).items() for x in (f"--{k}", str(v))]
+    flags = [x for k, v in (COMMON | knobs | dict(seed=seed, port=port, out=str(out), run=name, fresh=True)).items() for x in (f"--{k}", *map(str, v if isinstance(v, tuple) else [v]))]
     process = subprocess.Popen(["bash", "run.sh", "toy", *flags], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
                                env=os.environ | {"PIPELINE_PYTHON": os.environ.get("PIPELINE_PYTHON", sys.executable)})
     words, used, seen, ended = [], {}, [], {}  # output; see cpu_seconds; (time, {who: CPU seconds}); time at which the line of a step came
