@@ -355,6 +355,7 @@ def save(config, run_dir, model, optimizer, state, rank):
         model.save_pretrained(temporary, state_dict={k: v.to(dtype) for k, v in full.items() if k in named})  # a tied head once, not twice
         AutoTokenizer.from_pretrained(config.model).save_pretrained(temporary)
         (temporary / "trainer" / "state.json").write_text(json.dumps(state))
+        os.sync()  # a power cut leaves it whole, too
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
         for old in sorted(final.parent.glob("step_*[0-9]"))[:-config.keep_last]:
