@@ -2,7 +2,7 @@
 
     python bench/compare.py [--lengths tail|equal] [--seeds 3] [--quick] [--plot] [--setups] [--port 8900]
 
-Task `tail`: answers of 4 to 496 tokens, 30 on average, most of them short; `--lengths equal` is the control, 31 tokens all. Every run is
+Task `tail`: answers of 5 to 397 tokens, 35 on average, most of them short; `--lengths equal` is the control, 37 tokens all. Every run is
 `bash run.sh toy ...` with the real vLLM, one at a time: pipeline and G = 1, 2, 4, 8, 16 for every seed. What is done is kept in
 out/bench/compare-<lengths>.json, so the same command goes on after an interruption. Conventional RL's phases take turns, so each may have both
 cores: `--setups` measures which engines and threads are the fastest for either method. --quick: one seed, G = 1 and 8, few steps. --plot: no runs.
@@ -32,7 +32,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARE, WINDOW, DROP = 0.9, 32, 0.1
-COMMON = dict(task="tail", steps=160, batch_size=64, attempts=4, max_new_tokens=504, max_model_len=512, row_tokens=1024, lr=4e-4, warmup_steps=3, lr_schedule="constant",
+COMMON = dict(task="tail", steps=160, batch_size=64, attempts=4, max_new_tokens=410, max_model_len=416, row_tokens=1024, lr=3e-4, warmup_steps=3, lr_schedule="constant",
               eval_problems=250, eval_every=0, save_every=0)
 # As many sequences in progress as a step has samples keep the data fresh; a generation phase starts all it can at once.
 PIPELINE = dict(max_lag=4, engines=1, engine_threads=1, trainers=1, trainer_threads=1, concurrency=64)
