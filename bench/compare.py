@@ -190,8 +190,10 @@ def draw(runs, lengths, path):
     for ax, (x, y, title) in zip(axes, panels):
         for i, (setting, found) in enumerate(runs.items()):
             curves = [r["curve"] for r in found]
-            grid = np.linspace(max(c[x][0] for c in curves), min(c[x][-1] for c in curves), 200)
-            lines = np.array([np.interp(grid, c[x], smooth(c[y], WINDOW) if y == "reward" else c[y]) for c in curves])
+            series = [(smoothed(c)[1] if y == "reward" else c[y]) for c in curves]
+            places = [c[x][-len(line):] for c, line in zip(curves, series)]
+            grid = np.linspace(max(p[0] for p in places), min(p[-1] for p in places), 200)
+            lines = np.array([np.interp(grid, p, line) for p, line in zip(places, series)])
             color = "k" if setting == "pipeline" else plt.cm.viridis(i / len(runs))
             ax.plot(grid, lines.mean(0), color=color, label=setting, linewidth=2.2 if setting == "pipeline" else 1.3)
             ax.fill_between(grid, lines.min(0), lines.max(0), color=color, alpha=0.12)
