@@ -2,7 +2,7 @@
 
     python bench/compare.py [--lengths tail|equal] [--seeds 3] [--quick] [--plot] [--setups] [--port 8900]
 
-Task `tail`: answers of 4 to 496 tokens, 30 on average, most of them short; `--lengths equal` is the control, 31 tokens all. Every run is
+Task `tail`: answers of 5 to 397 tokens, 35 on average, most of them short; `--lengths equal` is the control, 37 tokens all. Every run is
 `bash run.sh toy ...` with the real vLLM, one at a time: pipeline and G = 1, 2, 4, 8, 16 for every seed. What is done is kept in
 out/bench/compare-<lengths>.json, so the same command goes on after an interruption. Conventional RL's phases take turns, so each may have both
 cores: `--setups` measures which engines and threads are the fastest for either method. --quick: one seed, G = 1 and 8, few steps. --plot: no runs.
@@ -32,7 +32,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARE, WINDOW, DROP = 0.9, 32, 0.1
-COMMON = dict(task="tail", steps=160, batch_size=64, attempts=4, max_new_tokens=504, max_model_len=512, row_tokens=1024, lr=4e-4, warmup_steps=3, lr_schedule="constant",
+COMMON = dict(task="tail", steps=160, batch_size=64, attempts=4, max_new_tokens=410, max_model_len=416, row_tokens=1024, lr=3e-4, warmup_steps=3, lr_schedule="constant",
               eval_problems=250, eval_every=0, save_every=0)
 # As many sequences in progress as a step has samples keep the data fresh; a generation phase starts all it can at once.
 PIPELINE = dict(max_lag=4, engines=1, engine_threads=1, trainers=1, trainer_threads=1, concurrency=64)
@@ -190,8 +190,10 @@ def draw(runs, lengths, path):
     for ax, (x, y, title) in zip(axes, panels):
         for i, (setting, found) in enumerate(runs.items()):
             curves = [r["curve"] for r in found]
-            grid = np.linspace(max(c[x][0] for c in curves), min(c[x][-1] for c in curves), 200)
-            lines = np.array([np.interp(grid, c[x], smooth(c[y], WINDOW) if y == "reward" else c[y]) for c in curves])
+            series = [(smoothed(c)[1] if y == "reward" else c[y]) for c in curves]
+            places = [c[x][-len(line):] for c, line in zip(curves, series)]
+            grid = np.linspace(max(p[0] for p in places), min(p[-1] for p in places), 200)
+            lines = np.array([np.interp(grid, p, line) for p, line in zip(places, series)])
             color = "k" if setting == "pipeline" else plt.cm.viridis(i / len(runs))
             ax.plot(grid, lines.mean(0), color=color, label=setting, linewidth=2.2 if setting == "pipeline" else 1.3)
             ax.fill_between(grid, lines.min(0), lines.max(0), color=color, alpha=0.12)

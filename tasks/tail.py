@@ -1,16 +1,16 @@
-"""Count down, while one letter goes forward in the alphabet and another backward: `3xb:` -> `2ya1zz0ay`. For measurements: the problem determines the length.
+"""Count down, while one letter goes forward in the alphabet and another backward: `03xb:` -> `02ya01zz00ay`. For measurements: the problem determines the length.
 
-Counts are log-normal, 1 to 165 rounds of 3 tokens: most answers are short, half of them 13 tokens at most, the average is 30, the longest 496. `--train_data equal`
-makes them all equally long, with the same average and the same base model. Its teacher repeats or leaves out a number or a letter now and then, and goes on from
-there: an answer of n tokens is right with a chance of (1 - SLOPPINESS)^n, and reward alone has to make the long ones right.
+Counts are log-normal, 1 to 99 rounds of 4 tokens: half of the answers have 17 tokens at most, the average is 35, the longest 397. `--train_data equal` makes them
+all equally long, with the same average and the same base model. Few tokens, each in all answers: what is learnt on short ones holds for long ones. The tiny model's
+teacher repeats or leaves out a number or a letter now and then and goes on from there; reward alone has to make the long answers right.
 """
 import math
 import random
 from string import ascii_lowercase as LETTERS
 
-LONGEST, MEDIAN, SIGMA, EQUAL = 165, 2.8, 1.6, 10  # rounds: the most, median and spread of the long-tailed counts, all of the equal ones
-SLOPPINESS = 0.08  # chance of a mistake, per token, in the teacher's answers
-TINY = dict(words=tuple(str(n) for n in range(LONGEST + 1)), layers=3, steps=400, positions=512)
+LONGEST, MEDIAN, SIGMA, EQUAL = 99, 2.8, 1.6, 9  # rounds: the most, median and spread of the long-tailed counts, all of the equal ones
+SLOPPINESS = 0.06  # chance of a mistake, per number and per letter, in the teacher's answers
+TINY = dict(layers=3, steps=300, positions=512)
 
 
 def _draw(rng, lengths=""):
@@ -26,12 +26,12 @@ def _walk(state, mistake=lambda: 0):
     text = ""
     while n > 0:
         n, a, b = max(n - 1 - mistake(), 0), (a + 1 + mistake()) % 26, (b - 1 - mistake()) % 26
-        text += f"{n}{LETTERS[a]}{LETTERS[b]}"
+        text += f"{n:02}{LETTERS[a]}{LETTERS[b]}"
     return text
 
 
 def _prompt(state):
-    return f"{state[0]}{LETTERS[state[1]]}{LETTERS[state[2]]}:"
+    return f"{state[0]:02}{LETTERS[state[1]]}{LETTERS[state[2]]}:"
 
 
 def problems(split, seed=0, lengths=""):

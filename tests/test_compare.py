@@ -100,13 +100,13 @@ def test_the_task_has_long_tails_or_equal_lengths_and_the_same_average():
     lengths = lambda data: np.array([len(tokenizer(p["answer"])["input_ids"]) + 1 for p in tail.problems("train", 0, data)[:4000]])
     long_tailed, equal = lengths(""), lengths("equal")
     assert len(set(equal)) == 1 and long_tailed.mean() == pytest.approx(equal.mean(), rel=0.1) and long_tailed.max() > 10 * long_tailed.mean() and np.median(long_tailed) < 0.6 * long_tailed.mean()
-    assert max(long_tailed) + 4 <= compare.COMMON["max_model_len"] and max(long_tailed) < compare.COMMON["max_new_tokens"]
+    assert max(long_tailed) + 5 <= compare.COMMON["max_model_len"] and max(long_tailed) < compare.COMMON["max_new_tokens"]
     for data in ("", "equal"):
         train, test = tail.problems("train", 3, data), tail.problems("test", 3, data)
         assert not {p["prompt"] for p in train} & {p["prompt"] for p in test} and test == tail.problems("test", 3, data) != tail.problems("test", 4, data)
-    p = next(p for p in tail.problems("train", 0) if re.fullmatch("3[a-z]{2}:", p["prompt"]))
-    a, b = (ord(x) - 97 for x in p["prompt"][1:3])
-    assert p["answer"] == "".join(f"{3 - i}{chr(97 + (a + i) % 26)}{chr(97 + (b - i) % 26)}" for i in (1, 2, 3))
-    assert tail.reward(p, p["answer"], True) == 1 and tail.reward(p, p["answer"], False) == tail.reward(p, p["answer"] + "0aa", True) == 0
+    p = next(p for p in tail.problems("train", 0) if re.fullmatch("03[a-z]{2}:", p["prompt"]))
+    a, b = (ord(x) - 97 for x in p["prompt"][2:4])
+    assert p["answer"] == "".join(f"{3 - i:02}{chr(97 + (a + i) % 26)}{chr(97 + (b - i) % 26)}" for i in (1, 2, 3))
+    assert tail.reward(p, p["answer"], True) == 1 and tail.reward(p, p["answer"], False) == tail.reward(p, p["answer"] + "00aa", True) == 0
     with pytest.raises(ValueError, match="equal"):
         tail.problems("train", 0, "short")
