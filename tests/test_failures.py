@@ -43,7 +43,7 @@ class House:
         self.update()
 
     def start_engine(self, i):
-        one = cfg.Config(**vars(self.config) | dict(engines=1, port=PORT + i))
+        one = cfg.Config(**vars(self.config) | dict(engines=1, port=PORT + i, urls=(self.config.urls[i],)))
         self.engines[i] = start_engines(one)[0]
 
     def start_trainer(self):
