@@ -8,10 +8,11 @@ out/bench/compare-<lengths>.json, so the same command goes on after an interrupt
 cores: `--setups` measures which engines and threads are the fastest for either method. --quick: one seed, G = 1 and 8, few steps. --plot: no runs.
 
 time       wall_s of metrics.jsonl, from the moment at which sampling for the first step begins: neither start-up nor the base model's evaluation counts
-reward     of the samples trained, mean of the last WINDOW steps. The pipeline's very first samples are short ones, as long ones are not done yet:
-           the held-out scores before and after, of 250 problems, do not know of that
-stable     every run ends at most DROP below its best reward, and higher than it began
-to reward  time until the reward is SHARE of the way from where the runs of the stable settings begin (on average) to where the lowest of them ends
+score      held-out, of the same 300 problems every 20 steps, mean of the last WINDOW evaluations, at the time at which the version was made. The reward of the
+           samples trained is no yardstick: what is done first is trained first, and the long ones in progress are the hard ones
+learning rate  the same for all: of 1.5e-4, 3e-4 and 6e-4 the one with which G = 1, on-policy, ends with the best score (--settings G=1 --lr ...)
+stable     every run ends at most DROP below its best score, and higher than it began
+to score   time until the score is SHARE of the way from where the runs of the stable settings begin (on average) to where the lowest of them ends
 cores      CPU seconds of the processes (/proc) / time. tok/core-s: tokens sampled or trained / CPU seconds of engines or trainer; that of engines
            falls when few sequences are in progress, as at the end of a generation phase
 
@@ -31,9 +32,9 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARE, WINDOW, DROP = 0.9, 32, 0.1
+SHARE, WINDOW, DROP = 0.9, 3, 0.1
 COMMON = dict(task="tail", steps=160, batch_size=64, attempts=4, max_new_tokens=410, max_model_len=416, row_tokens=1024, lr=3e-4, warmup_steps=3, lr_schedule="constant",
-              eval_problems=250, eval_every=0, save_every=0)
+              eval_problems=300, eval_every=20, save_every=0)
 # As many sequences in progress as a step has samples keep the data fresh; a generation phase starts all it can at once.
 PIPELINE = dict(max_lag=4, engines=1, engine_threads=1, trainers=1, trainer_threads=1, concurrency=64)
 CONVENTIONAL = dict(engines=2, engine_threads=1, trainers=1, trainer_threads=1, concurrency=512)
@@ -62,7 +63,7 @@ def cpu_seconds(session):
 
 
 def one_run(name, knobs, seed, port, out):
-    """`bash run.sh toy --knob value ...` -> dict(curve: {key: [one number per step]}, cpu: {engine, trainer, rest: CPU seconds in that time}, held_out: [before, after])."""
+    """`bash run.sh toy --knob value ...` -> dict(curve: {key: [one number per step]}, cpu: {engine, trainer, rest: CPU seconds in that time})."""
     flags = [x for k, v in (COMMON | knobs | dict(seed=seed, port=port, out=str(out), run=name, fresh=True)).items() for x in (f"--{k}", *map(str, v if isinstance(v, tuple) else [v]))]
     process = subprocess.Popen(["bash", "run.sh", "toy", *flags], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
                                env=os.environ | {"PIPELINE_PYTHON": os.environ.get("PIPELINE_PYTHON", sys.executable)})
@@ -89,19 +90,19 @@ def one_run(name, knobs, seed, port, out):
         raise RuntimeError(f"{name} ended with exit code {process.returncode}:\n{''.join(words[-25:])}")
     lines = [json.loads(x) for x in Path(out, name, "metrics.jsonl").read_text().splitlines()]
     steps, evals = [x for x in lines if "step" in x], [x for x in lines if "eval" in x]
-    curve = curve_of(steps, evals[0]["wall_s"])
+    curve = curve_of(steps, evals)
     end = ended[len(steps)]
     spent = lambda who: float(np.diff(np.interp([end - curve["time"][-1], end], [t for t, _ in seen], [x[who] for _, x in seen]))[0])
-    return dict(curve=curve, cpu={who: spent(who) for who in ("engine", "trainer", "rest")}, held_out=[e["eval"]["tail"] for e in (evals[0], evals[-1])])
+    return dict(curve=curve, cpu={who: spent(who) for who in ("engine", "trainer", "rest")})
 
 
-def curve_of(steps, begin):
-    """Lines of metrics.jsonl -> columns; time: seconds since `begin` (a wall_s) at each step's end. Nothing counts that was before it."""
-    ends = np.array([x["wall_s"] for x in steps])
+def curve_of(steps, evals):
+    """Lines of metrics.jsonl -> columns; time: seconds at each step's end since the first evaluation, before which nothing counts; scores: [[version, score]]."""
+    ends, begin = np.array([x["wall_s"] for x in steps]), evals[0]["wall_s"]
     curve = {k: [x[k] for x in steps] for k in ("samples", "reward", "lag_max", "lag_mean", "ess", "tokens", "sync_s")}
     waits = [x["wait_data_s"] for x in steps]
     waits[0] = min(waits[0], ends[0] - begin)
-    return curve | dict(time=(ends - begin).tolist(), wait_data_s=waits, sampled=[sum(t["tokens"] * t["samples"] for t in x["by_task"].values()) for x in steps])
+    return curve | dict(scores=[[e["version"], e["eval"]["tail"]] for e in evals], time=(ends - begin).tolist(), wait_data_s=waits, sampled=[sum(t["tokens"] * t["samples"] for t in x["by_task"].values()) for x in steps])
 
 
 # ------------------------------------------------------------------------------------------------ what is made of them
@@ -115,29 +116,29 @@ def smooth(y, window):
 
 
 def smoothed(curve):
-    """(times, mean reward of the last WINDOW steps) from the first step on that has so many before it; half the run if it is short."""
-    window = max(min(WINDOW, len(curve["reward"]) // 2), 1)
-    return np.array(curve["time"][window - 1:]), smooth(curve["reward"], window)[window - 1:]
+    """(versions, times, mean held-out score of the last WINDOW evaluations, of fewer at the beginning)."""
+    versions, scores = zip(*curve["scores"])
+    return np.array(versions), np.array([0.0, *curve["time"]])[list(versions)], smooth(scores, WINDOW)
 
 
 def time_to(curve, level):
-    """Seconds until the smoothed reward first reaches `level`, straight lines between steps; None: never."""
-    t, y = smoothed(curve)
+    """Seconds until the smoothed score first reaches `level`, straight lines between evaluations; None: never."""
+    _, t, y = smoothed(curve)
     k = next((k for k, x in enumerate(y) if x >= level), None)
     return None if k is None else float(t[0] if k == 0 else t[k - 1] + (t[k] - t[k - 1]) * (level - y[k - 1]) / (y[k] - y[k - 1]))
 
 
 def stable(curves):
     """Did all runs of a setting end no more than DROP below their best, and higher than they began?"""
-    rewards = [smoothed(c)[1] for c in curves]
-    return all(y[-1] >= y.max() - DROP and y[-1] > y[0] for y in rewards)
+    scores = [smoothed(c)[2] for c in curves]
+    return all(y[-1] >= y.max() - DROP and y[-1] > y[0] for y in scores)
 
 
-def fixed_reward(runs):
-    """{setting: [run]} -> the reward that times are compared at, from the runs of the stable settings (of all, if there is none)."""
+def fixed_score(runs):
+    """{setting: [run]} -> the score that times are compared at, from the runs of the stable settings (of all, if there is none)."""
     chosen = [x["curve"] for r in runs.values() if stable([x["curve"] for x in r]) for x in r] or [x["curve"] for r in runs.values() for x in r]
-    begin = np.mean([smoothed(c)[1][0] for c in chosen])
-    return float(begin + SHARE * (min(smoothed(c)[1][-1] for c in chosen) - begin))
+    begin = np.mean([smoothed(c)[2][0] for c in chosen])
+    return float(begin + SHARE * (min(smoothed(c)[2][-1] for c in chosen) - begin))
 
 
 def row_of(runs, level):
@@ -146,37 +147,37 @@ def row_of(runs, level):
     times = [time_to(r["curve"], level) for r in runs]
     reached = [t for t in times if t is not None]
     return dict(times=times, time=float(np.mean(reached)) if len(reached) == len(times) else None, spread=[min(reached), max(reached)] if reached else None,
-                stable=stable([r["curve"] for r in runs]), final=mean(lambda c, _: smoothed(c)[1][-1]), whole=mean(lambda c, _: c["time"][-1]),
+                stable=stable([r["curve"] for r in runs]), begin=mean(lambda c, _: smoothed(c)[2][0]), final=mean(lambda c, _: smoothed(c)[2][-1]), reward=mean(lambda c, _: np.mean(c["reward"][-20:])), whole=mean(lambda c, _: c["time"][-1]),
                 tokens_s=mean(lambda c, _: sum(c["sampled"]) / c["time"][-1]), lag_max=mean(lambda c, _: max(c["lag_max"])), lag_mean=mean(lambda c, _: np.mean(c["lag_mean"])),
-                ess=mean(lambda c, _: np.mean(c["ess"])), held_out=np.mean([r["held_out"] for r in runs], axis=0).tolist(), waits=mean(lambda c, _: sum(c["wait_data_s"]) / c["time"][-1]), sends=mean(lambda c, _: sum(c["sync_s"]) / c["time"][-1]),
+                ess=mean(lambda c, _: np.mean(c["ess"])), waits=mean(lambda c, _: sum(c["wait_data_s"]) / c["time"][-1]), sends=mean(lambda c, _: sum(c["sync_s"]) / c["time"][-1]),
                 engine_cores=mean(lambda c, u: u["engine"] / c["time"][-1]), trainer_cores=mean(lambda c, u: u["trainer"] / c["time"][-1]), rest_cores=mean(lambda c, u: u["rest"] / c["time"][-1]),
                 engine_tok=mean(lambda c, u: sum(c["sampled"]) / max(u["engine"], 1e-9)), trainer_tok=mean(lambda c, u: sum(c["tokens"]) / max(u["trainer"], 1e-9)))
 
 
 def summary(runs):
-    """{setting: [run per seed]} -> dict(reward, rows, best, ratio, ratios): the best stable G's time to the fixed reward / the pipeline's, of the means and seed by seed."""
-    level = fixed_reward(runs)
+    """{setting: [run per seed]} -> dict(score, rows, best, ratio, ratios): the best stable G's time to the fixed score / the pipeline's, of the means and seed by seed."""
+    level = fixed_score(runs)
     rows = {s: row_of(r, level) for s, r in runs.items()}
     others = {s: row["time"] for s, row in rows.items() if s != "pipeline" and row["stable"] and row["time"]}
     best, ours = min(others, key=others.get, default=None), rows.get("pipeline", {}).get("time")
     ratio = others[best] / ours if best and ours else None
     ratios = [b / a for a, b in zip(rows["pipeline"]["times"], rows[best]["times"])] if ratio else []
-    return dict(reward=level, rows=rows, best=best, ratio=ratio, ratios=ratios)
+    return dict(score=level, rows=rows, best=best, ratio=ratio, ratios=ratios)
 
 
 def words(found, lengths):
     """The table and what it says, as printable lines."""
-    yield f"lengths {lengths}; fixed reward {found['reward']:.3f}: {100 * SHARE:.0f}% of the way from the beginning to where the lowest run of the stable settings ends; mean over seeds (lowest-highest)"
-    yield (f"{'':<10} {'s to reward':>20} {'final':>6} {'held-out':>14} {'stable':>6} {'s, all':>7} {'tok/s':>6} {'lag max':>7} {'mean':>5} {'ESS':>5} | trainer {'waits':>6} {'sends':>6} | "
+    yield f"lengths {lengths}; fixed score {found['score']:.3f}: {100 * SHARE:.0f}% of the way from the beginning to where the lowest run of the stable settings ends; mean over seeds (lowest-highest)"
+    yield (f"{'':<10} {'s to score':>20} {'held-out score':>16} {'reward':>6} {'stable':>6} {'s, all':>7} {'tok/s':>6} {'lag max':>7} {'mean':>5} {'ESS':>5} | trainer {'waits':>6} {'sends':>6} | "
            f"cores: {'engine':>6} {'trainer':>7} {'rest':>5} | tok/core-s: {'engine':>6} {'trainer':>7}")
     for s, r in found["rows"].items():
         time_ = "-" if r["spread"] is None else f"{r['time']:.1f} ({r['spread'][0]:.1f}-{r['spread'][1]:.1f})" if r["time"] else f"{sum(t is not None for t in r['times'])} of {len(r['times'])} runs"
-        yield (f"{s:<10} {time_:>20} {r['final']:>6.3f} {r['held_out'][0]:>5.3f} -> {r['held_out'][1]:>5.3f} {'yes' if r['stable'] else 'no':>6} {r['whole']:>7.1f} {r['tokens_s']:>6.0f} {r['lag_max']:>7.1f} {r['lag_mean']:>5.2f} {r['ess']:>5.3f} | "
+        yield (f"{s:<10} {time_:>20} {r['begin']:>6.3f} -> {r['final']:>6.3f} {r['reward']:>6.3f} {'yes' if r['stable'] else 'no':>6} {r['whole']:>7.1f} {r['tokens_s']:>6.0f} {r['lag_max']:>7.1f} {r['lag_mean']:>5.2f} {r['ess']:>5.3f} | "
                f"{'':7} {100 * r['waits']:>5.0f}% {100 * r['sends']:>5.0f}% | {'':6} {r['engine_cores']:>6.2f} {r['trainer_cores']:>7.2f} {r['rest_cores']:>5.2f} | {'':11} {r['engine_tok']:>6.0f} {r['trainer_tok']:>7.0f}")
     if found["ratio"]:
-        yield f"pipeline: {found['ratio']:.2f} times as fast to that reward as the best stable conventional setting ({found['best']}); seed by seed {' '.join(f'{x:.2f}' for x in found['ratios'])}"
+        yield f"pipeline: {found['ratio']:.2f} times as fast to that score as the best stable conventional setting ({found['best']}); seed by seed {' '.join(f'{x:.2f}' for x in found['ratios'])}"
     else:
-        yield "no ratio: the pipeline, or every stable conventional setting, has runs that never reach that reward"
+        yield "no ratio: the pipeline, or every stable conventional setting, has runs that never reach that score"
 
 
 def draw(runs, lengths, path):
@@ -185,13 +186,13 @@ def draw(runs, lengths, path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     figure, axes = plt.subplots(1, 5, figsize=(26, 5), constrained_layout=True)
-    panels = [("time", "reward", "reward against time"), ("samples", "reward", "reward against samples"), ("time", "samples", "samples against time"),
+    panels = [("time", "score", "held-out score against time"), ("samples", "score", "held-out score against samples"), ("time", "samples", "samples against time"),
               ("samples", "lag_max", "max lag, versions"), ("samples", "ess", "effective sample size")]
     for ax, (x, y, title) in zip(axes, panels):
         for i, (setting, found) in enumerate(runs.items()):
             curves = [r["curve"] for r in found]
-            series = [(smoothed(c)[1] if y == "reward" else c[y]) for c in curves]
-            places = [c[x][-len(line):] for c, line in zip(curves, series)]
+            series = [(smoothed(c)[2] if y == "score" else c[y]) for c in curves]
+            places = [np.array([0, *c[x]])[smoothed(c)[0]] if y == "score" else c[x] for c in curves]
             grid = np.linspace(max(p[0] for p in places), min(p[-1] for p in places), 200)
             lines = np.array([np.interp(grid, p, line) for p, line in zip(places, series)])
             color = "k" if setting == "pipeline" else plt.cm.viridis(i / len(runs))
@@ -199,7 +200,7 @@ def draw(runs, lengths, path):
             ax.fill_between(grid, lines.min(0), lines.max(0), color=color, alpha=0.12)
         ax.set(title=title, xlabel="seconds" if x == "time" else "samples")
         ax.grid(alpha=0.3)
-    axes[0].axhline(fixed_reward(runs), color="C3", linestyle=":", label="fixed reward")
+    axes[0].axhline(fixed_score(runs), color="C3", linestyle=":", label="fixed score")
     axes[0].legend(loc="lower right")
     figure.suptitle(f"pipeline and conventional RL, lengths {lengths}, {max(map(len, runs.values()))} seeds")
     figure.savefig(path, dpi=80)
@@ -211,6 +212,7 @@ def main(argv=None):
     p.add_argument("--seeds", type=int, default=3)
     p.add_argument("--steps", type=int, default=0, help="optimizer steps of every run; 0: the study's")
     p.add_argument("--settings", default="", help="of " + ", ".join(SETTINGS) + ", with commas between them; empty: all")
+    p.add_argument("--lr", type=float, default=0.0, help="another learning rate than the study's")
     p.add_argument("--port", type=int, default=8900)
     p.add_argument("--quick", action="store_true", help="one seed, pipeline and G = 1, 8, few steps")
     p.add_argument("--setups", action="store_true", help="samples/s of every division of engines and threads, one seed, few steps")
@@ -219,7 +221,8 @@ def main(argv=None):
     settings = SETUPS if a.setups else {s: SETTINGS[s] for s in (a.settings.split(",") if a.settings else ["pipeline", "G=1", "G=8"] if a.quick else SETTINGS)}
     seeds, steps = 1 if a.quick or a.setups else a.seeds, a.steps or (24 if a.quick or a.setups else COMMON["steps"])
     data = dict(train_data="equal", eval_data="equal") if a.lengths == "equal" else {}
-    name = f"compare-{a.lengths}" + "-quick" * a.quick + "-setups" * a.setups
+    data |= dict(lr=a.lr) if a.lr else {}
+    name = f"compare-{a.lengths}" + f"-lr{a.lr:g}" * bool(a.lr) + "-quick" * a.quick + "-setups" * a.setups
     folder = Path(ROOT, "out", "bench")
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{name}.json"
@@ -233,7 +236,7 @@ def main(argv=None):
         done[key] = dict(knobs=knobs) | one_run(re.sub(r"\W+", "-", f"{name}-{s}-seed{seed}"), knobs, seed, a.port, folder / "compare-runs")
         file.write_text(json.dumps(done))
         curve = done[key]["curve"]
-        print(f"{key}: {curve['samples'][-1]} samples in {curve['time'][-1]:.1f} s, {curve['samples'][-1] / curve['time'][-1]:.0f} samples/s, reward {smoothed(curve)[1][-1]:.3f}, "
+        print(f"{key}: {curve['samples'][-1]} samples in {curve['time'][-1]:.1f} s, {curve['samples'][-1] / curve['time'][-1]:.0f} samples/s, score {smoothed(curve)[2][-1]:.3f}, "
               f"{time.time() - begun:.0f} s with start-up", flush=True)
     runs = {s: [done[k] for seed in range(seeds) if (k := f"{s}, seed {seed}") in done] for s in settings}
     runs = {s: r for s, r in runs.items() if r}

@@ -8,7 +8,7 @@ lag   the question that paper leaves open: the same run, of high lag, with only 
       threshold, or one window alone. The gradient is divided by the tokens that are left (`--normalizer tokens`).
 dpo   the other one: at high lag, the policy loss, the policy loss on recent tokens only, and both with a DPO term on (best, worst) pairs; DPO alone
 
-Reward is the mean of the last 32 steps. Runs that are done are kept in out/bench/study-<name>.json: the same command goes on. --quick: one seed, few steps.
+Scores are held-out, mean of the last 3 evaluations. Runs that are done are kept in out/bench/study-<name>.json: the same command goes on. --quick: one seed, few steps.
 """
 import argparse
 import json
@@ -44,41 +44,41 @@ def row_of(runs):
     """One line of the table from a setting's runs."""
     lines = [x for r in runs for x in r["steps"]]
     mean = lambda k: float(np.mean([x[k] for x in lines]))
-    ends = [float(smooth([x["reward"] for x in r["steps"]])[-1]) for r in runs]
+    ends = [float(np.mean([score for _, score in r["scores"][-3:]])) for r in runs]
     pairs = [x["dpo"] for x in lines if x.get("dpo") is not None]
-    return dict(final=float(np.mean(ends)), spread=[min(ends), max(ends)], begin=float(np.mean([x["reward"] for r in runs for x in r["steps"][:8]])), kl=mean("kl_behavior"), ess=mean("ess"),
+    return dict(final=float(np.mean(ends)), spread=[min(ends), max(ends)], begin=float(np.mean([r["scores"][0][1] for r in runs])), kl=mean("kl_behavior"), ess=mean("ess"),
                 lag_mean=mean("lag_mean"), lag_max=max(x["lag_max"] for x in lines), late=sum(x["late"] for x in lines) / sum(x["late"] + sum(b["tokens"] for b in x["by_lag"].values()) for x in lines),
                 dpo=float(np.mean(pairs)) if pairs else None, by_lag=lag_rows(lines))
 
 
 def words(rows):
     """The table, as printable lines."""
-    yield f"{'':<26} {'reward at the end':>20} {'ESS':>6} {'KL':>9} {'lag mean':>9} {'max':>4} {'left out':>9} {'DPO':>6}   KL by lag"
+    yield f"{'':<26} {'score at the end':>27} {'ESS':>6} {'KL':>9} {'lag mean':>9} {'max':>4} {'left out':>9} {'DPO':>6}   KL by lag"
     for s, r in rows.items():
         by_lag = "  ".join(f"{b}: {r['by_lag'][b][1]:.1e}" for b in ("0", "1", "2", "3-4", "5-8", "9+") if b in r["by_lag"])
-        yield (f"{s:<26} {r['final']:>6.3f} ({r['spread'][0]:.3f}-{r['spread'][1]:.3f}) {r['ess']:>6.3f} {r['kl']:>9.1e} {r['lag_mean']:>9.2f} {r['lag_max']:>4} {100 * r['late']:>8.0f}% "
+        yield (f"{s:<26} {r['begin']:.3f} -> {r['final']:.3f} ({r['spread'][0]:.3f}-{r['spread'][1]:.3f}) {r['ess']:>6.3f} {r['kl']:>9.1e} {r['lag_mean']:>9.2f} {r['lag_max']:>4} {100 * r['late']:>8.0f}% "
                f"{'-' if r['dpo'] is None else format(r['dpo'], '.3f'):>6}   {by_lag}")
 
 
 def draw(study, runs, rows, path):
-    """Reward and KL against the step, mean over seeds; KL by lag, or the rewards at the end."""
+    """Score and KL against the step, mean over seeds; KL by lag, or the scores at the end."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     figure, axes = plt.subplots(1, 3, figsize=(20, 5), constrained_layout=True)
     for i, (setting, found) in enumerate(runs.items()):
-        for ax, key in zip(axes, ("reward", "kl_behavior")):
-            n = min(len(r["steps"]) for r in found)
-            ax.plot(np.arange(1, n + 1), np.mean([smooth([x[key] for x in r["steps"][:n]]) for r in found], 0), color=f"C{i}", label=setting)
+        n = min(len(r["steps"]) for r in found)
+        axes[0].plot([v for v, _ in found[0]["scores"]], np.mean([smooth([y for _, y in r["scores"]], 3) for r in found], 0), color=f"C{i}", label=setting)
+        axes[1].plot(np.arange(1, n + 1), np.mean([smooth([x["kl_behavior"] for x in r["steps"][:n]], 10) for r in found], 0), color=f"C{i}")
         if study == "kl":
             buckets = [b for b in ("0", "1", "2", "3-4", "5-8", "9+") if b in rows[setting]["by_lag"]]
             axes[2].plot(buckets, [rows[setting]["by_lag"][b][1] for b in buckets], "o-", color=f"C{i}", label=setting)
         else:
             axes[2].bar(i, rows[setting]["final"], color=f"C{i}")
             axes[2].errorbar(i, rows[setting]["final"], [[rows[setting]["final"] - rows[setting]["spread"][0]], [rows[setting]["spread"][1] - rows[setting]["final"]]], color="k")
-    axes[0].set(title="reward, mean of the last 32 steps", xlabel="step")
+    axes[0].set(title="held-out score, mean of the last 3 evaluations", xlabel="step")
     axes[1].set(title="KL(behaviour || trained policy), nats per token", xlabel="step", yscale="log")
-    axes[2].set(**dict(title="the same by lag of the token, versions", yscale="log") if study == "kl" else dict(title="reward at the end, lowest and highest seed", xticks=[]))
+    axes[2].set(**dict(title="the same by lag of the token, versions", yscale="log") if study == "kl" else dict(title="score at the end, lowest and highest seed", xticks=[]))
     axes[0].legend()
     for ax in axes:
         ax.grid(alpha=0.3)
@@ -107,10 +107,10 @@ def main(argv=None):
             begun, run = time.time(), re.sub(r"\W+", "-", f"{name}-{s}-seed{seed}")
             one_run(run, knobs, seed, a.port, folder / "study-runs")
             lines = [json.loads(x) for x in (folder / "study-runs" / run / "metrics.jsonl").read_text().splitlines()]
-            keep = ("reward", "kl_behavior", "ess", "lag_mean", "lag_max", "late", "dpo", "by_lag")
-            done[key] = dict(knobs=knobs, steps=[{k: x[k] for k in keep} for x in lines if "step" in x])
+            keep = ("kl_behavior", "ess", "lag_mean", "lag_max", "late", "dpo", "by_lag")
+            done[key] = dict(knobs=knobs, steps=[{k: x[k] for k in keep} for x in lines if "step" in x], scores=[[x["version"], x["eval"]["tail"]] for x in lines if "eval" in x])
             file.write_text(json.dumps(done))
-            print(f"{key}: reward {smooth([x['reward'] for x in done[key]['steps']])[-1]:.3f}, {time.time() - begun:.0f} s with start-up", flush=True)
+            print(f"{key}: score {np.mean([y for _, y in done[key]['scores'][-3:]]):.3f}, {time.time() - begun:.0f} s with start-up", flush=True)
     runs = {s: [done[k] for seed in range(seeds) if (k := f"{s}, seed {seed}") in done] for s in STUDIES[a.study]}
     runs = {s: r for s, r in runs.items() if r}
     if not runs:

@@ -12,11 +12,11 @@ from tasks import _tiny, tail
 
 
 def run_of(rewards, step_s=2.0, **columns):
-    """A made-up run: one reward per step, every step as long."""
+    """A made-up run: one evaluation per step, every step as long."""
     n = len(rewards)
-    curve = dict(reward=list(rewards), time=[step_s * (i + 1) for i in range(n)], samples=[64 * (i + 1) for i in range(n)], tokens=[200] * n, sampled=[100] * n,
+    curve = dict(reward=list(rewards), scores=[[i + 1, x] for i, x in enumerate(rewards)], time=[step_s * (i + 1) for i in range(n)], samples=[64 * (i + 1) for i in range(n)], tokens=[200] * n, sampled=[100] * n,
                  lag_max=[3] * n, lag_mean=[1.0] * n, ess=[0.9] * n, wait_data_s=[0.5] * n, sync_s=[0.1] * n) | columns
-    return dict(curve=curve, cpu=dict(engine=n * 1.0, trainer=n * 0.5, rest=0.0), held_out=[0.2, 0.7])
+    return dict(curve=curve, cpu=dict(engine=n * 1.0, trainer=n * 0.5, rest=0.0))
 
 
 @pytest.fixture(autouse=True)
@@ -29,11 +29,11 @@ def test_smoothing_looks_back_only():
     assert compare.smooth([0, 0, 0, 4, 0], 4).tolist() == [0, 0, 0, 1, 1]
 
 
-def test_time_to_a_reward():
+def test_time_to_a_score():
     curve = run_of(np.arange(10) / 10)["curve"]  # the smoothed reward is 0.15 at step 4, 8 s, and grows by 0.1 per step of 2 s
     assert compare.time_to(curve, 0.15) == pytest.approx(8) and compare.time_to(curve, 0.2) == pytest.approx(9) and compare.time_to(curve, 0.75) == pytest.approx(20)
     assert compare.time_to(curve, 0.76) is None
-    assert compare.time_to(run_of([1, 0, 0, 0, 0, 1, 1, 1])["curve"], 0.3) == pytest.approx(12.4)  # one good step at the beginning is not enough: smoothed 0.25, 0, 0.25, 0.5 at 8, 10, 12, 14 s
+    assert compare.time_to(run_of([0.2, 0, 0, 0, 0, 1, 1, 1])["curve"], 0.3) == pytest.approx(12.4)  # smoothed 0.05, 0, 0.25, 0.5 at 8, 10, 12, 14 s
 
 
 def test_stable_settings():
@@ -46,8 +46,8 @@ def test_the_ratio_is_that_of_the_best_stable_setting():
     rising, fallen = np.linspace(0, 1, 20), np.r_[np.linspace(0, 1, 5), np.zeros(15)]
     runs = {"pipeline": [run_of(rising, 1.0), run_of(rising, 2.0)], "G=1": [run_of(rising, 6.0)] * 2, "G=2": [run_of(rising, 3.0)] * 2, "G=4": [run_of(fallen, 0.1)] * 2}
     found = compare.summary(runs)
-    begin, end = np.mean(rising[:4]), np.mean(rising[-4:])
-    assert found["reward"] == pytest.approx(begin + 0.9 * (end - begin))
+    begin, end = rising[0], np.mean(rising[-4:])
+    assert found["score"] == pytest.approx(begin + 0.9 * (end - begin))
     assert found["best"] == "G=2" and found["ratio"] == pytest.approx(2.0) and found["ratios"] == pytest.approx([3.0, 1.5])
     row = found["rows"]["pipeline"]
     assert row["tokens_s"] == pytest.approx((100 + 50) / 2) and row["waits"] == pytest.approx((0.5 + 0.25) / 2) and row["engine_tok"] == pytest.approx(100) and row["lag_max"] == 3
@@ -65,7 +65,8 @@ def test_a_pipeline_that_never_gets_there_has_no_ratio():
 def test_time_starts_with_the_sampling_of_the_first_step():
     lines = [dict(wall_s=40.0 + 2 * i, tokens=300, train_tok_s=150.0, samples=64 * i, reward=0.5, lag_max=1, lag_mean=0.5, ess=1.0, wait_data_s=5.0 if i == 1 else 1.0, sync_s=0.1,
                   by_task={"a": dict(tokens=3.0, samples=32), "b": dict(tokens=5.0, samples=32)}) for i in range(1, 4)]
-    curve = compare.curve_of(lines, 38.5)
+    curve = compare.curve_of(lines, [dict(wall_s=38.5, version=0, eval={"tail": 0.2}), dict(wall_s=50.0, version=3, eval={"tail": 0.4})])
+    assert curve["scores"] == [[0, 0.2], [3, 0.4]] and [x.tolist() for x in compare.smoothed(curve)] == [[0, 3], [0, 7.5], pytest.approx([0.2, 0.3])]
     assert curve["time"] == pytest.approx([3.5, 5.5, 7.5]) and curve["wait_data_s"] == pytest.approx([3.5, 1, 1]) and curve["sampled"] == [256] * 3
 
 
