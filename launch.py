@@ -188,7 +188,7 @@ def watch(run_dir, node, token, why):
                 elif values["state"] == "done" and k == 0:
                     trouble = "done"
                 elif values["state"] not in ("running", "done"):
-                    trouble = f"{name} has stopped: {values['state']}"
+                    trouble = values["state"] if values["state"].startswith("node ") else f"{name} has stopped: {values['state']}"  # the first cause
                 elif time.monotonic() - sign.seen[k] > SILENT:
                     trouble = f"{name} has given no sign of life for {SILENT:.0f} s: it is dead or cut off"
             if trouble is None and (told := signal.sigtimedwait({signal.SIGTERM, signal.SIGUSR1}, 1.0)):

@@ -18,6 +18,7 @@ import actor
 import config as cfg
 import launch
 from conftest import ROOT
+from fake_engine import fake_vllm
 from test_run import leftovers, metrics
 
 KNOBS = ("--port", "8860", "--eval_problems", "32", "--eval_every", "0", "--start_timeout", "280")
@@ -140,8 +141,7 @@ def test_a_silent_node_is_named_and_a_stopped_one_quoted(tmp_path):
     nodes[2].kill()
     assert [p.wait(60) for p in nodes[:2]] == [1, 1]
     words = [p.stderr.read() for p in nodes[:2]]
-    assert any("nodes: node 2 (10.0.0.2) has given no sign of life for 20 s" in w for w in words)
-    assert all("node 2 (10.0.0.2)" in w for w in words)  # or: node 0 has stopped: node 2 has given no sign
+    assert all("nodes: node 2 (10.0.0.2) has given no sign of life for 20 s" in w for w in words)
     # a node that stops says why, and goes on giving signs of life until it is told to end
     nodes = start()
     (tmp_path / "why1").write_text("actor died with exit code 1\n")
@@ -180,11 +180,11 @@ class Hosts:
             time.sleep(0.01)
         sh("nsenter", "-t", process.pid, "-n", "bash", "-ec", script)
 
-    def start(self, k, n, *argv):
+    def start(self, k, n, *argv, **environment):
         """Boot host k and let it run run.sh as node k of n. Its words go to <folder>/host<k>.txt."""
         self.number += 1
         link, log = f"v{self.number}", self.folder / f"host{k}.txt"
-        environment = os.environ | {"NNODES": str(n), "NODE_RANK": str(k), "MASTER_ADDR": "10.77.0.1", "RUN_MARK": str(self.folder)}
+        environment = os.environ | environment | {"NNODES": str(n), "NODE_RANK": str(k), "MASTER_ADDR": "10.77.0.1", "RUN_MARK": str(self.folder)}
         begin = 'until ip addr | grep -q 10.77.0; do sleep 0.05; done; exec bash run.sh "$@"'
         host = subprocess.Popen(["unshare", "-n", "-p", "-f", "--mount-proc", "--kill-child", "bash", "-c", begin, "run", "toy", "--out", str(self.folder), "--run", "n", *KNOBS, *map(str, argv)],
                                 cwd=ROOT, env=environment, stdout=open(log, "w"), stderr=subprocess.STDOUT)
@@ -253,8 +253,10 @@ def test_three_hosts_train_one_dies_and_the_same_command_continues(hosts, tmp_pa
 
 
 def test_trainer_ranks_on_two_hosts(hosts, tmp_path, base_model):
+    """With a FAKE engine, to save its start; the real one is in the test above."""
+    fake = str(fake_vllm(tmp_path / "fake"))
     for k in range(2):
-        hosts.start(k, 2, "--steps", 3, "--batch_size", 64, "--trainers", 2, "--trainer_nodes", 2, "--max_lag", 0)
+        hosts.start(k, 2, "--steps", 3, "--batch_size", 64, "--trainers", 2, "--trainer_nodes", 2, "--max_lag", 0, PYTHONPATH=fake)
     assert [hosts.hosts[k][0].wait(280) for k in range(2)] == [0, 0], "\n".join(hosts.words(k) for k in range(2))
     assert [x["samples"] for x in metrics(tmp_path / "n")[0]] == [64, 128, 192]
     assert "accelerate" in (tmp_path / "n" / "logs" / "train.node1.log").read_text()

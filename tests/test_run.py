@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from conftest import ROOT
+from fake_engine import fake_vllm
 
 KEYS = ("step version samples tokens wall_s reward success loss grad_norm lr entropy ess kl_behavior mismatch lag_mean lag_max clip_frac dropped "
         "train_tok_s gen_tok_s gen_idle wait_data_s sync_s arm_s gather_s send_s wait_s pause_s late skipped kl_ref by_lag problems drops").split()
@@ -137,9 +138,9 @@ def test_kill_continue_interrupt(tmp_path, base_model):
             time.sleep(0.02)
         return p
 
-    def start_and_wait_for(text):
+    def start_and_wait_for(text, **environment):
         with open(log, "w") as f:
-            p = subprocess.Popen(command(tmp_path, "k", 8730, *knobs), cwd=ROOT, stdout=f, stderr=f, env=os.environ | {"RUN_MARK": str(tmp_path)})
+            p = subprocess.Popen(command(tmp_path, "k", 8730, *knobs), cwd=ROOT, stdout=f, stderr=f, env=os.environ | environment | {"RUN_MARK": str(tmp_path)})
         return wait_for(p, text)
 
     def victim(what):
@@ -155,8 +156,9 @@ def test_kill_continue_interrupt(tmp_path, base_model):
     text = log.read_text()
     assert "run.sh: actor died with exit code 137" in text and "everything is stopped" in text
     assert leftovers(tmp_path) == []
-    # the same command continues; Ctrl-C leaves no process
-    p = start_and_wait_for("[train] step")
+    # the same command continues; Ctrl-C leaves no process. From here on with a FAKE engine, to save the real one's start
+    fake = dict(PYTHONPATH=str(fake_vllm(tmp_path / "fake")))
+    p = start_and_wait_for("[train] step", **fake)
     assert int(re.search(r"continuing .* from step (\d+)", log.read_text())[1]) >= 5  # the trainer saved its work before it was stopped
     p.send_signal(signal.SIGINT)
     assert p.wait(60) == 130
@@ -165,7 +167,7 @@ def test_kill_continue_interrupt(tmp_path, base_model):
     done = max(x["step"] for x in metrics(tmp_path / "k")[0])
     assert (tmp_path / "k" / "checkpoints" / f"step_{done:06d}").exists() and f"version {done} is saved" in log.read_text()
     # kill -9 of the launcher: nothing outlives it, and its work is saved, too
-    p = start_and_wait_for(f"step {done + 1}/16")
+    p = start_and_wait_for(f"step {done + 1}/16", **fake)
     p.kill()
     p.wait()
     deadline = time.time() + 45
@@ -175,7 +177,7 @@ def test_kill_continue_interrupt(tmp_path, base_model):
     again = max(x["step"] for x in metrics(tmp_path / "k")[0])
     assert again > done and (tmp_path / "k" / "checkpoints" / f"step_{again:06d}").exists()
     # and once more, to the end
-    p = start_and_wait_for("picture")
+    p = start_and_wait_for("picture", **fake)
     assert p.wait(60) == 0
     steps, evals = metrics(tmp_path / "k")
     assert [x["step"] for x in steps] == list(range(1, 17)) and steps[-1]["samples"] == 16 * 64
