@@ -33,7 +33,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARE, WINDOW, DROP = 0.9, 3, 0.1
-COMMON = dict(task="tail", steps=160, batch_size=64, attempts=4, max_new_tokens=410, max_model_len=416, row_tokens=1024, lr=3e-4, warmup_steps=3, lr_schedule="constant",
+COMMON = dict(task="tail", steps=100, batch_size=64, attempts=4, max_new_tokens=410, max_model_len=416, row_tokens=1024, lr=3e-4, warmup_steps=3, lr_schedule="constant",
               eval_problems=300, eval_every=20, save_every=0)
 # As many sequences in progress as a step has samples keep the data fresh; a generation phase starts all it can at once.
 PIPELINE = dict(max_lag=4, engines=1, engine_threads=1, trainers=1, trainer_threads=1, concurrency=64)

@@ -1,6 +1,6 @@
 """What do old tokens do to learning? Three short studies on the task `tail`, each a handful of whole runs (compare.py's, real vLLM) and one figure.
 
-    python bench/studies.py kl|lag|dpo [--seeds 2] [--steps 150] [--quick] [--plot] [--port 8950]
+    python bench/studies.py kl|lag|dpo [--seeds 2] [--steps 100] [--quick] [--plot] [--port 8950]
 
 kl    KL(behaviour || trained policy), k3 estimate over the trained tokens, of in-flight updates with stale KV cache, with recomputed KV cache, and of
       conventional RL at the same max lag: by step, and by lag of the token (arXiv 2509.19128, section 5.1)
@@ -89,7 +89,7 @@ def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("study", choices=STUDIES)
     p.add_argument("--seeds", type=int, default=2)
-    p.add_argument("--steps", type=int, default=150)
+    p.add_argument("--steps", type=int, default=100)
     p.add_argument("--quick", action="store_true")
     p.add_argument("--plot", action="store_true", help="no runs: table and figure of those that are there")
     p.add_argument("--port", type=int, default=8950)

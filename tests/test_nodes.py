@@ -243,8 +243,9 @@ def test_three_hosts_train_one_dies_and_the_same_command_continues(hosts, tmp_pa
     version = int(re.search(r"version (\d+) is saved", hosts.words(0))[1])
     assert version >= 3 and (tmp_path / "n" / "checkpoints" / f"step_{version:06d}").exists()
     assert leftovers(tmp_path) == []
+    fake = str(fake_vllm(tmp_path / "fake"))  # FAKE engines, to save the real ones' start
     for k in range(3):
-        hosts.start(k, 3, *argv)
+        hosts.start(k, 3, *argv, PYTHONPATH=fake)
     assert [hosts.hosts[k][0].wait(400) for k in range(3)] == [0, 0, 0], "\n".join(hosts.words(k) for k in range(3))
     assert f"from step {version}" in hosts.words(0) and "picture" in hosts.words(0)
     steps, _ = metrics(tmp_path / "n")

@@ -129,7 +129,7 @@ def test_dpo_pairs_add_their_gradient_however_they_are_packed(ranks, row_tokens,
             logprobs = torch.log_softmax(model(ids[None]).logits[0, :-1], -1).gather(1, ids[1:, None])[:, 0]
             ratios.append((logprobs[sampled] - torch.from_numpy(s["logprobs"])[1:][sampled]).sum())
         losses.append(-torch.log(torch.sigmoid(0.2 * (ratios[0] - ratios[1]))))
-    assert len(losses) > 3 and (row_tokens == 128) == (len(losses) == BATCH // 2)
+    assert len(losses) > 1 and (row_tokens == 128) == (len(losses) == BATCH // 2)
     (0.5 * sum(losses) / BATCH).backward()
     assert steps[0]["dpo"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
     for i, (p, q) in enumerate(zip(model.parameters(), expected)):
