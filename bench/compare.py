@@ -12,7 +12,8 @@ score      held-out, of the same 300 problems every 20 steps, mean of the last W
            samples trained is no yardstick: what is done first is trained first, and the long ones in progress are the hard ones
 learning rate  the same for all: of 1.5e-4, 3e-4 and 6e-4 the one with which G = 1, on-policy, ends with the best score (--settings G=1 --lr ...)
 stable     every run ends at most DROP below its best score, and higher than it began
-to score   time until the score is SHARE of the way from where the runs of the stable settings begin (on average) to where the lowest of them ends
+to n%      time until the score is n% of the way from where the runs of the stable settings begin (on average) to where the best stable conventional
+           setting ends; the pipeline is compared with the stable conventional setting that is there first
 cores      CPU seconds of the processes (/proc) / time. tok/core-s: tokens sampled or trained / CPU seconds of engines or trainer; that of engines
            falls when few sequences are in progress, as at the end of a generation phase
 
@@ -32,7 +33,7 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARE, WINDOW, DROP = 0.9, 3, 0.1
+SHARES, WINDOW, DROP = (0.5, 0.75, 0.9), 3, 0.1
 COMMON = dict(task="tail", steps=100, batch_size=64, attempts=4, max_new_tokens=410, max_model_len=416, row_tokens=1024, lr=3e-4, warmup_steps=3, lr_schedule="constant",
               eval_problems=300, eval_every=20, save_every=0)
 # As many sequences in progress as a step has samples keep the data fresh; a generation phase starts all it can at once.
@@ -134,19 +135,19 @@ def stable(curves):
     return all(y[-1] >= y.max() - DROP and y[-1] > y[0] for y in scores)
 
 
-def fixed_score(runs):
-    """{setting: [run]} -> the score that times are compared at, from the runs of the stable settings (of all, if there is none)."""
-    chosen = [x["curve"] for r in runs.values() if stable([x["curve"] for x in r]) for x in r] or [x["curve"] for r in runs.values() for x in r]
-    begin = np.mean([smoothed(c)[2][0] for c in chosen])
-    return float(begin + SHARE * (min(smoothed(c)[2][-1] for c in chosen) - begin))
+def fixed_scores(runs):
+    """{setting: [run]} -> the scores that times are compared at, one per share of SHARES, from the runs of the stable settings (of all, if there is none)."""
+    chosen = {s: [smoothed(x["curve"])[2] for x in r] for s, r in runs.items() if stable([x["curve"] for x in r])} or {s: [smoothed(x["curve"])[2] for x in r] for s, r in runs.items()}
+    begin = np.mean([y[0] for r in chosen.values() for y in r])
+    end = max(np.mean([y[-1] for y in r]) for s, r in chosen.items() if s != "pipeline" or len(chosen) == 1)
+    return [float(begin + share * (end - begin)) for share in SHARES]
 
 
-def row_of(runs, level):
-    """One line of the table from the runs of a setting, one per seed: means, and [lowest, highest] of the times."""
+def row_of(runs, levels):
+    """One line of the table from the runs of a setting, one per seed: means; times: of every level those of every seed, None where it is never reached; time: their mean if all are there."""
     mean = lambda f: float(np.mean([f(r["curve"], r["cpu"]) for r in runs]))
-    times = [time_to(r["curve"], level) for r in runs]
-    reached = [t for t in times if t is not None]
-    return dict(times=times, time=float(np.mean(reached)) if len(reached) == len(times) else None, spread=[min(reached), max(reached)] if reached else None,
+    times = [[time_to(r["curve"], level) for r in runs] for level in levels]
+    return dict(times=times, time=[None if None in t else float(np.mean(t)) for t in times],
                 stable=stable([r["curve"] for r in runs]), begin=mean(lambda c, _: smoothed(c)[2][0]), final=mean(lambda c, _: smoothed(c)[2][-1]), reward=mean(lambda c, _: np.mean(c["reward"][-20:])), whole=mean(lambda c, _: c["time"][-1]),
                 tokens_s=mean(lambda c, _: sum(c["sampled"]) / c["time"][-1]), lag_max=mean(lambda c, _: max(c["lag_max"])), lag_mean=mean(lambda c, _: np.mean(c["lag_mean"])),
                 ess=mean(lambda c, _: np.mean(c["ess"])), waits=mean(lambda c, _: sum(c["wait_data_s"]) / c["time"][-1]), sends=mean(lambda c, _: sum(c["sync_s"]) / c["time"][-1]),
@@ -155,29 +156,28 @@ def row_of(runs, level):
 
 
 def summary(runs):
-    """{setting: [run per seed]} -> dict(score, rows, best, ratio, ratios): the best stable G's time to the fixed score / the pipeline's, of the means and seed by seed."""
-    level = fixed_score(runs)
-    rows = {s: row_of(r, level) for s, r in runs.items()}
-    others = {s: row["time"] for s, row in rows.items() if s != "pipeline" and row["stable"] and row["time"]}
-    best, ours = min(others, key=others.get, default=None), rows.get("pipeline", {}).get("time")
-    ratio = others[best] / ours if best and ours else None
-    ratios = [b / a for a, b in zip(rows["pipeline"]["times"], rows[best]["times"])] if ratio else []
-    return dict(score=level, rows=rows, best=best, ratio=ratio, ratios=ratios)
+    """{setting: [run per seed]} -> dict(scores, rows, ratios); ratios: for every score (best stable G, its time / the pipeline's, the same seed by seed), None if one never gets there."""
+    levels = fixed_scores(runs)
+    rows, ratios = {s: row_of(r, levels) for s, r in runs.items()}, []
+    for k in range(len(levels)):
+        others = {s: row["time"][k] for s, row in rows.items() if s != "pipeline" and row["stable"] and row["time"][k] is not None}
+        best, ours = min(others, key=others.get, default=None), rows.get("pipeline", {"time": [None] * len(levels)})["time"][k]
+        ratios.append((best, others[best] / ours, [b / a for a, b in zip(rows["pipeline"]["times"][k], rows[best]["times"][k])]) if best and ours else None)
+    return dict(scores=levels, rows=rows, ratios=ratios)
 
 
 def words(found, lengths):
     """The table and what it says, as printable lines."""
-    yield f"lengths {lengths}; fixed score {found['score']:.3f}: {100 * SHARE:.0f}% of the way from the beginning to where the lowest run of the stable settings ends; mean over seeds (lowest-highest)"
-    yield (f"{'':<10} {'s to score':>20} {'held-out score':>16} {'reward':>6} {'stable':>6} {'s, all':>7} {'tok/s':>6} {'lag max':>7} {'mean':>5} {'ESS':>5} | trainer {'waits':>6} {'sends':>6} | "
+    yield f"lengths {lengths}; seconds to a held-out score of " + ", ".join(f"{y:.3f} ({100 * share:.0f}%)" for share, y in zip(SHARES, found["scores"])) + ", mean over seeds (lowest-highest)"
+    yield (f"{'':<10}" + "".join(f"{f'to {100 * share:.0f}%':>18}" for share in SHARES) + f" {'held-out score':>16} {'reward':>6} {'stable':>6} {'s, all':>7} {'tok/s':>6} {'lag max':>7} {'mean':>5} {'ESS':>5} | trainer {'waits':>6} {'sends':>6} | "
            f"cores: {'engine':>6} {'trainer':>7} {'rest':>5} | tok/core-s: {'engine':>6} {'trainer':>7}")
     for s, r in found["rows"].items():
-        time_ = "-" if r["spread"] is None else f"{r['time']:.1f} ({r['spread'][0]:.1f}-{r['spread'][1]:.1f})" if r["time"] else f"{sum(t is not None for t in r['times'])} of {len(r['times'])} runs"
-        yield (f"{s:<10} {time_:>20} {r['begin']:>6.3f} -> {r['final']:>6.3f} {r['reward']:>6.3f} {'yes' if r['stable'] else 'no':>6} {r['whole']:>7.1f} {r['tokens_s']:>6.0f} {r['lag_max']:>7.1f} {r['lag_mean']:>5.2f} {r['ess']:>5.3f} | "
+        times = "".join(f"{'-' if mean is None else f'{mean:.1f} ({min(t):.1f}-{max(t):.1f})':>18}" for mean, t in zip(r["time"], r["times"]))
+        yield (f"{s:<10}{times} {r['begin']:>6.3f} -> {r['final']:>6.3f} {r['reward']:>6.3f} {'yes' if r['stable'] else 'no':>6} {r['whole']:>7.1f} {r['tokens_s']:>6.0f} {r['lag_max']:>7.1f} {r['lag_mean']:>5.2f} {r['ess']:>5.3f} | "
                f"{'':7} {100 * r['waits']:>5.0f}% {100 * r['sends']:>5.0f}% | {'':6} {r['engine_cores']:>6.2f} {r['trainer_cores']:>7.2f} {r['rest_cores']:>5.2f} | {'':11} {r['engine_tok']:>6.0f} {r['trainer_tok']:>7.0f}")
-    if found["ratio"]:
-        yield f"pipeline: {found['ratio']:.2f} times as fast to that score as the best stable conventional setting ({found['best']}); seed by seed {' '.join(f'{x:.2f}' for x in found['ratios'])}"
-    else:
-        yield "no ratio: the pipeline, or every stable conventional setting, has runs that never reach that score"
+    for share, ratio in zip(SHARES, found["ratios"]):
+        yield f"to {100 * share:.0f}%: " + ("the pipeline, or every stable conventional setting, has runs that never get there" if ratio is None else
+               f"the pipeline is {ratio[1]:.2f} times as fast as the best stable conventional setting ({ratio[0]}); seed by seed {' '.join(f'{x:.2f}' for x in ratio[2])}")
 
 
 def draw(runs, lengths, path):
@@ -200,7 +200,8 @@ def draw(runs, lengths, path):
             ax.fill_between(grid, lines.min(0), lines.max(0), color=color, alpha=0.12)
         ax.set(title=title, xlabel="seconds" if x == "time" else "samples")
         ax.grid(alpha=0.3)
-    axes[0].axhline(fixed_score(runs), color="C3", linestyle=":", label="fixed score")
+    for y in fixed_scores(runs):
+        axes[0].axhline(y, color="C3", linestyle=":")
     axes[0].legend(loc="lower right")
     figure.suptitle(f"pipeline and conventional RL, lengths {lengths}, {max(map(len, runs.values()))} seeds")
     figure.savefig(path, dpi=80)

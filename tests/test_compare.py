@@ -47,8 +47,8 @@ def test_the_ratio_is_that_of_the_best_stable_setting():
     runs = {"pipeline": [run_of(rising, 1.0), run_of(rising, 2.0)], "G=1": [run_of(rising, 6.0)] * 2, "G=2": [run_of(rising, 3.0)] * 2, "G=4": [run_of(fallen, 0.1)] * 2}
     found = compare.summary(runs)
     begin, end = rising[0], np.mean(rising[-4:])
-    assert found["score"] == pytest.approx(begin + 0.9 * (end - begin))
-    assert found["best"] == "G=2" and found["ratio"] == pytest.approx(2.0) and found["ratios"] == pytest.approx([3.0, 1.5])
+    assert found["scores"] == pytest.approx([begin + share * (end - begin) for share in (0.5, 0.75, 0.9)])
+    assert [(best, ratio) for best, ratio, _ in found["ratios"]] == [("G=2", pytest.approx(2.0))] * 3 and found["ratios"][2][2] == pytest.approx([3.0, 1.5])
     row = found["rows"]["pipeline"]
     assert row["tokens_s"] == pytest.approx((100 + 50) / 2) and row["waits"] == pytest.approx((0.5 + 0.25) / 2) and row["engine_tok"] == pytest.approx(100) and row["lag_max"] == 3
     text = "\n".join(compare.words(found, "tail"))
@@ -58,8 +58,8 @@ def test_the_ratio_is_that_of_the_best_stable_setting():
 def test_a_pipeline_that_never_gets_there_has_no_ratio():
     runs = {"pipeline": [run_of(np.r_[np.linspace(0, 1, 5), np.zeros(15)])], "G=1": [run_of(np.linspace(0, 1, 20))]}
     found = compare.summary(runs)
-    assert found["rows"]["pipeline"]["stable"] is False and found["rows"]["pipeline"]["time"] is None and found["ratio"] is None
-    assert "no ratio" in "\n".join(compare.words(found, "tail"))
+    assert found["rows"]["pipeline"]["stable"] is False and found["rows"]["pipeline"]["time"][0] is not None and found["rows"]["pipeline"]["time"][1:] == [None, None]
+    assert found["ratios"][0] and found["ratios"][1:] == [None, None] and "to 90%: the pipeline, or every stable conventional setting, has runs that never get there" in "\n".join(compare.words(found, "tail"))
 
 
 def test_time_starts_with_the_sampling_of_the_first_step():
