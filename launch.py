@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import secrets
+import select
 import shlex
 import shutil
 import signal
@@ -167,7 +168,11 @@ def watch(run_dir, node, token, why):
 
     Exits with 0 when node 0 says that the run is done, with 1 and a line when another node is dead or has stopped.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
+    told, wake = os.pipe()  # each signal's number, as a byte; blocking them and sigtimedwait would leave them to numpy's threads, which die of them
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    for s in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(s, lambda *_: None)
     c, node = cfg.load(run_dir), int(node)
     folder = Path(c.out, ".nodes", c.run)
     tokens = noticed(folder / "launch.json")["tokens"]
@@ -191,10 +196,10 @@ def watch(run_dir, node, token, why):
                     trouble = values["state"] if values["state"].startswith("node ") else f"{name} has stopped: {values['state']}"  # the first cause
                 elif time.monotonic() - sign.seen[k] > SILENT:
                     trouble = f"{name} has given no sign of life for {SILENT:.0f} s: it is dead or cut off"
-            if trouble is None and (told := signal.sigtimedwait({signal.SIGTERM, signal.SIGUSR1}, 1.0)):
+            if trouble is None and select.select([told], [], [], 1.0)[0]:
                 stopping = Path(why).read_text().strip() if Path(why).exists() else "it was killed"
                 sign.values["state"] = stopping
-                trouble = "done" if told.si_signo == signal.SIGTERM else None
+                trouble = "done" if signal.SIGTERM in os.read(told, 100) else None
         sign.write(stopping or trouble)
     except OSError as e:
         sys.exit(f"nodes: {folder} cannot be read or written ({e.strerror}): mount it again; the same command continues")

@@ -154,7 +154,7 @@ def test_a_silent_node_is_named_and_a_stopped_one_quoted(tmp_path):
     # the end of node 0 is everybody's
     nodes = start()
     (tmp_path / "why0").write_text("done\n")
-    nodes[0].terminate()
+    nodes[0].send_signal(signal.SIGUSR1), nodes[0].terminate()  # both at once, as run.sh does when its trainer has ended
     assert [p.wait(30) for p in nodes] == [0, 0, 0]
 
 
