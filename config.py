@@ -51,7 +51,7 @@ class Config:
     on_full: Literal["block", "drop_oldest"] = "block"  # trainer slower than actors: stall them, or keep only the freshest samples
     ring: int = 0  # samples preprocess may hold ready before `on_full` applies; 0: two steps' worth
     # ---- generation
-    actors: int = 1  # actor processes, each with its share of the problems; one keeps up with all engines as a rule (bench/generation.py)
+    actors: int = 1  # actor processes, each with its share of the problems; one keeps up with all engines as a rule (bench/actor.py)
     engines: int = 0  # vLLM servers; 0: half of the GPUs / tensor_parallel; without GPUs one on every node that does not train
     tensor_parallel: int = 1  # GPUs per engine
     concurrency: int = 64  # sequences in progress per engine

@@ -8,10 +8,8 @@ import asyncio
 import contextlib
 import os
 import sys
-import threading
 import time
 from collections import Counter
-from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
@@ -31,7 +29,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 from vllm.platforms import current_platform
 
-from weights import buckets, checksum, join_group, settle
+from weights import buckets, checksum, in_thread, join_group, settle
 
 
 class WorkerExtension:
@@ -251,19 +249,6 @@ class Inbox:
             self.flats.append(torch.empty(elements, dtype=getattr(torch, info.dtype), device=device))
             parts = self.flats[-1].split([torch.Size(s).numel() for s in info.shapes[first:last]])
             self.received += [(name, part.view(shape)) for name, part, shape in zip(info.names[first:last], parts, info.shapes[first:last])]
-
-
-def in_thread(function, *args):
-    """Call it in a daemon thread of its own; returns a Future."""
-    future = Future()
-
-    def run():
-        try:
-            future.set_result(function(*args))
-        except BaseException as e:
-            future.set_exception(e)
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 @contextlib.contextmanager

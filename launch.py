@@ -333,7 +333,7 @@ def command_line(env, command):
     return f"env {shlex.join([f'{k}={v}' for k, v in env.items()])} {shlex.join(command)}"
 
 
-def table(c, gpus, node, processes):
+def table(c, node, processes):
     """One line a process: where it runs."""
     for name, env, _ in processes:
         where = f"GPU {env['CUDA_VISIBLE_DEVICES']}" if env.get("CUDA_VISIBLE_DEVICES") else f"CPU, {env.get('OMP_NUM_THREADS', 1)} threads"
@@ -361,14 +361,14 @@ def prepare(argv, list_file):
                 done = open_run(c)
                 write(c)
     print(f"run.sh: {done} | {c.steps} steps of {c.batch_size} samples | {c.engines} engines, {c.trainers} trainer ranks on {gpus * n or 'no'} GPUs | {c.dtype}", flush=True)
-    shown = range(n) if c.dry_run else [node]
-    for k in shown:
-        print("".join(f"  {line}\n" for line in table(c, gpus, k, placement(c, gpus, k))), end="", flush=True)
+    placed = {k: placement(c, gpus, k) for k in (range(n) if c.dry_run else [node])}
+    for k, processes in placed.items():
+        print("".join(f"  {line}\n" for line in table(c, k, processes)), end="", flush=True)
     if c.dry_run:
-        for k in shown:
-            print("".join(f"{f'node {k} ' if n > 1 else ''}{name}: {command_line(env, command)}\n" for name, env, command in placement(c, gpus, k)), end="")
+        for k, processes in placed.items():
+            print("".join(f"{f'node {k} ' if n > 1 else ''}{name}: {command_line(env, command)}\n" for name, env, command in processes), end="")
         return
-    processes, run_dir = placement(c, gpus, node), str(Path(c.out, c.run))
+    processes, run_dir = placed[node], str(Path(c.out, c.run))
     if Path(c.model).parent == cfg.ROOT / "out" / "models" and not Path(c.model, "config.json").exists():
         processes.insert(0, ("prepare", dict(OMP_NUM_THREADS="1"), [sys.executable, "tasks/_tiny.py", c.task, c.model, str(c.seed)]))
     if n > 1:

@@ -78,12 +78,16 @@ def samples_of(group, config):
                    task=group["task"], index=group["index"], signal=signal, role=roles.get(i))
 
 
+def is_pair(a, b):
+    """Are these neighbours the best and the worst answer of one group?"""
+    return a.get("role") == "best" and b.get("role") == "worst" and a["index"] == b["index"]
+
+
 def units(samples):
     """What stays together: the best and the worst answer of a group, if they are neighbours, which share a DPO term; every other sample is alone."""
     found = []
     for s in samples:
-        pair = found and s.get("role") == "worst" and found[-1][-1].get("role") == "best" and found[-1][-1]["index"] == s["index"]
-        found[-1].append(s) if pair else found.append([s])
+        found[-1].append(s) if found and is_pair(found[-1][-1], s) else found.append([s])
     return found
 
 
@@ -139,7 +143,7 @@ def row_record(samples):
         spans=spans,
         rewards=np.array([s["reward"] for s in samples if "reward" in s], np.float32),
         successes=np.array([s["success"] for s in samples if "reward" in s], np.float32),
-        pairs=np.array([(i, i + 1) for i, s in enumerate(samples[1:]) if s.get("role") == "worst" and samples[i].get("role") == "best" and samples[i]["index"] == s["index"]], np.int64).reshape(-1, 2),
+        pairs=np.array([(i, i + 1) for i, s in enumerate(samples[1:]) if is_pair(samples[i], s)], np.int64).reshape(-1, 2),
         samples=sum("reward" in s for s in samples))
 
 
@@ -224,7 +228,6 @@ def main(run_dir):
                       reference_model(config) if config.needs_reference else None)
     ring, dropped, of_actor, pace = deque(), Counter(), Counter(), {}
     reported = 0
-
     early: dict[int, dict] = {}  # late = wait: groups that came before their turn, by index
     rng = random.Random(config.seed)
     deadline = time.monotonic() + config.start_timeout

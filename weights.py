@@ -15,8 +15,9 @@ The wire is a trusted network's.
 """
 import contextlib
 import math
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
 
@@ -64,6 +65,19 @@ def settle(device, late, what):
         if late():
             raise TimeoutError(f"weights: {what} has not ended by its deadline")
         time.sleep(0.001)
+
+
+def in_thread(function, *args):
+    """Call it in a daemon thread of its own; returns a Future."""
+    future = Future()
+
+    def run():
+        try:
+            future.set_result(function(*args))
+        except BaseException as e:
+            future.set_exception(e)
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 # ------------------------------------------------------------------------------------------------ the trainer's side

@@ -32,19 +32,6 @@ def fake_vllm(folder):
     return folder
 
 
-def in_thread(function, *args):
-    """Call it in a daemon thread of its own; returns a Future."""
-    future = Future()
-
-    def run():
-        try:
-            future.set_result(function(*args))
-        except BaseException as e:
-            future.set_exception(e)
-    threading.Thread(target=run, daemon=True).start()
-    return future
-
-
 class Engine:
     """The model, its weight updates, and the thread that samples. `orders` are functions that it calls between two decode steps."""
 
@@ -207,6 +194,6 @@ if __name__ == "__main__":
     import torch
     from aiohttp import web
     from transformers import AutoModelForCausalLM, DynamicCache
-    from weights import buckets, checksum, join_group
+    from weights import buckets, checksum, in_thread, join_group
     print("this is the FAKE engine of tests/fake_engine.py", flush=True)
     main()
