@@ -5,11 +5,12 @@
 Task `tail`: answers of 5 to 397 tokens, 35 on average, most of them short; `--lengths equal` is the control, 37 tokens all. Every run is
 `bash run.sh toy ...` with the real vLLM, one at a time: pipeline and G = 1, 2, 4, 8, 16 for every seed. What is done is kept in
 out/bench/compare-<lengths>.json, so the same command goes on after an interruption. Conventional RL's phases take turns, so each may have both
-cores: `--setups` measures which engines and threads are the fastest for either method. --quick: one seed, G = 1 and 8, few steps. --plot: no runs.
+cores: `--setups` measures which engines and threads are the fastest for either method. --quick: one seed, pipeline and G = 4, few steps. --plot: no runs.
 
 time       wall_s of metrics.jsonl, from the moment at which sampling for the first step begins: neither start-up nor the base model's evaluation counts
-score      held-out, of the same 300 problems every 20 steps, mean of the last WINDOW evaluations, at the time at which the version was made. The reward of the
-           samples trained is no yardstick: what is done first is trained first, and the long ones in progress are the hard ones
+score      of the checkpoints of every 10 steps, afterwards: probability that the policy gives exactly the right answer, mean over 250 held-out problems. The right answer is
+           known, so that this is computed and not sampled; evaluations would also take the engines' time, which conventional RL has to spare while it trains. The
+           reward of the samples trained is no yardstick: what is done first is trained first, and the long ones in progress are the hard ones
 learning rate  the same for all: of 1.5e-4, 3e-4 and 6e-4 the one with which G = 1, on-policy, ends with the best score (--settings G=1 --lr ...)
 stable     every run ends at most DROP below its best score, and higher than it began
 to n%      time until the score is n% of the way from where the runs of the stable settings begin (on average) to where the best stable conventional
@@ -22,31 +23,49 @@ Leaves the five panels in out/bench/compare-<lengths>.png. Speeds mean something
 import argparse
 import json
 import os
+import platform
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARES, WINDOW, DROP = (0.5, 0.75, 0.9), 3, 0.1
-COMMON = dict(task="tail", steps=100, batch_size=64, attempts=4, max_new_tokens=410, max_model_len=416, row_tokens=1024, lr=3e-4, warmup_steps=3, lr_schedule="constant",
-              eval_problems=300, eval_every=20, save_every=0)
+sys.path.insert(0, str(ROOT))  # before this folder, whose train.py is not the one meant
+import config as cfg
+import train
+from preprocess import pack
+from tasks import tail
+
+SHARES, DROP, PROBLEMS = (0.5, 0.75, 0.9), 0.1, 250
+COMMON = dict(task="tail", steps=100, batch_size=64, attempts=4, max_new_tokens=410, max_model_len=416, row_tokens=1024, lr=1.5e-4, warmup_steps=3, lr_schedule="constant",
+              eval_problems=1, eval_every=0, save_every=10, keep_last=1000000)
 # As many sequences in progress as a step has samples keep the data fresh; a generation phase starts all it can at once.
 PIPELINE = dict(max_lag=4, engines=1, engine_threads=1, trainers=1, trainer_threads=1, concurrency=64)
-CONVENTIONAL = dict(engines=2, engine_threads=1, trainers=1, trainer_threads=1, concurrency=512)
+CONVENTIONAL = dict(engines=1, engine_threads=1, trainers=1, trainer_threads=2, concurrency=1024)
 SETTINGS = {"pipeline": PIPELINE} | {f"G={g}": CONVENTIONAL | dict(conventional_g=g) for g in (1, 2, 4, 8, 16)}
-SETUPS = {f"{name}: {e} x {t} engine, {n} x {u} trainer threads": knobs | dict(engines=e, engine_threads=t, trainers=n, trainer_threads=u, concurrency=places // e)
+SETUPS = {f"{name}: {e} x {t} engine + {n} x {u} trainer threads": knobs | dict(engines=e, engine_threads=t, trainers=n, trainer_threads=u, concurrency=places // e)
           for name, knobs, places, divisions in (("pipeline", PIPELINE, 64, ((1, 1, 1, 1), (1, 2, 1, 1), (2, 1, 1, 1))),
-                                                 ("G=8", CONVENTIONAL | dict(conventional_g=8), 1024, ((1, 1, 1, 1), (1, 2, 1, 1), (2, 1, 1, 1), (2, 1, 1, 2), (2, 1, 2, 1))))
+                                                 *((f"G={g}", CONVENTIONAL | dict(conventional_g=g), 1024, ((1, 1, 1, 1), (1, 1, 1, 2), (2, 1, 1, 1), (2, 1, 1, 2))) for g in (1, 4, 8)))
           for e, t, n, u in divisions}
 
 
 # ------------------------------------------------------------------------------------------------ one run
+
+def machine():
+    """Where, when and by which command this is measured, as a line."""
+    cpu = next((x.partition(":")[2].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), platform.machine())
+    return f"{len(os.sched_getaffinity(0))} cores of {cpu}, torch {version('torch')}, {time.strftime('%Y-%m-%d')}, python {shlex.join([os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])}"
+
 
 def cpu_seconds(session):
     """{process id: (engine | trainer | rest, CPU seconds so far)} of a session's living processes."""
@@ -56,6 +75,8 @@ def cpu_seconds(session):
             fields = (p / "stat").read_text().rpartition(")")[2].split()  # from the third field on
             if int(fields[3]) == session:
                 line = (p / "cmdline").read_bytes().decode(errors="replace")
+                if not line:  # it has ended and waits to be reaped
+                    continue
                 who = "engine" if "api_server" in line or "VLLM::" in line else "trainer" if "train.py" in line else "rest"
                 used[p.name] = who, (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
         except (OSError, IndexError):
@@ -90,54 +111,67 @@ def one_run(name, knobs, seed, port, out):
     if process.returncode:
         raise RuntimeError(f"{name} ended with exit code {process.returncode}:\n{''.join(words[-25:])}")
     lines = [json.loads(x) for x in Path(out, name, "metrics.jsonl").read_text().splitlines()]
-    steps, evals = [x for x in lines if "step" in x], [x for x in lines if "eval" in x]
-    curve = curve_of(steps, evals)
+    steps, begin = [x for x in lines if "step" in x], next(x["wall_s"] for x in lines if "eval" in x)
+    curve = curve_of(steps, begin) | dict(scores=scores(Path(out, name)))
+    shutil.rmtree(Path(out, name, "checkpoints"))
     end = ended[len(steps)]
     spent = lambda who: float(np.diff(np.interp([end - curve["time"][-1], end], [t for t, _ in seen], [x[who] for _, x in seen]))[0])
     return dict(curve=curve, cpu={who: spent(who) for who in ("engine", "trainer", "rest")})
 
 
-def curve_of(steps, evals):
-    """Lines of metrics.jsonl -> columns; time: seconds at each step's end since the first evaluation, before which nothing counts; scores: [[version, score]]."""
-    ends, begin = np.array([x["wall_s"] for x in steps]), evals[0]["wall_s"]
+def curve_of(steps, begin):
+    """Lines of metrics.jsonl -> columns; time: seconds at each step's end since `begin`, the first evaluation, before which nothing counts."""
+    ends = np.array([x["wall_s"] for x in steps])
     curve = {k: [x[k] for x in steps] for k in ("samples", "reward", "lag_max", "lag_mean", "ess", "tokens", "sync_s")}
     waits = [x["wait_data_s"] for x in steps]
     waits[0] = min(waits[0], ends[0] - begin)
-    return curve | dict(scores=[[e["version"], e["eval"]["tail"]] for e in evals], time=(ends - begin).tolist(), wait_data_s=waits, sampled=[sum(t["tokens"] * t["samples"] for t in x["by_task"].values()) for x in steps])
+    return curve | dict(time=(ends - begin).tolist(), wait_data_s=waits, sampled=[sum(t["tokens"] * t["samples"] for t in x["by_task"].values()) for x in steps])
+
+
+def success(model, tokenizer, problems):
+    """Mean probability that the model, at temperature 1, answers exactly right and ends there."""
+    total = 0.0
+    texts = [[tokenizer(p[k])["input_ids"] for k in ("prompt", "answer")] for p in problems]
+    rows = [(a + b + [tokenizer.eos_token_id], len(a)) for a, b in texts]
+    with torch.inference_mode():
+        for row in pack([len(ids) for ids, _ in rows], 4096):
+            ids, positions = [t for i in row for t in rows[i][0]], [t for i in row for t in range(len(rows[i][0]))]
+            parts = train.token_logprobs(model, torch.tensor(ids), torch.tensor(positions), 1.0)[0].split([len(rows[i][0]) for i in row])
+            total += sum(float(x[rows[i][1]:].sum().exp()) for i, x in zip(row, parts))
+    return total / len(problems)
+
+
+def scores(run_dir):
+    """[[version, score]] of the base model and of a run's checkpoints."""
+    c = cfg.load(run_dir)
+    problems = tail.problems("test", c.seed, c.eval_data)[:PROBLEMS]
+    models = [(0, c.model), *((int(p.name[5:]), p) for p in sorted(run_dir.glob("checkpoints/step_*")))]
+    return [[version, success(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), AutoTokenizer.from_pretrained(path), problems)] for version, path in models]
 
 
 # ------------------------------------------------------------------------------------------------ what is made of them
 
-def smooth(y, window):
-    """Mean of the last `window` values at each place, of fewer at the beginning: [1, 3, 5], 2 -> [1, 2, 4]."""
-    sums = np.concatenate([[0.0], np.cumsum(y)])
-    ends = np.arange(1, len(y) + 1)
-    starts = np.maximum(ends - window, 0)
-    return (sums[ends] - sums[starts]) / (ends - starts)
-
-
-def smoothed(curve):
-    """(versions, times, mean held-out score of the last WINDOW evaluations, of fewer at the beginning)."""
-    versions, scores = zip(*curve["scores"])
-    return np.array(versions), np.array([0.0, *curve["time"]])[list(versions)], smooth(scores, WINDOW)
+def scored(curve):
+    """(versions, times, scores) of the versions that have a score."""
+    versions, found = map(np.array, zip(*curve["scores"]))
+    return versions, np.array([0.0, *curve["time"]])[versions], found
 
 
 def time_to(curve, level):
-    """Seconds until the smoothed score first reaches `level`, straight lines between evaluations; None: never."""
-    _, t, y = smoothed(curve)
+    """Seconds until the score first reaches `level`, straight lines between checkpoints; None: never."""
+    _, t, y = scored(curve)
     k = next((k for k, x in enumerate(y) if x >= level), None)
     return None if k is None else float(t[0] if k == 0 else t[k - 1] + (t[k] - t[k - 1]) * (level - y[k - 1]) / (y[k] - y[k - 1]))
 
 
 def stable(curves):
     """Did all runs of a setting end no more than DROP below their best, and higher than they began?"""
-    scores = [smoothed(c)[2] for c in curves]
-    return all(y[-1] >= y.max() - DROP and y[-1] > y[0] for y in scores)
+    return all(y[-1] >= y.max() - DROP and y[-1] > y[0] for y in (scored(c)[2] for c in curves))
 
 
 def fixed_scores(runs):
     """{setting: [run]} -> the scores that times are compared at, one per share of SHARES, from the runs of the stable settings (of all, if there is none)."""
-    chosen = {s: [smoothed(x["curve"])[2] for x in r] for s, r in runs.items() if stable([x["curve"] for x in r])} or {s: [smoothed(x["curve"])[2] for x in r] for s, r in runs.items()}
+    chosen = {s: [scored(x["curve"])[2] for x in r] for s, r in runs.items() if stable([x["curve"] for x in r])} or {s: [scored(x["curve"])[2] for x in r] for s, r in runs.items()}
     begin = np.mean([y[0] for r in chosen.values() for y in r])
     end = max(np.mean([y[-1] for y in r]) for s, r in chosen.items() if s != "pipeline" or len(chosen) == 1)
     return [float(begin + share * (end - begin)) for share in SHARES]
@@ -148,7 +182,7 @@ def row_of(runs, levels):
     mean = lambda f: float(np.mean([f(r["curve"], r["cpu"]) for r in runs]))
     times = [[time_to(r["curve"], level) for r in runs] for level in levels]
     return dict(times=times, time=[None if None in t else float(np.mean(t)) for t in times],
-                stable=stable([r["curve"] for r in runs]), begin=mean(lambda c, _: smoothed(c)[2][0]), final=mean(lambda c, _: smoothed(c)[2][-1]), reward=mean(lambda c, _: np.mean(c["reward"][-20:])), whole=mean(lambda c, _: c["time"][-1]),
+                stable=stable([r["curve"] for r in runs]), begin=mean(lambda c, _: scored(c)[2][0]), final=mean(lambda c, _: scored(c)[2][-1]), reward=mean(lambda c, _: np.mean(c["reward"][-20:])), whole=mean(lambda c, _: c["time"][-1]),
                 tokens_s=mean(lambda c, _: sum(c["sampled"]) / c["time"][-1]), lag_max=mean(lambda c, _: max(c["lag_max"])), lag_mean=mean(lambda c, _: np.mean(c["lag_mean"])),
                 ess=mean(lambda c, _: np.mean(c["ess"])), waits=mean(lambda c, _: sum(c["wait_data_s"]) / c["time"][-1]), sends=mean(lambda c, _: sum(c["sync_s"]) / c["time"][-1]),
                 engine_cores=mean(lambda c, u: u["engine"] / c["time"][-1]), trainer_cores=mean(lambda c, u: u["trainer"] / c["time"][-1]), rest_cores=mean(lambda c, u: u["rest"] / c["time"][-1]),
@@ -191,8 +225,8 @@ def draw(runs, lengths, path):
     for ax, (x, y, title) in zip(axes, panels):
         for i, (setting, found) in enumerate(runs.items()):
             curves = [r["curve"] for r in found]
-            series = [(smoothed(c)[2] if y == "score" else c[y]) for c in curves]
-            places = [np.array([0, *c[x]])[smoothed(c)[0]] if y == "score" else c[x] for c in curves]
+            series = [(scored(c)[2] if y == "score" else c[y]) for c in curves]
+            places = [np.array([0, *c[x]])[scored(c)[0]] if y == "score" else c[x] for c in curves]
             grid = np.linspace(max(p[0] for p in places), min(p[-1] for p in places), 200)
             lines = np.array([np.interp(grid, p, line) for p, line in zip(places, series)])
             color = "k" if setting == "pipeline" else plt.cm.viridis(i / len(runs))
@@ -212,15 +246,16 @@ def main(argv=None):
     p.add_argument("--lengths", choices=("tail", "equal"), default="tail")
     p.add_argument("--seeds", type=int, default=3)
     p.add_argument("--steps", type=int, default=0, help="optimizer steps of every run; 0: the study's")
-    p.add_argument("--settings", default="", help="of " + ", ".join(SETTINGS) + ", with commas between them; empty: all")
+    p.add_argument("--settings", default="", help="of " + ", ".join(SETTINGS) + " (or of those of --setups), with commas between them; empty: all")
     p.add_argument("--lr", type=float, default=0.0, help="another learning rate than the study's")
     p.add_argument("--port", type=int, default=8900)
-    p.add_argument("--quick", action="store_true", help="one seed, pipeline and G = 1, 8, few steps")
+    p.add_argument("--quick", action="store_true", help="one seed, pipeline and G = 4, few steps")
     p.add_argument("--setups", action="store_true", help="samples/s of every division of engines and threads, one seed, few steps")
     p.add_argument("--plot", action="store_true", help="no runs: table and figure of those that are there")
     a = p.parse_args(argv)
-    settings = SETUPS if a.setups else {s: SETTINGS[s] for s in (a.settings.split(",") if a.settings else ["pipeline", "G=1", "G=8"] if a.quick else SETTINGS)}
-    seeds, steps = 1 if a.quick or a.setups else a.seeds, a.steps or (24 if a.quick or a.setups else COMMON["steps"])
+    known = SETUPS if a.setups else SETTINGS
+    settings = {s: known[s] for s in (a.settings.split(",") if a.settings else ["pipeline", "G=4"] if a.quick else known)}
+    seeds, steps = 1 if a.quick or a.setups else a.seeds, a.steps or (12 if a.quick else 48 if a.setups else COMMON["steps"])
     data = dict(train_data="equal", eval_data="equal") if a.lengths == "equal" else {}
     data |= dict(lr=a.lr) if a.lr else {}
     name = f"compare-{a.lengths}" + f"-lr{a.lr:g}" * bool(a.lr) + "-quick" * a.quick + "-setups" * a.setups
@@ -234,10 +269,10 @@ def main(argv=None):
         if a.plot or done.get(key, {}).get("knobs") == knobs:  # runs with other knobs than today's are done again
             continue
         begun = time.time()
-        done[key] = dict(knobs=knobs) | one_run(re.sub(r"\W+", "-", f"{name}-{s}-seed{seed}"), knobs, seed, a.port, folder / "compare-runs")
+        done[key] = dict(knobs=knobs, machine=machine()) | one_run(re.sub(r"\W+", "-", f"{name}-{s}-seed{seed}"), knobs, seed, a.port, folder / "compare-runs")
         file.write_text(json.dumps(done))
         curve = done[key]["curve"]
-        print(f"{key}: {curve['samples'][-1]} samples in {curve['time'][-1]:.1f} s, {curve['samples'][-1] / curve['time'][-1]:.0f} samples/s, score {smoothed(curve)[2][-1]:.3f}, "
+        print(f"{key}: {curve['samples'][-1]} samples in {curve['time'][-1]:.1f} s, {curve['samples'][-1] / curve['time'][-1]:.0f} samples/s, score {scored(curve)[2][-1]:.3f}, "
               f"{time.time() - begun:.0f} s with start-up", flush=True)
     runs = {s: [done[k] for seed in range(seeds) if (k := f"{s}, seed {seed}") in done] for s in settings}
     runs = {s: r for s, r in runs.items() if r}
@@ -248,7 +283,7 @@ def main(argv=None):
             print(f"{s:<45} {run['curve']['samples'][-1] / run['curve']['time'][-1]:>7.0f} samples/s")
         return
     found = summary(runs)
-    print("\n".join(words(found, a.lengths)))
+    print("\n".join([machine(), *words(found, a.lengths)]))
     draw(runs, a.lengths, file.with_suffix(".png"))
     print(f"figure {file.with_suffix('.png').relative_to(ROOT)}")
 

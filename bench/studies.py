@@ -2,13 +2,14 @@
 
     python bench/studies.py kl|lag|dpo [--seeds 2] [--steps 100] [--quick] [--plot] [--port 8950]
 
-kl    KL(behaviour || trained policy), k3 estimate over the trained tokens, of in-flight updates with stale KV cache, with recomputed KV cache, and of
-      conventional RL at the same max lag: by step, and by lag of the token (arXiv 2509.19128, section 5.1)
-lag   the question that paper leaves open: the same run, of high lag, with only the tokens of some lags in the policy loss (`--lags`): all up to a
-      threshold, or one window alone. The gradient is divided by the tokens that are left (`--normalizer tokens`).
-dpo   the other one: at high lag, the policy loss, the policy loss on recent tokens only, and both with a DPO term on (best, worst) pairs; DPO alone
+kl    KL(behaviour || trained policy), k3 estimate over the trained tokens, of in-flight updates with stale KV cache, with recomputed KV cache, and of conventional
+      RL whose max lag is as high (arXiv 2509.19128, section 5.1): by step, and by lag of the token. With a third of compare.py's learning rate, with which all three learn.
+lag   the question that paper leaves open: the same run, in which sequences live long, with only the tokens of some lags in the policy loss (`--lags`): all up to a
+      threshold, which is `--late mask` without closing the gate earlier, or one window alone. The gradient is divided by the tokens that are left (`--normalizer tokens`).
+dpo   the other one: there, the policy loss, the policy loss on recent tokens only, and both with a DPO term on (best, worst) pairs; DPO alone
 
-Scores are held-out, mean of the last 3 evaluations. Runs that are done are kept in out/bench/study-<name>.json: the same command goes on. --quick: one seed, few steps.
+Scores are compare.py's, at the end the mean of the last 3 checkpoints. Runs that are done are kept in out/bench/studies.json, by their knobs: the same command goes on, and studies share
+the runs that they have in common. Leaves the figure in out/bench/study-<name>.png. --quick: one seed, few steps, the last setting alone.
 """
 import argparse
 import json
@@ -18,13 +19,14 @@ from pathlib import Path
 
 import numpy as np
 
-from compare import COMMON, CONVENTIONAL, PIPELINE, ROOT, one_run, smooth
+from compare import COMMON, CONVENTIONAL, PIPELINE, ROOT, machine, one_run
 
-OLD = PIPELINE | dict(max_lag=16, normalizer="tokens")
+SLOW = dict(lr=1e-4)
+OLD = PIPELINE | dict(concurrency=256, max_lag=100, normalizer="tokens")  # four times the sequences in progress: each takes four times as many versions
 NONE = (1000000, 1000000)  # a window of lags that holds no token
 STUDIES = {
-    "kl": {"in flight, stale KV": PIPELINE | dict(max_lag=7), "in flight, recomputed KV": PIPELINE | dict(max_lag=7, recompute_kv=True), "conventional, G = 8": CONVENTIONAL | dict(conventional_g=8)},
-    "lag": {"all": OLD} | {f"lag {a}-{b}": OLD | dict(lags=(a, b)) for a, b in ((0, 2), (0, 5), (0, 10), (3, 5), (6, 10), (11, 99))},
+    "kl": {"in flight, stale KV": PIPELINE | SLOW, "in flight, recomputed KV": PIPELINE | SLOW | dict(recompute_kv=True), "conventional, G = 12": CONVENTIONAL | SLOW | dict(conventional_g=12)},
+    "lag": {"all": OLD} | {f"lag {a}-{b}" if b < 1000 else f"lag {a} and more": OLD | dict(lags=(a, b)) for a, b in ((0, 2), (0, 5), (0, 10), (3, 10), (11, 1000000))},
     "dpo": {"policy loss": OLD, "lag 0-5": OLD | dict(lags=(0, 5)), "policy loss + DPO": OLD | dict(dpo_coef=0.1), "lag 0-5 + DPO": OLD | dict(lags=(0, 5), dpo_coef=0.1),
             "DPO alone": OLD | dict(lags=NONE, dpo_coef=0.1)},
 }
@@ -65,18 +67,19 @@ def draw(study, runs, rows, path):
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    smooth = lambda y: np.convolve(np.pad(y, (4, 4), "edge"), np.ones(9) / 9, "valid")
     figure, axes = plt.subplots(1, 3, figsize=(20, 5), constrained_layout=True)
     for i, (setting, found) in enumerate(runs.items()):
         n = min(len(r["steps"]) for r in found)
-        axes[0].plot([v for v, _ in found[0]["scores"]], np.mean([smooth([y for _, y in r["scores"]], 3) for r in found], 0), color=f"C{i}", label=setting)
-        axes[1].plot(np.arange(1, n + 1), np.mean([smooth([x["kl_behavior"] for x in r["steps"][:n]], 10) for r in found], 0), color=f"C{i}")
+        axes[0].plot([v for v, _ in found[0]["scores"]], np.mean([[y for _, y in r["scores"]] for r in found], 0), color=f"C{i}", label=setting)
+        axes[1].plot(np.arange(1, n + 1), np.mean([smooth([x["kl_behavior"] for x in r["steps"][:n]]) for r in found], 0), color=f"C{i}")
         if study == "kl":
             buckets = [b for b in ("0", "1", "2", "3-4", "5-8", "9+") if b in rows[setting]["by_lag"]]
             axes[2].plot(buckets, [rows[setting]["by_lag"][b][1] for b in buckets], "o-", color=f"C{i}", label=setting)
         else:
             axes[2].bar(i, rows[setting]["final"], color=f"C{i}")
             axes[2].errorbar(i, rows[setting]["final"], [[rows[setting]["final"] - rows[setting]["spread"][0]], [rows[setting]["spread"][1] - rows[setting]["final"]]], color="k")
-    axes[0].set(title="held-out score, mean of the last 3 evaluations", xlabel="step")
+    axes[0].set(title="held-out score", xlabel="step")
     axes[1].set(title="KL(behaviour || trained policy), nats per token", xlabel="step", yscale="log")
     axes[2].set(**dict(title="the same by lag of the token, versions", yscale="log") if study == "kl" else dict(title="score at the end, lowest and highest seed", xticks=[]))
     axes[0].legend()
@@ -90,35 +93,37 @@ def main(argv=None):
     p.add_argument("study", choices=STUDIES)
     p.add_argument("--seeds", type=int, default=2)
     p.add_argument("--steps", type=int, default=100)
-    p.add_argument("--quick", action="store_true")
+    p.add_argument("--quick", action="store_true", help="one seed, few steps, the last setting alone")
     p.add_argument("--plot", action="store_true", help="no runs: table and figure of those that are there")
     p.add_argument("--port", type=int, default=8950)
     a = p.parse_args(argv)
-    seeds, steps, name = 1 if a.quick else a.seeds, 12 if a.quick else a.steps, f"study-{a.study}" + "-quick" * a.quick
+    seeds, steps, name = 1 if a.quick else a.seeds, 12 if a.quick else a.steps, "-quick" * a.quick
+    settings = dict(list(STUDIES[a.study].items())[-1 if a.quick else 0:])
     folder = Path(ROOT, "out", "bench")
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{name}.json"
-    done = json.loads(file.read_text()) if file.exists() else {}  # "setting, seed n" -> {knobs, steps}
+    file, runs = folder / f"studies{name}.json", {}
+    done = json.loads(file.read_text()) if file.exists() else {}  # knobs with the seed, as text -> {machine, steps, scores}
     for seed in range(seeds):
-        for s, own in STUDIES[a.study].items():
-            key, knobs = f"{s}, seed {seed}", COMMON | own | dict(steps=steps)
-            if a.plot or done.get(key, {}).get("knobs") == json.loads(json.dumps(knobs)):
-                continue
-            begun, run = time.time(), re.sub(r"\W+", "-", f"{name}-{s}-seed{seed}")
-            one_run(run, knobs, seed, a.port, folder / "study-runs")
-            lines = [json.loads(x) for x in (folder / "study-runs" / run / "metrics.jsonl").read_text().splitlines()]
-            keep = ("kl_behavior", "ess", "lag_mean", "lag_max", "late", "dpo", "by_lag")
-            done[key] = dict(knobs=knobs, steps=[{k: x[k] for k in keep} for x in lines if "step" in x], scores=[[x["version"], x["eval"]["tail"]] for x in lines if "eval" in x])
-            file.write_text(json.dumps(done))
-            print(f"{key}: score {np.mean([y for _, y in done[key]['scores'][-3:]]):.3f}, {time.time() - begun:.0f} s with start-up", flush=True)
-    runs = {s: [done[k] for seed in range(seeds) if (k := f"{s}, seed {seed}") in done] for s in STUDIES[a.study]}
-    runs = {s: r for s, r in runs.items() if r}
+        for s, own in settings.items():
+            knobs = COMMON | own | dict(steps=steps)
+            key = json.dumps(knobs | dict(seed=seed), sort_keys=True)
+            if key not in done and not a.plot:
+                begun, run = time.time(), re.sub(r"\W+", "-", f"study-{a.study}{name}-{s}-seed{seed}")
+                curve = one_run(run, knobs, seed, a.port, folder / "study-runs")["curve"]
+                lines = [json.loads(x) for x in (folder / "study-runs" / run / "metrics.jsonl").read_text().splitlines()]
+                keep = ("kl_behavior", "ess", "lag_mean", "lag_max", "late", "dpo", "by_lag")
+                done[key] = dict(machine=machine(), steps=[{k: x[k] for k in keep} for x in lines if "step" in x], scores=curve["scores"])
+                file.write_text(json.dumps(done))
+                print(f"{s}, seed {seed}: score {np.mean([y for _, y in done[key]['scores'][-3:]]):.3f}, {time.time() - begun:.0f} s with start-up", flush=True)
+            if key in done:
+                runs.setdefault(s, []).append(done[key])
     if not runs:
-        p.error(f"{file} has no runs")
+        p.error(f"{file} has no runs of this study")
     rows = {s: row_of(r) for s, r in runs.items()}
-    print("\n".join(words(rows)))
-    draw(a.study, runs, rows, file.with_suffix(".png"))
-    print(f"figure {file.with_suffix('.png').relative_to(ROOT)}")
+    print("\n".join([machine(), *words(rows)]))
+    figure = folder / f"study-{a.study}{name}.png"
+    draw(a.study, runs, rows, figure)
+    print(f"figure {figure.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

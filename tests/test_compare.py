@@ -6,6 +6,8 @@ import time
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compare
 from tasks import _tiny, tail
@@ -19,21 +21,23 @@ def run_of(rewards, step_s=2.0, **columns):
     return dict(curve=curve, cpu=dict(engine=n * 1.0, trainer=n * 0.5, rest=0.0))
 
 
-@pytest.fixture(autouse=True)
-def window(monkeypatch):
-    monkeypatch.setattr(compare, "WINDOW", 4)
-
-
-def test_smoothing_looks_back_only():
-    assert compare.smooth([1, 3, 5], 2).tolist() == [1, 2, 4]
-    assert compare.smooth([0, 0, 0, 4, 0], 4).tolist() == [0, 0, 0, 1, 1]
-
-
 def test_time_to_a_score():
-    curve = run_of(np.arange(10) / 10)["curve"]  # the smoothed reward is 0.15 at step 4, 8 s, and grows by 0.1 per step of 2 s
-    assert compare.time_to(curve, 0.15) == pytest.approx(8) and compare.time_to(curve, 0.2) == pytest.approx(9) and compare.time_to(curve, 0.75) == pytest.approx(20)
-    assert compare.time_to(curve, 0.76) is None
-    assert compare.time_to(run_of([0.2, 0, 0, 0, 0, 1, 1, 1])["curve"], 0.3) == pytest.approx(12.4)  # smoothed 0.05, 0, 0.25, 0.5 at 8, 10, 12, 14 s
+    curve = run_of(np.arange(10) / 10)["curve"]  # 0.1 at step 2, 4 s, and 0.1 more per step of 2 s
+    assert compare.time_to(curve, 0.1) == pytest.approx(4) and compare.time_to(curve, 0.15) == pytest.approx(5) and compare.time_to(curve, 0.9) == pytest.approx(20)
+    assert compare.time_to(curve, 0.91) is None and compare.time_to(curve, 0.0) == 2
+    assert compare.time_to(run_of([0.2, 0, 0, 0, 0, 1, 1, 1])["curve"], 0.3) == pytest.approx(10.6)
+
+
+def test_the_score_is_the_probability_of_the_right_answer(tmp_path):
+    _tiny.make_model(["tail"], tmp_path / "model", 0, steps=2, layers=1, hidden=32)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path / "model"), AutoTokenizer.from_pretrained(tmp_path / "model")
+    problems = sorted(tail.problems("test", 0), key=lambda p: len(p["answer"]))[:20:5]
+
+    def alone(p):
+        prompt, answer = tokenizer(p["prompt"])["input_ids"], tokenizer(p["answer"])["input_ids"] + [tokenizer.eos_token_id]
+        logprobs = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
+        return sum(logprobs[len(prompt) - 1 + k, t].item() for k, t in enumerate(answer))
+    assert compare.success(model, tokenizer, problems) == pytest.approx(np.mean([np.exp(alone(p)) for p in problems]), rel=1e-4)
 
 
 def test_stable_settings():
@@ -46,7 +50,7 @@ def test_the_ratio_is_that_of_the_best_stable_setting():
     rising, fallen = np.linspace(0, 1, 20), np.r_[np.linspace(0, 1, 5), np.zeros(15)]
     runs = {"pipeline": [run_of(rising, 1.0), run_of(rising, 2.0)], "G=1": [run_of(rising, 6.0)] * 2, "G=2": [run_of(rising, 3.0)] * 2, "G=4": [run_of(fallen, 0.1)] * 2}
     found = compare.summary(runs)
-    begin, end = rising[0], np.mean(rising[-4:])
+    begin, end = rising[0], rising[-1]
     assert found["scores"] == pytest.approx([begin + share * (end - begin) for share in (0.5, 0.75, 0.9)])
     assert [(best, ratio) for best, ratio, _ in found["ratios"]] == [("G=2", pytest.approx(2.0))] * 3 and found["ratios"][2][2] == pytest.approx([3.0, 1.5])
     row = found["rows"]["pipeline"]
@@ -65,8 +69,9 @@ def test_a_pipeline_that_never_gets_there_has_no_ratio():
 def test_time_starts_with_the_sampling_of_the_first_step():
     lines = [dict(wall_s=40.0 + 2 * i, tokens=300, train_tok_s=150.0, samples=64 * i, reward=0.5, lag_max=1, lag_mean=0.5, ess=1.0, wait_data_s=5.0 if i == 1 else 1.0, sync_s=0.1,
                   by_task={"a": dict(tokens=3.0, samples=32), "b": dict(tokens=5.0, samples=32)}) for i in range(1, 4)]
-    curve = compare.curve_of(lines, [dict(wall_s=38.5, version=0, eval={"tail": 0.2}), dict(wall_s=50.0, version=3, eval={"tail": 0.4})])
-    assert curve["scores"] == [[0, 0.2], [3, 0.4]] and [x.tolist() for x in compare.smoothed(curve)] == [[0, 3], [0, 7.5], pytest.approx([0.2, 0.3])]
+    curve = compare.curve_of(lines, 38.5)
+    times = compare.scored(curve | dict(scores=[[0, 0.2], [3, 0.4]]))[1]
+    assert times.tolist() == [0, pytest.approx(7.5)]
     assert curve["time"] == pytest.approx([3.5, 5.5, 7.5]) and curve["wait_data_s"] == pytest.approx([3.5, 1, 1]) and curve["sampled"] == [256] * 3
 
 
