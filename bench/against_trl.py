@@ -21,9 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from compare import COMMON, PIPELINE, PROBLEMS, ROOT, SHARES, machine, one_run, scored, success, time_to
+from compare import COMMON, PIPELINE, PROBLEMS, ROOT, SHARES, machine, one_run, quick, scored, success, time_to
 
-KEPT = ("task", "batch_size", "attempts", "max_new_tokens", "lr", "warmup_steps", "save_every")  # of COMMON, what TRL's runs hang on
+KEPT = ("task", "model", "steps", "batch_size", "attempts", "max_new_tokens", "lr", "warmup_steps", "save_every")  # of COMMON, what TRL's runs hang on
 
 
 def trl_run(knobs, seed, file):
@@ -34,7 +34,7 @@ def trl_run(knobs, seed, file):
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
     from tasks import _tiny, tail
-    path = ROOT / "out" / "models" / f"tail-seed{seed}"
+    path = Path(knobs.get("model") or ROOT / "out" / "models" / f"tail-seed{seed}")
     _tiny.make_model(["tail"], path, seed)
     tokenizer, held_out = AutoTokenizer.from_pretrained(path), tail.problems("test", seed)[:PROBLEMS]
     curve = dict(time=[], samples=[], reward=[], scores=[])
@@ -116,17 +116,18 @@ def main(argv=None):
     p.add_argument("--seeds", type=int, default=2)
     p.add_argument("--steps", type=int, default=COMMON["steps"])
     p.add_argument("--port", type=int, default=8970)
-    p.add_argument("--quick", action="store_true", help="one seed, 6 steps")
+    p.add_argument("--quick", action="store_true", help="one seed, few steps")
     p.add_argument("--plot", action="store_true", help="no runs: table and figure of those that are there")
     a = p.parse_args(argv)
-    seeds, steps, name = 1 if a.quick else a.seeds, 6 if a.quick else a.steps, "against-trl" + "-quick" * a.quick
+    seeds, name = 1 if a.quick else a.seeds, "against-trl" + "-quick" * a.quick
     folder = Path(ROOT, "out", "bench")
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{name}.json"
-    done = json.loads(file.read_text()) if file.exists() else {}
+    common = COMMON | (quick(folder) if a.quick else dict(steps=a.steps))
+    done = json.loads(file.read_text()) if file.exists() and not a.quick else {}
     for seed in range(seeds):
         for who in ("pipeline", "trl"):
-            key, knobs = f"{who}, seed {seed}", {k: v for k, v in COMMON.items() if who == "pipeline" or k in KEPT} | dict(steps=steps) | (PIPELINE if who == "pipeline" else {})
+            key, knobs = f"{who}, seed {seed}", common | PIPELINE if who == "pipeline" else {k: common[k] for k in KEPT if k in common}
             if a.plot or done.get(key, {}).get("knobs") == knobs:
                 continue
             if who == "pipeline":

@@ -1,6 +1,7 @@
 """Is the pipeline faster than conventional RL? Both on the same task, model, batch, number of samples and two CPU cores, shown as in the paper's figures.
 
-    python bench/compare.py [--lengths tail|equal] [--seeds 3] [--quick] [--plot] [--setups] [--port 8900]
+    python bench/compare.py [--lengths tail|equal] [--settings pipeline,G=4] [--seeds 3] [--quick] [--plot] [--setups] [--port 8900] [--knob value ...]
+    python bench/compare.py --preset math --settings pipeline,G=8,G=32 --steps 200      # 8 GPUs: run.sh divides them, scores are the run's own evaluations
 
 Task `tail`: answers of 5 to 397 tokens, 35 on average, most of them short; `--lengths equal` is the control, 37 tokens all. Every run is
 `bash run.sh toy ...` with the real vLLM, one at a time: pipeline and G = 1, 2, 4, 8, 16 for every seed. What is done is kept in
@@ -44,7 +45,7 @@ sys.path.insert(0, str(ROOT))  # before this folder, whose train.py is not the o
 import config as cfg
 import train
 from preprocess import pack
-from tasks import tail
+from tasks import _tiny, tail
 
 SHARES, DROP, PROBLEMS = (0.5, 0.75, 0.9), 0.1, 250
 COMMON = dict(task="tail", steps=100, batch_size=64, attempts=4, max_new_tokens=410, max_model_len=416, row_tokens=1024, lr=1.5e-4, warmup_steps=3, lr_schedule="constant",
@@ -60,6 +61,12 @@ SETUPS = {f"{name}: {e} x {t} engine + {n} x {u} trainer threads": knobs | dict(
 
 
 # ------------------------------------------------------------------------------------------------ one run
+
+def quick(folder):
+    """What differs in a trial of the scripts: few steps, short answers, a hasty base model."""
+    _tiny.make_model(["tail"], folder / "model-quick", 0, steps=60)
+    return dict(steps=12, max_new_tokens=64, model=str(folder / "model-quick"))
+
 
 def machine():
     """Where, when and by which command this is measured, as a line."""
@@ -84,10 +91,10 @@ def cpu_seconds(session):
     return used
 
 
-def one_run(name, knobs, seed, port, out):
-    """`bash run.sh toy --knob value ...` -> dict(curve: {key: [one number per step]}, cpu: {engine, trainer, rest: CPU seconds in that time})."""
-    flags = [x for k, v in (COMMON | knobs | dict(seed=seed, port=port, out=str(out), run=name, fresh=True)).items() for x in (f"--{k}", *map(str, v if isinstance(v, tuple) else [v]))]
-    process = subprocess.Popen(["bash", "run.sh", "toy", *flags], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+def one_run(name, knobs, seed, port, out, preset="toy"):
+    """`bash run.sh <preset> --knob value ...` -> dict(curve: {key: [one number per step]}, cpu: {engine, trainer, rest: CPU seconds in that time})."""
+    flags = [x for k, v in (knobs | dict(seed=seed, port=port, out=str(out), run=name, fresh=True)).items() for x in (f"--{k}", *map(str, v if isinstance(v, tuple) else [v]))]
+    process = subprocess.Popen(["bash", "run.sh", preset, *flags], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
                                env=os.environ | {"PIPELINE_PYTHON": os.environ.get("PIPELINE_PYTHON", sys.executable)})
     words, used, seen, ended = [], {}, [], {}  # output; see cpu_seconds; (time, {who: CPU seconds}); time at which the line of a step came
 
@@ -112,8 +119,7 @@ def one_run(name, knobs, seed, port, out):
         raise RuntimeError(f"{name} ended with exit code {process.returncode}:\n{''.join(words[-25:])}")
     lines = [json.loads(x) for x in Path(out, name, "metrics.jsonl").read_text().splitlines()]
     steps, begin = [x for x in lines if "step" in x], next(x["wall_s"] for x in lines if "eval" in x)
-    curve = curve_of(steps, begin) | dict(scores=scores(Path(out, name)))
-    shutil.rmtree(Path(out, name, "checkpoints"))
+    curve = curve_of(steps, begin) | dict(scores=scores(Path(out, name), [[x["version"], float(np.mean([*x["eval"].values()]))] for x in lines if "eval" in x]))
     end = ended[len(steps)]
     spent = lambda who: float(np.diff(np.interp([end - curve["time"][-1], end], [t for t, _ in seen], [x[who] for _, x in seen]))[0])
     return dict(curve=curve, cpu={who: spent(who) for who in ("engine", "trainer", "rest")})
@@ -141,12 +147,16 @@ def success(model, tokenizer, problems):
     return total / len(problems)
 
 
-def scores(run_dir):
-    """[[version, score]] of the base model and of a run's checkpoints."""
+def scores(run_dir, online):
+    """[[version, score]] of the base model and of a run's checkpoints, which go with it; of a task other than tail, the run's own evaluations, `online`."""
     c = cfg.load(run_dir)
+    if c.task != "tail":
+        return online
     problems = tail.problems("test", c.seed, c.eval_data)[:PROBLEMS]
     models = [(0, c.model), *((int(p.name[5:]), p) for p in sorted(run_dir.glob("checkpoints/step_*")))]
-    return [[version, success(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), AutoTokenizer.from_pretrained(path), problems)] for version, path in models]
+    found = [[version, success(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), AutoTokenizer.from_pretrained(path), problems)] for version, path in models]
+    shutil.rmtree(run_dir / "checkpoints")
+    return found
 
 
 # ------------------------------------------------------------------------------------------------ what is made of them
@@ -242,34 +252,44 @@ def draw(runs, lengths, path):
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog="Any other flag is a knob of run.sh, for all runs.", allow_abbrev=False)
     p.add_argument("--lengths", choices=("tail", "equal"), default="tail")
     p.add_argument("--seeds", type=int, default=3)
-    p.add_argument("--steps", type=int, default=0, help="optimizer steps of every run; 0: the study's")
     p.add_argument("--settings", default="", help="of " + ", ".join(SETTINGS) + " (or of those of --setups), with commas between them; empty: all")
-    p.add_argument("--lr", type=float, default=0.0, help="another learning rate than the study's")
     p.add_argument("--port", type=int, default=8900)
     p.add_argument("--quick", action="store_true", help="one seed, pipeline and G = 4, few steps")
     p.add_argument("--setups", action="store_true", help="samples/s of every division of engines and threads, one seed, few steps")
     p.add_argument("--plot", action="store_true", help="no runs: table and figure of those that are there")
-    a = p.parse_args(argv)
-    known = SETUPS if a.setups else SETTINGS
-    settings = {s: known[s] for s in (a.settings.split(",") if a.settings else ["pipeline", "G=4"] if a.quick else known)}
-    seeds, steps = 1 if a.quick or a.setups else a.seeds, a.steps or (12 if a.quick else 48 if a.setups else COMMON["steps"])
-    data = dict(train_data="equal", eval_data="equal") if a.lengths == "equal" else {}
-    data |= dict(lr=a.lr) if a.lr else {}
-    name = f"compare-{a.lengths}" + f"-lr{a.lr:g}" * bool(a.lr) + "-quick" * a.quick + "-setups" * a.setups
+    p.add_argument("--preset", default="toy", help="another preset of run.sh than the one the study is made of; its task, its evaluations, its division of the machine")
+    a, more = p.parse_known_args(argv)
+    known = dict(SETUPS if a.setups else SETTINGS)
+    known |= {s: CONVENTIONAL | dict(conventional_g=int(s[2:])) for s in a.settings.split(",") if re.fullmatch("G=[1-9][0-9]*", s)}
+    names = a.settings.split(",") if a.settings else ["pipeline", "G=4"] if a.quick else list(known)
+    if unknown := set(names) - set(known):
+        p.error(f"--settings {','.join(unknown)}: there are {', '.join(known)}, and G=n")
+    settings = {s: known[s] for s in names}
+    seeds, common = 1 if a.quick or a.setups else a.seeds, COMMON | (dict(steps=48) if a.setups else {})
+    if a.preset != "toy":
+        settings, common = {s: {k: v for k, v in knobs.items() if k == "conventional_g"} for s, knobs in settings.items()}, {}
+    if a.lengths == "equal":
+        common |= dict(train_data="equal", eval_data="equal")
+    if len(more) % 2 or not all(k.startswith("--") for k in more[::2]):
+        p.error(f"{' '.join(more)}: what is not listed above goes to run.sh, as --knob value")
+    common |= {k.removeprefix("--"): v for k, v in zip(more[::2], more[1::2])}
+    name = f"compare-{a.lengths if a.preset == 'toy' else a.preset}" + "".join(f"-{k[2:]}-{v}" for k, v in zip(more[::2], more[1::2])) + "-quick" * a.quick + "-setups" * a.setups
     folder = Path(ROOT, "out", "bench")
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{name}.json"
-    done = json.loads(file.read_text()) if file.exists() else {}  # "setting, seed n" -> {knobs, curve, cpu}
+    file = folder / f"{name.replace('/', '-')}.json"
+    if a.quick:
+        common |= quick(folder)
+    done = json.loads(file.read_text()) if file.exists() and not a.quick else {}  # "setting, seed n" -> {knobs, machine, curve, cpu}
     todo = [(s, seed) for seed in range(seeds) for s in settings]  # seed by seed: what is there after an interruption can be compared
     for s, seed in todo:
-        key, knobs = f"{s}, seed {seed}", COMMON | settings[s] | data | dict(steps=steps)
+        key, knobs = f"{s}, seed {seed}", common | settings[s]
         if a.plot or done.get(key, {}).get("knobs") == knobs:  # runs with other knobs than today's are done again
             continue
         begun = time.time()
-        done[key] = dict(knobs=knobs, machine=machine()) | one_run(re.sub(r"\W+", "-", f"{name}-{s}-seed{seed}"), knobs, seed, a.port, folder / "compare-runs")
+        done[key] = dict(knobs=knobs, machine=machine()) | one_run(re.sub(r"\W+", "-", f"{name}-{s}-seed{seed}"), knobs, seed, a.port, folder / "compare-runs", a.preset)
         file.write_text(json.dumps(done))
         curve = done[key]["curve"]
         print(f"{key}: {curve['samples'][-1]} samples in {curve['time'][-1]:.1f} s, {curve['samples'][-1] / curve['time'][-1]:.0f} samples/s, score {scored(curve)[2][-1]:.3f}, "

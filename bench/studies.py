@@ -3,9 +3,9 @@
     python bench/studies.py kl|lag|dpo [--seeds 2] [--steps 100] [--quick] [--plot] [--port 8950]
 
 kl    KL(behaviour || trained policy), k3 estimate over the trained tokens, of in-flight updates with stale KV cache, with recomputed KV cache, and of conventional
-      RL whose max lag is as high (arXiv 2509.19128, section 5.1): by step, and by lag of the token. With a third of compare.py's learning rate, with which all three learn.
+      RL whose max lag is as high (arXiv 2509.19128, section 5.1): by step, and by lag of the token.
 lag   the question that paper leaves open: the same run, in which sequences live long, with only the tokens of some lags in the policy loss (`--lags`): all up to a
-      threshold, which is `--late mask` without closing the gate earlier, or one window alone. The gradient is divided by the tokens that are left (`--normalizer tokens`).
+      threshold, which is `--late mask` without closing the gate earlier, or one window alone (Adam makes up for the smaller sums).
 dpo   the other one: there, the policy loss, the policy loss on recent tokens only, and both with a DPO term on (best, worst) pairs; DPO alone
 
 Scores are compare.py's, at the end the mean of the last 3 checkpoints. Runs that are done are kept in out/bench/studies.json, by their knobs: the same command goes on, and studies share
@@ -19,16 +19,15 @@ from pathlib import Path
 
 import numpy as np
 
-from compare import COMMON, CONVENTIONAL, PIPELINE, ROOT, machine, one_run
+from compare import COMMON, CONVENTIONAL, PIPELINE, ROOT, machine, one_run, quick
 
-SLOW = dict(lr=1e-4)
-OLD = PIPELINE | dict(concurrency=256, max_lag=100, normalizer="tokens")  # four times the sequences in progress: each takes four times as many versions
-NONE = (1000000, 1000000)  # a window of lags that holds no token
+OLD = PIPELINE | dict(concurrency=256, max_lag=100)  # four times the sequences in progress: each takes four times as many versions
+NONE = dict(lags=(1000000, 1000000))  # a window that holds no token
+DPO = dict(dpo_coef=10.0, dpo_beta=0.1)  # at first its gradient is that of advantages of 10 * 0.1 / 2 for the better and the worse answer
 STUDIES = {
-    "kl": {"in flight, stale KV": PIPELINE | SLOW, "in flight, recomputed KV": PIPELINE | SLOW | dict(recompute_kv=True), "conventional, G = 12": CONVENTIONAL | SLOW | dict(conventional_g=12)},
+    "kl": {"in flight, stale KV": PIPELINE, "in flight, recomputed KV": PIPELINE | dict(recompute_kv=True), "conventional, G = 12": CONVENTIONAL | dict(conventional_g=12)},
     "lag": {"all": OLD} | {f"lag {a}-{b}" if b < 1000 else f"lag {a} and more": OLD | dict(lags=(a, b)) for a, b in ((0, 2), (0, 5), (0, 10), (3, 10), (11, 1000000))},
-    "dpo": {"policy loss": OLD, "lag 0-5": OLD | dict(lags=(0, 5)), "policy loss + DPO": OLD | dict(dpo_coef=0.1), "lag 0-5 + DPO": OLD | dict(lags=(0, 5), dpo_coef=0.1),
-            "DPO alone": OLD | dict(lags=NONE, dpo_coef=0.1)},
+    "dpo": {"policy loss": OLD, "lag 0-5": OLD | dict(lags=(0, 5)), "policy loss + DPO": OLD | DPO, "lag 0-5 + DPO": OLD | dict(lags=(0, 5)) | DPO, "DPO alone": OLD | NONE | DPO},
 }
 
 
@@ -97,15 +96,16 @@ def main(argv=None):
     p.add_argument("--plot", action="store_true", help="no runs: table and figure of those that are there")
     p.add_argument("--port", type=int, default=8950)
     a = p.parse_args(argv)
-    seeds, steps, name = 1 if a.quick else a.seeds, 12 if a.quick else a.steps, "-quick" * a.quick
+    seeds, name = 1 if a.quick else a.seeds, "-quick" * a.quick
     settings = dict(list(STUDIES[a.study].items())[-1 if a.quick else 0:])
     folder = Path(ROOT, "out", "bench")
     folder.mkdir(parents=True, exist_ok=True)
     file, runs = folder / f"studies{name}.json", {}
-    done = json.loads(file.read_text()) if file.exists() else {}  # knobs with the seed, as text -> {machine, steps, scores}
+    common = COMMON | (quick(folder) if a.quick else dict(steps=a.steps))
+    done = json.loads(file.read_text()) if file.exists() and not a.quick else {}  # knobs with the seed, as text -> {machine, steps, scores}
     for seed in range(seeds):
         for s, own in settings.items():
-            knobs = COMMON | own | dict(steps=steps)
+            knobs = common | own
             key = json.dumps(knobs | dict(seed=seed), sort_keys=True)
             if key not in done and not a.plot:
                 begun, run = time.time(), re.sub(r"\W+", "-", f"study-{a.study}{name}-{s}-seed{seed}")

@@ -2,6 +2,7 @@
 import json
 import re
 import subprocess
+import sys
 import time
 
 import numpy as np
@@ -60,7 +61,7 @@ def test_the_ratio_is_that_of_the_best_stable_setting():
 
 
 def test_a_pipeline_that_never_gets_there_has_no_ratio():
-    runs = {"pipeline": [run_of(np.r_[np.linspace(0, 1, 5), np.zeros(15)])], "G=1": [run_of(np.linspace(0, 1, 20))]}
+    runs = {"pipeline": [run_of(np.r_[np.linspace(0, 0.6, 5), np.zeros(15)])], "G=1": [run_of(np.linspace(0, 1, 20))]}
     found = compare.summary(runs)
     assert found["rows"]["pipeline"]["stable"] is False and found["rows"]["pipeline"]["time"][0] is not None and found["rows"]["pipeline"]["time"][1:] == [None, None]
     assert found["ratios"][0] and found["ratios"][1:] == [None, None] and "to 90%: the pipeline, or every stable conventional setting, has runs that never get there" in "\n".join(compare.words(found, "tail"))
@@ -79,14 +80,48 @@ def test_an_interrupted_study_goes_on_and_other_knobs_are_measured_anew(tmp_path
     (tmp_path / "out" / "bench").mkdir(parents=True)
     done = []
     monkeypatch.setattr(compare, "ROOT", tmp_path)
-    monkeypatch.setattr(compare, "one_run", lambda name, knobs, seed, port, out: done.append(name) or run_of(np.linspace(0, 1, 8) + seed / 100))
-    compare.main(["--settings", "pipeline,G=2", "--seeds", "1", "--steps", "8"])
-    compare.main(["--settings", "pipeline,G=2", "--seeds", "2", "--steps", "8"])
-    assert done == [f"compare-tail-{s}-seed{k}" for k in (0, 1) for s in ("pipeline", "G-2")]
+    monkeypatch.setattr(compare, "one_run", lambda name, knobs, seed, port, out, preset: done.append((name, preset, knobs)) or run_of(np.linspace(0, 1, 8) + seed / 100))
+    compare.main(["--settings", "pipeline,G=2", "--seeds", "1"])
+    compare.main(["--settings", "pipeline,G=2", "--seeds", "2"])
+    assert [name for name, _, _ in done] == [f"compare-tail-{s}-seed{k}" for k in (0, 1) for s in ("pipeline", "G-2")]
     compare.main(["--settings", "pipeline,G=2", "--seeds", "2", "--plot"])
     assert len(done) == 4 and (tmp_path / "out" / "bench" / "compare-tail.png").stat().st_size > 10000
-    compare.main(["--settings", "pipeline,G=2", "--seeds", "1", "--steps", "9"])
-    assert done[4:] == done[:2] and set(json.loads((tmp_path / "out" / "bench" / "compare-tail.json").read_text())) == {f"{s}, seed {k}" for s in ("pipeline", "G=2") for k in (0, 1)}
+    compare.main(["--settings", "pipeline", "--seeds", "1", "--steps", "9"])
+    assert done[4][2] == done[0][2] | dict(steps="9") and (tmp_path / "out" / "bench" / "compare-tail-steps-9.json").exists()
+    monkeypatch.setitem(compare.COMMON, "lr", 1.0)
+    compare.main(["--settings", "pipeline,G=2", "--seeds", "1"])
+    assert len(done) == 7 and set(json.loads((tmp_path / "out" / "bench" / "compare-tail.json").read_text())) == {f"{s}, seed {k}" for s in ("pipeline", "G=2") for k in (0, 1)}
+    compare.main(["--preset", "math", "--settings", "pipeline,G=32", "--seeds", "1", "--model", "a/b"])
+    assert [(preset, knobs) for _, preset, knobs in done[7:]] == [("math", dict(model="a/b")), ("math", dict(model="a/b", conventional_g=32))]
+    for wrong in (["--settings", "G=0"], ["--steps"], ["steps", "9"]):
+        with pytest.raises(SystemExit):
+            compare.main(wrong)
+
+
+def table_of(*command):
+    """Output of a script of bench/, which has to end well."""
+    done = subprocess.run([sys.executable, *command], cwd=compare.ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_quick_comparison_runs():
+    out = table_of("bench/compare.py", "--quick")
+    assert re.search(r"cores of .*, torch .*, python bench/compare.py --quick\n", out) and re.search(r"^pipeline .* \| .* \|", out, re.M) and re.search(r"^G=4 ", out, re.M)
+    runs = json.loads((compare.ROOT / "out/bench/compare-tail-quick.json").read_text())
+    assert set(runs) == {"pipeline, seed 0", "G=4, seed 0"} and (compare.ROOT / "out/bench/compare-tail-quick.png").stat().st_size > 10000
+    for name, run in runs.items():
+        curve = run["curve"]
+        assert [v for v, _ in curve["scores"]] == [0, 10, 12] and all(0 < y < 1 for _, y in curve["scores"]) and len({y for _, y in curve["scores"]}) == 3
+        assert len(curve["time"]) == 12 and all(np.diff(curve["time"]) > 0) and curve["samples"][-1] == 12 * 64 and min(run["cpu"].values()) > 0
+        assert max(curve["lag_max"]) == 3 or name != "G=4, seed 0"
+    assert runs["pipeline, seed 0"]["curve"]["scores"][0] == runs["G=4, seed 0"]["curve"]["scores"][0]
+
+
+def test_a_quick_study_runs():
+    out = table_of("bench/studies.py", "dpo", "--quick")
+    row = re.search(r"^DPO alone +(\S+) -> (\S+) .* 100% +(\S+)   KL by lag|^DPO alone +(\S+) -> (\S+) .* 100% +(\S+)", out, re.M)
+    assert row and float(row[6] or row[3]) > 0 and "figure out/bench/study-dpo-quick.png" in out
 
 
 def test_cpu_seconds_are_those_of_the_session():
