@@ -21,7 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from compare import COMMON, PIPELINE, PROBLEMS, ROOT, SHARES, machine, one_run, quick, scored, success, time_to
+from compare import COMMON, MODEL, PIPELINE, PROBLEMS, ROOT, SHARES, machine, one_run, quick, scored, success, time_to
+from tasks import _tiny, tail
 
 KEPT = ("task", "model", "steps", "batch_size", "attempts", "max_new_tokens", "lr", "warmup_steps", "save_every")  # of COMMON, what TRL's runs hang on
 
@@ -33,9 +34,7 @@ def trl_run(knobs, seed, file):
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
-    from tasks import _tiny, tail
-    path = Path(knobs.get("model") or ROOT / "out" / "models" / f"tail-seed{seed}")
-    _tiny.make_model(["tail"], path, seed)
+    path = knobs["model"]
     tokenizer, held_out = AutoTokenizer.from_pretrained(path), tail.problems("test", seed)[:PROBLEMS]
     curve = dict(time=[], samples=[], reward=[], scores=[])
 
@@ -123,11 +122,13 @@ def main(argv=None):
     folder = Path(ROOT, "out", "bench")
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{name}.json"
+    if not a.quick:
+        _tiny.make_model(["tail"], MODEL, 0)
     common = COMMON | (quick(folder) if a.quick else dict(steps=a.steps))
     done = json.loads(file.read_text()) if file.exists() and not a.quick else {}
     for seed in range(seeds):
         for who in ("pipeline", "trl"):
-            key, knobs = f"{who}, seed {seed}", common | PIPELINE if who == "pipeline" else {k: common[k] for k in KEPT if k in common}
+            key, knobs = f"{who}, seed {seed}", common | PIPELINE if who == "pipeline" else {k: common[k] for k in KEPT}
             if a.plot or done.get(key, {}).get("knobs") == knobs:
                 continue
             if who == "pipeline":

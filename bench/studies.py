@@ -19,7 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from compare import COMMON, CONVENTIONAL, PIPELINE, ROOT, machine, one_run, quick
+from compare import COMMON, CONVENTIONAL, MODEL, PIPELINE, ROOT, machine, one_run, quick
+from tasks import _tiny
 
 OLD = PIPELINE | dict(concurrency=256, max_lag=100)  # four times the sequences in progress: each takes four times as many versions
 NONE = dict(lags=(1000000, 1000000))  # a window that holds no token
@@ -101,6 +102,8 @@ def main(argv=None):
     folder = Path(ROOT, "out", "bench")
     folder.mkdir(parents=True, exist_ok=True)
     file, runs = folder / f"studies{name}.json", {}
+    if not a.quick:
+        _tiny.make_model(["tail"], MODEL, 0)
     common = COMMON | (quick(folder) if a.quick else dict(steps=a.steps))
     done = json.loads(file.read_text()) if file.exists() and not a.quick else {}  # knobs with the seed, as text -> {machine, steps, scores}
     for seed in range(seeds):

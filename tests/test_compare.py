@@ -79,6 +79,8 @@ def test_time_starts_with_the_sampling_of_the_first_step():
 def test_an_interrupted_study_goes_on_and_other_knobs_are_measured_anew(tmp_path, monkeypatch, capsys):
     (tmp_path / "out" / "bench").mkdir(parents=True)
     done = []
+    (tmp_path / "config.json").touch()
+    monkeypatch.setattr(compare, "MODEL", tmp_path)  # is there
     monkeypatch.setattr(compare, "ROOT", tmp_path)
     monkeypatch.setattr(compare, "one_run", lambda name, knobs, seed, port, out, preset: done.append((name, preset, knobs)) or run_of(np.linspace(0, 1, 8) + seed / 100))
     compare.main(["--settings", "pipeline,G=2", "--seeds", "1"])
