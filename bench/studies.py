@@ -1,6 +1,6 @@
 """What do old tokens do to learning? Three short studies on the task `tail`, each a handful of whole runs (compare.py's, real vLLM) and one figure.
 
-    python bench/studies.py kl|lag|dpo [--seeds 2] [--steps 100] [--quick] [--plot] [--port 8950]
+    python bench/studies.py kl|lag|dpo [--seeds 1] [--steps 100] [--quick] [--plot] [--port 8950]
 
 kl    KL(behaviour || trained policy), k3 estimate over the trained tokens, of in-flight updates with stale KV cache, with recomputed KV cache, and of conventional
       RL whose max lag is as high (arXiv 2509.19128, section 5.1): by step, and by lag of the token.
@@ -91,7 +91,7 @@ def draw(study, runs, rows, path):
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("study", choices=STUDIES)
-    p.add_argument("--seeds", type=int, default=2)
+    p.add_argument("--seeds", type=int, default=1)
     p.add_argument("--steps", type=int, default=100)
     p.add_argument("--quick", action="store_true", help="one seed, few steps, the last setting alone")
     p.add_argument("--plot", action="store_true", help="no runs: table and figure of those that are there")
