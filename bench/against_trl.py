@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from compare import COMMON, MODEL, PIPELINE, PROBLEMS, ROOT, SHARES, machine, one_run, quick, scored, success, time_to
+from compare import COMMON, MODEL, PIPELINE, PROBLEMS, QUICK, ROOT, SHARES, machine, one_run, scored, success, time_to
 from tasks import _tiny, tail
 
 KEPT = ("task", "model", "steps", "batch_size", "attempts", "max_new_tokens", "lr", "warmup_steps", "save_every")  # of COMMON, what TRL's runs hang on
@@ -123,9 +123,8 @@ def main(argv=None):
     folder = Path(ROOT, "out", "bench")
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{name}.json"
-    if not a.quick:
-        _tiny.make_model(["tail"], MODEL, 0)
-    common = COMMON | (quick(folder) if a.quick else dict(steps=a.steps))
+    common = COMMON | (QUICK if a.quick else dict(steps=a.steps))
+    _tiny.make_model(["tail"], MODEL, 0)
     done = json.loads(file.read_text()) if file.exists() and not a.quick else {}
     for seed in range(seeds):
         for who in ("pipeline", "trl"):

@@ -51,6 +51,7 @@ SHARES, DROP, PROBLEMS = (0.5, 0.75, 0.9), 0.1, 250
 MODEL = ROOT / "out" / "models" / "tail-seed0"  # seeds differ in problems and sampling; some seeds' base models (1, for example) get nothing right
 COMMON = dict(task="tail", model=str(MODEL), steps=100, batch_size=64, attempts=4, max_new_tokens=410, max_model_len=416, row_tokens=1024, lr=1.5e-4, warmup_steps=3, lr_schedule="constant",
               eval_problems=1, eval_every=0, save_every=10, keep_last=1000000)
+QUICK = dict(steps=12, max_new_tokens=64)
 # As many sequences in progress as a step has samples keep the data fresh; a generation phase starts all it can at once.
 PIPELINE = dict(max_lag=4, engines=1, engine_threads=1, trainers=1, trainer_threads=1, concurrency=64)
 CONVENTIONAL = dict(engines=1, engine_threads=1, trainers=1, trainer_threads=2, concurrency=1024)
@@ -62,12 +63,6 @@ SETUPS = {f"{name}: {e} x {t} engine + {n} x {u} trainer threads": knobs | dict(
 
 
 # ------------------------------------------------------------------------------------------------ one run
-
-def quick(folder):
-    """What differs in a trial of the scripts: few steps, short answers, a hasty base model."""
-    _tiny.make_model(["tail"], folder / "model-quick", 0, steps=60)
-    return dict(steps=12, max_new_tokens=64, model=str(folder / "model-quick"))
-
 
 def machine():
     """Where, when and by which command this is measured, as a line."""
@@ -281,9 +276,8 @@ def main(argv=None):
     folder = Path(ROOT, "out", "bench")
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{name.replace('/', '-')}.json"
-    if a.quick:
-        common |= quick(folder)
-    elif a.preset == "toy":
+    common |= QUICK if a.quick else {}
+    if a.preset == "toy":
         _tiny.make_model(["tail"], MODEL, 0)
     done = json.loads(file.read_text()) if file.exists() and not a.quick else {}  # "setting, seed n" -> {knobs, machine, curve, cpu}
     todo = [(s, seed) for seed in range(seeds) for s in settings]  # seed by seed: what is there after an interruption can be compared

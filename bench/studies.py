@@ -4,9 +4,9 @@
 
 kl    KL(behaviour || trained policy), k3 estimate over the trained tokens, of in-flight updates with stale KV cache, with recomputed KV cache, and of conventional
       RL whose max lag is as high (arXiv 2509.19128, section 5.1): by step, and by lag of the token.
-lag   the question that paper leaves open: the same run, in which sequences live long, with only the tokens of some lags in the policy loss (`--lags`): all up to a
+lag   the question that paper leaves open: the same run, in which sequences live longer, with only the tokens of some lags in the policy loss (`--lags`): all up to a
       threshold, which is `--late mask` without closing the gate earlier, or one window alone (Adam makes up for the smaller sums).
-dpo   the other one: there, the policy loss, the policy loss on recent tokens only, and both with a DPO term on (best, worst) pairs; DPO alone
+dpo   the other one: at high lag, the policy loss, the same with a DPO term on (best, worst) pairs, ten times weaker and as strong as the policy loss, and that term alone
 
 Scores are compare.py's, at the end the mean of the last 3 checkpoints. Runs that are done are kept in out/bench/studies.json, by their knobs: the same command goes on, and studies share
 the runs that they have in common. Leaves the figure in out/bench/study-<name>.png. --quick: one seed, few steps, the last setting alone.
@@ -19,16 +19,16 @@ from pathlib import Path
 
 import numpy as np
 
-from compare import COMMON, CONVENTIONAL, MODEL, PIPELINE, ROOT, machine, one_run, quick
+from compare import COMMON, CONVENTIONAL, MODEL, PIPELINE, QUICK, ROOT, machine, one_run
 from tasks import _tiny
 
-OLD = PIPELINE | dict(concurrency=256, max_lag=100)  # four times the sequences in progress: each takes four times as many versions
-NONE = dict(lags=(1000000, 1000000))  # a window that holds no token
+LONG = PIPELINE | dict(concurrency=128)  # twice the sequences in progress: each takes twice as many versions
+OLD = PIPELINE | dict(concurrency=256, max_lag=100)  # and the trainer, which is slower than the engine then, has a queue of dozens of steps
 DPO = dict(dpo_coef=10.0, dpo_beta=0.1)  # at first its gradient is that of advantages of 10 * 0.1 / 2 for the better and the worse answer
 STUDIES = {
     "kl": {"in flight, stale KV": PIPELINE, "in flight, recomputed KV": PIPELINE | dict(recompute_kv=True), "conventional, G = 12": CONVENTIONAL | dict(conventional_g=12)},
-    "lag": {"all": OLD} | {f"lag {a}-{b}" if b < 1000 else f"lag {a} and more": OLD | dict(lags=(a, b)) for a, b in ((0, 2), (0, 5), (0, 10), (3, 10), (11, 1000000))},
-    "dpo": {"policy loss": OLD, "lag 0-5": OLD | dict(lags=(0, 5)), "policy loss + DPO": OLD | DPO, "lag 0-5 + DPO": OLD | dict(lags=(0, 5)) | DPO, "DPO alone": OLD | NONE | DPO},
+    "lag": {"all": LONG, "lag 0-2": LONG | dict(lags=(0, 2)), "lag 0-4": LONG | dict(lags=(0, 4)), "lag 5 and more": LONG | dict(lags=(5, 1000000))},
+    "dpo": {"policy loss": OLD, "policy loss + weak DPO": OLD | DPO | dict(dpo_coef=1.0), "policy loss + DPO": OLD | DPO, "DPO alone": OLD | DPO | dict(lags=(1000000, 1000000))},
 }
 
 
@@ -102,9 +102,8 @@ def main(argv=None):
     folder = Path(ROOT, "out", "bench")
     folder.mkdir(parents=True, exist_ok=True)
     file, runs = folder / f"studies{name}.json", {}
-    if not a.quick:
-        _tiny.make_model(["tail"], MODEL, 0)
-    common = COMMON | (quick(folder) if a.quick else dict(steps=a.steps))
+    common = COMMON | (QUICK if a.quick else dict(steps=a.steps))
+    _tiny.make_model(["tail"], MODEL, 0)
     done = json.loads(file.read_text()) if file.exists() and not a.quick else {}  # knobs with the seed, as text -> {machine, steps, scores}
     for seed in range(seeds):
         for s, own in settings.items():

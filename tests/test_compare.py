@@ -108,22 +108,20 @@ def table_of(*command):
 
 
 def test_the_quick_comparison_runs():
-    out = table_of("bench/compare.py", "--quick")
-    assert re.search(r"cores of .*, torch .*, python bench/compare.py --quick\n", out) and re.search(r"^pipeline .* \| .* \|", out, re.M) and re.search(r"^G=4 ", out, re.M)
-    runs = json.loads((compare.ROOT / "out/bench/compare-tail-quick.json").read_text())
-    assert set(runs) == {"pipeline, seed 0", "G=4, seed 0"} and (compare.ROOT / "out/bench/compare-tail-quick.png").stat().st_size > 10000
-    for name, run in runs.items():
-        curve = run["curve"]
-        assert [v for v, _ in curve["scores"]] == [0, 10, 12] and all(0 < y < 1 for _, y in curve["scores"]) and len({y for _, y in curve["scores"]}) == 3
-        assert len(curve["time"]) == 12 and all(np.diff(curve["time"]) > 0) and curve["samples"][-1] == 12 * 64 and min(run["cpu"].values()) > 0
-        assert max(curve["lag_max"]) == 3 or name != "G=4, seed 0"
-    assert runs["pipeline, seed 0"]["curve"]["scores"][0] == runs["G=4, seed 0"]["curve"]["scores"][0]
+    out = table_of("bench/compare.py", "--quick", "--settings", "G=4")
+    assert re.search(r"cores of .*, torch .*, python bench/compare.py --quick --settings G=4\n", out) and re.search(r"^G=4 .* \| .* \|", out, re.M) and "figure out/bench/compare-tail-quick.png" in out
+    (name, run), = json.loads((compare.ROOT / "out/bench/compare-tail-quick.json").read_text()).items()
+    curve = run["curve"]
+    assert name == "G=4, seed 0" and curve["lag_max"] == [0, 1, 2, 3] * 3 and curve["samples"] == [64 * (i + 1) for i in range(12)]
+    assert [v for v, _ in curve["scores"]] == [0, 10, 12] and all(0.01 < y < 1 for _, y in curve["scores"]) and len({y for _, y in curve["scores"]}) == 3
+    assert len(curve["time"]) == 12 and all(np.diff(curve["time"]) > 0) and min(run["cpu"].values()) > 0
+    assert abs(curve["scores"][0][1] - np.mean(curve["reward"][:4])) < 0.15  # what is computed is what is sampled: the base model answered for the first four steps
 
 
 def test_a_quick_study_runs():
     out = table_of("bench/studies.py", "dpo", "--quick")
-    row = re.search(r"^DPO alone +(\S+) -> (\S+) .* 100% +(\S+)   KL by lag|^DPO alone +(\S+) -> (\S+) .* 100% +(\S+)", out, re.M)
-    assert row and float(row[6] or row[3]) > 0 and "figure out/bench/study-dpo-quick.png" in out
+    begin, end, dpo = re.search(r"^DPO alone +(\S+) -> (\S+) .* 100% +(\S+)", out, re.M).groups()
+    assert begin != end and 0 < float(dpo) < 5 and "figure out/bench/study-dpo-quick.png" in out
 
 
 def test_cpu_seconds_are_those_of_the_session():
