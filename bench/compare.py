@@ -12,7 +12,7 @@ time       wall_s of metrics.jsonl, from the moment at which sampling for the fi
 score      of the checkpoints of every 10 steps, afterwards: probability that the policy gives exactly the right answer, mean over 250 held-out problems. The right answer is
            known, so that this is computed and not sampled; evaluations would also take the engines' time, which conventional RL has to spare while it trains. The
            reward of the samples trained is no yardstick: what is done first is trained first, and the long ones in progress are the hard ones
-learning rate  the same for all: of 1.5e-4, 3e-4 and 6e-4 the one with which G = 1, on-policy, ends with the best score (--settings G=1 --lr ...)
+learning rate  the same for all: of 1.5e-4 and 3e-4 (6e-4 collapses) the one with which G = 1, on-policy, ends with the better score (--settings G=1 --lr 3e-4)
 stable     every run ends at most DROP below its best score, and higher than it began
 to n%      time until the score is n% of the way from where the runs of the stable settings begin (on average) to where the best stable conventional
            setting ends; the pipeline is compared with the stable conventional setting that is there first
