@@ -139,8 +139,8 @@ def main(argv=None):
                 process = multiprocessing.get_context("spawn").Process(target=trl_run, args=(knobs, seed, str(part)), daemon=True)
                 process.start()
                 process.join(3600)
-                if process.exitcode:
-                    sys.exit(f"bench/against_trl.py: TRL's process ended with exit code {process.exitcode}, its message is above; is it installed (pip install -r bench/requirements.txt)?")
+                if process.exitcode != 0:
+                    sys.exit(f"bench/against_trl.py: TRL's process ended with exit code {process.exitcode} (None: not within an hour), its message is above; is it installed (pip install -r bench/requirements.txt)?")
                 run = json.loads(part.read_text())
             done[key] = dict(knobs=knobs, machine=machine()) | run
             file.write_text(json.dumps(done))
