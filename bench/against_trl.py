@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from compare import COMMON, MODEL, PIPELINE, PROBLEMS, QUICK, ROOT, SHARES, machine, one_run, scored, success, time_to
+from compare import COMMON, MODEL, PIPELINE, PROBLEMS, QUICK, ROOT, SHARES, fixed_scores, kept, machine, one_run, scored, success, time_to
 from tasks import _tiny, tail
 
 KEPT = ("task", "model", "steps", "batch_size", "attempts", "max_new_tokens", "lr", "warmup_steps", "save_every")  # of COMMON, what TRL's runs hang on
@@ -120,21 +120,18 @@ def main(argv=None):
     p.add_argument("--plot", action="store_true", help="no runs: table and figure of those that are there")
     a = p.parse_args(argv)
     seeds, name = 1 if a.quick else a.seeds, "against-trl" + "-quick" * a.quick
-    folder = Path(ROOT, "out", "bench")
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{name}.json"
+    file, done = kept(name, fresh=a.quick)
     common = COMMON | (QUICK if a.quick else dict(steps=a.steps))
     _tiny.make_model(["tail"], MODEL, 0)
-    done = json.loads(file.read_text()) if file.exists() and not a.quick else {}
     for seed in range(seeds):
         for who in ("pipeline", "trl"):
             key, knobs = f"{who}, seed {seed}", common | PIPELINE if who == "pipeline" else {k: common[k] for k in KEPT}
             if a.plot or done.get(key, {}).get("knobs") == knobs:
                 continue
             if who == "pipeline":
-                run = one_run(f"{name}-seed{seed}", knobs, seed, a.port, folder / "compare-runs")
+                run = one_run(f"{name}-seed{seed}", knobs, seed, a.port, file.parent / "compare-runs")
             else:
-                part = folder / f"{name}-trl-seed{seed}.json"
+                part = file.parent / f"{name}-trl-seed{seed}.json"
                 part.unlink(missing_ok=True)
                 process = multiprocessing.get_context("spawn").Process(target=trl_run, args=(knobs, seed, str(part)), daemon=True)
                 process.start()
@@ -148,9 +145,7 @@ def main(argv=None):
     runs = {who: [done[k] for seed in range(seeds) if (k := f"{who}, seed {seed}") in done] for who in ("pipeline", "trl")}
     if not all(runs.values()):
         p.error(f"{file} has no runs of both")
-    ends = [scored(r["curve"])[2] for r in runs["trl"]]
-    begin, end = np.mean([y[0] for y in ends]), np.mean([y[-1] for y in ends])
-    levels = [float(begin + share * (end - begin)) for share in SHARES]
+    levels = fixed_scores({"trl": runs["trl"]})
     print("\n".join([machine(), *table(runs, levels)]))
     draw(runs, levels, file.with_suffix(".png"))
     print(f"figure {file.with_suffix('.png').relative_to(ROOT)}")

@@ -70,6 +70,13 @@ def machine():
     return f"{len(os.sched_getaffinity(0))} cores of {cpu}, torch {version('torch')}, {time.strftime('%Y-%m-%d')}, python {shlex.join([os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])}"
 
 
+def kept(name, fresh=False):
+    """(out/bench/<name>.json, what earlier runs left in it; fresh: nothing)."""
+    file = ROOT / "out" / "bench" / f"{name}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return file, json.loads(file.read_text()) if file.exists() and not fresh else {}
+
+
 def cpu_seconds(session):
     """{process id: (engine | trainer | rest, CPU seconds so far)} of a session's living processes."""
     used = {}
@@ -148,9 +155,9 @@ def scores(run_dir, online):
     c = cfg.load(run_dir)
     if c.task != "tail":
         return online
-    problems = tail.problems("test", c.seed, c.eval_data)[:PROBLEMS]
+    problems, tokenizer = tail.problems("test", c.seed, c.eval_data)[:PROBLEMS], AutoTokenizer.from_pretrained(c.model)
     models = [(0, c.model), *((int(p.name[5:]), p) for p in sorted(run_dir.glob("checkpoints/step_*")))]
-    found = [[version, success(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), AutoTokenizer.from_pretrained(path), problems)] for version, path in models]
+    found = [[version, success(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), tokenizer, problems)] for version, path in models]
     shutil.rmtree(run_dir / "checkpoints")
     return found
 
@@ -273,20 +280,17 @@ def main(argv=None):
         p.error(f"{' '.join(more)}: what is not listed above goes to run.sh, as --knob value")
     common |= {k.removeprefix("--"): v for k, v in zip(more[::2], more[1::2])}
     name = f"compare-{a.lengths if a.preset == 'toy' else a.preset}" + "".join(f"-{k[2:]}-{v}" for k, v in zip(more[::2], more[1::2])) + "-quick" * a.quick + "-setups" * a.setups
-    folder = Path(ROOT, "out", "bench")
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{name.replace('/', '-')}.json"
+    file, done = kept(name.replace("/", "-"), fresh=a.quick)  # "setting, seed n" -> {knobs, machine, curve, cpu}
     common |= QUICK if a.quick else {}
     if a.preset == "toy":
         _tiny.make_model(["tail"], MODEL, 0)
-    done = json.loads(file.read_text()) if file.exists() and not a.quick else {}  # "setting, seed n" -> {knobs, machine, curve, cpu}
     todo = [(s, seed) for seed in range(seeds) for s in settings]  # seed by seed: what is there after an interruption can be compared
     for s, seed in todo:
         key, knobs = f"{s}, seed {seed}", common | settings[s]
         if a.plot or done.get(key, {}).get("knobs") == knobs:  # runs with other knobs than today's are done again
             continue
         begun = time.time()
-        done[key] = dict(knobs=knobs, machine=machine()) | one_run(re.sub(r"\W+", "-", f"{name}-{s}-seed{seed}"), knobs, seed, a.port, folder / "compare-runs", a.preset)
+        done[key] = dict(knobs=knobs, machine=machine()) | one_run(re.sub(r"\W+", "-", f"{name}-{s}-seed{seed}"), knobs, seed, a.port, file.parent / "compare-runs", a.preset)
         file.write_text(json.dumps(done))
         curve = done[key]["curve"]
         print(f"{key}: {curve['samples'][-1]} samples in {curve['time'][-1]:.1f} s, {curve['samples'][-1] / curve['time'][-1]:.0f} samples/s, score {scored(curve)[2][-1]:.3f}, "

@@ -15,11 +15,10 @@ import argparse
 import json
 import re
 import time
-from pathlib import Path
 
 import numpy as np
 
-from compare import COMMON, CONVENTIONAL, MODEL, PIPELINE, QUICK, ROOT, machine, one_run
+from compare import COMMON, CONVENTIONAL, MODEL, PIPELINE, QUICK, ROOT, kept, machine, one_run
 from tasks import _tiny
 
 LONG = PIPELINE | dict(concurrency=128)  # twice the sequences in progress: each takes twice as many versions
@@ -99,20 +98,17 @@ def main(argv=None):
     a = p.parse_args(argv)
     seeds, name = 1 if a.quick else a.seeds, "-quick" * a.quick
     settings = dict(list(STUDIES[a.study].items())[-1 if a.quick else 0:])
-    folder = Path(ROOT, "out", "bench")
-    folder.mkdir(parents=True, exist_ok=True)
-    file, runs = folder / f"studies{name}.json", {}
+    (file, done), runs = kept(f"studies{name}", fresh=a.quick), {}  # knobs with the seed, as text -> {machine, steps, scores}
     common = COMMON | (QUICK if a.quick else dict(steps=a.steps))
     _tiny.make_model(["tail"], MODEL, 0)
-    done = json.loads(file.read_text()) if file.exists() and not a.quick else {}  # knobs with the seed, as text -> {machine, steps, scores}
     for seed in range(seeds):
         for s, own in settings.items():
             knobs = common | own
             key = json.dumps(knobs | dict(seed=seed), sort_keys=True)
             if key not in done and not a.plot:
                 begun, run = time.time(), re.sub(r"\W+", "-", f"study-{a.study}{name}-{s}-seed{seed}")
-                curve = one_run(run, knobs, seed, a.port, folder / "study-runs")["curve"]
-                lines = [json.loads(x) for x in (folder / "study-runs" / run / "metrics.jsonl").read_text().splitlines()]
+                curve = one_run(run, knobs, seed, a.port, file.parent / "study-runs")["curve"]
+                lines = [json.loads(x) for x in (file.parent / "study-runs" / run / "metrics.jsonl").read_text().splitlines()]
                 keep = ("kl_behavior", "ess", "lag_mean", "lag_max", "late", "dpo", "by_lag")
                 done[key] = dict(machine=machine(), steps=[{k: x[k] for k in keep} for x in lines if "step" in x], scores=curve["scores"])
                 file.write_text(json.dumps(done))
@@ -123,7 +119,7 @@ def main(argv=None):
         p.error(f"{file} has no runs of this study")
     rows = {s: row_of(r) for s, r in runs.items()}
     print("\n".join([machine(), *words(rows)]))
-    figure = folder / f"study-{a.study}{name}.png"
+    figure = file.parent / f"study-{a.study}{name}.png"
     draw(a.study, runs, rows, figure)
     print(f"figure {figure.relative_to(ROOT)}")
 
