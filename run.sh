@@ -2,11 +2,12 @@
 # The launcher: set up, check the configuration, start every process, watch them, stop them all together.
 #
 #   bash run.sh [toy|countdown|guess|math] [--knob value ...]     train; the same command continues a stopped run
+#   bash run.sh serve --run NAME [--engines N]    engines of this machine for a run that is in progress; Ctrl-C takes them away
 #   bash run.sh --help                            every knob
 #   bash run.sh setup                             install only
 #
 # On several nodes: the same command on each, with NNODES, NODE_RANK and MASTER_ADDR set (or under srun, torchrun), and --out on
-# a file system that all share; launch.py has the rest of the story.
+# a file system that all share; plumbing/nodes.py has the rest of the story.
 #
 # PIPELINE_PYTHON=/path/to/python uses that environment as it is instead of making .venv.
 set -euo pipefail
@@ -58,30 +59,31 @@ fi
 list=$(mktemp)
 why="could not be started"  # what the other nodes are told when this one stops
 trap 'rm -f "$list"' EXIT
-"$PY" launch.py "$list" "$@" || exit $?
+TORCH_CPP_LOG_LEVEL=ERROR "$PY" -m plumbing.launch "$list" "$@" || exit $?  # torch warns of hosts without names
 [ -s "$list" ] || exit 0   # --help, --dry_run
-{ read -r run_dir; read -r restarts; read -r node; } < "$list"
+{ read -r run_dir; read -r node; read -r suffix; } < "$list"
 [ "$node" != 0 ] || { exec 8>"$run_dir/.lock"; flock -n 8 || die "another run.sh has just started $run_dir"; }  # inherited by all that is started: held until the last of them has ended
 unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK MASTER_ADDR MASTER_PORT  # they mean something else to those we start
 
 declare -A pid_of
 names=()
+signal() { kill "-$1" -- "-${pid_of[$2]:-none}" 2>/dev/null; }  # to a process and its children
 stop_all() {  # within 30 s
   trap '' INT TERM
   set +m  # no job notices
   [ -z "${watchdog:-}" ] || kill -KILL -- "-$watchdog" 2>/dev/null || true
-  local n train="${pid_of[train]:-}"
+  local n
   echo "$why" > "$list.why"
-  [ -z "${pid_of[nodes]:-}" ] || kill -USR1 "${pid_of[nodes]}" 2>/dev/null || true
-  if [ -n "$train" ] && kill -TERM -- "-$train" 2>/dev/null; then  # first the trainer alone: it writes a checkpoint
-    for _ in $(seq 125); do kill -0 -- "-$train" 2>/dev/null || break; sleep 0.2; done
+  signal TERM nodes || true   # tells the other nodes
+  if signal TERM train; then  # then the trainer alone: it writes a checkpoint
+    for _ in $(seq 125); do signal 0 train || break; sleep 0.2; done
   fi
-  for n in "${names[@]}"; do kill -TERM -- "-${pid_of[$n]}" 2>/dev/null || true; done
+  for n in "${names[@]}"; do signal TERM "$n" || true; done
   for _ in $(seq 20); do
-    for n in "${names[@]}"; do kill -0 -- "-${pid_of[$n]}" 2>/dev/null && { sleep 0.2; continue 2; }; done
+    for n in "${names[@]}"; do signal 0 "$n" && { sleep 0.2; continue 2; }; done
     break
   done
-  for n in "${names[@]}"; do kill -KILL -- "-${pid_of[$n]}" 2>/dev/null || true; done
+  for n in "${names[@]}"; do signal KILL "$n" || true; done
   rm -f "$list" "$list.pids" "$list.why"
 }
 trap 'stop_all' EXIT
@@ -89,18 +91,13 @@ trap 'why=interrupted; echo "run.sh: interrupted, stopping; the same command con
 trap 'why=terminated; echo "run.sh: terminated, stopping; the same command continues"; exit 143' TERM
 
 # ---- start: every process leads its own process group (set -m), so that its children die with it
-declare -A command_of restarts_of again_at
-log() { echo "$run_dir/logs/$1$([ "$node" = 0 ] || echo ".node$node").log"; }
+log() { echo "$run_dir/logs/$1$suffix.log"; }
 start() {
-  local name=$1 command=${command_of[$1]} log; log=$(log "$1")
-  rm -f "$run_dir/queues/kill_$name"
-  echo "== $(date '+%F %T') $command" >> "$log"
-  case $name in
-    engine*) bash -c "exec $command" >> "$log" 2>&1 & ;;
-    *) bash -c "exec $command" > >(trap '' TERM; tee -a "$log" | sed -u "s/^/[$name] /") 2>> "$log" & ;;  # last words are written, too
-  esac
-  pid_of[$name]=$!
-  echo "$name ${pid_of[$name]}" >> "$list.pids"
+  echo "== $(date '+%F %T') $2" >> "$(log "$1")"
+  bash -c "exec $2" > >(trap '' TERM; tee -a "$(log "$1")" | sed -u "s/^/[$1] /") 2>> "$(log "$1")" &  # last words are written, too
+  pid_of[$1]=$!
+  names+=("$1")
+  echo "$1 ${pid_of[$1]}" >> "$list.pids"
 }
 set -m
 # should this script be killed with -9, nothing outlives it
@@ -108,57 +105,41 @@ set -m
  while read -r n p; do pid_of[$n]=$p; names+=("$n"); done < "$list.pids"; stop_all) > /dev/null 2>&1 &
 watchdog=$!; disown "$watchdog"
 while IFS=$'\t' read -r name command; do
+  start "$name" "$command"
   if [ "$name" = prepare ]; then
-    bash -c "exec $command" 2>> "$(log prepare)" || die "making the base model failed, see $(log prepare)"
-    continue
+    wait "${pid_of[prepare]}" || die "making the base model failed, see $(log prepare)"
+    unset 'pid_of[prepare]' 'names[-1]'
   fi
-  command_of[$name]=$command restarts_of[$name]=0 again_at[$name]=0
-  names+=("$name")
-  start "$name"
 done < <(tail -n +4 "$list")
 
-# ---- watch: the trainer's end is the run's end; an engine is started again, a few times; any other death is the run's death
+# ---- watch: the trainer's end is the run's end, elsewhere word of it; any other death is the run's death
 running=("${names[@]}")
 while true; do
-  for n in "${running[@]}"; do
-    if [ "${again_at[$n]}" -gt 0 ]; then
-      [ "$SECONDS" -lt "${again_at[$n]}" ] || { again_at[$n]=0; start "$n"; }
-      continue
-    fi
-    if compgen -G "$run_dir/queues/kill_$n" > /dev/null; then  # the trainer says it hangs; a pattern opens the directory, which NFS wants
-      rm -f "$run_dir/queues/kill_$n"
-      kill -KILL -- "-${pid_of[$n]}" 2>/dev/null || true
-    fi
+  for i in "${!running[@]}"; do
+    n=${running[$i]}
     kill -0 "${pid_of[$n]}" 2>/dev/null && continue
     code=0; wait "${pid_of[$n]}" 2>/dev/null || code=$?
-    if [[ $n == engine* ]] && [ "${restarts_of[$n]}" -lt "$restarts" ]; then
-      kill -KILL -- "-${pid_of[$n]}" 2>/dev/null || true
-      again_at[$n]=$((SECONDS + 1 + 5 * restarts_of[$n] * restarts_of[$n]))
-      restarts_of[$n]=$((restarts_of[$n] + 1))
-      echo "run.sh: $n died with exit code $code, restart ${restarts_of[$n]} of $restarts; log: $(log "$n")" >&2
-      continue
-    fi
-    [ "$n$code" != nodes0 ] || break 2
-    if [ "$n$code" = nodes1 ]; then  # another node is dead or has stopped: its last line says which
+    case "$n$code" in
+      nodes0 | train0) break 2 ;;
+      actor0 | preprocess0) unset "running[$i]"; continue ;;
+    esac
+    why="$n died with exit code $code"
+    sleep 0.5
+    if [ "$n" = nodes ] && [ "$code" = 1 ]; then  # its last line says what became of the run
       why="it stopped as another did"
-      echo "run.sh: $(tail -n 1 "$(log nodes)"); everything here is stopped; the same command on all nodes continues from the last checkpoint" >&2
-      exit 1
-    fi
-    if [ "$code" -ne 0 ] || [[ $n == engine* ]]; then
-      why="$n died with exit code $code"
-      sleep 0.5
+      echo "run.sh: $(tail -n 1 "$(log nodes)")" >&2
+    elif [ -e "$(log "$n")" ]; then
       echo "run.sh: $n died with exit code $code; its last 20 log lines ($(log "$n")):" >&2
-      if [ -e "$(log "$n")" ]; then tail -n 20 "$(log "$n")" | sed "s/^/  [$n] /" >&2
-      else echo "run.sh: $run_dir is not there any more: mount it again" >&2; fi
-      echo "run.sh: everything is stopped; the same command continues from the last checkpoint" >&2
-      exit 1
+      tail -n 20 "$(log "$n")" | sed "s/^/  [$n] /" >&2
+    else
+      echo "run.sh: $n died with exit code $code; $run_dir is not there any more: mount it again" >&2
     fi
-    [ "$n" = train ] && break 2
-    rest=(); for r in "${running[@]}"; do [ "$r" = "$n" ] || rest+=("$r"); done; running=("${rest[@]}")
+    echo "run.sh: everything is stopped; the same command continues from the last checkpoint" >&2
+    exit 1
   done
-  sleep 0.2
+  sleep 0.2 & wait $!   # a signal ends `wait`, and its trap runs
 done
 why=done
 stop_all
 names=() pid_of=()
-[ "$node" != 0 ] || "$PY" bench/report.py "$run_dir"
+[ "$node" != 0 ] || "$PY" tools/report.py "$run_dir"

@@ -1,35 +1,43 @@
 """How much one actor can take in: answers and tokens per second of its own CPU time, by length of the answers; FAKE engines that answer at once.
 
-    python bench/actor.py [--lengths 40,500,4000,16000] [--seconds 10] [--actors 1]
+    python bench/actor.py [--lengths 40,500,4000,16000] [--seconds 10]
 
-The actor is the real process, with rewards, groups and queue; a thread of this program reads the queue. Tokens per CPU second is what one
-core can take in: when the engines together sample more than that, start several (`--actors`). Sum over the actors' processes.
+The actor is the real process, with rewards, groups and queue; this program reads the queue. Tokens per
+CPU second is what one core takes in: the engines together should sample less.
 """
-import argparse
+
 import json
 import multiprocessing
-import os
-import shutil
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
-from aiohttp import web
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import config as cfg
-import launch
-from queues import Queue, notice
-from tasks import _tiny
+from bench.common import ROOT, cpu_seconds, keep, machine, parser, result_file, table
+from bench.engines import announce_engines, make_run
+from plumbing.queues import Queue
+
+# answers before the clock starts
+WARM = 256
 
 
 def fake_engine(port, length):
     """A FAKE vLLM server: the same answer to everybody, of `length` tokens, shaped as vLLM's."""
-    words = dict(token_ids=[2 + i % 50 for i in range(length)], finish_reason="stop", weight_versions=[dict(version="0", start=0, end=length)],
-                 logprobs=dict(content=[dict(token=f"token_id:{2 + i % 50}", logprob=-0.1234567890123 - i % 7, bytes=None, top_logprobs=[]) for i in range(length)]))
-    body = json.dumps(dict(request_id="r", choices=[words])).encode()
+    from aiohttp import web
+
+    content = []
+    for i in range(length):
+        logprob = -0.1234567890123 - i % 7
+        token = f"token_id:{2 + i % 50}"
+        content.append(dict(token=token, logprob=logprob, bytes=None, top_logprobs=[]))
+    choice = dict(
+        token_ids=[2 + i % 50 for i in range(length)],
+        finish_reason="stop",
+        weight_versions=[dict(version="0", start=0, end=length)],
+        logprobs=dict(content=content),
+    )
+    body = json.dumps(dict(request_id="r", choices=[choice])).encode()
 
     async def generate(request):
         await request.read()
@@ -37,73 +45,90 @@ def fake_engine(port, length):
 
     async def health(_):
         return web.Response()
+
     app = web.Application()
     app.add_routes([web.post("/inference/v1/generate", generate), web.get("/health", health)])
     web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None)
 
 
-def cpu_seconds(pid):
-    """User and system time of a process, all its threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def read(queue, seconds, answers=float("inf")):
+    """Read for so long, or until so many answers have come; (answers, tokens)."""
+    deadline = time.time() + seconds
+    found = 0
+    tokens = 0
+    while time.time() < deadline and found < answers:
+        try:
+            seq, record = queue.get(0.1)
+        except TimeoutError:
+            continue
+        found += len(record["lengths"])
+        tokens += int(record["mask"].sum())
+        queue.ack(seq)
+    return found, tokens
 
 
-def measure(config, seconds):
-    """(answers, tokens, CPU seconds of all actors, wall seconds), once they are warm."""
-    run_dir = launch.write(config)
-    shutil.rmtree(run_dir / "queues", ignore_errors=True)
-    (run_dir / "queues").mkdir()
-    notice(run_dir / "queues" / "version.json", version=0, position=dict(next=0, ahead=[]), engines=config.urls)
-    queue, seen, over = Queue(run_dir / "queues" / "rollouts"), [0, 0], threading.Event()
-
-    def read():
-        while not over.is_set():
-            try:
-                seq, record = queue.get(0.2)
-            except TimeoutError:
-                continue
-            seen[0] += len(record["lengths"])
-            seen[1] += int(record["mask"].sum())
-            queue.ack(seq)
-    actors = [subprocess.Popen([sys.executable, "actor.py", str(run_dir), str(k)], cwd=cfg.ROOT, stdout=subprocess.DEVNULL) for k in range(config.actors)]
-    reader = threading.Thread(target=read)
-    reader.start()
+def intake(config, run_dir, seconds):
+    """What arrives in queues/rollouts from the real actor, once it is warm: {answers, tokens, cpu_s, seconds}."""
+    announce_engines(config, run_dir)
+    queue = Queue(run_dir / "queues" / "rollouts")
+    log = open(run_dir / "logs" / "actor.log", "w")
+    command = [sys.executable, "actor.py", str(run_dir)]
+    actor = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
     try:
-        while seen[0] < 64 * config.actors:
-            time.sleep(0.05)
-        used = lambda: (time.time(), sum(cpu_seconds(p.pid) for p in actors), *seen)
-        before = used()
-        time.sleep(seconds)
-        wall, cpu, answers, tokens = (b - a for a, b in zip(before, used()))
+        found, _ = read(queue, config.start_timeout, WARM)
+        if found < WARM:
+            raise TimeoutError(f"the actor gave {found} answers, see {log.name}")
+        start = time.time()
+        cpu = cpu_seconds(actor.pid)
+        answers, tokens = read(queue, seconds)
+        cpu = cpu_seconds(actor.pid) - cpu
+        return dict(answers=answers, tokens=tokens, cpu_s=cpu, seconds=time.time() - start)
     finally:
-        over.set()
-        for p in actors:
-            p.kill()
-            p.wait()
-        reader.join()
-    return answers, tokens, cpu, wall
+        actor.kill()
+        actor.wait()
+
+
+def measure(length, port, seconds):
+    """`intake` with answers of this length."""
+    config, run_dir = make_run(
+        "actor",
+        port=port,
+        steps=10**7,
+        max_lag=10**7,
+        eval_problems=1,
+        eval_every=0,
+        max_new_tokens=20000,
+        max_model_len=30000,
+        concurrency=64,
+    )
+    engine = multiprocessing.Process(target=fake_engine, args=(port, length), daemon=True)
+    engine.start()
+    try:
+        return intake(config, run_dir, seconds)
+    finally:
+        engine.terminate()
+        engine.join()
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p = parser(__doc__)
     p.add_argument("--lengths", default="40,500,4000,16000")
     p.add_argument("--seconds", type=float, default=10.0)
-    p.add_argument("--actors", type=int, default=1)
     p.add_argument("--port", type=int, default=8600)
     a = p.parse_args()
-    print(f"{'tokens/answer':>13} {'answers/CPU s':>14} {'tokens/CPU s':>13} {'cores used':>11}")
+    if a.quick:
+        a.lengths = "40,4000"
+        a.seconds = 3.0
+    results = {}
+    rows = []
     for length in map(int, a.lengths.split(",")):
-        config = cfg.resolve(cfg.parse(["toy", "--run", "bench-actor", "--port", str(a.port), "--actors", str(a.actors), "--max_lag", "10000000", "--eval_problems", "1", "--eval_every", "0",
-                                        "--max_new_tokens", "20000", "--max_model_len", "30000", "--concurrency", "64"], 0), 0)
-        _tiny.make_model(["toy"], config.model, config.seed)
-        server = multiprocessing.Process(target=fake_engine, args=(a.port, length), daemon=True)
-        server.start()
-        try:
-            answers, tokens, cpu, wall = measure(config, a.seconds)
-        finally:
-            server.terminate()
-            server.join()
-        print(f"{length:>13} {answers / cpu:>14.0f} {tokens / cpu:>13.0f} {cpu / wall:>11.2f}", flush=True)
+        r = measure(length, a.port, a.seconds)
+        results[length] = r
+        per_cpu_s = [f"{r[k] / r['cpu_s']:.0f}" for k in ("answers", "tokens")]
+        rows.append([length, *per_cpu_s, f"{r['cpu_s'] / r['seconds']:.2f}"])
+    print(machine())
+    table(["tokens/answer", "answers/CPU s", "tokens/CPU s", "cores used"], rows)
+    keep(result_file(a, "actor"), dict(machine=machine(), lengths=results))
 
 
 if __name__ == "__main__":

@@ -1,33 +1,65 @@
-"""What the tests share: the repository on the path, the toy base model, and one real vLLM server for all of them."""
+"""What the tests share: the repository on the path, the toy base model, and one real vLLM server for
+all of them.
+"""
+
+import dataclasses
 import os
+import secrets
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+sys.path[:0] = [str(ROOT)]
 os.environ["PYTHONPATH"] = str(ROOT)
-PORT = 8700  # the shared engine; end-to-end runs take ports from 8710 on
+# the shared engine; end-to-end runs take ports from 8710 on
+PORT = 8700
 
 
 @pytest.fixture(scope="session")
 def base_model():
     """Directory of the toy base model of seed 0 (made once, ~25 s)."""
-    from tasks import _tiny
     path = ROOT / "out" / "models" / "toy-seed0"
-    _tiny.make_model(["toy"], path, 0)
+    if not (path / "config.json").exists():
+        # in a process of its own, with one thread, as run.sh makes it
+        command = [sys.executable, "tools/base_model.py", "toy", str(path), "0"]
+        subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     return path
+
+
+def resolved(*argv, gpus=0):
+    """The Config of a command line, as run.sh resolves it."""
+    import config as cfg
+    from plumbing import launch
+
+    return launch.resolve(cfg.parse([str(a) for a in argv], gpus), gpus)
+
+
+def with_knobs(config, **knobs):
+    """A copy of a Config with other values."""
+    return dataclasses.replace(config, **knobs)
+
+
+def register(run_dir, name, url):
+    """Tell a run's trainer that an engine has been started, as plumbing/supervise.py does."""
+    from plumbing.queues import notice
+
+    folder = Path(run_dir, "engines")
+    folder.mkdir(parents=True, exist_ok=True)
+    notice(folder / f"{name}.json", url=url, started=secrets.token_hex(4))
 
 
 @pytest.fixture(scope="session")
 def engine(base_model, tmp_path_factory):
     """A real vLLM server with the toy model; yields its Config."""
-    import config as cfg
-    import launch
-    from evaluate import start_engines, stop_engines
-    config = cfg.resolve(cfg.parse(["toy", "--run", "engine", "--out", str(tmp_path_factory.mktemp("engine")), "--port", str(PORT), "--concurrency", "64"], 0), 0)
+    from plumbing import launch
+    from tools.evaluate import start_engines, stop_engines
+
+    out = tmp_path_factory.mktemp("engine")
+    config = resolved("toy", "--run", "engine", "--out", out, "--port", PORT, "--concurrency", "64")
     launch.write(config)
-    engines = start_engines(config)
+    engines = start_engines(config, as_loaded=False)
     yield config
     stop_engines(engines)

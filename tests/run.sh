@@ -1,6 +1,15 @@
 #!/usr/bin/env bash
-# All tests: the set-up of run.sh, then pytest. Extra arguments go to pytest: bash tests/run.sh -k queue
+# The tests: the set-up of run.sh, then pytest, a line a test as it goes.
+#
+#   bash tests/run.sh            in ten minutes: real engine, a real run end to end, a real kill
+#   bash tests/run.sh --all      also the slow ones: kill matrix, hosts, ledger, resume on ranks, edits
+#   bash tests/run.sh -k queue   other arguments go to pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+which=(-m "not slow")
+arguments=()
+for argument in "$@"; do
+  if [ "$argument" = --all ]; then which=(); else arguments+=("$argument"); fi
+done
 bash run.sh setup
-exec "${PIPELINE_PYTHON:-$PWD/.venv/bin/python}" -m pytest -q -x --durations=8 tests "$@"
+exec "${PIPELINE_PYTHON:-$PWD/.venv/bin/python}" -m pytest -v -x --durations=15 --no-header "${which[@]}" "${arguments[@]}"

@@ -1,6 +1,9 @@
-"""The gate, the version stamps, the problem stream, and what the actor does when requests fail."""
+"""The gate, the sampler and what it is owed after a stop, and what the actor does when requests fail."""
+
 import asyncio
+import contextlib
 import json
+import random
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,22 +11,36 @@ import pytest
 from aiohttp import web
 
 import config as cfg
-from actor import Actor, Problems, allowed_samples, overlong_penalty, token_versions
-from queues import Queue, notice
+from actor import Actor, Draws, Sampler, allowed_groups, overlong_penalty
+from plumbing import client
+from plumbing.checkpoints import NEW_RUN
+from plumbing.client import token_versions
+from plumbing.queues import Queue, notice, noticed
+from plumbing.samples import split
+
+# ---- the gate
 
 
 def test_gate_of_the_pipeline():
-    c = SimpleNamespace(conventional_g=0, max_lag=3, batch_size=10)
-    assert [allowed_samples(c, v) for v in (0, 1, 5)] == [40, 50, 90]
-    c.max_lag = 0  # synchronous: only the step being collected
-    assert [allowed_samples(c, v) for v in (0, 1, 2)] == [10, 20, 30]
-    # two fast updates seen at once give both credits
-    assert allowed_samples(c, 2) - allowed_samples(c, 0) == 20
+    c = cfg.Config(max_lag=3, batch_size=20, attempts=2, steps=100)
+    assert [allowed_groups(c, v) for v in (0, 1, 5)] == [40, 50, 90]
+    # synchronous: only the step being collected
+    c.max_lag = 0
+    assert [allowed_groups(c, v) for v in (0, 1, 2)] == [10, 20, 30]
 
 
 def test_gate_of_conventional_rl():
-    c = SimpleNamespace(conventional_g=4, max_lag=99, batch_size=10)
-    assert [allowed_samples(c, v) for v in range(10)] == [40] * 4 + [80] * 4 + [120] * 2
+    c = cfg.Config(conventional_g=4, max_lag=99, batch_size=20, attempts=2, steps=100)
+    assert [allowed_groups(c, v) for v in range(10)] == [40] * 4 + [80] * 4 + [120] * 2
+
+
+@pytest.mark.parametrize("g", [0, 4])
+def test_nothing_is_started_that_the_run_will_not_train(g):
+    c = cfg.Config(conventional_g=g, max_lag=3, batch_size=20, attempts=2, steps=6)
+    assert [allowed_groups(c, v) for v in (0, 1, 2)] == ([40] * 3 if g else [40, 50, 60])
+    assert [allowed_groups(c, v) for v in (4, 5, 6)] == [60] * 3
+    c.max_lag = 1000000
+    assert g or allowed_groups(c, 0) == 60
 
 
 def test_version_spans_become_token_stamps():
@@ -31,7 +48,8 @@ def test_version_spans_become_token_stamps():
     assert token_versions(spans, 5).tolist() == [2, 2, 2, 3, 3]
     with pytest.raises(ValueError, match="do not cover 6 tokens"):
         token_versions(spans, 6)
-    with pytest.raises(ValueError):  # an engine that never heard from a trainer
+    # an engine that never heard from a trainer
+    with pytest.raises(ValueError):
         token_versions([{"version": "default", "start": 0, "end": 5}], 5)
 
 
@@ -42,122 +60,367 @@ def test_overlong_penalty_by_hand():
     assert overlong_penalty(100, c) == 0
 
 
-def test_a_mixture_keeps_its_shares_and_is_given_by_position_alone():
-    problems = {"a": [f"a{i}" for i in range(50)], "b": [f"b{i}" for i in range(7)], "c": ["c0"]}
-    shares = {"a": 0.655, "b": 0.34, "c": 0.005}
-    stream = Problems(problems, shares, seed=1)
-    drawn = [stream[i] for i in range(300)]
-    for k in range(0, 300, 100):
-        tasks = [task for task, _ in drawn[k:k + 100]]
-        assert 65 <= tasks.count("a") <= 66 and 33 <= tasks.count("b") <= 34 and tasks.count("c") == 1
-    assert all(name.startswith(task) for task, name in drawn)
-    of_a = [name for task, name in drawn if task == "a"]
-    assert sorted(of_a[:50]) == sorted(of_a[50:100]) == sorted(problems["a"])  # every problem once per epoch
-    again = Problems(problems, shares, seed=1)
-    assert [again[i] for i in (299, 3, 150, 151)] == [drawn[i] for i in (299, 3, 150, 151)]
+# ---- which problem comes next
 
 
-def test_problem_stream_is_a_function_of_the_position():
-    stream = Problems({"a": list(range(7))}, {"a": 1.0}, seed=1)
-    drawn = [stream[i][1] for i in range(21)]
-    assert sorted(drawn[:7]) == sorted(drawn[7:14]) == list(range(7)) and drawn[:7] != drawn[7:14]
-    assert [Problems({"a": list(range(7))}, {"a": 1.0}, seed=1)[i][1] for i in (20, 3, 11)] == [drawn[20], drawn[3], drawn[11]]
+def draw(sampler, n):
+    return [sampler.next() for _ in range(n)]
 
 
-def with_fake_server(tmp_path, base_model, answer, attempts=4, problem={"prompt": "ba=", "answer": "ab"}, **knobs):
-    """Run `group` once against a fake engine (time forbids breaking the real one on cue); returns the actor and its result."""
-    async def run():
-        calls = []
+def test_every_problem_once_per_epoch_shuffled_anew():
+    drawn = draw(Sampler({"a": list("abcdefg")}, {"a": 1.0}, seed=1), 210)
+    epochs = [[number for _, number in drawn[i : i + 7]] for i in range(0, 210, 7)]
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(7))
+    assert len({tuple(epoch) for epoch in epochs}) > 20
+    assert draw(Sampler({"a": list("abcdefg")}, {"a": 1.0}, seed=2), 210) != drawn
 
-        async def handle(request):
-            calls.append(await request.json())
-            return answer(len(calls), calls[-1])
+
+@pytest.mark.parametrize("shares", [{"a": 0.5, "b": 0.29, "c": 0.21}, {"a": 2 / 3, "b": 1 / 3}])
+def test_shares_are_kept_in_every_100_problems(shares):
+    problems = {task: list(range(7)) for task in shares}
+    drawn = draw(Sampler(problems, shares, seed=1), 700)
+    for start in range(0, 700, 100):
+        tasks = [task for task, _ in drawn[start : start + 100]]
+        for task, share in shares.items():
+            assert abs(tasks.count(task) - 100 * share) < 1
+    # not in blocks, and not the same order every time
+    assert [task for task, _ in drawn[:100]] != [task for task, _ in drawn[100:200]]
+    for task in shares:
+        numbers = [number for of, number in drawn if of == task]
+        for epoch in range(len(numbers) // 7):
+            assert sorted(numbers[7 * epoch : 7 * epoch + 7]) == list(range(7))
+
+
+def test_a_small_share_is_no_share_of_nothing():
+    drawn = draw(Sampler({"a": [0], "b": [0]}, {"a": 0.999, "b": 0.001}, seed=0), 1010)
+    assert [task for task, _ in drawn].count("b") == 10
+
+
+@pytest.mark.parametrize("at", [0, 3, 150, 299])
+def test_a_sampler_goes_on_from_its_state(at):
+    arguments = {"a": list(range(7)), "b": list(range(30))}, {"a": 0.4, "b": 0.6}, 1
+    sampler = Sampler(*arguments)
+    draw(sampler, at)
+    state = json.loads(json.dumps(sampler.state()))
+    assert draw(Sampler(*arguments, state), 200) == draw(sampler, 200)
+
+
+class Curriculum:
+    """A sampler whose order cannot be computed again: it depends on chance, and on rewards."""
+
+    def __init__(self, state=None):
+        self.solved = (state or {}).get("solved", 0)
+
+    def next(self):
+        return "a", 1000 * self.solved + random.SystemRandom().randrange(1000)
+
+    def update(self, task, number, rewards):
+        self.solved += sum(rewards) > 0
+
+    def state(self):
+        return {"solved": self.solved}
+
+
+def default_sampler(state=None):
+    return Sampler({"a": list(range(50))}, {"a": 1.0}, 3, state)
+
+
+@pytest.mark.parametrize("make", [default_sampler, Curriculum])
+def test_what_was_in_flight_is_drawn_again(make, tmp_path):
+    path = tmp_path / "sampler.json"
+    draws = Draws(make(), path, NEW_RUN)
+    first = [draws.next() for _ in range(10)]
+    assert [i for i, _, _ in first] == list(range(10))
+    draws.sampler.update("a", first[0][2], [0.0, 1.0])
+    draws.save()
+    # after the file that the checkpoint keeps: these were never started, as far as it knows
+    lost = [draws.next() for _ in range(3)]
+
+    # draws 0 to 3, 6 and 8 are trained or dropped, says the checkpoint
+    position = {"next": 4, "ahead": [6, 8]}
+    saved = noticed(path)
+    state = NEW_RUN | {"version": 3, "position": position, "sampler": saved}
+    draws = Draws(make(saved["state"]), path, state)
+    assert [draws.next() for _ in range(4)] == [first[i] for i in (4, 5, 7, 9)]
+    further = [draws.next() for _ in range(3)]
+    assert [i for i, _, _ in further] == [10, 11, 12]
+    if make is Curriculum:
+        assert draws.sampler.solved == 1
+    else:
+        assert further == lost
+
+    # it stops once more, with 7 of the old ones and two of the new ones still in flight
+    draws.forget({"next": 7, "ahead": [8, 9, 11]})
+    draws.save()
+    saved = noticed(path)
+    position = {"next": 7, "ahead": [8, 9, 11]}
+    state = NEW_RUN | {"version": 5, "position": position, "sampler": saved}
+    draws = Draws(make(saved["state"]), path, state)
+    assert [draws.next() for _ in range(3)] == [first[7], further[0], further[2]]
+    assert draws.next()[0] == 13
+
+
+# ---- a fake engine, as the real one does not break on cue
+
+PROBLEM = {"prompt": "ba=", "answer": "ab"}
+
+
+def choice(tokens, spans, logprobs=None):
+    """What an engine answers that sampled these tokens. spans: (version, start, end)."""
+    logprobs = logprobs or [-0.5] * len(tokens)
+    content = [{"token_id": t, "logprob": x} for t, x in zip(tokens, logprobs)]
+    keys = ("version", "start", "end")
+    answer = {"token_ids": tokens, "finish_reason": "stop", "logprobs": {"content": content}}
+    answer["weight_versions"] = [dict(zip(keys, span)) for span in spans]
+    return web.json_response({"choices": [answer]})
+
+
+def good(n, body):
+    """`ab` and the end, sampled by versions 4 and 5."""
+    return choice([29, 30, 1], [("4", 0, 2), ("5", 2, 3)])
+
+
+def failing(*numbers):
+    """The requests of these numbers, from 1, fail; the others are answered."""
+
+    def answer(n, body):
+        return web.Response(status=500) if n in numbers else good(n, body)
+
+    return answer
+
+
+class Recorder:
+    """A sampler that writes down what it is told."""
+
+    def __init__(self):
+        self.told = []
+
+    def update(self, task, number, rewards):
+        self.told.append((task, number, rewards))
+
+
+class FakeEngine:
+    """Calls that came, and what is answered: answer(number of the call, body) -> response."""
+
+    def __init__(self, answer):
+        self.answer = answer
+        self.calls = []
+
+    async def generate(self, request):
+        self.calls.append(await request.json())
+        return self.answer(len(self.calls), self.calls[-1])
+
+    async def health(self, request):
+        return web.Response()
+
+    @contextlib.asynccontextmanager
+    async def serve(self):
+        """Serves as long as it is entered; gives its URL."""
         app = web.Application()
-        app.router.add_post("/inference/v1/generate", handle)
+        app.router.add_post("/inference/v1/generate", self.generate)
+        app.router.add_get("/health", self.health)
         runner = web.AppRunner(app)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        config = cfg.Config(model=str(base_model), attempts=attempts, engines=1, reward_workers=2, max_new_tokens=40, max_model_len=200, retries=1, **knobs)
-        (tmp_path / "queues").mkdir()
-        actor = Actor(config, tmp_path)
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        notice(tmp_path / "queues" / "version.json", version=5, engines=[url])
-        actor.load, actor.rest = {url: 0}, {url: 0.0}
-        assert actor.version() == 5
-        await actor.judges.start()
-        await actor.group(0, actor.config.task, problem, attempts)
-        await actor.close()
-        await runner.cleanup()
-        return actor, Queue(tmp_path / "queues" / "rollouts").get(0)[1]["lost"], calls
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            await runner.cleanup()
+
+
+def with_fake_engine(run_dir, model, answer, work, **knobs):
+    """Start an actor whose only engine answers so, and await work(actor); returns (actor, calls)."""
+
+    async def run():
+        limits = dict(max_new_tokens=40, max_model_len=200, start_timeout=60)
+        config = cfg.Config(model=str(model), engines=1, run_id="abc", **limits | knobs)
+        (run_dir / "queues").mkdir()
+        actor = Actor(config, run_dir)
+        engine = FakeEngine(answer)
+        async with engine.serve() as url:
+            position = {"next": 0, "ahead": []}
+            notice(run_dir / "queues" / "version.json", version=5, engines=[url], position=position)
+            assert actor.look_at_trainer() == position
+            assert actor.version == 5
+            await actor.start()
+            await work(actor)
+            await actor.close()
+        return actor, engine.calls
+
     return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def one_group(run_dir, model, answer, problem=PROBLEM, attempts=4, **knobs):
+    """Sample one group; returns (actor, the group's record, the calls, what the sampler was told)."""
+    sampler = Recorder()
+
+    async def work(actor):
+        actor.wanted = attempts
+        await actor.group(7, actor.tasks[0], 3, problem, sampler)
+        assert actor.wanted == 0
+
+    actor, calls = with_fake_engine(run_dir, model, answer, work, attempts=attempts, **knobs)
+    record = Queue(run_dir / "queues" / "rollouts").get(0)[1]
+    return actor, record, calls, sampler.told
 
 
 def test_turns_keep_the_exact_tokens_that_were_sampled(tmp_path):
     """Also with a tokenizer that would join what the engine sampled apart."""
     from test_tasks import prompter
+
     p = prompter(tmp_path / "model", merges=[("s", "o")])
-    turns = [[p.tokenizer.convert_tokens_to_ids(t) for t in turn] for turn in (["s", "o", "5", "<|im_end|>"], ["s", "o", "9", "<|im_end|>"], ["7", "<|im_end|>"])]
+    texts = [["s", "o", "5", "<|im_end|>"], ["s", "o", "9", "<|im_end|>"], ["7", "<|im_end|>"]]
+    turns = [p.tokenizer.convert_tokens_to_ids(text) for text in texts]
     assert len(p.tokenizer("so5")["input_ids"]) == 2
-    logprobs = iter(np.arange(10) / -8)
+    logprobs = (np.arange(10) / -8).tolist()
+    of_turn = [logprobs[:4], logprobs[4:8], logprobs[8:]]
 
     def answer(n, body):
-        content = [{"token_id": t, "logprob": next(logprobs)} for t in turns[n - 1]]
-        spans = [{"version": str(n), "start": 0, "end": 2}, {"version": str(n + 1), "start": 2, "end": len(content)}]
-        return web.json_response({"choices": [{"token_ids": turns[n - 1], "finish_reason": "stop", "logprobs": {"content": content}, "weight_versions": spans}]})
+        tokens = turns[n - 1]
+        spans = [(str(n), 0, 2), (str(n + 1), 2, len(tokens))]
+        return choice(tokens, spans[: len(tokens) - 1], of_turn[n - 1])
+
     problem = {"prompt": "Guess.\n", "number": 7}
-    actor, missing, calls = with_fake_server(tmp_path, tmp_path / "model", answer, attempts=1, problem=problem, task="guess", advantage="none")
-    start, lower, higher = p.start(problem), p.more("lower\n"), p.more("higher\n")
-    prompts = [start, start + turns[0] + higher, start + turns[0] + higher + turns[1] + lower]
-    assert [c["token_ids"] for c in calls] == prompts
-    assert [c["sampling_params"]["max_tokens"] for c in calls] == [40, 36, 32]  # max_new_tokens is for all turns together
-    _, r = Queue(tmp_path / "queues" / "rollouts").get(0)
-    assert r["tokens"].tolist() == prompts[2] + turns[2] and r["rewards"].tolist() == [pytest.approx(1.7)] and r["outcomes"] == ["correct"]
-    sampled = [False] * len(start) + [True] * 4 + [False] * len(higher) + [True] * 4 + [False] * len(lower) + [True] * 2
-    assert r["mask"].tolist() == sampled  # the environment's tokens are out of the loss
-    assert r["versions"][r["mask"]].tolist() == [1, 1, 2, 2, 2, 2, 3, 3, 3, 3] and set(r["versions"][~r["mask"]].tolist()) == {-1}
-    assert r["logprobs"][r["mask"]].tolist() == (np.arange(10) / -8).tolist() and not r["logprobs"][~r["mask"]].any()
+    knobs = dict(attempts=1, task="guess", advantage="none")
+    _, r, calls, _ = one_group(tmp_path, tmp_path / "model", answer, problem, **knobs)
+    start = p.start(problem)
+    lower = p.more("lower\n")
+    higher = p.more("higher\n")
+    second = start + turns[0] + higher
+    third = second + turns[1] + lower
+    assert [c["token_ids"] for c in calls] == [start, second, third]
+    # max_new_tokens is for all turns together
+    assert [c["sampling_params"]["max_tokens"] for c in calls] == [40, 36, 32]
+    assert r["tokens"].tolist() == third + turns[2]
+    assert r["reward"].tolist() == [pytest.approx(1.7)]
+    assert r["outcome"].tolist() == [cfg.OUTCOMES.index("correct")]
+    # the environment's tokens are out of the loss
+    parts = [(start, 0), (turns[0], 1), (higher, 0), (turns[1], 1), (lower, 0), (turns[2], 1)]
+    mask = np.concatenate([np.full(len(tokens), bool(sampled)) for tokens, sampled in parts])
+    assert r["mask"].tolist() == mask.tolist()
+    assert r["versions"][mask].tolist() == [1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
+    assert set(r["versions"][~mask].tolist()) == {-1}
+    assert r["num_versions"].tolist() == [3]
+    assert r["logprobs"][mask].tolist() == logprobs
+    assert not r["logprobs"][~mask].any()
     shown = json.loads((tmp_path / "samples.jsonl").read_text())
-    assert shown["completion"] == ["so5", "so9", "7"] and shown["spans"][:4] == [[-1, "Guess.\n"], [1, "so"], [2, "5<|im_end|>"], [-1, "higher\n"]]
-    from show import show
-    assert show(shown, colour=False).splitlines()[1:4] == ["Guess.", "so|v2>5<|im_end|>higher", "so|v3>9<|im_end|>lower"]
+    assert shown["completion"] == ["so5", "so9", "7"]
+    spans = [[-1, "Guess.\n"], [1, "so"], [2, "5<|im_end|>"], [-1, "higher\n"]]
+    assert shown["spans"][:4] == spans
+    from tools.show import show
 
-
-def good(n, body):
-    """What the real server answers to a group's request: `ab` and the end, sampled by versions 4 and 5."""
-    content = [{"token_id": t, "logprob": -0.5} for t in (29, 30, 1)]
-    return web.json_response({"choices": [{"token_ids": [29, 30, 1], "finish_reason": "stop", "logprobs": {"content": content},
-                                           "weight_versions": [{"version": "4", "start": 0, "end": 2}, {"version": "5", "start": 2, "end": 3}]}]})
+    lines = show(shown, colour=False).splitlines()
+    assert lines[1:4] == ["Guess.", "so|v2>5<|im_end|>higher", "so|v3>9<|im_end|>lower"]
 
 
 def test_a_group_record_holds_what_the_engine_sampled(tmp_path, base_model):
-    actor, missing, calls = with_fake_server(tmp_path, base_model, good)
-    assert missing == 0 and len(calls) == 4
-    assert all(c["sampling_params"]["temperature"] == 1.0 and c["sampling_params"]["stop_token_ids"] == [1] for c in calls)
-    _, r = Queue(tmp_path / "queues" / "rollouts").get(0)
+    _, r, calls, told = one_group(tmp_path, base_model, good, temperature=0.7)
+    assert len(calls) == 4
+    for call in calls:
+        assert call["sampling_params"]["temperature"] == 0.7
+        assert call["sampling_params"]["stop_token_ids"] == [1]
     prompt = calls[0]["token_ids"]
-    assert r["tokens"].tolist() == (prompt + [29, 30, 1]) * 4 and r["lengths"].tolist() == [6] * 4
-    assert r["mask"].tolist() == [False] * 3 + [True] * 3 + ([False] * 3 + [True] * 3) * 3
-    assert r["versions"][:6].tolist() == [-1, -1, -1, 4, 4, 5] and r["logprobs"][:6].tolist() == [0, 0, 0, -0.5, -0.5, -0.5]
-    assert r["rewards"].tolist() == [1.0] * 4 and r["outcomes"] == ["correct"] * 4
+    assert (r["index"], r["failed"], r["run_id"]) == (7, 0, "abc")
+    assert r["lengths"].tolist() == [6] * 4
+    for sample in split(r):
+        assert sample["tokens"].tolist() == prompt + [29, 30, 1]
+        assert sample["mask"].tolist() == [False] * 3 + [True] * 3
+        assert sample["versions"].tolist() == [-1, -1, -1, 4, 4, 5]
+        assert sample["logprobs"].tolist() == [0, 0, 0, -0.5, -0.5, -0.5]
+        assert (sample["num_versions"], sample["reward"], sample["task"]) == (2, 1.0, 0)
+        assert sample["temperature"] == np.float32(0.7)
+    assert told == [("toy", 3, [1.0] * 4)]
     shown = json.loads((tmp_path / "samples.jsonl").read_text().splitlines()[0])
-    assert shown["completion"] == "ab" and shown["versions"] == [[4, 0], [5, 2]]
+    assert shown["completion"] == "ab"
+    assert shown["versions"] == [[4, 0], [5, 2]]
 
 
-def test_failed_requests_are_tried_again(tmp_path, base_model):
-    actor, missing, calls = with_fake_server(tmp_path, base_model, lambda n, b: web.Response(status=500) if n <= 2 else good(n, b))
-    assert missing == 0 and len(calls) == 6 and actor.counts["retried"] == 2 and actor.counts["failed"] == 0
+@pytest.fixture()
+def one_retry(monkeypatch):
+    monkeypatch.setattr(client, "RETRIES", 1)
 
 
-def test_a_partial_group_is_trained_on_what_it_has(tmp_path, base_model):
-    actor, missing, calls = with_fake_server(tmp_path, base_model, lambda n, b: web.Response(status=500) if n <= 4 or n in (5, 6) else good(n, b))
-    assert missing == 2 and actor.counts["failed"] == 2
-    assert len(Queue(tmp_path / "queues" / "rollouts").get(0)[1]["lengths"]) == 2
+def test_failed_requests_are_tried_again(tmp_path, base_model, one_retry):
+    actor, r, calls, _ = one_group(tmp_path, base_model, failing(1, 2))
+    assert (len(r["lengths"]), r["failed"], len(calls)) == (4, 0, 6)
+    assert actor.engines.counts == {"retried": 2}
 
 
-def test_a_lost_group_is_dropped_and_counted(tmp_path, base_model, capsys):
-    actor, missing, calls = with_fake_server(tmp_path, base_model, lambda n, b: web.Response(status=500))
-    assert missing == 4 and actor.counts["dropped_groups"] == 1
-    record = Queue(tmp_path / "queues" / "rollouts").get(0)[1]  # an empty one, so that nobody waits for it
-    assert record["index"] == 0 and len(record["lengths"]) == 0
-    assert "problem 0 dropped: 0 of 4 attempts came back" in capsys.readouterr().out
+def test_attempts_that_failed_for_good_make_the_group_smaller(
+    tmp_path, base_model, one_retry, capsys
+):
+    actor, r, _, told = one_group(tmp_path, base_model, failing(1, 2, 3, 4, 5, 6))
+    assert (len(r["lengths"]), r["failed"]) == (2, 2)
+    assert actor.engines.counts == {"retried": 4, "failed": 2}
+    assert told == [("toy", 3, [1.0, 1.0])]
+    assert "problem 7: 2 of 4 attempts failed for good" in capsys.readouterr().out
+
+
+def test_of_a_group_that_failed_an_empty_record_tells(tmp_path, base_model, one_retry):
+    """Nobody waits for it: preprocess drops and counts it."""
+    _, r, _, _ = one_group(tmp_path, base_model, failing(*range(1, 9)))
+    assert (r["index"], len(r["lengths"]), r["failed"]) == (7, 0, 4)
+
+
+def test_an_engine_without_weights_costs_no_tries(tmp_path, base_model, one_retry, monkeypatch):
+    """503 is not the request's fault: it waits for an engine, however often."""
+    monkeypatch.setattr(client, "REST", 0.0)
+
+    def answer(n, body):
+        return web.Response(status=503) if n <= 3 else good(n, body)
+
+    actor, r, _, _ = one_group(tmp_path, base_model, answer, attempts=1, advantage="none")
+    assert r["failed"] == 0
+    assert actor.engines.counts == {"moved": 3}
+
+
+def test_what_is_drawn_is_written_down_before_it_is_started(tmp_path, base_model):
+    """As many groups as there are places, and as the gate lets; dropped ones make room."""
+    started = []
+
+    async def work(actor):
+        async def group(i, task, number, problem, sampler):
+            assert str(i) in noticed(tmp_path / "queues" / "sampler.json")["pending"]
+            assert problem == f"problem {number}"
+            started.append(i)
+
+        actor.group = group
+        problems = {"toy": [f"problem {n}" for n in range(50)]}
+        sampler = Sampler(problems, {"toy": 1.0}, 0)
+        draws = Draws(sampler, tmp_path / "queues" / "sampler.json", NEW_RUN)
+        # 16 places, for four groups of 4
+        groups = actor.start_groups(draws, problems, 0)
+        assert len(groups) == 4
+        actor.wanted = 0
+        # at version 5 with max_lag 1: seven steps of two groups
+        groups |= actor.start_groups(draws, problems, 12)
+        assert len(groups) == 6
+        actor.wanted = 0
+        assert not actor.start_groups(draws, problems, 14)
+        notice(tmp_path / "queues" / "dropped.json", groups=3)
+        groups |= actor.start_groups(draws, problems, 14)
+        await asyncio.gather(*groups)
+
+    knobs = dict(attempts=4, batch_size=8, concurrency=16, max_lag=1, steps=100)
+    with_fake_engine(tmp_path, base_model, good, work, **knobs)
+    assert sorted(started) == list(range(9))
+    assert noticed(tmp_path / "queues" / "sampler.json")["drawn"] == 9
+
+
+def test_evaluations_are_of_the_first_held_out_problems(tmp_path, base_model):
+    async def work(actor):
+        await actor.evaluate(5)
+
+    knobs = dict(eval_problems=3, eval_attempts=2, eval_temperature=0.0)
+    actor, calls = with_fake_engine(tmp_path, base_model, good, work, **knobs)
+    [prompts] = [actor.test_problems["toy"][:3]]
+    expected = sorted(2 * [actor.prompter.start(problem) for problem in prompts])
+    assert sorted(call["token_ids"] for call in calls) == expected
+    assert {call["sampling_params"]["temperature"] for call in calls} == {0.0}
+    line = Queue(tmp_path / "queues" / "evals").get(0)[1]
+    assert (line["version"], line["problems"], line["answers"]) == (5, 3, 6)
+    # nobody's answer is `ab`
+    assert line["eval"] == {"toy": 0.0}
+    assert line["versions"] == [4, 5]
+    assert len(Queue(tmp_path / "queues" / "rollouts")) == 0

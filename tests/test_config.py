@@ -1,78 +1,157 @@
 """Every mistake in a command line is one clear line, before anything starts."""
+
 import fcntl
 import json
+import os
 import socket
 import subprocess
 
 import pytest
 
 import config as cfg
-import launch
 from conftest import ROOT
+from plumbing import launch
 
 
 def resolved(*argv, gpus=0):
-    port = [] if "--port" in argv else ["--port", "8780"]  # the default one may be taken by a run
-    return cfg.resolve(cfg.parse([*argv, *port], gpus), gpus)
+    # the default port may be taken by a run
+    port = [] if "--port" in argv else ["--port", "8780"]
+    return launch.resolve(cfg.parse([*argv, *port], gpus), gpus)
 
 
-@pytest.mark.parametrize("argv,gpus,message", [
-    (["--stepz", "3"], 0, "unknown flag --stepz: did you mean --steps"),
-    (["--steps", "many"], 0, "--steps: invalid literal for int"),
-    (["--loss", "mse"], 0, "--loss"),
-    (["chess"], 0, "unknown preset 'chess': choose from toy, countdown, guess, math"),
-    (["--model", "/no/such/model"], 0, "--model /no/such/model: no config.json there"),
-    (["--task", "chess"], 0, "--task chess: there is no tasks/chess.py"),
-    (["--attempts", "9"], 0, "not a multiple of --attempts 9"),
-    (["--attempts", "1", "--batch_size", "4"], 0, "needs at least 2 attempts"),
-    (["--max_new_tokens", "128"], 0, "leaves no room for a prompt"),
-    (["--ring", "10"], 0, "--ring 10 is less than"),
-    (["--conventional_g", "4", "--ring", "800"], 0, "--ring 800 is less than"),
-    (["--temperature", "0"], 0, "--temperature 0.0: must be above 0"),
-    (["--engines", "3", "--tensor_parallel", "2", "--trainers", "4"], 8, "need 10 GPUs, this machine has 8"),
-    (["--run", "a/b"], 0, "letters, digits"),
-])
-def test_mistakes_are_one_line(argv, gpus, message):
+@pytest.mark.parametrize(
+    "words,gpus,message",
+    [
+        ("toy --stepz 3", 0, "unknown flag --stepz: did you mean --steps"),
+        ("toy --steps many", 0, "--steps: invalid literal for int"),
+        ("toy --loss mse", 0, "--loss"),
+        ("chess", 0, "unknown preset 'chess': choose from toy, countdown, guess, math"),
+        ("toy --model /no/such/model", 0, "--model /no/such/model: no config.json there"),
+        ("toy --model no-such-model", 0, "--model no-such-model: no such directory, and not a hub"),
+        ("toy --task chess", 0, "--task chess: there is no tasks/chess.py"),
+        ("toy --attempts 9", 0, "not a multiple of --attempts 9"),
+        ("toy --attempts 1 --batch_size 4", 0, "needs at least 2 attempts"),
+        ("toy --max_new_tokens 128", 0, "leaves no room for a prompt"),
+        ("toy --max_lag -1", 0, "--max_lag -1: must not be negative"),
+        ("toy --clip_low 6", 0, "--clip_low 6.0 is not below --clip_high 5.0"),
+        ("toy --temperature 0", 0, "--temperature 0.0: must be above 0"),
+        (
+            "toy --engines 3 --tensor_parallel 2 --trainers 4",
+            8,
+            "need 10 GPUs, this machine has 8",
+        ),
+        ("toy --run a/b", 0, "letters, digits"),
+    ],
+)
+def test_mistakes_are_one_line(words, gpus, message):
     with pytest.raises(cfg.ConfigError) as e:
-        resolved(*(["toy"] if argv[0].startswith("-") else []), *argv, gpus=gpus)
-    assert message in str(e.value) and "\n" not in str(e.value)
+        resolved(*words.split(), gpus=gpus)
+    assert message in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+def test_a_loss_brings_its_own_clip_range_unless_one_is_given():
+    c = resolved("toy", "--loss", "ppo")
+    assert (c.clip_low, c.clip_high) == (0.8, 1.2)
+    c = resolved("toy", "--loss", "ppo", "--clip_high", "1.28")
+    assert (c.clip_low, c.clip_high) == (0.8, 1.28)
+    assert resolved("toy").clip_high == 5.0
+    # what is written is what is used: a continued run that changes the loss gets that one's range
+    assert resolved("toy", "--loss", "icepop").clip_low == 0.5
 
 
 def test_a_port_in_use_is_named():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         s.listen()
-        with pytest.raises(cfg.ConfigError, match=f"cannot listen on 127.0.0.1:{s.getsockname()[1]}"):
-            resolved("toy", "--port", str(s.getsockname()[1]))
+        port = s.getsockname()[1]
+        with pytest.raises(cfg.ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+            resolved("toy", "--port", str(port))
+
+
+def run_sh(*argv, **environment):
+    return subprocess.run(
+        ["bash", "run.sh", *map(str, argv)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+    )
 
 
 def test_the_launcher_says_it_and_starts_nothing(tmp_path):
-    done = subprocess.run(["bash", "run.sh", "toy", "--out", str(tmp_path / "o"), "--stepz", "3"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stdout == "" and len(done.stderr.strip().splitlines()) == 1 and "--stepz" in done.stderr
+    done = run_sh("toy", "--out", tmp_path / "o", "--stepz", 3)
+    assert done.returncode == 1 and done.stdout == ""
+    assert len(done.stderr.strip().splitlines()) == 1 and "--stepz" in done.stderr
     assert not (tmp_path / "o").exists()
 
 
-@pytest.mark.parametrize("gpus,engines,trainers", [(0, 1, 1), (1, 1, 1), (2, 1, 1), (4, 2, 2), (8, 4, 4)])
+def test_a_dry_run_shows_every_process_of_every_node_and_starts_nothing(tmp_path):
+    argv = ("toy", "--out", tmp_path, "--dry_run", True)
+    done = run_sh(*argv, NNODES="2", NODE_RANK="0")
+    assert done.returncode == 0 and not list(tmp_path.iterdir())
+    for words in (
+        "node 1 engine0: env ",
+        " -m plumbing.supervise ",
+        "--worker-extension-cls plumbing.engine.WorkerExtension --middleware plumbing.engine.Contract",
+        "node 0 actor: env ",
+        "actor.py ",
+        "preprocess.py ",
+        "node 0 train: env ",
+    ):
+        assert words in done.stdout
+    assert "VLLM_SERVER_DEV_MODE" not in done.stdout and "weight-transfer" not in done.stdout
+
+
+def test_serve_shows_what_would_join(tmp_path):
+    c = resolved("toy", "--out", str(tmp_path), "--port", "8790")
+    launch.open_run(c)
+    launch.write(c)
+    done = run_sh("serve", "--run", "toy", "--out", tmp_path, "--dry_run", True)
+    assert done.returncode == 0, done.stderr
+    assert f"{tmp_path}/toy serve-127.0.0.1-8890 http://127.0.0.1:8890 " in done.stdout
+    assert "--port 8890" in done.stdout and f"PIPELINE_RUN_ID={c.run_id}" in done.stdout
+    done = run_sh("serve", "--run", "another", "--out", tmp_path)
+    assert done.returncode == 1 and "no run in" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "gpus,engines,trainers", [(0, 1, 1), (1, 1, 1), (2, 1, 1), (4, 2, 2), (8, 4, 4)]
+)
 def test_placement_splits_the_gpus_in_halves(gpus, engines, trainers):
     c = resolved("toy", gpus=gpus)
-    assert (c.engines, c.trainers, c.dtype, c.weight_backend) == (engines, trainers, "bfloat16" if gpus else "float32", "nccl" if gpus > 1 else "gloo")
+    assert (c.engines, c.trainers) == (engines, trainers)
+    assert c.dtype == ("bfloat16" if gpus else "float32")
+    assert c.weight_backend == ("nccl" if gpus > 1 else "gloo")
     processes = launch.placement(c, gpus)
-    assert [name for name, _, _ in processes] == [f"engine{i}" for i in range(engines)] + ["actor", "preprocess", "train"]
+    names = [f"engine{i}" for i in range(engines)] + ["actor", "preprocess", "train"]
+    assert [name for name, _, _ in processes] == names
     if gpus > 1:
-        used = [g for name, env, _ in processes if name.startswith(("engine", "train")) for g in env["CUDA_VISIBLE_DEVICES"].split(",")]
-        assert sorted(used) == sorted(map(str, range(gpus)))  # every GPU once
+        # every GPU once
+        visible = [env["CUDA_VISIBLE_DEVICES"] for _, env, _ in processes]
+        used = [g for text in visible for g in text.split(",") if g]
+        assert sorted(used) == sorted(map(str, range(gpus)))
+
+
+def test_the_reference_model_shares_a_trainers_gpu_if_there_is_one():
+    for kl_coef, device in (("0", ""), ("0.01", "3")):
+        placed = launch.placement(resolved("toy", "--kl_coef", kl_coef, gpus=4), 4)
+        env = {name: env for name, env, _ in placed}
+        assert env["preprocess"]["CUDA_VISIBLE_DEVICES"] == device
 
 
 def test_an_evaluation_has_every_gpu_for_engines():
     c = cfg.parse(["toy", "--port", "8780", "--engines", "8"], 8)
-    c = cfg.resolve(c, 8, training=False)
-    assert [env["CUDA_VISIBLE_DEVICES"] for name, env, _ in launch.placement(c, 8) if name.startswith("engine")] == list("01234567")
-    assert not [name for name, _, _ in launch.placement(c, 8) if name == "train"]
+    c = launch.resolve(c, 8, training=False)
+    devices = [env["CUDA_VISIBLE_DEVICES"] for _, env, _ in launch.engine_commands(c, 8)]
+    assert devices == list("01234567")
+    assert "train" not in [name for name, _, _ in launch.placement(c, 8)]
 
 
 def test_presets_and_help_show_every_knob():
-    assert cfg.parse([], 0).task == "toy" and cfg.parse([], 8).task == "maths" and cfg.parse(["math"], 0).model == "Qwen/Qwen2.5-7B"
-    done = subprocess.run(["bash", "run.sh", "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert cfg.parse([], 0).task == "toy" and cfg.parse([], 8).task == "maths"
+    assert cfg.parse(["math"], 0).model == "Qwen/Qwen2.5-7B"
+    done = run_sh("--help")
     assert done.returncode == 0
     for field in cfg.fields(cfg.Config):
         assert f"--{field.name}" in done.stdout
@@ -88,15 +167,30 @@ def test_a_stopped_run_continues_a_complete_one_makes_room_and_fixed_knobs_are_r
     assert cfg.load(str(run_dir)) == c
     (run_dir / "checkpoints" / "step_000130").mkdir(parents=True)
     (run_dir / "queues").mkdir()
+    (run_dir / "engines").mkdir()
     again = resolved(*argv, "--lr", "1e-5")
-    assert "from step 130; changed: lr" in launch.open_run(again) and not (run_dir / "queues").exists() and again.run_id == first != ""
+    assert "from step 130; changed: lr" in launch.open_run(again)
+    assert not (run_dir / "queues").exists()
+    assert not (run_dir / "engines").exists()
+    assert again.run_id == first
     with pytest.raises(cfg.ConfigError, match="--batch_size cannot change within a run"):
         launch.open_run(resolved(*argv, "--batch_size", "16"))
+    # it died before its last evaluation
     (run_dir / "checkpoints" / f"step_{c.steps:06d}").mkdir()
-    assert f"from step {c.steps}" in launch.open_run(resolved(*argv))  # it died before its last evaluation
-    with open(run_dir / ".lock") as lock:  # or is it still at that?
+    assert f"from step {c.steps}" in launch.open_run(resolved(*argv))
+    # or is it still at that?
+    with open(run_dir / ".lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(cfg.ConfigError, match="are still at work"):
             launch.open_run(resolved(*argv))
-    (run_dir / "metrics.jsonl").write_text(json.dumps({"eval": {"toy": 0.5}, "problems": 8, "version": c.steps, "wall_s": 1.0}) + "\n")
-    assert "complete one before it is now" in launch.open_run(c) and c.run_id != first and (tmp_path / "toy.1" / "checkpoints").exists()
+    line = {"eval": {"toy": 0.5}, "problems": 8, "version": c.steps, "wall_s": 1.0}
+    (run_dir / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert "complete one before it is now" in launch.open_run(c)
+    assert c.run_id != first
+    assert (tmp_path / "toy.1" / "checkpoints").exists()
+
+
+def test_no_git_is_no_obstacle(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    c = resolved("toy", "--out", str(tmp_path))
+    assert json.loads((launch.write(c) / "config.json").read_text())["git"] == ""

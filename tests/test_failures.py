@@ -3,6 +3,8 @@
 In every cell the others go on within the deadline, no engine ever answers with weights that are not those of the version it
 names, and whoever was lost takes part again in the next update.
 """
+
+import dataclasses
 import os
 import signal
 import subprocess
@@ -16,14 +18,14 @@ import pytest
 import requests
 import torch
 
-import config as cfg
-import launch
-from actor import token_versions
-from conftest import ROOT
-from evaluate import start_engines
+from conftest import ROOT, register, resolved
+from plumbing import launch
+from plumbing.client import token_versions
+from tools.evaluate import start_engines
 from train import token_logprobs
-from updater import weights
+from updater import model_of
 
+pytestmark = pytest.mark.slow
 PORT, DEADLINE, PROMPT = 8800, 8.0, [45, 4, 52, 29, 2]
 MOMENTS = ["idle", "decoding", "start", "mid", "swap"]
 
@@ -32,32 +34,61 @@ class House:
     """Two engines, the updater, and clients that keep both engines decoding."""
 
     def __init__(self, out, base_model):
-        argv = ["toy", "--run", "house", "--out", str(out), "--port", str(PORT), "--engines", "2", "--concurrency", "64", "--model", str(base_model),
-                "--sync_timeout", str(DEADLINE), "--bucket_mb", "1", "--verify_weights", "1"]
-        self.config = cfg.resolve(cfg.parse(argv, 0), 0)
-        self.config.run_id, self.config.bucket_mb = f"house{os.getpid()}", 0  # one tensor per broadcast: many moments to die at
-        self.run_dir, self.version, self.engines = launch.write(self.config), 0, {}
+        self.config = resolved(
+            *("toy", "--run", "house", "--out", out, "--port", PORT, "--engines", 2),
+            *("--concurrency", 64, "--model", base_model, "--sync_timeout", DEADLINE),
+            *("--bucket_mb", 1, "--verify_weights", 1),
+        )
+        self.config.run_id = f"house{os.getpid()}"
+        # one tensor per broadcast: many moments to die at
+        self.config.bucket_mb = 0
+        self.run_dir = launch.write(self.config)
+        (self.run_dir / "queues").mkdir()
+        self.version = 0
+        self.engines = {}
         for i in (0, 1):
             self.start_engine(i)
         self.start_trainer()
         self.update()
 
     def start_engine(self, i):
-        one = cfg.Config(**vars(self.config) | dict(engines=1, port=PORT + i, urls=(self.config.urls[i],)))
-        self.engines[i] = start_engines(one)[0]
+        """Start it and, as plumbing/supervise.py does, say so."""
+        one = dataclasses.replace(self.config, engines=1, port=PORT + i)
+        self.engines[i] = start_engines(one, as_loaded=False)[0]
+        url = f"http://127.0.0.1:{PORT + i}"
+        # it has no weights from the trainer
+        assert requests.post(url + "/inference/v1/generate", json={}).status_code == 503
+        register(self.run_dir, f"engine{i}", url)
+
+    def engine_is_gone(self, i):
+        """As plumbing/supervise.py does when an engine has died."""
+        (self.run_dir / "engines" / f"engine{i}.json").unlink()
 
     def start_trainer(self):
         self.said = []
-        self.trainer = subprocess.Popen([sys.executable, "tests/updater.py", str(self.run_dir)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                        env=os.environ | {"OMP_NUM_THREADS": "1", "PIPELINE_RUN_ID": self.config.run_id}, start_new_session=True)
-        threading.Thread(target=lambda said, out: [said.append(line.strip()) for line in out], args=(self.said, self.trainer.stdout), daemon=True).start()
+        self.trainer = subprocess.Popen(
+            [sys.executable, "tests/updater.py", str(self.run_dir)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PIPELINE_RUN_ID": self.config.run_id},
+            start_new_session=True,
+        )
+        threading.Thread(
+            target=lambda said, out: [said.append(line.strip()) for line in out],
+            args=(self.said, self.trainer.stdout),
+            daemon=True,
+        ).start()
         self.expect("ready", 60)
 
     def expect(self, text, seconds):
         """Wait until the trainer has said it."""
         deadline = time.monotonic() + seconds
         while text not in self.said:
-            assert time.monotonic() < deadline and self.trainer.poll() is None, f"no '{text}' in {self.said[-8:]}"
+            assert time.monotonic() < deadline and self.trainer.poll() is None, (
+                f"no '{text}' in {self.said[-8:]}"
+            )
             time.sleep(0.02)
 
     def tell(self, text):
@@ -68,17 +99,29 @@ class House:
         """One whole update (or up to `moment`); by default both engines must have taken it."""
         self.version += 1
         self.tell(f"update {self.version} {moment}")
-        self.expect(f"updated {self.version} {engines}" if moment == "none" else f"at {moment}", seconds)
+        self.expect(
+            f"updated {self.version} {engines}" if moment == "none" else f"at {moment}", seconds
+        )
 
     @lru_cache(maxsize=4)
     def model(self, version):
-        return weights(self.config.model, version)
+        return model_of(self.config.model, version)
 
     def generate(self, i, n=12, timeout=3 * DEADLINE):
-        answer = requests.post(f"http://127.0.0.1:{PORT + i}/inference/v1/generate", timeout=timeout, json=dict(
-            token_ids=PROMPT, sampling_params=dict(max_tokens=n, temperature=1.0, logprobs=0, ignore_eos=True)))
+        answer = requests.post(
+            f"http://127.0.0.1:{PORT + i}/inference/v1/generate",
+            timeout=timeout,
+            json=dict(
+                token_ids=PROMPT,
+                sampling_params=dict(max_tokens=n, temperature=1.0, logprobs=0, ignore_eos=True),
+            ),
+        )
         choice = answer.json()["choices"][0]
-        return choice["token_ids"], torch.tensor([x["logprob"] for x in choice["logprobs"]["content"]]), token_versions(choice["weight_versions"], n)
+        return (
+            choice["token_ids"],
+            torch.tensor([x["logprob"] for x in choice["logprobs"]["content"]]),
+            token_versions(choice["weight_versions"], n),
+        )
 
     def check(self, answer, version=None):
         """The logprobs of an answer are those of the version it names, in all of its first span (later ones may have older KV)."""
@@ -87,8 +130,12 @@ class House:
         assert version is None or set(versions.tolist()) == {version}
         ids = torch.tensor(PROMPT + tokens)
         with torch.no_grad():
-            mine = token_logprobs(self.model(int(versions[0])), ids, torch.arange(len(ids)), 1.0)[0][len(PROMPT):]
-        assert (mine - logprobs)[first].abs().max() < 1e-4, f"engine says version {versions[0]}, its logprobs are of other weights"
+            mine = token_logprobs(self.model(int(versions[0])), ids, torch.arange(len(ids)), 1.0)[
+                0
+            ][len(PROMPT) :]
+        assert (mine - logprobs)[first].abs().max() < 1e-4, (
+            f"engine says version {versions[0]}, its logprobs are of other weights"
+        )
 
     def decode(self, i, stop, answers, errors):
         while not stop.is_set():
@@ -114,7 +161,11 @@ def house(tmp_path_factory, base_model):
         os.killpg(p.pid, signal.SIGKILL)
         p.wait()
     time.sleep(0.5)
-    left = [p.parent.name for p in Path("/proc").glob("[0-9]*/environ") if mentions(p, house.config.run_id)]
+    left = [
+        p.parent.name
+        for p in Path("/proc").glob("[0-9]*/environ")
+        if mentions(p, house.config.run_id)
+    ]
     assert not left, f"processes left behind: {left}"
 
 
@@ -123,7 +174,15 @@ def house(tmp_path_factory, base_model):
 @pytest.mark.parametrize("who", ["engine", "trainer"])
 def test_kill_matrix(house, who, kill, moment):
     stop, answers, errors = threading.Event(), {0: [], 1: []}, {0: [], 1: []}
-    clients = [threading.Thread(target=house.decode, args=(i, stop, answers[i], errors[i])) for i in (0, 1) for _ in range(8)] if moment != "idle" else []
+    clients = (
+        [
+            threading.Thread(target=house.decode, args=(i, stop, answers[i], errors[i]))
+            for i in (0, 1)
+            for _ in range(8)
+        ]
+        if moment != "idle"
+        else []
+    )
     for c in clients:
         c.start()
     try:
@@ -142,9 +201,9 @@ def test_kill_matrix(house, who, kill, moment):
             house.check(house.generate(0), house.version)
             if kill == "SIGKILL":
                 victim.wait()
+                house.engine_is_gone(1)
                 stop.set()  # a machine of two cores starts an engine slowly while it serves sixteen clients
                 house.start_engine(1)  # as run.sh does
-                assert requests.post(f"http://127.0.0.1:{PORT + 1}/inference/v1/generate", json={}).status_code == 503  # it has no weights from the trainer
             else:
                 os.killpg(victim.pid, signal.SIGCONT)
                 house.check(house.generate(1))
@@ -173,4 +232,6 @@ def test_kill_matrix(house, who, kill, moment):
     for i in (0, 1):
         for answer in answers[i]:
             house.check(answer)
-    assert not errors[0] and (who == "engine" or not errors[1]), errors  # no request to an engine that nobody touched failed
+    assert not errors[0] and (who == "engine" or not errors[1]), (
+        errors
+    )  # no request to an engine that nobody touched failed

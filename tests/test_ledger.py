@@ -3,6 +3,7 @@
 The engine is tests/fake_engine.py, as the real one takes half a minute to start; LEDGER_REAL=1 bash tests/run.sh -k ledger takes the
 real one. LEDGER_SEED=n: other moments.
 """
+
 import os
 import random
 import re
@@ -18,8 +19,18 @@ from fake_engine import fake_vllm
 from test_run import balance, command, leftovers, metrics
 
 STEPS, BATCH, ATTEMPTS, MAX_LAG = 90, 64, 8, 4
-COMMANDS = {"engine": "api_server", "actor": "actor.py", "preprocess": "preprocess.py", "trainer": "train.py"}
-KILLS = ["engine"] * 8 + ["actor", "preprocess", "trainer", "launcher"] * 3  # of an engine's the run goes on, which saves starts
+COMMANDS = {
+    "engine": "vllm.entrypoints",
+    "actor": "actor.py",
+    "preprocess": "preprocess.py",
+    "trainer": "train.py",
+}
+KILLS = ["engine"] * 8 + [
+    "actor",
+    "preprocess",
+    "trainer",
+    "launcher",
+] * 3  # of an engine's the run goes on, which saves starts
 
 
 class Run:
@@ -27,9 +38,33 @@ class Run:
 
     def __init__(self, out, port, *knobs):
         self.out, self.lives = out, 0
-        self.command = command(out, "t", port, "--steps", STEPS, "--batch_size", BATCH, "--attempts", ATTEMPTS, "--max_lag", MAX_LAG, "--concurrency", 128,
-                               "--no_signal", "drop", "--save_every", 4, "--eval_every", 0, *knobs)
-        path = os.environ.get("PYTHONPATH", "") if "LEDGER_REAL" in os.environ else str(fake_vllm(out / "fake"))
+        self.command = command(
+            out,
+            "t",
+            port,
+            "--steps",
+            STEPS,
+            "--batch_size",
+            BATCH,
+            "--attempts",
+            ATTEMPTS,
+            "--max_lag",
+            MAX_LAG,
+            "--concurrency",
+            128,
+            "--no_signal",
+            "drop",
+            "--save_every",
+            4,
+            "--eval_every",
+            0,
+            *knobs,
+        )
+        path = (
+            os.environ.get("PYTHONPATH", "")
+            if "LEDGER_REAL" in os.environ
+            else str(fake_vllm(out / "fake"))
+        )
         self.environment = os.environ | {"RUN_MARK": str(out), "PYTHONPATH": path}
 
     def start(self):
@@ -38,8 +73,12 @@ class Run:
         while True:
             self.log = self.out / f"life{self.lives}.txt"
             with open(self.log, "w") as f:
-                self.process = subprocess.Popen(self.command, cwd=ROOT, stdout=f, stderr=f, env=self.environment)
-            self.until(lambda: self.process.poll() is not None or " steps of " in self.log.read_text())
+                self.process = subprocess.Popen(
+                    self.command, cwd=ROOT, stdout=f, stderr=f, env=self.environment
+                )
+            self.until(
+                lambda: self.process.poll() is not None or " steps of " in self.log.read_text()
+            )
             if not re.search("still at work|cannot listen", self.log.read_text()):
                 break
             assert time.time() < deadline, self.log.read_text()
@@ -67,7 +106,11 @@ class Run:
             return self.process.pid
         for pid, line in leftovers(self.out):
             try:
-                if COMMANDS[kind] in line and "bash" not in line and os.getpgid(int(pid)) == int(pid):
+                if (
+                    COMMANDS[kind] in line
+                    and "bash" not in line
+                    and os.getpgid(int(pid)) == int(pid)
+                ):
                     return int(pid)
             except ProcessLookupError:
                 pass
@@ -83,19 +126,33 @@ class Run:
         os.kill(self.until(lambda: self.alive() and self.victim(kind)), signal.SIGKILL)
         if kind == "launcher":
             self.process.wait()
-        elif kind != "engine":  # any other death is the run's: it says so, and leaves nothing behind
+        elif (
+            kind != "engine"
+        ):  # any other death is the run's: it says so, and leaves nothing behind
             assert self.process.wait(60) == 1
-            assert re.search("run.sh: .* died with exit code 137", self.log.read_text()) and "everything is stopped" in self.log.read_text()
+            assert (
+                re.search("run.sh: .* died with exit code 137", self.log.read_text())
+                and "everything is stopped" in self.log.read_text()
+            )
             assert leftovers(self.out) == []
 
 
 def test_the_ledger_balances_after_twenty_kills(tmp_path, base_model):
-    rng, order, run = random.Random(os.environ.get("LEDGER_SEED", "0")), KILLS.copy(), Run(tmp_path, 8830)
-    while "engine" * 3 in "".join(order):  # run.sh waits longer before every further restart of an engine
+    rng, order, run = (
+        random.Random(os.environ.get("LEDGER_SEED", "0")),
+        KILLS.copy(),
+        Run(tmp_path, 8830),
+    )
+    while "engine" * 3 in "".join(
+        order
+    ):  # run.sh waits longer before every further restart of an engine
         rng.shuffle(order)
     run.start()
     for n, kind in enumerate(order):
-        print(f"{time.strftime('%T')} kill {n + 1}: {kind}, life {run.lives}, {run.steps()} steps into it", flush=True)
+        print(
+            f"{time.strftime('%T')} kill {n + 1}: {kind}, life {run.lives}, {run.steps()} steps into it",
+            flush=True,
+        )
         run.kill(kind, rng)
         if run.process.poll() is not None:
             run.start()
@@ -105,21 +162,38 @@ def test_the_ledger_balances_after_twenty_kills(tmp_path, base_model):
     run_dir = tmp_path / "t"
     steps, evals = metrics(run_dir)
     trained, dropped = balance(run_dir, BATCH, ATTEMPTS)
-    assert len(steps) == STEPS and dropped.total() > 0 and dropped.total() == sum(sum(x["drops"].get("no_signal", {}).values()) for x in steps)
-    assert max(x["mismatch"] for x in steps if x["mismatch"] is not None) < 1e-3  # after every restart the engine holds the trainer's weights
+    assert (
+        len(steps) == STEPS
+        and dropped.total() > 0
+        and dropped.total() == sum(sum(x["drops"].get("no_signal", {}).values()) for x in steps)
+    )
+    assert (
+        max(x["mismatch"] for x in steps if x["mismatch"] is not None) < 1e-3
+    )  # after every restart the engine holds the trainer's weights
     # it learned
-    assert (evals[0]["version"], evals[-1]["version"]) == (0, STEPS) and evals[-1]["eval"]["toy"] > evals[0]["eval"]["toy"] + 0.15
+    assert (evals[0]["version"], evals[-1]["version"]) == (0, STEPS) and evals[-1]["eval"][
+        "toy"
+    ] > evals[0]["eval"]["toy"] + 0.15
     # disk: two checkpoints, nothing half written, no record but those that the gate lets wait; then everything together
     files = [p for p in run_dir.rglob("*") if p.is_file()]
-    assert len(list((run_dir / "checkpoints").iterdir())) == 2 and not [p for p in files if p.suffix in (".tmp", ".bad")]
+    assert len(list((run_dir / "checkpoints").iterdir())) == 2 and not [
+        p for p in files if p.suffix in (".tmp", ".bad")
+    ]
     records = [p for p in files if p.suffix == ".npz"]
-    assert all("rollouts" in p.parts for p in records) and len(records) <= (MAX_LAG + 1) * BATCH // ATTEMPTS
+    assert (
+        all("rollouts" in p.parts for p in records)
+        and len(records) <= (MAX_LAG + 1) * BATCH // ATTEMPTS
+    )
     assert sum(p.stat().st_size for p in files) < 40e6
 
 
-@pytest.mark.skipif("LEDGER_REAL" in os.environ, reason="takes a fake engine that cannot start again")
+@pytest.mark.skipif(
+    "LEDGER_REAL" in os.environ, reason="takes a fake engine that cannot start again"
+)
 def test_work_is_saved_when_a_run_is_stopped_while_its_only_engine_is_down(tmp_path, base_model):
-    run = Run(tmp_path, 8831, "--batch_size", 16, "--max_lag", 16, "--no_signal", "keep")  # the first wave of sequences is data for eight steps, so that the trainer comes to wait for the engine
+    run = Run(
+        tmp_path, 8831, "--batch_size", 16, "--max_lag", 16, "--no_signal", "keep"
+    )  # the first wave of sequences is data for eight steps, so that the trainer comes to wait for the engine
     run.start()
     run.until(lambda: run.alive() and run.steps() >= 3)
     (tmp_path / "fake" / "vllm" / "entrypoints" / "openai" / "api_server.py").unlink()
@@ -138,7 +212,9 @@ def test_a_run_directory_that_is_gone_is_named_and_its_checkpoints_are_whole(tmp
     run.until(lambda: run.alive() and run.steps() >= 6)
     (tmp_path / "t").rename(tmp_path / "away")
     assert run.process.wait(90) == 1
-    assert f"run.sh: {tmp_path}/t is not there any more: mount it again" in run.log.read_text(), run.log.read_text()
+    assert f"run.sh: {tmp_path}/t is not there any more: mount it again" in run.log.read_text(), (
+        run.log.read_text()
+    )
     assert leftovers(tmp_path) == []
     if (tmp_path / "t").exists():  # nobody makes another one in its place
         assert not list((tmp_path / "t").rglob("*.npz"))

@@ -1,26 +1,48 @@
-"""Advantages, packing, and the rounds of micro-batches that a step is made of."""
+"""Advantages, packing, the ring, and the rounds of micro-batches that a step is made of."""
+
 import json
 import random
-from types import SimpleNamespace
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
+from test_samples import group_record, make_sample
 
-import launch
-from preprocess import Emitter, Position, advantages, pack, row_record, samples_of
-from queues import Queue
+import config as cfg
+from conftest import ROOT
+from plumbing import launch
+from plumbing.queues import Queue, notice, noticed
+from plumbing.samples import join
+from preprocess import Ledger, Packer, Ring, advantages, pack
+
+PACE = {"gen_tok_s": 10.0, "gen_idle": 0.25}
 
 
 def test_advantages_by_hand():
-    assert advantages([1, 0, 0, 0], "loo") == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
-    assert advantages([1, 0, 0, 0], "mean") == pytest.approx([0.75, -0.25, -0.25, -0.25])
-    assert advantages([1, 0, 0, 0], "mean_std") == pytest.approx(np.array([0.75, -0.25, -0.25, -0.25]) / 0.4330127, rel=1e-5)
-    assert advantages([1, 0, 0, 0], "none") == pytest.approx([1, 0, 0, 0])
+    third = 1 / 3
+    by_hand = {
+        "loo": [1, -third, -third, -third],
+        "mean": [0.75, -0.25, -0.25, -0.25],
+        "mean_std": np.array([0.75, -0.25, -0.25, -0.25]) / 0.4330127,
+        "none": [1, 0, 0, 0],
+    }
+    for kind, expected in by_hand.items():
+        assert advantages([1, 0, 0, 0], kind) == pytest.approx(expected, rel=1e-5)
     assert advantages([2, 4, 9], "loo") == pytest.approx([2 - 6.5, 4 - 5.5, 9 - 3])
-    for kind in ("loo", "mean", "mean_std"):
-        assert advantages([0.7], kind) == pytest.approx([0])  # one sample: nothing to compare with
-        assert advantages([1, 1, 1], kind) == pytest.approx([0, 0, 0])
-    with pytest.raises(ValueError, match="unknown advantage"):
+
+
+@pytest.mark.parametrize("kind", ["loo", "mean", "mean_std"])
+def test_a_group_that_tells_nothing_has_no_advantages(kind):
+    # what is left of a group whose other attempts failed has no baseline
+    assert advantages([0.7], kind) == pytest.approx([0])
+    assert advantages([1, 1, 1], kind) == pytest.approx([0, 0, 0])
+    assert advantages([0.7], "none") == pytest.approx([0.7])
+
+
+def test_an_unknown_advantage_is_refused():
+    with pytest.raises(ValueError, match="unknown advantage 'median'"):
         advantages([1, 0], "median")
 
 
@@ -28,20 +50,15 @@ def test_advantages_by_hand():
 def test_packing_puts_every_index_in_one_row_within_capacity(seed):
     rng = random.Random(seed)
     capacity = rng.randint(10, 3000)
-    lengths = [min(capacity, max(1, int(rng.lognormvariate(4, 1)))) for _ in range(rng.randint(0, 400))]
+    count = rng.randint(0, 400)
+    drawn = [int(rng.lognormvariate(4, 1)) for _ in range(count)]
+    lengths = [min(capacity, max(1, n)) for n in drawn]
     rows = pack(lengths, capacity)
-    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
-    assert all(0 < sum(lengths[i] for i in row) <= capacity for row in rows)
-    assert len(rows) <= 2 * sum(lengths) / capacity + 1  # no two rows are half empty
-
-
-def test_emitted_rows_are_full_when_there_is_a_backlog(tmp_path):
-    rng, queue = np.random.default_rng(0), Queue(tmp_path / "q")
-    emitter = Emitter(SimpleNamespace(batch_size=1000, row_tokens=4096, stall_timeout=5, run_id="r"), [queue])
-    for n in np.minimum(rng.lognormal(5.5, 0.8, 1000).astype(int) + 3, 4096):
-        emitter.add(sample(n))
-    fill = [len(queue.get(0)[1]["input_ids"]) / 4096 for _ in range(len(queue))]
-    assert len(fill) > 50 and np.mean(fill) >= 0.95 and np.mean(fill[:-1]) >= 0.96, f"{np.mean(fill):.3f}"
+    assert sorted(i for row in rows for i in row) == list(range(count))
+    for row in rows:
+        assert 0 < sum(lengths[i] for i in row) <= capacity
+    # no two rows are half empty
+    assert len(rows) <= 2 * sum(lengths) / capacity + 1
 
 
 def test_packing_refuses_what_cannot_fit():
@@ -49,237 +66,365 @@ def test_packing_refuses_what_cannot_fit():
         pack([3, 9], 8)
 
 
-def sample(n, reward=0.0, version=0):
-    return dict(tokens=np.arange(n, dtype=np.int32), mask=np.arange(n) >= 2, logprobs=np.zeros(n, np.float32),
-                versions=np.where(np.arange(n) >= 2, version, -1).astype(np.int32), advantage=reward, reward=reward, success=reward >= 1, index=0, task="toy", outcome="correct" if reward >= 1 else "wrong", signal=True)
+# ---- the packer
 
 
-def test_a_row_record_keeps_tokens_and_their_stamps_together():
-    a, b = sample(4, 1.0, 3), sample(5, 0.0, 4)
-    b["versions"][-1] = 5
-    r = row_record([a, b])
-    assert r["input_ids"].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4] and r["position_ids"].tolist() == r["input_ids"].tolist()
-    assert r["sequence_ids"].tolist() == [0] * 4 + [1] * 5 and r["mask"].tolist() == [False, False, True, True] + [False, False, True, True, True]
-    assert r["versions"].tolist() == [-1, -1, 3, 3, -1, -1, 4, 4, 5]
-    assert r["pure"].tolist() == [True] * 4 + [False] * 5 and r["spans"].tolist() == [1, 2]
-    assert r["advantages"].tolist() == [1] * 4 + [0] * 5 and r["samples"] == 2
-    empty = row_record([])
-    assert empty["samples"] == 0 and not empty["mask"].any() and len(empty["rewards"]) == 0
+def make_packer(folder, ranks=1, ledger=None, **knobs):
+    """(Packer, the queues it fills)."""
+    config = cfg.Config(stall_timeout=5, run_id="abc", **knobs)
+    queues = [Queue(folder / f"rank_{r}") for r in range(ranks)]
+    return Packer(config, queues, ledger or Ledger(0, []), 0), queues
+
+
+def a_group(index, samples):
+    """As Ring gives them."""
+    return {"index": index, "samples": samples, "pace": PACE}
+
+
+def read_step(queue):
+    """The records of one step of one rank, acknowledged."""
+    records = []
+    while not records or not records[-1]["last"]:
+        seq, record = queue.get(0)
+        queue.ack(seq)
+        records.append(record)
+    return records
 
 
 @pytest.mark.parametrize("ranks,seed", [(1, 0), (2, 1), (3, 2), (4, 3)])
 def test_steps_are_whole_ranks_get_equal_numbers_and_nothing_is_lost(tmp_path, ranks, seed):
+    """Groups are of one to four samples: attempts that failed make a step smaller."""
     rng = random.Random(seed)
-    config = SimpleNamespace(batch_size=40, row_tokens=64, stall_timeout=5, run_id="r")
-    queues = [Queue(tmp_path / f"rank_{r}") for r in range(ranks)]
-    emitter, sent = Emitter(config, queues), []
-    for i in range(120):
-        s = sample(rng.randint(3, 60), reward=float(i))
-        sent.append(len(s["tokens"]))
-        emitter.add(s)
-    rewards, lengths = [], []
+    packer, queues = make_packer(tmp_path, ranks, batch_size=40, attempts=4, row_tokens=64)
+    sent = [Counts(), Counts(), Counts()]
+    for index in range(30):
+        samples = []
+        for k in range(rng.choice([1, 3, 4, 4, 4])):
+            samples.append(make_sample(rng.randint(3, 60), reward=float(4 * index + k)))
+        sent[index // 10].add(join(samples))
+        packer.add(a_group(index, samples))
     for step in range(3):
-        counts, trained = [], 0
-        for q in queues:
-            n, last = 0, False
-            while not last:
-                seq, r = q.get(0)
-                q.ack(seq)
-                assert r["step"] == step and len(r["input_ids"]) <= 64
-                n, last, trained = n + 1, r["last"], trained + r["samples"]
-                rewards += r["rewards"].tolist()
-                lengths += np.bincount(r["sequence_ids"]).tolist() if r["samples"] else []
-            counts.append(n)
-        assert len(set(counts)) == 1 and trained == 40
-    assert sorted(rewards) == [float(i) for i in range(120)] and sorted(lengths) == sorted(sent)
+        of_ranks = [read_step(queue) for queue in queues]
+        assert len({len(records) for records in of_ranks}) == 1
+        trained = Counts()
+        for record in sum(of_ranks, []):
+            assert (record["step"], record["run_id"]) == (step, "abc")
+            assert record["lengths"].sum() <= 64
+            trained.add(record)
+        assert trained == sent[step]
+        # every rank is told what became of the step
+        for records in of_ranks:
+            problems = records[-1]["problems"]
+            assert sum(problems.values()) == len(trained.lengths)
+            assert set(problems) == {str(i) for i in range(10 * step, 10 * step + 10)}
     assert all(len(q) == 0 for q in queues)
 
 
-def test_groups_are_cut_back_into_their_samples():
-    group = dict(tokens=np.arange(7), mask=np.arange(7) > 1, logprobs=np.zeros(7), versions=np.zeros(7, int), lengths=np.array([3, 4]),
-                 rewards=np.array([1.0, 0.0]), finished=np.array([True, False]), index=6, task="toy", outcomes=["correct", "wrong"])
-    a, b = samples_of(group, SimpleNamespace(advantage="loo", overlong_mask=False, dpo_coef=0.0))
-    assert a["tokens"].tolist() == [0, 1, 2] and b["tokens"].tolist() == [3, 4, 5, 6]
-    assert (a["advantage"], b["advantage"]) == (1.0, -1.0) and a["index"] == 6 and a["mask"].tolist() == [False, False, True] and b["mask"].all()
-    assert a["signal"] and not any(s["signal"] for s in samples_of(group | dict(rewards=np.array([0.1, 0.1])), SimpleNamespace(advantage="loo", overlong_mask=False, dpo_coef=0.0)))
-    one = group | dict(lengths=np.array([7]), rewards=np.array([1.0]))  # a group of one makes up for a lost sample: it must not be dropped for its lack of signal
-    assert next(samples_of(one, SimpleNamespace(advantage="loo", overlong_mask=False, dpo_coef=0.0)))["signal"]
-    a, b = samples_of(group, SimpleNamespace(advantage="loo", overlong_mask=True, dpo_coef=0.0))  # the second was cut off: in the batch, out of the loss
-    assert a["mask"].tolist() == [False, False, True] and not b["mask"].any() and b["reward"] == 0.0 and row_record([a, b])["samples"] == 2
+class Counts:
+    """Lengths and rewards of the samples in some records; fillers are none."""
+
+    def __init__(self):
+        self.lengths = []
+        self.rewards = []
+
+    def add(self, record):
+        real = record["outcome"] >= 0
+        self.lengths += record["lengths"][real].tolist()
+        self.rewards += record["reward"][real].tolist()
+
+    def __eq__(self, other):
+        mine = sorted(zip(self.rewards, self.lengths))
+        return mine == sorted(zip(other.rewards, other.lengths))
 
 
-def test_problems_are_done_with_when_their_last_sample_is():
-    p = Position()
-    for index in (1, 0, 3, 2):
-        p.arrive(index, 2)
-    for index in (1, 1, 3, 0):
-        p.leave(index)
-    assert p.state() == {"next": 0, "ahead": [1], "left": {0: 1, 3: 1}}  # half of 0 and of 3 is left, and all of 2
-    for index in (0, 3):
-        p.leave(index)
-    assert p.state() == {"next": 2, "ahead": [3], "left": {}}
-    p.arrive(4, 2), p.arrive(5, 3)
-    for index in (4, 4, 5):
-        p.leave(index)
-    again = Position(**json.loads(json.dumps(p.state())))  # after a crash: 2 and the two samples that 5 has left are drawn again
-    assert again.state() == {"next": 2, "ahead": [3, 4], "left": {5: 2}}
-    again.arrive(5, 2), again.arrive(2, 1), again.leave(5), again.leave(2)
-    assert again.state() == {"next": 5, "ahead": [], "left": {5: 1}}
-    again.leave(5)
-    assert again.state() == {"next": 6, "ahead": [], "left": {}}
+def test_rows_are_full_when_there_is_a_backlog(tmp_path):
+    rng = np.random.default_rng(0)
+    packer, [queue] = make_packer(tmp_path, batch_size=1000, attempts=2, row_tokens=4096)
+    lengths = np.minimum(rng.lognormal(5.5, 0.8, 1000).astype(int) + 3, 4096)
+    for index, (a, b) in enumerate(lengths.reshape(500, 2)):
+        packer.add(a_group(index, [make_sample(a), make_sample(b)]))
+    fill = [record["lengths"].sum() / 4096 for record in read_step(queue)]
+    assert len(fill) > 50
+    assert np.mean(fill) >= 0.95, f"{np.mean(fill):.3f}"
+    assert np.mean(fill[:-1]) >= 0.96, f"{np.mean(fill):.3f}"
+
+
+def test_a_micro_batch_keeps_tokens_and_their_stamps_together(tmp_path):
+    packer, [queue] = make_packer(tmp_path, batch_size=2, attempts=2, row_tokens=64)
+    first = make_sample(4, reward=1.0, version=3)
+    second = make_sample(5, version=4, num_versions=2)
+    second["versions"][-1] = 5
+    packer.add(a_group(7, [first, second]))
+    [record] = read_step(queue)
+    # the longest first
+    assert record["lengths"].tolist() == [5, 4]
+    assert record["tokens"].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
+    assert record["versions"].tolist() == [-1, -1, 4, 4, 5, -1, -1, 3, 3]
+    assert record["mask"].tolist() == [False, False, True, True, True, False, False, True, True]
+    assert record["advantage"].tolist() == [0, 1]
+    assert record["num_versions"].tolist() == [2, 1]
+    assert {k: record[k] for k in PACE} == PACE
+    assert record["problems"] == {"7": 2}
 
 
 def test_rows_of_a_round_take_equally_long(tmp_path):
-    # four rows of 1000 tokens: two of one long sequence, two of many short ones. Rounds pair what costs the same.
-    queues = [Queue(tmp_path / f"rank_{r}") for r in range(2)]
+    # four rows of 1000 tokens: two of one long sequence, two of many short ones
     lengths = [1000] + [100] * 10 + [1000] + [100] * 10
-    emitter = Emitter(SimpleNamespace(batch_size=len(lengths), row_tokens=1000, stall_timeout=5, run_id="r"), queues)
-    for n in lengths:
-        emitter.add(sample(n))
-    rounds = [[q.get(0)[1] for q in queues] for _ in range(2)]
-    assert [[r["samples"] for r in row] for row in rounds] == [[1, 1], [10, 10]]
-    assert "position" not in rounds[0][0] and rounds[1][0]["last"] and rounds[1][0]["position"]["next"] == 0
+    knobs = dict(batch_size=len(lengths), attempts=len(lengths), row_tokens=1000)
+    packer, queues = make_packer(tmp_path, 2, **knobs)
+    packer.add(a_group(1, [make_sample(n) for n in lengths]))
+    of_ranks = [read_step(queue) for queue in queues]
+    for records in of_ranks:
+        assert [len(record["lengths"]) for record in records] == [1, 10]
+        assert "position" not in records[0]
+        assert records[1]["position"] == {"next": 0, "ahead": [1]}
+
+
+def test_reference_logprobs_are_the_trainers_function_on_the_frozen_base_model(
+    tmp_path, base_model
+):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from preprocess import reference_model
+    from train import token_logprobs
+
+    knobs = dict(model=str(base_model), dtype="float32", batch_size=2, attempts=2, row_tokens=64)
+    packer, [queue] = make_packer(tmp_path, **knobs)
+    packer.reference = reference_model(packer.config)
+    packer.add(a_group(0, [make_sample(9, temperature=1.0), make_sample(20, temperature=0.8)]))
+    [record] = read_step(queue)
+    assert record["lengths"].tolist() == [20, 9]
+    model = AutoModelForCausalLM.from_pretrained(base_model)
+    parts = np.split(record["ref_logprobs"], [20])
+    for of_sample, temperature in zip(parts, (0.8, 1.0)):
+        tokens = np.arange(len(of_sample))
+        with torch.no_grad():
+            expected = token_logprobs(model, tokens, tokens, temperature)[0].numpy()
+        assert of_sample[1:] == pytest.approx(expected[1:], abs=2e-6)
+
+
+# ---- the ring
+
+
+def make_ring(folder, **knobs):
+    """(Ring, its input)."""
+    config = cfg.Config(stall_timeout=5, run_id="abc", **knobs)
+    rollouts = Queue(folder / "rollouts")
+    return Ring(config, rollouts, Ledger(0, [])), rollouts
+
+
+def test_groups_get_their_advantages_and_cut_off_answers_leave_the_loss(tmp_path):
+    ring, rollouts = make_ring(tmp_path, overlong_mask=True)
+    samples = [make_sample(4, reward=1.0), make_sample(5, finished=False)]
+    rollouts.put(group_record(0, samples))
+    ring.receive()
+    [group] = ring.groups
+    finished, cut_off = group["samples"]
+    assert (finished["advantage"], cut_off["advantage"]) == (1.0, -1.0)
+    assert finished["mask"].tolist() == [False, False, True, True]
+    # it is a sample of the batch all the same
+    assert not cut_off["mask"].any()
+    assert (group["index"], group["pace"]) == (0, PACE)
+
+
+def test_attempts_that_failed_or_do_not_fit_make_their_group_smaller(tmp_path):
+    ring, rollouts = make_ring(tmp_path, row_tokens=8, attempts=4)
+    samples = [make_sample(4, reward=1.0), make_sample(9), make_sample(5)]
+    rollouts.put(group_record(0, samples, failed=1))
+    # nothing came back at all; nothing fits
+    rollouts.put(group_record(1, [], failed=4))
+    rollouts.put(group_record(2, [make_sample(9, reward=1.0), make_sample(9)], failed=2))
+    ring.receive()
+    [group] = ring.groups
+    assert [len(s["tokens"]) for s in group["samples"]] == [4, 5]
+    # the baseline is that of all that came back
+    assert [s["advantage"] for s in group["samples"]] == [1.0, -0.5]
+    ledger = ring.ledger
+    assert ledger.dropped == {"failed": {0: 1, 1: 4, 2: 2}, "too_long": {0: 1, 2: 2}}
+    assert ledger.dropped_groups == 2
+    assert ledger.ahead == {1, 2}
+
+
+def test_groups_may_have_to_wait_for_their_turn(tmp_path):
+    ring, rollouts = make_ring(tmp_path, late="wait", no_signal="drop")
+    ring.never = {1}
+    two = [make_sample(4, reward=1.0), make_sample(5)]
+    for index in (2, 3):
+        rollouts.put(group_record(index, two))
+    ring.receive()
+    assert not ring.groups
+    rollouts.put(group_record(5, two))
+    # dropped, which must not hold the others up
+    rollouts.put(group_record(0, [], failed=2))
+    ring.receive()
+    assert [group["index"] for group in ring.groups] == [2, 3]
+    rollouts.put(group_record(4, two))
+    ring.receive()
+    assert [group["index"] for group in ring.groups] == [2, 3, 4, 5]
+
+
+def test_a_ring_that_gets_nothing_says_so(tmp_path):
+    ring, _ = make_ring(tmp_path)
+    ring.last_input = time.monotonic() - 6
+    with pytest.raises(TimeoutError, match="no rollouts in .*/rollouts for 5 s"):
+        ring.receive()
+
+
+def test_a_generation_phase_is_shuffled_and_nothing_else(tmp_path):
+    ring, rollouts = make_ring(tmp_path, conventional_g=4, batch_size=8, attempts=2)
+    for index in range(14):
+        rollouts.put(group_record(index, [make_sample(reward=1.0), make_sample()]))
+    ring.receive()
+    ring.shuffle_phase(10, random.Random(0))
+    order = [group["index"] for group in ring.groups]
+    assert sorted(order[:10]) == list(range(10))
+    assert order[:10] != list(range(10))
+    assert order[10:] == [10, 11, 12, 13]
+
+
+# ---- the ledger
+
+
+def test_draws_are_done_with_when_their_group_is():
+    ledger = Ledger(0, [])
+    for index in (1, 3):
+        ledger.trained[index] = 4
+        ledger.done(index)
+    ledger.drop(1, 2, "failed")
+    ledger.drop(1, 1, "failed")
+    ledger.drop(1, 0, "too_long")
+    of_step = ledger.close_step()
+    assert of_step == {
+        "problems": {1: 4, 3: 4},
+        "drops": {"failed": {1: 3}},
+        "position": {"next": 0, "ahead": [1, 3]},
+    }
+    again = Ledger(**json.loads(json.dumps(of_step["position"])))
+    for index in (0, 2):
+        again.done(index)
+    assert again.close_step()["position"] == {"next": 4, "ahead": []}
+    # of the step, and of the run since it was started
+    assert ledger.close_step()["drops"] == {}
+    assert ledger.reasons == {"failed": 3}
+
+
+# ---- the stage itself
+
+
+def write_run(out, **knobs):
+    """A run directory as the launcher makes it; the trainer stands at version 0."""
+    common = dict(batch_size=8, attempts=4, steps=3, row_tokens=64, trainers=1, run_id="abc")
+    limits = dict(stall_timeout=30, start_timeout=30)
+    config = cfg.Config(run="r", out=str(out), **common | limits | knobs)
+    run_dir = launch.write(config)
+    (run_dir / "queues").mkdir()
+    notice(run_dir / "queues" / "version.json", version=0, position={"next": 0, "ahead": []})
+    return run_dir
+
+
+def until(condition):
+    deadline = time.time() + 30
+    while not condition():
+        assert time.time() < deadline
+        time.sleep(0.02)
 
 
 def test_a_ring_that_overflows_drops_the_oldest_and_says_so(tmp_path):
     """The real stage, with a trainer that stands still at version 0 (the test writes its notices)."""
-    import subprocess
-    import sys
-    import time
-    import config as cfg
-    from conftest import ROOT
-    from queues import notice, noticed
-    launch.write(cfg.Config(run="r", out=str(tmp_path), task="toy", batch_size=8, attempts=4, steps=3, ring=8, row_tokens=64, trainers=1, on_full="drop_oldest",
-                         advantage="none", stall_timeout=30, start_timeout=30, run_id="abc"))
-    queues = tmp_path / "r" / "queues"
+    run_dir = write_run(tmp_path, on_full="drop_oldest", advantage="none")
+    queues = run_dir / "queues"
     rollouts = Queue(queues / "rollouts")
-    notice(queues / "version.json", version=0, position=dict(next=0, ahead=[1]))  # problem 1 was trained before
-    fed = 0
+    batches = Queue(queues / "batches" / "rank_0")
+    indices = iter(range(100))
+    trained = []
+    ledger = []
 
-    def feed(groups):  # reward = the sample's number; number 3 is longer than a row
-        nonlocal fed
-        for _ in range(groups):
-            n = [70 if fed + k == 3 else 5 for k in range(4)]
-            rollouts.put(dict(tokens=np.zeros(sum(n), np.int32), mask=np.ones(sum(n), bool), logprobs=np.zeros(sum(n), np.float32), versions=np.zeros(sum(n), np.int32),
-                              lengths=np.array(n), rewards=np.arange(fed, fed + 4, dtype=np.float32), finished=np.ones(4, bool), task="toy", outcomes=["wrong"] * 4, gen_tok_s=1.0, gen_idle=0.0, run_id="abc", lost=0, index=fed // 4 + (fed > 0)))
-            fed += 4
+    def feed(groups):
+        # reward: the sample's number; number 3 is longer than a row
+        for index in [next(indices) for _ in range(groups)]:
+            numbers = range(4 * index, 4 * index + 4)
+            samples = [make_sample(70 if k == 3 else 5, reward=float(k)) for k in numbers]
+            rollouts.put(group_record(index, samples))
 
-    def until(condition):
-        deadline = time.time() + 30
-        while not condition():
-            assert time.time() < deadline
-            time.sleep(0.02)
-    batches, trained, ledger = Queue(queues / "batches" / "rank_0"), {}, []
-
-    def train(step):
-        last = False
-        while not last:
-            seq, r = batches.get(30)
-            trained.setdefault(r["step"], []).extend(r["rewards"].tolist())
+    def train():
+        records = []
+        while not records or not records[-1]["last"]:
+            seq, record = batches.get(30)
             batches.ack(seq)
-            last = r["step"] == step and r["last"]
-        ledger.append((r["problems"], r["drops"]))
-        return r["position"]
-    feed(3)  # 12 samples: one is too long, the oldest three do not fit into the ring
-    stage = subprocess.Popen([sys.executable, "preprocess.py", str(tmp_path / "r")], cwd=ROOT)
+            records.append(record)
+        rewards = [record["reward"].tolist() for record in records]
+        trained.append(sorted(sum(rewards, [])))
+        last = records[-1]
+        ledger.append((last["problems"], last["drops"]))
+        return last["position"]
+
+    # more than the ring's four groups at once: the oldest goes
+    feed(5)
+    stage = subprocess.Popen([sys.executable, "preprocess.py", str(run_dir)], cwd=ROOT)
     try:
-        train(0)
-        feed(2)
-        train(1)
-        feed(2)  # step 2 may not be emitted before the trainer is at version 1: these eight wait in the ring
+        train()
+        train()
+        # step 2 may not be emitted before the trainer is at version 1: these wait in the ring
+        feed(4)
         until(lambda: len(rollouts) == 0)
-        feed(2)  # and are overtaken by these
-        until(lambda: noticed(queues / "dropped.json").get("samples", 0) == 12)
+        # and are overtaken by these
+        feed(2)
+        until(lambda: noticed(queues / "dropped.json").get("groups", 0) == 3)
         notice(queues / "version.json", version=1, position={})
-        assert train(2) == {"next": 10, "ahead": [], "left": {}}  # every problem that came, trained or dropped
+        position = train()
+        # two groups are left when the last step is full
+        assert position == {"next": 9, "ahead": []}
         assert stage.wait(30) == 0
     finally:
         stage.kill()
-    assert trained == {0: [4, 5, 6, 7, 8, 9, 10, 11], 1: list(range(12, 20)), 2: list(range(28, 36))}
-    assert noticed(queues / "dropped.json") == {"samples": 12, "reasons": {"too_long": 1, "ring_full": 11}, "of_actor": {"0": 12}}
-    assert ledger == [({"2": 4, "3": 4}, {"too_long": {"0": 1}, "ring_full": {"0": 3}}), ({"4": 4, "5": 4}, {}), ({"8": 4, "9": 4}, {"ring_full": {"6": 4, "7": 4}})]
+    assert trained[0] == list(range(4, 12))
+    assert trained[1] == list(range(12, 20))
+    assert trained[2] == list(range(28, 36))
+    assert ledger == [
+        ({"1": 4, "2": 4}, {"too_long": {"0": 1}, "ring_full": {"0": 3}}),
+        ({"3": 4, "4": 4}, {}),
+        ({"7": 4, "8": 4}, {"ring_full": {"5": 4, "6": 4}}),
+    ]
+    assert noticed(queues / "dropped.json") == {"groups": 3}
 
 
 def test_a_record_of_another_run_stops_the_stage_by_name(tmp_path):
-    import subprocess
-    import sys
-    import config as cfg
-    from conftest import ROOT
-    from queues import notice
-    run_dir = launch.write(cfg.Config(run="r", out=str(tmp_path), batch_size=8, attempts=4, steps=3, ring=8, row_tokens=64, trainers=1, run_id="abc"))
-    Queue(run_dir / "queues" / "rollouts").put(dict(run_id="xyz", index=0, gen_tok_s=1.0, gen_idle=0.0, lengths=np.zeros(0, int), rewards=np.zeros(0, np.float32)))
-    notice(run_dir / "queues" / "version.json", version=0, position=dict(next=0, ahead=[]))
-    done = subprocess.run([sys.executable, "preprocess.py", str(run_dir)], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "rollouts is of run xyz, this is run abc" in done.stderr.splitlines()[-1]
-
-
-def test_reference_logprobs_are_the_trainers_function_on_the_frozen_base_model(tmp_path, base_model):
-    import torch
-    from transformers import AutoModelForCausalLM
-    import config as cfg
-    from preprocess import reference_model
-    from train import token_logprobs
-    config = cfg.Config(model=str(base_model), dtype="float32", batch_size=2, row_tokens=64, temperature=0.8)
-    queue = Queue(tmp_path / "q")
-    emitter = Emitter(config, [queue], reference_model(config))
-    emitter.add(sample(9)), emitter.add(sample(20))
-    r = queue.get(0)[1]
-    with torch.no_grad():
-        model = AutoModelForCausalLM.from_pretrained(base_model)
-        expected = token_logprobs(model, torch.arange(20), torch.arange(20), 0.8)[0].numpy()
-    row = r["ref_logprobs"][r["sequence_ids"] == r["sequence_ids"][np.flatnonzero(r["position_ids"] == 19)[0]]]
-    assert row[1:] == pytest.approx(expected[1:], abs=2e-6)
-
-
-def test_the_best_and_the_worst_answer_of_a_group_are_neighbours_in_one_row(tmp_path):
-    import config as cfg
-    from preprocess import samples_of, units
-    config = cfg.Config(batch_size=12, attempts=4, row_tokens=40, dpo_coef=1.0)
-    rng, queue = np.random.default_rng(0), Queue(tmp_path / "q")
-    emitter = Emitter(config, [queue])
-    rewards = [[0, 0, 1, 0.5], [1, 1, 1, 1], [0.2, 0.9, 0.1, 0.4]]
-    for index, r in enumerate(rewards):
-        lengths = rng.integers(5, 20, 4)
-        n = lengths.sum()
-        group = dict(tokens=np.arange(n, dtype=np.int32), mask=np.ones(n, bool), logprobs=np.zeros(n, np.float32), versions=np.zeros(n, np.int32), lengths=lengths, rewards=np.array(r, np.float32),
-                     finished=np.ones(4, bool), outcomes=["wrong"] * 4, task="toy", index=index)
-        found = list(samples_of(group, config))
-        assert [s["role"] for s in found] == ([None] * 4 if index == 1 else ["best", "worst", None, None]) and sorted(s["reward"] for s in found) == sorted(np.float32(r))
-        assert [len(u) for u in units(found)] == ([1] * 4 if index == 1 else [2, 1, 1])
-        emitter.position.arrive(index, 4)
-        for s in found:
-            emitter.add(s)
-    pairs = []
-    while len(queue):
-        seq, r = queue.get(0)
-        pairs += [(float(r["rewards"][a]), float(r["rewards"][b])) for a, b in r["pairs"]]
-        queue.ack(seq)
-    assert np.allclose(sorted(pairs), [(0.9, 0.1), (1.0, 0.0)])
+    run_dir = write_run(tmp_path)
+    Queue(run_dir / "queues" / "rollouts").put(group_record(0, [], run_id="xyz"))
+    command = [sys.executable, "preprocess.py", str(run_dir)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "rollouts is of run xyz, this is run abc" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("no_signal", ["keep", "drop"])
 def test_groups_without_signal(tmp_path, no_signal):
     """The real stage: of six groups, of two tasks in turn, every second has four equal rewards."""
-    import subprocess
-    import sys
-    import config as cfg
-    from conftest import ROOT
-    from queues import notice, noticed
-    run_dir = launch.write(cfg.Config(run="r", out=str(tmp_path), batch_size=12, attempts=4, steps=1, ring=24, row_tokens=64, trainers=1, run_id="abc", no_signal=no_signal))
+    knobs = dict(task="toy,countdown", batch_size=12, steps=1, no_signal=no_signal)
+    run_dir = write_run(tmp_path, **knobs)
     rollouts = Queue(run_dir / "queues" / "rollouts")
+    no_answer = cfg.OUTCOMES.index("no_answer")
     for i in range(6):
-        rewards = np.array([0.1] * 4 if i % 2 else [0.1, 1, 1, 0.1], np.float32)
-        rollouts.put(dict(tokens=np.zeros(20, np.int32), mask=np.arange(20) % 5 > 0, logprobs=np.zeros(20, np.float32), versions=np.zeros(20, np.int32), lengths=np.array([5] * 4), rewards=rewards,
-                          finished=np.ones(4, bool), task="ab"[i % 2], outcomes=["correct" if r == 1 else "no_answer" for r in rewards], gen_tok_s=1.0, gen_idle=0.0, run_id="abc", index=i, lost=0))
-    notice(run_dir / "queues" / "version.json", version=0, position=dict(next=0, ahead=[]))
-    subprocess.run([sys.executable, "preprocess.py", str(run_dir)], cwd=ROOT, check=True, timeout=60)
-    batches, last = Queue(run_dir / "queues" / "batches" / "rank_0"), {"last": False}
-    while not last["last"]:
-        _, last = batches.get(5)
-    a = dict(samples=12, reward=0.55, tokens=4, correct=0.5, no_answer=0.5)
+        samples = []
+        for reward in [0.1] * 4 if i % 2 else [0.1, 1.0, 1.0, 0.1]:
+            outcome = 0 if reward == 1 else no_answer
+            samples.append(make_sample(5, reward, prompt=1, task=i % 2, outcome=outcome))
+        rollouts.put(group_record(i, samples))
+    command = [sys.executable, "preprocess.py", str(run_dir)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=60)
+    last = read_step(Queue(run_dir / "queues" / "batches" / "rank_0"))[-1]
+    of_toy = dict(samples=12, reward=0.55, tokens=4, correct=0.5, no_answer=0.5)
+    of_countdown = dict(samples=4, reward=0.1, tokens=4, no_answer=1)
+    dropped = noticed(run_dir / "queues" / "dropped.json")
     if no_signal == "drop":
-        assert last["by_task"] == {"a": pytest.approx(a)} and last["position"] == {"next": 6, "ahead": [], "left": {}}
-        assert noticed(run_dir / "queues" / "dropped.json") == {"samples": 12, "reasons": {"no_signal": 12}, "of_actor": {"0": 12}}
+        assert last["by_task"] == {"toy": pytest.approx(of_toy)}
+        assert last["position"] == {"next": 6, "ahead": []}
+        assert last["drops"] == {"no_signal": {"1": 4, "3": 4, "5": 4}}
+        assert dropped == {"groups": 3}
     else:
-        assert last["by_task"] == {"a": pytest.approx(a | dict(samples=8)), "b": pytest.approx(dict(samples=4, reward=0.1, tokens=4, no_answer=1))}
-        assert last["position"] == {"next": 3, "ahead": [], "left": {}} and noticed(run_dir / "queues" / "dropped.json") == {}
+        of_toy["samples"] = 8
+        assert last["by_task"]["toy"] == pytest.approx(of_toy)
+        assert last["by_task"]["countdown"] == pytest.approx(of_countdown)
+        assert last["position"] == {"next": 3, "ahead": []}
+        assert last["drops"] == dropped == {}

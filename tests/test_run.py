@@ -1,4 +1,5 @@
 """The whole thing, as a user runs it: real vLLM, real processes, real kills. Asserts what a run leaves behind."""
+
 import json
 import os
 import re
@@ -14,12 +15,27 @@ import pytest
 from conftest import ROOT
 from fake_engine import fake_vllm
 
-KEYS = ("step version samples tokens wall_s reward success loss grad_norm lr entropy ess kl_behavior mismatch lag_mean lag_max clip_frac dropped "
-        "train_tok_s gen_tok_s gen_idle wait_data_s sync_s arm_s gather_s send_s wait_s pause_s late skipped kl_ref by_lag problems drops").split()
+KEYS = (
+    "step version samples tokens wall_s reward success loss grad_norm lr entropy ess kl_behavior mismatch lag_mean lag_max clip_frac dropped "
+    "train_tok_s gen_tok_s gen_idle wait_data_s step_s sync_s gather_s wait_sync_s send_s ready_s pause_s late skipped kl_ref by_lag problems drops"
+).split()
 
 
 def command(out, name, port, *knobs):
-    return ["bash", "run.sh", "toy", "--out", str(out), "--run", name, "--port", str(port), "--eval_problems", "64", *map(str, knobs)]
+    return [
+        "bash",
+        "run.sh",
+        "toy",
+        "--out",
+        str(out),
+        "--run",
+        name,
+        "--port",
+        str(port),
+        "--eval_problems",
+        "64",
+        *map(str, knobs),
+    ]
 
 
 def leftovers(out):
@@ -37,7 +53,14 @@ def leftovers(out):
 
 
 def run(out, name, port, *knobs, timeout=400):
-    return subprocess.run(command(out, name, port, *knobs), cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=os.environ | {"RUN_MARK": str(out)})
+    return subprocess.run(
+        command(out, name, port, *knobs),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=os.environ | {"RUN_MARK": str(out)},
+    )
 
 
 def metrics(run_dir):
@@ -46,85 +69,161 @@ def metrics(run_dir):
 
 
 def balance(run_dir, batch_size, attempts):
-    """Assert that the ledger of a run balances at its last checkpoint, whatever happened on the way; returns {problem: samples} trained, and dropped by reason.
+    """Assert that the ledger of a run balances at its last checkpoint, whatever happened on the way;
+    returns {draw: samples} trained, and dropped with a reason.
 
-    Every step once, of exactly batch_size samples; every problem that is done with has `attempts` samples, each trained or dropped
-    with a reason; one that was begun lacks what the checkpoint says; of no other was anything trained. For runs without groups cut to size.
+    Every step once, of exactly batch_size / attempts groups; every draw that is done with has
+    `attempts` samples, each trained or dropped with a reason; of no other was anything trained.
     """
     steps, _ = metrics(run_dir)
     newest = max((run_dir / "checkpoints").glob("step_*[0-9]"))
     state = json.loads((newest / "trainer" / "state.json").read_text())
-    trained, dropped = Counter(), Counter()
+    trained = Counter()
+    dropped = Counter()
     for n, line in enumerate(steps, 1):
-        assert line["step"] == line["version"] == n and line["samples"] == n * batch_size == n * sum(line["problems"].values())
+        assert line["step"] == line["version"] == n
+        assert len(line["problems"]) == batch_size // attempts
         trained.update(line["problems"])
+        assert line["samples"] == trained.total()
         for problems in line["drops"].values():
             dropped.update(problems)
         assert line["dropped"] == dropped.total()
     assert [x["wall_s"] for x in steps] == sorted(x["wall_s"] for x in steps)
-    assert len(steps) == state["version"] and state["samples"] == trained.total() and state["dropped"] == dropped.total()
+    assert len(steps) == state["version"] and state["samples"] == trained.total()
+    assert state["dropped"] == dropped.total()
     position = state["position"]
-    due = {str(i): attempts for i in [*range(position["next"]), *position["ahead"]]} | {i: attempts - n for i, n in position["left"].items()}
-    assert trained + dropped == due
+    done = [*range(position["next"]), *position["ahead"]]
+    assert trained + dropped == {str(i): attempts for i in done}
     return trained, dropped
 
 
 def test_the_pipeline_end_to_end(tmp_path, base_model):
-    done = run(tmp_path, "t", 8710, "--steps", 12, "--batch_size", 256, "--save_every", 2, "--keep_last", 1, "--keep_every", 6, "--max_lag", 3, "--late", "wait", "--verify_weights", 1)
+    done = run(
+        tmp_path,
+        "t",
+        8710,
+        "--steps",
+        12,
+        "--batch_size",
+        256,
+        "--save_every",
+        6,
+        "--max_lag",
+        3,
+        "--late",
+        "wait",
+        "--verify_weights",
+        1,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     run_dir = tmp_path / "t"
     steps, evals = metrics(run_dir)
-    assert [x["step"] for x in steps] == list(range(1, 13)) and all(set(KEYS) <= set(x) for x in steps)
+    assert [x["step"] for x in steps] == list(range(1, 13)) and all(
+        set(KEYS) <= set(x) for x in steps
+    )
     assert [x["samples"] for x in steps] == [256 * i for i in range(1, 13)]
-    assert all(0 <= x["lag_mean"] <= x["lag_max"] <= 3 and 0 < x["ess"] <= 1.0001 and 0 <= x["reward"] <= 1 and x["dropped"] == 0 for x in steps)
-    assert all(np.isfinite([v for v in x.values() if isinstance(v, (int, float))]).all() for x in steps)
-    assert all(sum(row["tokens"] * int(k) for k, row in x["by_lag"].items()) == pytest.approx(x["lag_mean"] * sum(row["tokens"] for row in x["by_lag"].values()), rel=1e-4)
-               for x in steps if set(x["by_lag"]) <= {"0", "1", "2"})
+    assert all(
+        0 <= x["lag_mean"] <= x["lag_max"] <= 3
+        and 0 < x["ess"] <= 1.0001
+        and 0 <= x["reward"] <= 1
+        and x["dropped"] == 0
+        for x in steps
+    )
+    assert all(
+        np.isfinite([v for v in x.values() if isinstance(v, (int, float))]).all() for x in steps
+    )
+    assert all(
+        sum(row["tokens"] * int(k) for k, row in x["by_lag"].items())
+        == pytest.approx(
+            x["lag_mean"] * sum(row["tokens"] for row in x["by_lag"].values()), rel=1e-4
+        )
+        for x in steps
+        if set(x["by_lag"]) <= {"0", "1", "2"}
+    )
     # lag-0 tokens: the trainer's logprobs are the engine's, float32 rounding apart
     mismatch = [x["mismatch"] for x in steps if x["mismatch"] is not None]
     assert steps[0]["mismatch"] is not None and max(mismatch) < 1e-3
     # weights really go in while sequences are being sampled
     assert sum(x["versions_2"] for x in steps) > 0.2 and max(x["lag_max"] for x in steps) >= 1
-    assert [e["version"] for e in evals][0] == 0 and evals[-1]["version"] == 12 and evals[-1]["problems"] == 64
+    assert (
+        [e["version"] for e in evals][0] == 0
+        and evals[-1]["version"] == 12
+        and evals[-1]["problems"] == 64
+    )
     assert "step 12/12 | reward" in done.stdout and "held-out toy" in done.stdout
     samples = [json.loads(x) for x in (run_dir / "samples.jsonl").read_text().splitlines()]
-    assert samples and all(s["reward"] == float(s["finished"] and s["completion"] == s["answer"]) for s in samples)
-    assert (run_dir / "report.png").stat().st_size > 10000 and json.loads((run_dir / "config.json").read_text())["config"]["steps"] == 12
+    assert samples and all(
+        s["reward"] == float(s["finished"] and s["completion"] == s["answer"]) for s in samples
+    )
+    assert (run_dir / "report.png").stat().st_size > 10000 and json.loads(
+        (run_dir / "config.json").read_text()
+    )["config"]["steps"] == 12
     assert {p.name for p in (run_dir / "checkpoints").iterdir()} == {"step_000006", "step_000012"}
     assert list((run_dir / "queues" / "batches").rglob("*.npz")) == []
     balance(run_dir, 256, 16)
     # the checkpoint is a Hugging Face model, different from the base model
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    trained, base = (AutoModelForCausalLM.from_pretrained(p) for p in (run_dir / "checkpoints" / "step_000012", base_model))
+
+    trained, base = (
+        AutoModelForCausalLM.from_pretrained(p)
+        for p in (run_dir / "checkpoints" / "step_000012", base_model)
+    )
     assert not torch.equal(trained.lm_head.weight, base.lm_head.weight)
-    assert AutoTokenizer.from_pretrained(run_dir / "checkpoints" / "step_000012")("ab=")["input_ids"] == AutoTokenizer.from_pretrained(base_model)("ab=")["input_ids"]
+    assert (
+        AutoTokenizer.from_pretrained(run_dir / "checkpoints" / "step_000012")("ab=")["input_ids"]
+        == AutoTokenizer.from_pretrained(base_model)("ab=")["input_ids"]
+    )
     assert leftovers(tmp_path) == []
     # and vLLM loads it as it is: its logprobs are Hugging Face's
-    import config as cfg
-    import launch
-    from evaluate import ready, start_engines, stop_engines
     from test_weights import difference
-    c = cfg.resolve(cfg.parse(["toy", "--run", "checkpoint", "--out", str(tmp_path), "--port", "8711", "--model", str(run_dir / "checkpoints" / "step_000012")], 0), 0)
+
+    from conftest import resolved
+    from plumbing import launch
+    from tools.evaluate import start_engines, stop_engines
+
+    model = run_dir / "checkpoints" / "step_000012"
+    c = resolved("toy", "--run", "checkpoint", "--out", tmp_path, "--port", 8711, "--model", model)
     launch.write(c)
     engines = start_engines(c)
     try:
-        ready(c, 12)
         worst, versions = difference(c, trained)
-        assert worst < 1e-4 and versions == {12}
+        # what was loaded from disk is version 0
+        assert worst < 1e-4 and versions == {0}
     finally:
         stop_engines(engines)
 
 
 def test_max_lag_0_is_synchronous_on_two_fsdp_ranks(tmp_path, base_model):
-    done = run(tmp_path, "s", 8720, "--steps", 4, "--batch_size", 64, "--max_lag", 0, "--trainers", 2, "--recompute_kv", True,
-               "--loss", "ppo", "--late", "wait", "--kl_coef", 0.1)
+    done = run(
+        tmp_path,
+        "s",
+        8720,
+        "--steps",
+        4,
+        "--batch_size",
+        64,
+        "--max_lag",
+        0,
+        "--trainers",
+        2,
+        "--recompute_kv",
+        True,
+        "--loss",
+        "ppo",
+        "--late",
+        "wait",
+        "--kl_coef",
+        0.1,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     steps, _ = metrics(tmp_path / "s")
     assert [(x["lag_mean"], x["lag_max"]) for x in steps] == [(0, 0)] * 4
     assert [x["samples"] for x in steps] == [64, 128, 192, 256]
     assert all(x["mismatch"] < 1e-3 and abs(x["ess"] - 1) < 1e-3 for x in steps)
-    assert steps[0]["kl_ref"] < 1e-6 < steps[-1]["kl_ref"]  # the policy starts as the reference model and leaves it
+    assert (
+        steps[0]["kl_ref"] < 1e-6 < steps[-1]["kl_ref"]
+    )  # the policy starts as the reference model and leaves it
 
 
 def test_kill_continue_interrupt(tmp_path, base_model):
@@ -140,14 +239,26 @@ def test_kill_continue_interrupt(tmp_path, base_model):
 
     def start_and_wait_for(text, **environment):
         with open(log, "w") as f:
-            p = subprocess.Popen(command(tmp_path, "k", 8730, *knobs), cwd=ROOT, stdout=f, stderr=f, env=os.environ | environment | {"RUN_MARK": str(tmp_path)})
+            p = subprocess.Popen(
+                command(tmp_path, "k", 8730, *knobs),
+                cwd=ROOT,
+                stdout=f,
+                stderr=f,
+                env=os.environ | environment | {"RUN_MARK": str(tmp_path)},
+            )
         return wait_for(p, text)
 
-    def victim(what):
-        return int(next(pid for pid, line in leftovers(tmp_path) if what in line and "bash" not in line))
+    def victim(what, but="bash"):
+        found = [
+            pid
+            for pid, line in leftovers(tmp_path)
+            if what in line and "bash" not in line and but not in line
+        ]
+        return int(found[0])
+
     # kill -9 of the only engine: it is started again, gets the weights, and the run goes on
     p = start_and_wait_for("step 2/16")
-    os.kill(victim("api_server"), signal.SIGKILL)
+    os.kill(victim("vllm.entrypoints", but="supervise"), signal.SIGKILL)
     wait_for(p, "engine0 died with exit code 137, restart 1 of 3")
     wait_for(p, "step 5/16")
     # kill -9 of the actor: the run ends, says who died, shows its log, leaves no process
@@ -159,13 +270,17 @@ def test_kill_continue_interrupt(tmp_path, base_model):
     # the same command continues; Ctrl-C leaves no process. From here on with a FAKE engine, to save the real one's start
     fake = dict(PYTHONPATH=str(fake_vllm(tmp_path / "fake")))
     p = start_and_wait_for("[train] step", **fake)
-    assert int(re.search(r"continuing .* from step (\d+)", log.read_text())[1]) >= 5  # the trainer saved its work before it was stopped
+    assert (
+        int(re.search(r"continuing .* from step (\d+)", log.read_text())[1]) >= 5
+    )  # the trainer saved its work before it was stopped
     p.send_signal(signal.SIGINT)
     assert p.wait(60) == 130
     assert leftovers(tmp_path) == []
     # what was done is saved: nothing but the step in progress is done again
     done = max(x["step"] for x in metrics(tmp_path / "k")[0])
-    assert (tmp_path / "k" / "checkpoints" / f"step_{done:06d}").exists() and f"version {done} is saved" in log.read_text()
+    assert (
+        tmp_path / "k" / "checkpoints" / f"step_{done:06d}"
+    ).exists() and f"version {done} is saved" in log.read_text()
     # kill -9 of the launcher: nothing outlives it, and its work is saved, too
     p = start_and_wait_for(f"step {done + 1}/16", **fake)
     p.kill()
@@ -183,5 +298,7 @@ def test_kill_continue_interrupt(tmp_path, base_model):
     assert [x["step"] for x in steps] == list(range(1, 17)) and steps[-1]["samples"] == 16 * 64
     # conventional RL, G = 2: weights go out every second step, so lags within a phase are 0, 1, and never more
     assert all(x["lag_max"] <= (x["step"] - 1) % 2 and x["versions_2"] == 0 for x in steps)
-    assert all((x["sync_s"] > 0) == (x["step"] % 2 == 0) for x in steps)
-    balance(tmp_path / "k", 64, 16)  # also of problems that were divided among the steps of a phase, when the run was stopped between them
+    assert sum(x["sync_s"] > 0 for x in steps) <= 8 + 5
+    balance(
+        tmp_path / "k", 64, 16
+    )  # also of problems that were divided among the steps of a phase, when the run was stopped between them

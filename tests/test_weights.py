@@ -1,32 +1,49 @@
 """Weight updates into a real vLLM server: right values, exact stamps, requests in progress go on, failures end in time."""
+
 import math
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import requests
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-import config as cfg
-import launch
-import weights
-from actor import token_versions
-from conftest import PORT
-from evaluate import start_engines, stop_engines
-from tasks import _tiny, toy
+from conftest import PORT, register, resolved, with_knobs
+from plumbing import group, launch, wire
+from plumbing.client import token_versions
+from plumbing.ranks import Ranks
+from plumbing.wire import buckets
+from tasks import toy
+from tools import base_model as base_models
+from tools.evaluate import start_engines, stop_engines
 from train import token_logprobs
-from weights import Sender, buckets
+from weights import Sender
 
 PROMPT = [45, 4, 52, 29, 2]
 
 
+def url_of(config):
+    return f"http://{config.host}:{config.port}"
+
+
 def generate(config, n=8, **sampling):
-    answer = requests.post(f"{config.urls[0]}/inference/v1/generate", timeout=60, json=dict(
-        token_ids=PROMPT, sampling_params=dict(max_tokens=n, temperature=1.0, logprobs=0, ignore_eos=True) | sampling))
+    answer = requests.post(
+        f"{url_of(config)}/inference/v1/generate",
+        timeout=60,
+        json=dict(
+            token_ids=PROMPT,
+            sampling_params=dict(max_tokens=n, temperature=1.0, logprobs=0, ignore_eos=True)
+            | sampling,
+        ),
+    )
     choice = answer.json()["choices"][0]
-    return choice["token_ids"], torch.tensor([x["logprob"] for x in choice["logprobs"]["content"]]), token_versions(choice["weight_versions"], n)
+    return (
+        choice["token_ids"],
+        torch.tensor([x["logprob"] for x in choice["logprobs"]["content"]]),
+        token_versions(choice["weight_versions"], n),
+    )
 
 
 def difference(config, model):
@@ -34,20 +51,42 @@ def difference(config, model):
     tokens, engine, versions = generate(config)
     ids = torch.tensor(PROMPT + tokens)
     with torch.no_grad():
-        mine = token_logprobs(model, ids, torch.arange(len(ids)), 1.0)[0][len(PROMPT):]
+        mine = token_logprobs(model, ids, torch.arange(len(ids)), 1.0)[0][len(PROMPT) :]
     return (mine - engine).abs().max().item(), set(versions.tolist())
 
 
 def update(sender, version):
-    sender.prepare(version)
-    sender.send(version, lambda engines: None)
+    sender.push(version, {})
     sender.wait()
 
 
+OPEN = {}
+
+
+def sender_to(config, model):
+    """A real Sender to the engine of this config, which takes the place of the one before."""
+    before = OPEN.get(config.port)
+    if before is not None:
+        before.close()
+    config = with_knobs(config, sync_timeout=20.0)
+    run_dir = f"{config.out}/{config.run}"
+    register(run_dir, "engine0", url_of(config))
+    (Path(run_dir) / "queues").mkdir(exist_ok=True)
+    sender = Sender(config, model, Ranks(config), run_dir)
+    sender.model = model
+    OPEN[config.port] = sender
+    return sender
+
+
 @pytest.fixture(scope="module")
-def sender(engine):
+def model(engine):
     torch.manual_seed(0)
-    return Sender(engine, AutoModelForCausalLM.from_pretrained(engine.model), 0, torch.device("cpu"))
+    return AutoModelForCausalLM.from_pretrained(engine.model)
+
+
+@pytest.fixture
+def sender(engine, model):
+    return sender_to(engine, model)
 
 
 def perturb(model, scale=0.03):
@@ -61,14 +100,31 @@ def untied(tmp_path_factory):
     """Sender to a second server: an output head of its own, a vocabulary that vLLM pads (100 to 128), fewer KV heads than heads."""
     path = tmp_path_factory.mktemp("untied")
     torch.manual_seed(1)
-    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=100, hidden_size=128, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-                                         max_position_embeddings=256, tie_word_embeddings=False, initializer_range=0.1, bos_token_id=None, eos_token_id=1, pad_token_id=0))
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=100,
+            hidden_size=128,
+            intermediate_size=160,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            tie_word_embeddings=False,
+            initializer_range=0.1,
+            bos_token_id=None,
+            eos_token_id=1,
+            pad_token_id=0,
+        )
+    )
     model.save_pretrained(path / "model")
-    _tiny.make_tokenizer([toy]).save_pretrained(path / "model")
-    config = cfg.resolve(cfg.parse(["toy", "--run", "engine", "--out", str(path), "--model", str(path / "model"), "--port", str(PORT + 1), "--concurrency", "8"], 0), 0)
+    base_models.make_tokenizer([toy]).save_pretrained(path / "model")
+    config = resolved(
+        *("toy", "--run", "engine", "--out", path, "--model", path / "model"),
+        *("--port", PORT + 1, "--concurrency", 8),
+    )
     launch.write(config)
-    engines = start_engines(config)
-    yield Sender(config, model, 0, torch.device("cpu"))
+    engines = start_engines(config, as_loaded=False)
+    yield sender_to(config, model)
     stop_engines(engines)
 
 
@@ -80,10 +136,11 @@ def test_buckets_cover_all_parameters_in_order():
 
 @pytest.mark.parametrize("bucket_mb", [256, 0])
 def test_engine_equals_trainer_after_an_update(engine, sender, bucket_mb):
-    sender.config.bucket_mb = bucket_mb  # 0: one tensor per bucket
+    # 0: one tensor per bucket
+    other = sender_to(with_knobs(engine, bucket_mb=bucket_mb), sender.model)
     for version in (3, 4):
         perturb(sender.model)
-        update(sender, version)
+        update(other, version)
         worst, versions = difference(engine, sender.model)
         assert worst < 1e-4 and versions == {version}
 
@@ -94,7 +151,9 @@ def test_requests_in_progress_continue_across_updates(engine, sender, recompute)
     version = first - 1
     with ThreadPoolExecutor(48) as pool:
         running = [pool.submit(generate, engine, 120) for _ in range(4 * 48)]
-        while sum(r.done() for r in running) < 3 * 48:  # one update after the other; the last ones end without
+        while (
+            sum(r.done() for r in running) < 3 * 48
+        ):  # one update after the other; the last ones end without
             version += 1
             with torch.no_grad():
                 sender.model.model.norm.weight.mul_(1.05 if version % 2 else 1 / 1.05)
@@ -109,7 +168,9 @@ def test_requests_in_progress_continue_across_updates(engine, sender, recompute)
         for tokens, logprobs, v in results[-8:]:
             ids, tail = torch.tensor(PROMPT + tokens), torch.from_numpy(v == version)
             with torch.no_grad():
-                mine = token_logprobs(sender.model, ids, torch.arange(len(ids)), 1.0)[0][len(PROMPT):]
+                mine = token_logprobs(sender.model, ids, torch.arange(len(ids)), 1.0)[0][
+                    len(PROMPT) :
+                ]
             assert (mine - logprobs)[tail].abs().max() < 1e-3 if tail.any() else True
 
 
@@ -120,7 +181,9 @@ def test_zeros_and_back(engine, sender):
             p.zero_()
     update(sender, 200)
     tokens, logprobs, _ = generate(engine, 20)
-    assert logprobs.tolist() == pytest.approx([-math.log(sender.model.config.vocab_size)] * 20, abs=1e-5)  # every token equally likely
+    assert logprobs.tolist() == pytest.approx(
+        [-math.log(sender.model.config.vocab_size)] * 20, abs=1e-5
+    )  # every token equally likely
     with torch.no_grad():
         for p, k in zip(sender.model.parameters(), kept):
             p.copy_(k)
@@ -128,16 +191,25 @@ def test_zeros_and_back(engine, sender):
     assert difference(engine, sender.model)[0] < 1e-4
 
 
-def test_what_arrives_damaged_is_not_loaded(engine, sender, monkeypatch):
+def test_what_arrives_damaged_is_not_loaded_and_sent_again(engine, sender, monkeypatch, capsys):
     sender.config.verify_weights = 1
     update(sender, 300)
-    monkeypatch.setattr(weights, "checksum", lambda flat: torch.tensor(12345))  # as if a bit had changed on the way
-    with pytest.raises(RuntimeError, match="checksums differ"):
-        update(sender, 301)
-    assert difference(engine, sender.model)[1] == {300}
-    monkeypatch.undo()
-    update(sender, 302)
-    assert difference(engine, sender.model)[1] == {302}
+    perturb(sender.model)
+    calls = []
+
+    def damaged(flat):
+        """As if a bit had changed on the way, the first time."""
+        calls.append(flat)
+        return torch.tensor(12345) if len(calls) == 1 else wire.checksum(flat)
+
+    monkeypatch.setattr(group, "checksum", damaged)
+    sender.config.sync_timeout = 3.0
+    update(sender, 301)
+    sender.config.sync_timeout = 20.0
+    said = capsys.readouterr().out
+    assert "did not receive the update" in said and "version 301 did not reach all engines" in said
+    worst, versions = difference(engine, sender.model)
+    assert worst < 1e-4 and versions == {301}
 
 
 def test_checksum_sees_values_and_places():
@@ -146,50 +218,84 @@ def test_checksum_sees_values_and_places():
     b[[5, 9]] = b[[9, 5]]
     c = a.clone()
     c[-1] += 1e-6
-    assert len({int(weights.checksum(x)) for x in (a, b, c)}) == 3 and weights.checksum(a) == weights.checksum(a.clone())
+    assert len({int(wire.checksum(x)) for x in (a, b, c)}) == 3 and wire.checksum(
+        a
+    ) == wire.checksum(a.clone())
 
 
 def test_an_incomplete_update_leaves_the_old_weights_whole(untied):
-    for version in (1, 2, 3):  # the first one learns where everything goes, the others use it
+    # the first one learns where everything goes, the others use it
+    for version in (1, 2, 3):
         perturb(untied.model)
         update(untied, version)
         worst, versions = difference(untied.config, untied.model)
         assert worst < 1e-4 and versions == {version}
     old = {k: v.clone() for k, v in untied.model.state_dict().items()}
     perturb(untied.model)
+    # a third of a fused tensor is missing
+    missing = "model.layers.1.self_attn.k_proj.bias"
+    most = [(n, p) for n, p in untied.model.named_parameters() if n != missing]
     named = untied.model.named_parameters
-    most = [(n, p) for n, p in named() if n != "model.layers.1.self_attn.k_proj.bias"]  # a third of a fused tensor is missing
     untied.model.named_parameters = lambda: most
-    with pytest.raises(RuntimeError, match="do not make up the model's model.layers.1.self_attn.qkv_proj.bias"):
-        update(untied, 4)
+    broken = sender_to(untied.config, untied.model)
+    with pytest.raises(
+        RuntimeError, match="do not make up .*model.layers.1.self_attn.qkv_proj.bias"
+    ):
+        update(broken, 4)
     untied.model.named_parameters = named
     untied.model.load_state_dict(old)
     worst, versions = difference(untied.config, untied.model)
     assert worst < 1e-4 and versions == {3}
-    update(untied, 5)
+    again = sender_to(untied.config, untied.model)
+    update(again, 5)
     assert difference(untied.config, untied.model) == (pytest.approx(0, abs=1e-4), {5})
 
 
 def test_a_refused_update_is_an_error_that_names_the_engine(engine, sender):
-    sender.model.register_parameter("stranger", torch.nn.Parameter(torch.zeros(3)))  # vLLM's model has no such parameter
+    # vLLM's model has no such parameter
+    sender.model.register_parameter("stranger", torch.nn.Parameter(torch.zeros(3)))
+    broken = sender_to(engine, sender.model)
     try:
-        with pytest.raises(RuntimeError, match=rf"no engine took version 99; engine http://127.0.0.1:{engine.port}: /swap refused: 500 .*stranger"):
-            update(sender, 99)
-        assert generate(engine)[2].tolist() != [99] * 8  # nothing of it is served
+        with pytest.raises(
+            RuntimeError,
+            match=rf"99 reached no engine .*:{engine.port}: /request_weight_update: .*500 .*stranger",
+        ):
+            update(broken, 99)
+        # nothing of it is served
+        assert generate(engine)[2].tolist() != [99] * 8
     finally:
         del sender.model.stranger
-    update(sender, 100)  # and the next update is taken as ever
+    # and the next update is taken as ever
+    update(sender_to(engine, sender.model), 100)
     worst, versions = difference(engine, sender.model)
     assert worst < 1e-4 and versions == {100}
 
 
+def test_an_engine_that_comes_back_is_admitted_while_nothing_is_to_be_sent(engine, sender):
+    """As its launcher does it: the same address, started anew."""
+    update(sender, 400)
+    deliveries = sender.deliveries
+    register(f"{engine.out}/{engine.run}", "engine0", url_of(engine))
+    deadline = time.monotonic() + 20
+    while sender.deliveries == deliveries:
+        sender.check()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    worst, versions = difference(engine, sender.model)
+    assert worst < 1e-4 and versions == {400}
+
+
+@pytest.mark.slow
 def test_tensor_parallel_engine(tmp_path, base_model):
     """Two workers, each with its shard of every fused matrix: one group of three."""
-    config = cfg.resolve(cfg.parse(["toy", "--run", "tp", "--out", str(tmp_path), "--port", "8702", "--concurrency", "16", "--model", str(base_model), "--tensor_parallel", "2"], 0), 0)
+    config = resolved(
+        *("toy", "--run", "tp", "--out", tmp_path, "--port", 8702, "--concurrency", 16),
+        *("--model", base_model, "--tensor_parallel", 2),
+    )
     launch.write(config)
-    engines = start_engines(config)
+    engines = start_engines(config, as_loaded=False)
     try:
-        sender = Sender(config, AutoModelForCausalLM.from_pretrained(base_model), 0, torch.device("cpu"))
+        sender = sender_to(config, AutoModelForCausalLM.from_pretrained(base_model))
         for version in (1, 2):
             perturb(sender.model)
             update(sender, version)
@@ -200,29 +306,23 @@ def test_tensor_parallel_engine(tmp_path, base_model):
 
 
 def test_strangers_are_refused(engine):
-    for path in ("/pause", "/swap", "/arm", "/update_weights"):
-        answer = requests.post(f"http://127.0.0.1:{engine.port}{path}", json={}, headers={"x-run-id": "another"}, timeout=10)
-        assert answer.status_code == 403 and "not 'another'" in answer.json()["error"]
+    for path in ("/init_process_group", "/request_weight_update"):
+        answer = requests.post(
+            url_of(engine) + path, json={}, headers={"x-run-id": "another"}, timeout=10
+        )
+        assert answer.status_code == 403 and "is of run 'another'" in answer.json()["error"]
+    # vLLM's development routes are not there
+    for path in ("/pause", "/collective_rpc", "/sleep", "/update_weights"):
+        assert requests.post(url_of(engine) + path, json={}, timeout=10).status_code == 404
 
 
-def test_receiving_without_a_second_copy(engine, sender):
-    sender.config.background_receive = False
-    update(sender, 399)
-    with ThreadPoolExecutor(8) as pool:
-        running = [pool.submit(generate, engine, 120) for _ in range(8)]
-        for version in (400, 401):
-            perturb(sender.model, 0.01)
-            update(sender, version)
-        worst, versions = difference(engine, sender.model)
-        assert worst < 1e-4 and versions == {401}
-        assert all(len(r.result(60)[0]) == 120 for r in running)
-    sender.config.background_receive = True
-
-
-def test_unreachable_engines_are_an_error_within_the_deadline(engine, sender):
-    sender.config.start_timeout, sender.urls = 2.0, ["http://127.0.0.1:9"]
-    sender.http[sender.urls[0]], sender.silent[sender.urls[0]] = requests.Session(), 0
+def test_unreachable_engines_are_an_error_within_the_deadline(engine, tmp_path):
+    config = with_knobs(engine, out=str(tmp_path), start_timeout=2.0)
+    model = AutoModelForCausalLM.from_pretrained(engine.model)
+    register(tmp_path / config.run, "engine0", "http://127.0.0.1:9")
+    (tmp_path / config.run / "queues").mkdir()
+    sender = Sender(config, model, Ranks(config), tmp_path / config.run)
     start = time.monotonic()
-    with pytest.raises(TimeoutError, match="none of http://127.0.0.1:9 was healthy within 2 s"):
+    with pytest.raises(RuntimeError, match="none of .*http://127.0.0.1:9.* was healthy within 2 s"):
         update(sender, 101)
     assert time.monotonic() - start < 20

@@ -1,7 +1,12 @@
 """train.py with a FAKE weight sender, so that a test can run the real trainer, on any number of ranks, with no engine.
 
-    python -m torch.distributed.run --nproc_per_node 2 tests/train_without_engines.py <run directory>
+    python -m torch.distributed.run --nproc_per_node 2 tests/train_without_engines.py ONE RUN_DIR ...
+
+ONE: one optimizer, train.py's own; TWO: Muon for the matrices of the layers, AdamW for the rest. Each
+run directory also gets its first step's gradients, gradients.safetensors.
 """
+
+import functools
 import os
 import sys
 from pathlib import Path
@@ -11,42 +16,76 @@ import torch
 from safetensors.torch import save_file
 
 import train
-from weights import NO_UPDATE
+from weights import TIMES
+
+clip = torch.nn.utils.clip_grad_norm_
 
 
 class FakeSender:
-    """Announces every version as sent; sends nothing."""
+    """Announces nothing, sends nothing; every update is complete at once."""
 
-    def __init__(self, config, model, rank, device, queues):
-        self.rank, self.members = rank, []
+    def __init__(self, config, model, ranks, run_dir):
+        pass
 
-    def send(self, version, done):
-        if self.rank == 0:
-            done([])
+    def push(self, version, position):
+        pass
 
-    def timing(self):
-        return NO_UPDATE
+    def wait(self):
+        pass
 
-    def agree(self, answer):
-        return False  # rank 0 always finds a record: they were all written before
+    def check(self):
+        pass
 
-    last, prepare, wait, missing, hurry = NO_UPDATE, *[lambda self, *_: None] * 4
+    def announce(self, version, position, done=False):
+        pass
+
+    def take_timing(self):
+        return dict.fromkeys(TIMES, 0.0)
+
+    def close(self):
+        pass
 
 
-def clip_and_keep(parameters, max_norm, clip=torch.nn.utils.clip_grad_norm_, seen=[]):
+def whole(gradient):
+    """A gradient that is not sharded. Collective if it is."""
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.clone()
+
+
+def clip_and_keep(path, parameters, max_norm):
     """clip_grad_norm_, that writes down the first step's gradients, whole, before they are clipped."""
     parameters = list(parameters)
-    gradients = {str(i): p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad.clone() for i, p in enumerate(parameters)}
-    if not seen and os.environ.get("RANK", "0") == "0":
-        save_file(gradients, Path(sys.argv[1], "gradients.safetensors"))
-    seen.append(True)
+    gradients = {str(i): whole(p.grad) for i, p in enumerate(parameters)}
+    if os.environ.get("RANK", "0") == "0" and not path.exists():
+        save_file(gradients, path)
     return clip(parameters, max_norm)
 
 
-if __name__ == "__main__":
+def two_optimizers(model, config, device):
+    """What a researcher would write into train.make_optimizers."""
+    in_layers = set(model.base_model.layers.parameters())
+    matrices = [p for p in model.parameters() if p in in_layers and p.dim() == 2]
+    rest = [p for p in model.parameters() if p not in in_layers or p.dim() != 2]
+    muon = [{"params": matrices, "lr_scale": 10.0}]
+    adam = [{"params": rest, "lr_scale": 1.0}]
+    return [
+        torch.optim.Muon(muon, lr=config.lr, weight_decay=0.0),
+        torch.optim.AdamW(adam, lr=config.lr, betas=tuple(config.betas)),
+    ]
+
+
+def main(optimizers, run_dirs):
     torch.set_num_threads(1)
-    torch.nn.utils.clip_grad_norm_ = clip_and_keep
     train.Sender = FakeSender
-    train.main(sys.argv[1])
+    if optimizers == "TWO":
+        train.make_optimizers = two_optimizers
+    for run_dir in run_dirs:
+        path = Path(run_dir, "gradients.safetensors")
+        torch.nn.utils.clip_grad_norm_ = functools.partial(clip_and_keep, path)
+        train.main(run_dir)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
     sys.stdout.flush()
-    os._exit(0)  # as train.py does
+    # as train.py does
+    os._exit(0)

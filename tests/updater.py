@@ -1,7 +1,9 @@
-"""A trainer that only sends weights, one update per line of its input, and stops on the way where it is told to: for test_failures.py.
+"""A trainer that only sends weights, one update per line of its input, and stops on the way where it is
+told to: for test_failures.py.
 
-    echo "update 3 mid" | python tests/updater.py <run directory>      stops in the middle of the transfer, until the next line
+    echo "update 3 mid" | python tests/updater.py <run directory>   stops in the middle of the transfer, until the next line
 """
+
 import sys
 from pathlib import Path
 
@@ -10,11 +12,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import config as cfg
-from weights import Sender
+import weights
+from plumbing.group import Group
+from plumbing.queues import noticed
+from plumbing.ranks import Ranks
+
+MOMENT = {"stop at": "none"}
 
 
-def weights(path, version):
-    """The base model with noise that depends on the version: what an engine that serves this version must hold."""
+def model_of(path, version):
+    """The base model with noise that depends on the version: what an engine that serves this version
+    must hold.
+    """
     model = AutoModelForCausalLM.from_pretrained(path)
     generator = torch.Generator().manual_seed(version)
     with torch.no_grad():
@@ -23,39 +32,54 @@ def weights(path, version):
     return model
 
 
-class Stoppable(Sender):
-    """The real Sender, which waits for a line at one moment of an update."""
+def at(moment):
+    """Wait for a line if this is where to stop."""
+    if MOMENT["stop at"] == moment:
+        MOMENT["stop at"] = "none"
+        print("at", moment, flush=True)
+        sys.stdin.readline()
 
-    moment = "none"
 
-    def at(self, moment):
-        if self.moment == moment:
-            self.moment = "none"
-            print("at", moment, flush=True)
-            sys.stdin.readline()
+class StoppableGroup(Group):
+    """The real Group, which waits for a line at one moment of an update."""
 
-    def _broadcast(self, info):
-        self.at("start")
-        return super()._broadcast(info)
+    def broadcast(self, flats, update, staging):
+        at("start")
+        super().broadcast(flats, update, staging)
 
-    def _send_bucket(self, flat, k):
-        if k == 20:
-            self.at("mid")
-        return super()._send_bucket(flat, k)
+    def _send_from_host(self, flats, verify):
+        for flat in flats[:20]:
+            self.group.broadcast(flat, 0).wait()
+        at("mid")
+        checksums = flats[20:]
+        super()._send_from_host(checksums, False)
+        if verify:
+            sums = torch.stack([weights_checksum(flat) for flat in flats])
+            self.group.broadcast(sums, 0).wait()
 
-    def _swap(self, *args):
-        self.at("swap")
-        return super()._swap(*args)
+    def wait_until_ready(self):
+        super().wait_until_ready()
+        at("swap")
+
+
+def main(run_dir):
+    config = cfg.load(run_dir)
+    weights.Group = StoppableGroup
+    model = model_of(config.model, 0)
+    sender = weights.Sender(config, model, Ranks(config), run_dir)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        _, version, moment = line.split()
+        MOMENT["stop at"] = moment
+        model.load_state_dict(model_of(config.model, int(version)).state_dict())
+        sender.push(int(version), {})
+        sender.wait()
+        said = noticed(Path(run_dir, "queues", "version.json"))
+        print("updated", said["version"], *sorted(url[-1] for url in said["engines"]), flush=True)
 
 
 if __name__ == "__main__":
+    from plumbing.wire import checksum as weights_checksum
+
     torch.set_num_threads(1)
-    config = cfg.load(sys.argv[1])
-    sender = Stoppable(config, weights(config.model, 0), 0, torch.device("cpu"))
-    print("ready", flush=True)
-    while line := sys.stdin.readline():
-        _, version, sender.moment = line.split()
-        sender.model = weights(config.model, int(version))
-        sender.prepare(int(version))
-        sender.send(int(version), lambda engines: print("updated", version, *sorted(u[-1] for u in engines), flush=True))
-        sender.wait()
+    main(sys.argv[1])

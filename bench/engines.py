@@ -1,0 +1,89 @@
+"""Runs whose engines and stages a script starts by itself, without a trainer, and a client that keeps an engine busy.
+
+Not a program. Deliberately absent: what is measured.
+"""
+
+import asyncio
+import itertools
+import shutil
+import time
+from pathlib import Path
+
+import aiohttp
+
+import config as cfg
+from bench.common import WORK, flags
+from plumbing import hardware, launch
+from plumbing.queues import notice
+from plumbing.wire import in_thread
+from tools import base_model
+
+
+def make_run(name, **knobs):
+    """(config, run directory) of a run out/bench/<name> of the toy preset on CPUs, with its model."""
+    argv = ["toy", *flags(dict(run=name, out=WORK) | knobs)]
+    config = hardware.resolve(cfg.parse(argv, 0), 0)
+    if not knobs.get("model"):
+        base_model.make_model([config.task], config.model, config.seed)
+    shutil.rmtree(Path(config.out, config.run), ignore_errors=True)
+    return config, launch.write(config)
+
+
+def announce_engines(config, run_dir):
+    """Tell the stages, in place of a trainer, that the engines serve version 0."""
+    shutil.rmtree(run_dir / "queues", ignore_errors=True)
+    (run_dir / "queues").mkdir()
+    position = dict(next=0, ahead=[])
+    urls = hardware.urls(config, 0)
+    notice(run_dir / "queues" / "version.json", version=0, position=position, engines=urls)
+
+
+class Load:
+    """A client that does nothing but keep an engine busy, from a thread of its own.
+
+    bodies: endless iterator of the requests' bodies; places: so many are always in progress.
+    """
+
+    def __init__(self, url, bodies, places):
+        self.url = f"{url}/inference/v1/generate"
+        self.bodies = bodies
+        self.places = places
+        # (begin, end, tokens) of every answer
+        self.answers = []
+        self.going_on = True
+        self.end = in_thread(asyncio.run, self._keep_busy())
+
+    async def _keep_busy(self):
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            await asyncio.gather(*(self._work(session) for _ in range(self.places)))
+
+    async def _work(self, session):
+        while self.going_on:
+            begin = time.time()
+            async with session.post(self.url, json=next(self.bodies)) as answer:
+                answer.raise_for_status()
+                tokens = (await answer.json())["choices"][0]["token_ids"]
+            self.answers.append((begin, time.time(), len(tokens)))
+
+    def stop(self):
+        """Let what is in progress end. Raises what went wrong; TimeoutError after 5 minutes."""
+        self.going_on = False
+        self.end.result(300)
+
+    def rate(self, start, end):
+        """Tokens/s in a span of time, once all requests that overlap it have ended: those of an answer
+        count as evenly spread over its life.
+        """
+        tokens = 0.0
+        for begin, finish, n in self.answers:
+            overlap = min(finish, end) - max(begin, start)
+            tokens += n * max(overlap, 0.0) / (finish - begin)
+        return tokens / (end - start)
+
+
+def bodies(prompts, lengths, **sampling):
+    """Endless iterator of requests for Load: these prompts, and at most so many tokens each, in turn."""
+    for prompt, length in zip(itertools.cycle(prompts), itertools.cycle(lengths)):
+        params = dict(max_tokens=length, temperature=1.0, logprobs=0, detokenize=False)
+        yield dict(token_ids=prompt, sampling_params=params | sampling)

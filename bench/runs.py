@@ -1,0 +1,228 @@
+"""One whole run of run.sh on the task `tail`, measured: what compare.py, studies.py and against_trl.py share.
+
+Not a program. A run is {curve, scores, by_lag}: columns of one number a step, [[version, score]], and
+{lag: [tokens, their mean KL]}.
+
+time    from the moment at which the engines have the first weights and sampling begins: no start-up
+score   of a checkpoint, afterwards: probability that it gives exactly the right answer, mean over 250
+        held-out problems. As that answer is known, nothing is sampled, and evaluations take no engine
+        time, of which conventional RL has to spare while it trains. The reward of what is trained is
+        no yardstick: what is done first is trained first, and long sequences are the hard ones.
+        Tasks other than tail: the run's own evaluations.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer
+
+import config as cfg
+from bench.common import ROOT, WORK, flags, machine, measured, parser, result_file
+from plumbing.samples import layout
+from preprocess import pack
+from tasks import tail
+from tools import base_model
+from train import load_model, token_logprobs
+
+# seeds differ in problems and sampling; some seeds' base models (1, for one) get nothing right
+MODEL = ROOT / "out" / "models" / "tail-seed0"
+PROBLEMS = 250
+COMMON = dict(
+    task="tail",
+    model=str(MODEL),
+    steps=96,
+    batch_size=64,
+    attempts=4,
+    max_new_tokens=410,
+    max_model_len=416,
+    row_tokens=1024,
+    lr=1.5e-4,
+    warmup_steps=3,
+    lr_schedule="constant",
+    eval_problems=1,
+    eval_every=0,
+    save_every=8,
+    keep_last=0,
+    trainers=1,
+    engines=1,
+    engine_threads=1,
+)
+QUICK = dict(steps=12, max_new_tokens=64)
+# as many sequences in progress as a step has samples keep the data fresh
+PIPELINE = dict(max_lag=4, trainer_threads=1, concurrency=64)
+# a generation phase starts all it can at once; as phases take turns, each may have both cores
+CONVENTIONAL = dict(trainer_threads=2, concurrency=1024)
+COLUMNS = "samples lag_max lag_mean ess kl_behavior wait_data_s wait_sync_s gen_idle".split()
+
+
+def conventional(g):
+    """Knobs of conventional RL with g steps per generation phase."""
+    return CONVENTIONAL | dict(conventional_g=g)
+
+
+def make_model():
+    """The base model of all seeds, made once."""
+    base_model.make_model(["tail"], MODEL, 0)
+
+
+def run_parser(doc, seeds, port):
+    """Command line of a script that compares whole runs; the defaults of two of its options."""
+    p = parser(doc)
+    p.add_argument("--seeds", type=int, default=seeds)
+    p.add_argument("--port", type=int, default=port)
+    p.add_argument("--plot", action="store_true", help="no runs: what is there")
+    return p
+
+
+def run_all(arguments, name, settings, start):
+    """({setting: [run per seed]}, where it is kept) of {setting: knobs}, with what earlier calls left.
+
+    Seed by seed, so that what is there after an interruption can be compared; with --quick one seed.
+    start(name of the run, knobs) -> run.
+    """
+    name += "-quick" * arguments.quick
+    path = result_file(arguments, name)
+    wanted = {}
+    for seed in range(1 if arguments.quick else arguments.seeds):
+        for setting, knobs in settings.items():
+            wanted[f"{setting}, seed {seed}"] = knobs | dict(seed=seed)
+
+    def measure(key, knobs):
+        begin = time.time()
+        run = start(re.sub(r"\W+", "-", f"{name}-{key}"), knobs)
+        samples = run["curve"]["samples"][-1]
+        seconds = run["curve"]["time"][-1]
+        print(
+            f"{key}: {samples} samples in {seconds:.1f} s, {samples / seconds:.0f} samples/s, score "
+            f"{run['scores'][-1][1]:.3f}, {time.time() - begin:.0f} s with start-up",
+            flush=True,
+        )
+        return run
+
+    kept = not arguments.quick or arguments.plot
+    results = measured(path, wanted, None if arguments.plot else measure, kept)
+    by_setting = {}
+    for key, run in results.items():
+        by_setting.setdefault(key.rpartition(", seed ")[0], []).append(run)
+    if not by_setting:
+        sys.exit(f"{path} has no runs of {', '.join(settings)}")
+    print(machine())
+    return by_setting, path
+
+
+def one_run(name, knobs, port, preset="toy"):
+    """`bash run.sh <preset> --knob value ...` to its end, in out/bench/runs/<name>; a run as above.
+
+    RuntimeError with its last lines if it fails.
+    """
+    run_dir = WORK / "runs" / name
+    shutil.rmtree(run_dir, ignore_errors=True)
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    knobs = knobs | dict(port=port, out=run_dir.parent, run=name)
+    log = run_dir.with_suffix(".log")
+    with open(log, "w") as output:
+        process = subprocess.Popen(
+            ["bash", "run.sh", preset, *flags(knobs)],
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={"PIPELINE_PYTHON": sys.executable} | os.environ,
+        )
+    try:
+        process.wait()
+    finally:
+        # interrupted: run.sh stops its processes
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+    if process.returncode:
+        last = "\n".join(log.read_text().splitlines()[-25:])
+        raise RuntimeError(f"{name} ended with exit code {process.returncode}:\n{last}")
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    lines = [json.loads(line) for line in lines]
+    steps = [line for line in lines if "step" in line]
+    evaluations = [line for line in lines if "eval" in line]
+    config = cfg.load(run_dir)
+    found = [[x["version"], float(np.mean(list(x["eval"].values())))] for x in evaluations]
+    if config.task == "tail":
+        found = scores(run_dir / "checkpoints", config.seed, config.eval_data)
+    return dict(curve=curve_of(steps), scores=found, by_lag=lag_table(steps))
+
+
+def curve_of(steps):
+    """Lines of metrics.jsonl -> columns; time: at each step's end, since sampling began."""
+    begin = steps[0]["wall_s"] - steps[0]["step_s"]
+    curve = {k: [x[k] for x in steps] for k in COLUMNS}
+    curve["time"] = [x["wall_s"] - begin for x in steps]
+    curve["sampled"] = []
+    for x in steps:
+        tokens = [t["tokens"] * t["samples"] for t in x["by_task"].values()]
+        curve["sampled"].append(round(sum(tokens)))
+    return curve
+
+
+def lag_table(steps):
+    """{lag: [tokens, their mean KL]} over all steps."""
+    tokens = Counter()
+    kl = Counter()
+    for x in steps:
+        for lag, row in x["by_lag"].items():
+            tokens[lag] += row["tokens"]
+            kl[lag] += row["tokens"] * row["kl"]
+    return {lag: [n, kl[lag] / n] for lag, n in tokens.items()}
+
+
+def scores(folder, seed, eval_data=""):
+    """[[version, score]] of the base model and of the checkpoints in a folder, which is deleted."""
+    problems = tail.problems("test", seed, eval_data)[:PROBLEMS]
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    models = {0: str(MODEL)}
+    for path in folder.iterdir():
+        # step_000008, checkpoint-8
+        models[int(re.search(r"\d+$", path.name)[0])] = str(path)
+    found = []
+    for version, path in sorted(models.items()):
+        model = load_model(cfg.Config(model=path), torch.float32)
+        found.append([version, success(model, tokenizer, problems)])
+    shutil.rmtree(folder)
+    return found
+
+
+@torch.inference_mode()
+def success(model, tokenizer, problems):
+    """Mean probability that the model, at temperature 1, answers exactly right and ends there."""
+    rows = []
+    prompts = []
+    for problem in problems:
+        prompt = tokenizer(problem["prompt"])["input_ids"]
+        answer = tokenizer(problem["answer"])["input_ids"]
+        rows.append(prompt + answer + [tokenizer.eos_token_id])
+        prompts.append(len(prompt))
+    total = 0.0
+    for packed in pack([len(row) for row in rows], 4096):
+        lengths = [len(rows[i]) for i in packed]
+        ids = np.concatenate([rows[i] for i in packed])
+        positions, sequence_ids = layout(lengths)
+        logprobs, _ = token_logprobs(model, ids, positions, 1.0)
+        answered = positions >= np.array([prompts[i] for i in packed])[sequence_ids]
+        of_answers = np.where(answered, logprobs.numpy(), 0.0)
+        total += np.exp(np.bincount(sequence_ids, of_answers)).sum()
+    return float(total / len(problems))
+
+
+def scored(run):
+    """(versions, times, scores) of the versions that have a score."""
+    versions, found = map(np.array, zip(*run["scores"]))
+    times = np.array([0.0, *run["curve"]["time"]])
+    return versions, times[versions], found

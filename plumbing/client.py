@@ -1,0 +1,224 @@
+"""The actor's HTTP client of all engines: the least loaded one samples, failed requests go elsewhere.
+
+Deliberately absent: what is sampled and why (actor.py), weight updates (weights.py).
+"""
+
+import asyncio
+import contextlib
+import random
+import time
+from collections import Counter, deque
+
+import aiohttp
+import numpy as np
+
+# a failed request is tried again this often, with back-off, before the attempt is given up
+RETRIES = 3
+# seconds that an engine gets no work after it did not answer
+REST = 2.5
+
+
+def token_versions(spans, length):
+    """vLLM's weight version spans [{version, start, end}] -> version of each sampled token, int64
+    [length].
+
+    Raises ValueError if the spans do not cover the tokens exactly, or if the engine never got a
+    version from a trainer.
+    """
+    versions = np.full(length, -1, np.int64)
+    for span in spans or []:
+        versions[span["start"] : span["end"]] = int(span["version"])
+    if length and versions.min() < 0:
+        raise ValueError(f"version spans {spans} do not cover {length} tokens")
+    return versions
+
+
+class EngineGone(Exception):
+    """The engine died, was started again or has no weights: the request did not fail, it moves."""
+
+
+class Engines:
+    """The engines that serve the trainer's weights. stop: token ids that end a completion."""
+
+    def __init__(self, config, stop):
+        self.config = config
+        self.stop = sorted(stop)
+        self.serving = []
+        # by url: sequences in progress; before this time no work; HTTP connections
+        self.load = Counter()
+        self.rest_until = Counter()
+        self.sessions = {}
+        self.place_is_free = asyncio.Condition()
+        # events that are not errors but worth a line: retried, moved, failed
+        self.counts = Counter()
+        self.next_warning = 0.0
+        # (time, sampled tokens) of the last seconds; share of the engines' places that is empty
+        self.recent = deque()
+        self.idle = 0.0
+        self.last_look = time.monotonic()
+
+    # ---- who serves
+
+    @property
+    def places(self):
+        """Sequences that all engines together hold."""
+        return len(self.serving) * self.config.concurrency
+
+    def serve(self, urls):
+        """These engines serve the trainer's weights now. Requests of one that does no more move."""
+        for url in self.serving:
+            if url not in urls:
+                self._drop(url, "was dropped by the trainer")
+        self.serving = list(urls)
+
+    def _drop(self, url, why):
+        """End the connections to an engine, so that its requests go elsewhere."""
+        self.rest_until[url] = time.monotonic() + REST
+        if self.load[url]:
+            print(
+                f"actor: engine {url} {why}: its {self.load[url]} sequences start again elsewhere",
+                flush=True,
+            )
+        session = self.sessions.pop(url, None)
+        if session:
+            asyncio.get_running_loop().create_task(session.close())
+
+    async def watch(self):
+        """Every 2 s: an engine that does not answer gets no work, and its requests go elsewhere."""
+        while True:
+            serving = list(self.serving)
+            healthy = await asyncio.gather(*(self._is_healthy(url) for url in serving))
+            for url, ok in zip(serving, healthy):
+                if not ok:
+                    self._drop(url, "does not answer")
+            await asyncio.sleep(2)
+            async with self.place_is_free:
+                self.place_is_free.notify_all()
+
+    async def _is_healthy(self, url):
+        limit = aiohttp.ClientTimeout(total=10)
+        try:
+            async with self._session(url).get(url + "/health", timeout=limit) as answer:
+                return answer.status == 200
+        # RuntimeError: its connections were just closed
+        except (aiohttp.ClientError, asyncio.TimeoutError, RuntimeError):
+            return False
+
+    def _session(self, url):
+        """The HTTP connections to one engine; closing them ends its requests."""
+        if url not in self.sessions:
+            self.sessions[url] = aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=self.config.request_timeout),
+                # the server closes idle connections after 5 s: close them first
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2),
+            )
+        return self.sessions[url]
+
+    async def close(self):
+        sessions = list(self.sessions.values())
+        await asyncio.gather(*(s.close() for s in sessions), return_exceptions=True)
+
+    # ---- sampling
+
+    def _free(self):
+        """Engines that serve, are well and have room for a sequence."""
+        now = time.monotonic()
+        room = self.config.concurrency
+        return [u for u in self.serving if self.rest_until[u] < now and self.load[u] < room]
+
+    @contextlib.asynccontextmanager
+    async def _place(self):
+        """One sequence's place on the least loaded engine; waits until there is one."""
+        async with self.place_is_free:
+            await self.place_is_free.wait_for(self._free)
+            url = min(self._free(), key=self.load.get)
+            self.load[url] += 1
+        try:
+            yield url
+        finally:
+            self.load[url] -= 1
+            async with self.place_is_free:
+                self.place_is_free.notify()
+
+    async def generate(self, prompt, temperature, max_tokens, seed=None):
+        """One completion of prompt token ids: {tokens, logprobs, versions, finished}.
+
+        Failed requests are tried again, with back-off; None when the retries are used up. Those that
+        an engine's death or restart broke off do not count: they wait for an engine.
+        """
+        params = dict(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            logprobs=0,
+            seed=seed,
+            stop_token_ids=self.stop,
+            detokenize=False,
+        )
+        tries = 0
+        while tries <= RETRIES:
+            async with self._place() as url:
+                try:
+                    return await self._ask(url, dict(token_ids=prompt, sampling_params=params))
+                except EngineGone as e:
+                    self.rest_until[url] = time.monotonic() + REST
+                    self._count("moved", url, e, tries)
+                except (aiohttp.ClientError, asyncio.TimeoutError, ValueError, KeyError) as e:
+                    tries += 1
+                    self._count("retried" if tries <= RETRIES else "failed", url, e, tries)
+            await asyncio.sleep(min(0.5 * 2**tries, 10) * random.uniform(0.5, 1.5))
+        return None
+
+    async def _ask(self, url, body):
+        """One request and its answer."""
+        try:
+            async with self._session(url).post(url + "/inference/v1/generate", json=body) as answer:
+                if answer.status == 503:
+                    raise EngineGone(await answer.text())
+                if answer.status != 200:
+                    raise ValueError(f"{answer.status} {(await answer.text())[:300]}")
+                choice = (await answer.json())["choices"][0]
+        except asyncio.TimeoutError:
+            raise
+        except aiohttp.ClientConnectionError as e:
+            raise EngineGone(f"{type(e).__name__} {e}") from e
+        tokens = choice["token_ids"]
+        self.recent.append((time.monotonic(), len(tokens)))
+        return dict(
+            tokens=tokens,
+            logprobs=[x["logprob"] for x in choice["logprobs"]["content"]],
+            versions=token_versions(choice["weight_versions"], len(tokens)),
+            finished=choice["finish_reason"] == "stop",
+        )
+
+    def _count(self, event, url, error, tries):
+        """Count an event, with a line now and then: hundreds of requests may fail at once."""
+        self.counts[event] += 1
+        if time.monotonic() > self.next_warning:
+            self.next_warning = time.monotonic() + 5
+            print(
+                f"actor: request to {url} failed ({type(error).__name__}: {str(error)[:200]}), "
+                f"{tries} of {RETRIES + 1} tries used; so far {dict(self.counts)}",
+                flush=True,
+            )
+
+    # ---- how busy
+
+    def look(self):
+        """Take the time since the last look into `idle`, an exponential mean over 10 s."""
+        now = time.monotonic()
+        seconds = now - self.last_look
+        self.last_look = now
+        empty = 1 - sum(self.load.values()) / max(self.places, 1)
+        self.idle += (max(empty, 0.0) - self.idle) * min(seconds / 10, 1)
+
+    def pace(self):
+        """gen_tok_s: sampled tokens per second over the last 10 s; gen_idle: share of the engines'
+        places that were empty, likewise.
+        """
+        now = time.monotonic()
+        while self.recent and self.recent[0][0] < now - 10:
+            self.recent.popleft()
+        rate = 0.0
+        if self.recent:
+            rate = sum(n for _, n in self.recent) / max(now - self.recent[0][0], 0.1)
+        return dict(gen_tok_s=rate, gen_idle=self.idle)

@@ -1,0 +1,162 @@
+"""The trainer's end of a weight group: which engines there are, and one group formed with them.
+
+weights.py decides when and what is sent. Deliberately absent: the weights, threads.
+"""
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import requests
+import torch
+
+from plumbing.queues import noticed
+from plumbing.wire import checksum, join_group, open_store, settle
+
+
+class Engines:
+    """What rank 0 knows of the engines, and its calls to them.
+
+    An engine is (url, started): one that was started again is another one.
+    """
+
+    def __init__(self, config, run_dir):
+        self.config = config
+        self.folder = Path(run_dir, "engines")
+        self.pool = ThreadPoolExecutor(64)
+        # engines that refused or missed a part of the delivery in progress; the newest reason
+        self.failing = set()
+        self.error = ""
+
+    def registered(self):
+        """All engines that run, as [(url, started)]."""
+        found = [noticed(path) for path in sorted(self.folder.glob("*.json"))]
+        return [(x["url"], x["started"]) for x in found if x]
+
+    def healthy(self, engines):
+        """Those of these engines that answer GET /health."""
+        answers = self.pool.map(self._is_healthy, engines)
+        return [engine for engine, ok in zip(engines, answers) if ok]
+
+    def _is_healthy(self, engine):
+        try:
+            limit = min(10.0, self.config.sync_timeout)
+            return requests.get(engine[0] + "/health", timeout=limit).ok
+        except requests.RequestException:
+            return False
+
+    def call_all(self, path, bodies):
+        """POST bodies[engine] to every engine at once: {engine: answer}.
+
+        Those that do not answer, or refuse, are left out, with a line that says why.
+        """
+        futures = {e: self.pool.submit(self._call, e, path, body) for e, body in bodies.items()}
+        answers = {}
+        for engine, future in futures.items():
+            try:
+                answers[engine] = future.result()
+            except (requests.RequestException, RuntimeError) as e:
+                self.failed(engine, f"{path}: {type(e).__name__}: {e}")
+        return answers
+
+    def failed(self, engine, why):
+        """Note that an engine is dropped."""
+        self.failing.add(engine)
+        self.error = f"engine {engine[0]}: {why}"
+        print(f"weights: dropped {self.error}", flush=True)
+
+    def _call(self, engine, path, body):
+        headers = {"x-run-id": self.config.run_id}
+        answer = requests.post(
+            engine[0] + path, json=body, headers=headers, timeout=self.config.sync_timeout
+        )
+        if answer.status_code != 200:
+            raise RuntimeError(f"refused, {answer.status_code} {answer.text[:500]}")
+        return answer.json()
+
+
+class Group:
+    """The weight group of the trainer and these engines. Forming it raises RuntimeError."""
+
+    def __init__(self, config, engines, members, layout):
+        c = config
+        self.config = c
+        self.engines = engines
+        self.updates = 0
+        self.store = open_store(c.host, 0, c.sync_timeout, server=True)
+        self.world = 1 + len(members) * c.tensor_parallel
+        place = dict(
+            backend=c.weight_backend,
+            host=c.host,
+            port=self.store.port,
+            world=self.world,
+            timeout=c.sync_timeout,
+        )
+        bodies = {}
+        for i, engine in enumerate(members):
+            bodies[engine] = layout | place | dict(first_rank=1 + i * c.tensor_parallel)
+        self.members = list(engines.call_all("/init_process_group", bodies))
+        if len(self.members) < len(members):
+            raise RuntimeError(f"not all engines joined: {engines.error}")
+        self.group = join_group(c.weight_backend, self.store, 0, self.world, c.sync_timeout)
+
+    def broadcast(self, flats, update, staging):
+        """Ring the doorbell, then send the buckets. Raises RuntimeError or TimeoutError."""
+        self.store.set(f"update/{self.updates}", json.dumps(update))
+        if staging is None:
+            self._send_from_host(flats, update["verify"])
+        else:
+            self._send_through_gpu(flats, update["verify"], staging)
+
+    def _send_from_host(self, flats, verify):
+        limit = timedelta(seconds=self.config.sync_timeout)
+        works = [self.group.broadcast(flat, 0) for flat in flats]
+        for work in works:
+            work.wait(limit)
+        if verify:
+            sums = torch.stack([checksum(flat) for flat in flats])
+            self.group.broadcast(sums, 0).wait(limit)
+
+    def _send_through_gpu(self, flats, verify, staging):
+        device = staging[0].device
+        sums = []
+        # on a stream of its own: one bucket is on its way while the next is copied to the GPU
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            for k, flat in enumerate(flats):
+                sent = staging[k % 2][: len(flat)]
+                sent.copy_(flat, non_blocking=True)
+                self.group.broadcast(sent, 0).wait()
+                if verify:
+                    sums.append(checksum(sent))
+            if verify:
+                self.group.broadcast(torch.stack(sums), 0).wait()
+            settle(device, self.config.sync_timeout, "the broadcast")
+
+    def wait_until_ready(self):
+        """Until every worker has received and prepared the update.
+
+        Raises TimeoutError if some have not in time, RuntimeError as soon as an engine is gone.
+        """
+        keys = {}
+        for i, member in enumerate(self.members):
+            ranks = range(i * self.config.tensor_parallel, (i + 1) * self.config.tensor_parallel)
+            keys[member] = [f"ready/{self.updates}/{1 + rank}" for rank in ranks]
+        self.updates += 1
+        every_key = sum(keys.values(), [])
+        deadline = time.monotonic() + self.config.sync_timeout
+        next_look = time.monotonic() + 1.0
+        while not self.store.check(every_key):
+            now = time.monotonic()
+            if now > deadline:
+                for member in self.members:
+                    if not self.store.check(keys[member]):
+                        self.engines.failed(member, "did not receive the update")
+                raise TimeoutError(f"not all had it within {self.config.sync_timeout:.0f} s")
+            if now > next_look:
+                next_look = now + 1.0
+                running = self.engines.registered()
+                if any(member not in running for member in self.members):
+                    raise RuntimeError("an engine is gone")
+            time.sleep(0.001)

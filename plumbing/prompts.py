@@ -1,0 +1,88 @@
+"""Texts of problems and environments -> token ids, raw or through the model's chat template."""
+
+import contextlib
+import secrets
+
+from transformers import AutoTokenizer, GenerationConfig
+
+from config import ConfigError
+
+
+class Prompter:
+    """The model's tokenizer, its stop tokens and, with --chat True, its chat template."""
+
+    def __init__(self, config):
+        self.config = config
+        self.tokenizer = AutoTokenizer.from_pretrained(config.model)
+        if config.chat and not self.tokenizer.chat_template:
+            raise ConfigError(f"--chat True: the tokenizer of {config.model} has no chat template")
+        ends = []
+        # a model need not have a generation config; chat models often have several stop tokens
+        with contextlib.suppress(OSError):
+            ends = GenerationConfig.from_pretrained(config.model).eos_token_id
+        if not isinstance(ends, list):
+            ends = [ends]
+        self.stop = {*ends, self.tokenizer.eos_token_id} - {None}
+
+    def render(self, messages):
+        """Messages as text, by the chat template, up to where the assistant speaks."""
+        thinking = {}
+        if self.config.thinking != "auto":
+            thinking = {"enable_thinking": self.config.thinking == "on"}
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **thinking
+        )
+
+    def start(self, problem):
+        """Token ids of a problem's prompt."""
+        if not self.config.chat:
+            return self.tokenizer(self.config.system_prompt + problem["prompt"])["input_ids"]
+        messages = [{"role": "user", "content": problem["prompt"]}]
+        if self.config.system_prompt:
+            messages.insert(0, {"role": "system", "content": self.config.system_prompt})
+        return self.tokenizer(self.render(messages), add_special_tokens=False)["input_ids"]
+
+    def more(self, text):
+        """Token ids of the environment's answer to a turn, to be appended to what the engine has
+        sampled, its stop token included.
+        """
+        if self.config.chat:
+            text = self._between_turns(text)
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _between_turns(self, text):
+        """What the template puts between the end of an assistant's turn and the next one's start."""
+        turn = secrets.token_hex(8)
+        messages = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": turn},
+            {"role": "user", "content": text},
+        ]
+        text = self.render(messages).partition(turn)[2]
+        # the engine has sampled the end of the turn already
+        for end in self.tokenizer.convert_ids_to_tokens(sorted(self.stop)):
+            if text.lstrip(" ").startswith(end):
+                text = text.lstrip(" ").removeprefix(end)
+        return text
+
+    def decode(self, tokens):
+        """Token ids as text, without special tokens."""
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def check(self, problems):
+        """Raise ConfigError if a prompt leaves no room for a completion. problems: {task: list}."""
+        limit = self.config.max_model_len
+        room = limit - 1
+        template = len(self.start({"prompt": ""}))
+        for task, of_task in problems.items():
+            for n, problem in enumerate(of_task, 1):
+                # a prompt has at most as many tokens as bytes, and what a template adds
+                if len(problem["prompt"].encode()) + template <= room:
+                    continue
+                length = len(self.start(problem))
+                if length > room:
+                    where = problem.get("where", f"task {task}, problem {n}")
+                    raise ConfigError(
+                        f"{where}: the prompt has {length} tokens, --max_model_len {limit} leaves room for {room}: "
+                        "raise it or take the problem out"
+                    )

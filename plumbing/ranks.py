@@ -1,0 +1,96 @@
+"""The trainer's processes: which rank this is, on which device, and what all ranks agree upon.
+
+`accelerate launch` (or torchrun) starts the ranks and gives them their numbers; one process alone is
+rank 0 of 1. Deliberately absent: anything about the model.
+"""
+
+import os
+import signal
+import threading
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+class Stopped(Exception):
+    """Told to stop (SIGTERM): what is done is to be saved, the step in progress is not."""
+
+
+class Ranks:
+    """rank, world, device of this process. SIGTERM sets `stop`, which only rank 0's counts of.
+
+    group: a gloo group of all ranks, so that agreeing waits for no GPU; None if there is one rank.
+    """
+
+    def __init__(self, config):
+        self.rank = int(os.environ.get("RANK", 0))
+        self.world = int(os.environ.get("WORLD_SIZE", 1))
+        self.device = torch.device("cpu")
+        self.stop = threading.Event()
+        self.group = None
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+            torch.cuda.set_device(self.device)
+        self.sharded = self.world > 1 or config.dtype != "float32"
+        if self.sharded:
+            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+            os.environ.setdefault("MASTER_PORT", "0")
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, rank=self.rank, world_size=self.world)
+        if self.world > 1:
+            # ranks wait in it while rank 0 waits for data or writes a checkpoint
+            limit = timedelta(seconds=2 * max(config.stall_timeout, config.start_timeout))
+            self.group = dist.new_group(backend="gloo", timeout=limit)
+
+    def listen_for_stop(self):
+        """From now on SIGTERM sets `stop`."""
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def _on_sigterm(self, *_):
+        self.stop.set()
+
+    def agree(self, number):
+        """Rank 0's small whole number, on every rank. Collective."""
+        if self.group is None:
+            return int(number)
+        flag = torch.tensor([float(number)])
+        dist.broadcast(flag, 0, self.group)
+        return int(flag.item())
+
+    def check_stop(self):
+        """Raise Stopped on all ranks if rank 0 was told to stop. Collective."""
+        if self.agree(self.stop.is_set()):
+            raise Stopped
+
+    def close(self):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class Sums:
+    """The metrics' sums of a step, added up over micro-batches and ranks: one tensor, one reduction."""
+
+    def __init__(self):
+        self.sizes = {}
+        self.total = None
+        self.lag_max = None
+
+    def add(self, sums):
+        """Take the sums of one micro-batch, {name: tensor}."""
+        lag_max = sums.pop("lag_max").float()
+        self.sizes = {name: x.numel() for name, x in sums.items()}
+        stacked = torch.cat([x.detach().float().reshape(-1) for x in sums.values()])
+        self.total = stacked if self.total is None else self.total + stacked
+        self.lag_max = lag_max if self.lag_max is None else torch.maximum(self.lag_max, lag_max)
+
+    def reduce(self):
+        """{name: number, or list of numbers} over all ranks. Collective."""
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(self.total)
+            dist.all_reduce(self.lag_max, op=dist.ReduceOp.MAX)
+        parts = self.total.cpu().split(list(self.sizes.values()))
+        found = {"lag_max": int(self.lag_max)}
+        for (name, size), part in zip(self.sizes.items(), parts):
+            found[name] = part.item() if size == 1 else part.tolist()
+        return found

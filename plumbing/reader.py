@@ -1,0 +1,118 @@
+"""What train.py reads: this rank's micro-batches of a step, and the actor's evaluations.
+
+Ranks read equal numbers of micro-batches, so that their collectives line up; whether there is one
+more, or the run is to stop, rank 0 decides for all. Every wait has a deadline.
+"""
+
+import time
+from pathlib import Path
+
+from plumbing.queues import Queue
+from plumbing.ranks import Stopped
+from plumbing.samples import problem_with
+
+GO_ON = 0
+STOP = 1
+
+
+class Reader:
+    """Reads queues/batches/rank_<r> and, on rank 0, queues/evals.
+
+    check: called about once a second while rank 0 waits; it raises what went wrong elsewhere.
+    waited: seconds that the current step has waited for data; last: the last record of the step.
+    """
+
+    def __init__(self, config, run_dir, ranks, vocabulary, check):
+        queues = Path(run_dir, "queues")
+        self.config = config
+        self.ranks = ranks
+        self.vocabulary = vocabulary
+        self.check = check
+        self.batches = Queue(queues / "batches" / f"rank_{ranks.rank}")
+        self.evals = Queue(queues / "evals")
+        self.waited = 0.0
+        self.last = None
+        # evaluations that came and were not yet asked for; version of the newest one
+        self.came = []
+        self.evaluated = -1
+
+    def step(self, version):
+        """Yields this rank's micro-batches of the step that makes `version` + 1."""
+        self.waited = 0.0
+        self.last = None
+        while self.last is None:
+            start = time.monotonic()
+            seq, record = self._next()
+            self.waited += time.monotonic() - start
+            self._check_record(f"record {seq} of {self.batches.path}", record, version)
+            if record["last"]:
+                self.last = record
+            yield record
+            self.batches.ack(seq)
+
+    def _next(self):
+        """The next record of this rank, (seq, record). Collective; raises Stopped on all ranks."""
+        complaint = f"preprocess put no micro-batch into {self.batches.path}"
+        if self.ranks.rank == 0:
+            found = self._wait_for(self.batches, complaint)
+            decision = self.ranks.agree(STOP if found is None else GO_ON)
+        else:
+            decision = self.ranks.agree(GO_ON)
+            found = None
+        if decision == STOP:
+            raise Stopped
+        return found or self.batches.get(self.config.stall_timeout)
+
+    def _wait_for(self, queue, complaint):
+        """Rank 0: the next record of a queue, None if the run is to stop. TimeoutError(complaint)."""
+        deadline = time.monotonic() + self.config.stall_timeout
+        while not self.ranks.stop.is_set():
+            try:
+                return queue.get(0.5)
+            except TimeoutError:
+                self.check()
+            if time.monotonic() > deadline:
+                seconds = self.config.stall_timeout
+                raise TimeoutError(f"train: {complaint} within {seconds:.0f} s")
+        return None
+
+    def _check_record(self, name, record, version):
+        """Refuse a record that cannot be trained on, naming it, before anything is computed."""
+        if record["run_id"] != self.config.run_id or record["step"] != version:
+            raise RuntimeError(
+                f"train: {name} is for step {record['step']} of run {record['run_id']}, this is step {version} "
+                f"of run {self.config.run_id}: start over with --fresh True"
+            )
+        problem = problem_with(record)
+        if problem:
+            raise ValueError(f"train: {name}: {problem}")
+        low = record["tokens"].min()
+        high = record["tokens"].max()
+        if low < 0 or high >= self.vocabulary:
+            raise ValueError(
+                f"train: {name}: token ids from {low} to {high}, the vocabulary has {self.vocabulary}"
+            )
+
+    def evaluations(self):
+        """Rank 0: the evaluations that have come, oldest first."""
+        while len(self.evals):
+            seq, record = self.evals.get(0.0)
+            self.evals.ack(seq)
+            self.came.append(record)
+        found = self.came
+        self.came = []
+        self.evaluated = found[-1]["version"] if found else self.evaluated
+        return found
+
+    def wait_for_evaluation(self, version):
+        """Until the evaluation of this version has come. Collective; raises Stopped on all ranks."""
+        complaint = f"the actor has not evaluated version {version}"
+        while self.ranks.rank == 0 and self.evaluated < version:
+            answer = self._wait_for(self.evals, complaint)
+            if answer is None:
+                break
+            seq, record = answer
+            self.evals.ack(seq)
+            self.came.append(record)
+            self.evaluated = record["version"]
+        self.ranks.check_stop()

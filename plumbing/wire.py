@@ -1,0 +1,87 @@
+"""What both sides of a weight update share: the group they meet in, the buckets, the checksums.
+
+weights.py is the trainer's side, plumbing/engine.py the engines'. Deliberately absent: HTTP, vLLM.
+"""
+
+import threading
+import time
+from concurrent.futures import Future
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+def open_store(host, port, timeout, server=False):
+    """A client of the TCPStore at host:port (port 0 with server=True: a new one, on any port)."""
+    limit = timedelta(seconds=timeout)
+    return dist.TCPStore(host, port, None, server, timeout=limit, wait_for_workers=False)
+
+
+def join_group(backend, store, rank, world, timeout):
+    """A process group of its own, beside whatever default group this process has.
+
+    Rank 0 is the trainer, the others are engine workers. Raises RuntimeError if not all come
+    within `timeout` seconds.
+    """
+    limit = timedelta(seconds=timeout)
+    place = dist.PrefixStore("weights", store)
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        return dist.ProcessGroupNCCL(place, rank, world, options)
+    return dist.ProcessGroupGloo(place, rank, world, limit)
+
+
+def buckets(shapes, itemsize, bucket_bytes):
+    """Cut the parameters, in order, into buckets of at most bucket_bytes (a larger one gets its own).
+
+    shapes: list of shapes -> list of (first index, last index + 1, elements). Both sides compute it
+    from the same list.
+    """
+    plan = []
+    first = 0
+    elements = 0
+    for i, shape in enumerate(shapes):
+        n = torch.Size(shape).numel()
+        if elements and (elements + n) * itemsize > bucket_bytes:
+            plan.append((first, i, elements))
+            first = i
+            elements = 0
+        elements += n
+    plan.append((first, len(shapes), elements))
+    return plan
+
+
+def checksum(flat):
+    """A number that depends on every bit of a tensor and on its place: int64, modulo 2^64."""
+    # two or four bytes an element
+    bits = flat.view(torch.int16)
+    place = torch.arange(min(len(bits), 1 << 20), device=bits.device) * 2 + 1
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for i, part in enumerate(bits.split(1 << 20)):
+        total += (2 * i + 1) * (part.long() * place[: len(part)]).sum()
+    return total
+
+
+def settle(device, timeout, what):
+    """Wait until the current stream of a GPU has done its work; TimeoutError after `timeout` s."""
+    deadline = time.monotonic() + timeout
+    while device.type == "cuda" and not torch.cuda.current_stream(device).query():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"weights: {what} has not ended within {timeout:.0f} s")
+        time.sleep(0.001)
+
+
+def in_thread(function, *args):
+    """Call it in a daemon thread of its own; returns a Future."""
+    future = Future()
+
+    def run():
+        try:
+            future.set_result(function(*args))
+        except BaseException as e:
+            future.set_exception(e)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

@@ -1,0 +1,131 @@
+"""How to hack it: five edits that researchers make, as patches in tests/edits. None is longer than 15 lines, none is in
+more than two files, and each is applied to a copy of the repository and does there what it says (tests/edits/checks.py).
+
+By hand: `git apply tests/edits/muon.patch`.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import ROOT
+from fake_engine import fake_vllm
+
+FOLDER = ROOT / "tests" / "edits"
+EDITS = sorted(path.stem for path in FOLDER.glob("*.patch"))
+PORT = 8980
+
+
+def changed(name):
+    """(lines added and removed, files) of an edit."""
+    text = (FOLDER / f"{name}.patch").read_text()
+    files = re.findall(r"^\+\+\+ b/(.+)$", text, re.M)
+    lines = re.findall(r"^(?:\+(?!\+\+ )|-(?!-- )).*$", text, re.M)
+    return lines, files
+
+
+def copy_of_the_repository(folder, base_model):
+    """The sources in `folder`, and the base model, which is not copied."""
+    folder.mkdir()
+    ignore = shutil.ignore_patterns("__pycache__")
+    for part in ("plumbing", "tasks", "tools", "tests"):
+        shutil.copytree(ROOT / part, folder / part, ignore=ignore)
+    top = [ROOT / name for name in ("run.sh", "pyproject.toml", "requirements.txt")]
+    for path in (*ROOT.glob("*.py"), *top):
+        shutil.copy(path, folder)
+    models = folder / "out" / "models"
+    models.mkdir(parents=True)
+    (models / base_model.name).symlink_to(base_model)
+    return folder
+
+
+def apply(name, folder):
+    """Apply an edit to a copy."""
+    command = ["git", "apply", str(FOLDER / f"{name}.patch")]
+    # also where the copy lies within some other repository
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, (
+        f"edit {name} does not apply any more: refresh tests/edits/{name}.patch\n{done.stderr}"
+    )
+
+
+def run_in(folder, command, seconds, **environment):
+    """Run a command in a copy, on one thread; asserts that it succeeds."""
+    environment = dict(PYTHONPATH=str(folder), OMP_NUM_THREADS="1") | environment
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        env=os.environ | environment,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_edit(name, tmp_path, base_model):
+    lines, files = changed(name)
+    assert len(lines) <= 15 and len(files) <= 2, f"{name}: {len(lines)} lines in {files}"
+    folder = copy_of_the_repository(tmp_path / "copy", base_model)
+    apply(name, folder)
+    for command in (["format", "--check"], ["check"]):
+        run_in(folder, [sys.executable, "-m", "ruff", *command, *files], 60)
+    checks = ["tests/edits/checks.py", "-k", f"test_{name}"]
+    run_in(folder, [sys.executable, "-m", "pytest", "-q", *checks], 200)
+
+
+def test_there_is_a_check_of_every_edit_and_they_are_five():
+    checks = re.findall(r"^def test_(\w+)", (FOLDER / "checks.py").read_text(), re.M)
+    assert len(EDITS) == 5
+    for name in EDITS:
+        assert any(check.startswith(name) for check in checks), name
+
+
+@pytest.mark.slow
+def test_all_five_together_in_a_run(tmp_path, base_model):
+    """With FAKE engines, and two tasks; the model knows nothing of the second."""
+    folder = copy_of_the_repository(tmp_path / "copy", base_model)
+    for name in EDITS:
+        apply(name, folder)
+    knobs = dict(
+        run="edited",
+        port=PORT,
+        model=base_model,
+        task="toy:0.7,countdown:0.3",
+        loss="cispo",
+        steps=8,
+        batch_size=128,
+        warmup_steps=1,
+        eval_problems=16,
+        save_every=4,
+    )
+    flags = [str(x) for knob, value in knobs.items() for x in (f"--{knob}", value)]
+    path = f"{folder}:{fake_vllm(tmp_path / 'fake')}"
+    run_in(
+        folder,
+        ["bash", "run.sh", "toy", *flags],
+        300,
+        PYTHONPATH=path,
+        PIPELINE_PYTHON=sys.executable,
+    )
+    run_dir = folder / "out" / "edited"
+    lines = [json.loads(x) for x in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "step" in line]
+    assert len(steps) == 8
+    for line in steps:
+        assert line["entropy_by_task"].keys() == {"toy", "countdown"}
+        assert len(line["above_2"]) == 10
+        assert line["mismatch"] is None or line["mismatch"] < 1e-5
+    assert all(line["entropy_by_task"]["countdown"] > 0 for line in steps)
+    newest = max((run_dir / "checkpoints").glob("step_*[0-9]"))
+    state = json.loads(Path(newest, "trainer", "state.json").read_text())
+    rates = state["sampler"]["state"]["rates"]
+    assert rates and all(0 <= rate <= 1 for rate in rates.values())

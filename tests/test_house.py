@@ -1,0 +1,79 @@
+"""The house: formatted, not complex, and imports that go down only."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+FILES = sorted(p for p in ROOT.glob("*.py")) + sorted(
+    p
+    for folder in ("plumbing", "tasks", "tools", "bench", "tests")
+    for p in (ROOT / folder).glob("*.py")
+)
+# from the ground; a file may import what is on its own floor or below, and no circles
+FLOORS = [
+    {"config", "plumbing"},
+    {"tasks", "weights"},
+    {"actor", "preprocess", "train"},
+    {"tools"},
+    {"bench", "tests"},
+]
+
+
+@pytest.mark.parametrize("command", [["format", "--check"], ["check"]])
+def test_ruff_has_nothing_to_say(command):
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", *command, *map(str, FILES)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def floor_of(name):
+    for number, names in enumerate(FLOORS):
+        if name in names:
+            return number
+
+
+def imported(path):
+    """First parts of the names of all modules that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module.partition(".")[0]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_down(path):
+    room = path.parent.name if path.parent != ROOT else path.stem
+    own = floor_of(room)
+    for name in imported(path):
+        floor = floor_of(name)
+        assert floor is None or floor <= own, f"{path.name} imports {name}, a floor above"
+        if room in ("actor", "train", "tasks"):
+            # stages do not import each other; only the reference model of preprocess needs train's logprobs
+            assert name not in FLOORS[2], f"{path.name} imports {name}"
+
+
+def test_the_plumbing_has_no_circles():
+    graph = {}
+    for path in (ROOT / "plumbing").glob("*.py"):
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "plumbing":
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("plumbing."):
+                found.add(node.module.partition(".")[2])
+        graph[path.stem] = found
+    done = set()
+    while graph:
+        free = [name for name, needs in graph.items() if needs <= done]
+        assert free, f"circles among {sorted(graph)}"
+        for name in free:
+            del graph[name]
+            done.add(name)

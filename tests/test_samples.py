@@ -1,0 +1,185 @@
+"""The schema of a sample: records and back, fillers, new fields, and what is refused."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from test_train import knobs, packed_model
+
+import train
+from plumbing import samples as schema
+from plumbing.queues import Queue
+from plumbing.reader import Reader
+from plumbing.samples import filler, join, layout, problem_with, split
+from preprocess import Ledger, Packer, Ring
+
+
+def make_sample(n=5, reward=0.0, version=0, prompt=2, **others):
+    """A sample of n tokens, of which `prompt` were not sampled, with its advantage."""
+    mask = np.arange(n) >= prompt
+    sample = {
+        "tokens": np.arange(n) % 40,
+        "mask": mask,
+        "logprobs": np.where(mask, -0.5, 0.0),
+        "versions": np.where(mask, version, -1),
+        "task": 0,
+        "temperature": 1.0,
+        "reward": reward,
+        "outcome": 0 if reward >= 1 else 1,
+        "finished": True,
+        "num_versions": 1,
+        "advantage": reward,
+    }
+    return sample | others
+
+
+def group_record(index, samples, failed=0, **others):
+    """A group as actor.py puts it into queues/rollouts: the advantages are not there yet."""
+    record = join([{k: v for k, v in s.items() if k != "advantage"} for s in samples])
+    record |= {"run_id": "abc", "index": index, "failed": failed}
+    return record | {"gen_tok_s": 10.0, "gen_idle": 0.25} | others
+
+
+def same(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert np.array_equal(a[name], b[name]), name
+
+
+def test_samples_survive_a_record():
+    lengths = (3, 1, 7)
+    samples = [make_sample(n, reward=n / 10, version=n, task=n, finished=n > 2) for n in lengths]
+    record = join(samples)
+    assert record["lengths"].tolist() == [3, 1, 7]
+    assert record["tokens"].tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 4, 5, 6]
+    for name, dtype in (schema.TOKEN_FIELDS | schema.SAMPLE_FIELDS).items():
+        assert name == "ref_logprobs" or record[name].dtype == dtype
+    again = split(record)
+    for sample, other in zip(again, samples, strict=True):
+        assert sample["tokens"].tolist() == other["tokens"].tolist()
+        assert sample["versions"].tolist() == other["versions"].tolist()
+        assert sample["mask"].tolist() == other["mask"].tolist()
+        assert sample["reward"] == np.float32(other["reward"])
+        assert (sample["task"], sample["finished"]) == (other["task"], other["finished"])
+    same(join(again), record)
+
+
+def test_what_samples_do_not_have_is_left_out():
+    assert join([]).keys() == {"lengths"}
+    assert split(join([])) == []
+    record = join([{"tokens": np.arange(3)}, {"tokens": np.arange(2), "text": "not in the schema"}])
+    assert record.keys() == {"lengths", "tokens"}
+    assert [s.keys() for s in split(record)] == [{"tokens"}, {"tokens"}]
+
+
+def test_layout_by_hand():
+    positions, sequence_ids = layout([2, 1, 3])
+    assert positions.tolist() == [0, 1, 0, 0, 1, 2]
+    assert sequence_ids.tolist() == [0, 0, 1, 2, 2, 2]
+    assert [len(x) for x in layout(join([])["lengths"])] == [0, 0]
+
+
+def test_a_filler_has_every_field_and_is_no_sample():
+    record = join([filler()])
+    assert record.keys() == {"lengths"} | schema.TOKEN_FIELDS.keys() | schema.SAMPLE_FIELDS.keys()
+    assert record["outcome"].tolist() == [-1]
+    assert not record["mask"].any()
+    assert problem_with(record) is None
+
+
+@pytest.mark.parametrize("name", ["logprobs", "reward", "advantage", "temperature"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_named(name, value):
+    record = join([make_sample(), make_sample()])
+    assert problem_with(record) is None
+    record[name][1] = value
+    assert problem_with(record) == f"{name} has values that are not finite"
+
+
+def test_fields_of_the_wrong_length_are_named():
+    record = join([make_sample(4), make_sample(3)])
+    short = record | {"mask": record["mask"][:-1]}
+    assert problem_with(short) == "mask has 6 values for 7 tokens"
+    long = record | {"reward": np.zeros(3, np.float32)}
+    assert problem_with(long) == "reward has 3 values for 2 samples"
+
+
+def test_a_new_field_is_a_line_in_the_schema_and_reaches_the_loss(tmp_path, monkeypatch):
+    """From the actor's record through the stage between, a filler's row among them, to the tensors of the loss."""
+    monkeypatch.setitem(schema.TOKEN_FIELDS, "surprise", np.float32)
+    monkeypatch.setitem(schema.SAMPLE_FIELDS, "difficulty", np.int16)
+    config = knobs(run_id="abc", batch_size=2, attempts=2, row_tokens=64)
+    rollouts = Queue(tmp_path / "rollouts")
+    samples = [
+        make_sample(5, surprise=np.arange(5) / 8, difficulty=3),
+        make_sample(4, surprise=np.arange(4) / 4, difficulty=9),
+    ]
+    rollouts.put(group_record(0, samples))
+    queues = [Queue(tmp_path / f"rank_{r}") for r in range(2)]
+    ledger = Ledger(0, [])
+    ring = Ring(config, rollouts, ledger)
+    ring.receive()
+    packer = Packer(config, queues, ledger, 0)
+    packer.add(ring.groups.popleft())
+    record, of_filler = (q.get(0)[1] for q in queues)
+    assert record["difficulty"].tolist() == [3, 9]
+    assert record["surprise"].tolist() == [0, 1 / 8, 2 / 8, 3 / 8, 4 / 8, 0, 1 / 4, 2 / 4, 3 / 4]
+    assert of_filler["difficulty"].tolist() == [0]
+
+    seen = []
+
+    def spy(device, *tensors):
+        seen.extend(tensors)
+        return list(tensors)
+
+    monkeypatch.setattr(train, "to_device", spy)
+    for batch in (record, of_filler):
+        train.micro_batch(packed_model(), batch, 0, config, torch.device("cpu"))
+    for values in (record["surprise"], record["difficulty"]):
+        assert any(np.array_equal(x.numpy(), values) for x in seen)
+
+
+class OneRank:
+    """As plumbing.ranks.Ranks, of one process."""
+
+    rank = 0
+    stop = threading.Event()
+
+    def agree(self, number):
+        return number
+
+
+def test_the_reader_refuses_what_cannot_be_trained_on_by_name(tmp_path):
+    config = knobs(run_id="abc", stall_timeout=1)
+    fine = join([make_sample(10)]) | {"run_id": "abc", "step": 4, "last": True}
+    bad = {
+        "record 0 of .*rank_0 is for step 4 of run xyz, this is step 4 of run abc": {
+            "run_id": "xyz"
+        },
+        "record 1 of .*rank_0 is for step 3 of run abc, this is step 4 of run abc": {"step": 3},
+        "record 2 of .*rank_0: reward has values that are not finite": {
+            "reward": np.array([np.nan])
+        },
+        "record 3 of .*rank_0: token ids from 0 to 25, the vocabulary has 20": {
+            "tokens": fine["tokens"] + np.where(np.arange(10) == 9, 16, 0)
+        },
+        "record 4 of .*rank_0: token ids from -1 to 8, the vocabulary": {
+            "tokens": fine["tokens"] - 1
+        },
+        "record 5 of .*rank_0: logprobs has 3 values for 10 tokens": {"logprobs": np.zeros(3)},
+    }
+    queue = Queue(tmp_path / "queues" / "batches" / "rank_0")
+    for change in bad.values():
+        queue.put(fine | change)
+    queue.put(fine)
+    reader = Reader(config, tmp_path, OneRank(), 20, lambda: None)
+    for complaint in bad:
+        with pytest.raises((ValueError, RuntimeError), match=complaint):
+            list(reader.step(4))
+    # what was refused is not lost, and a good record is trained
+    assert len(queue) == len(bad) + 1
+    [record] = reader.step(4)
+    assert record["lengths"].tolist() == [10]
+    assert reader.last is record
+    assert len(queue) == len(bad)

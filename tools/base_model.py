@@ -1,0 +1,228 @@
+"""Tiny base models for tasks that bring a teacher: no run needs a hub.
+
+    python tools/base_model.py toy out/models/toy-seed0 0    # task toy, seed 0
+    python tools/base_model.py toy:0.5,countdown:0.5 out/models/both 0
+
+A teacher is a function `teacher(rng) -> [(text, learn), ...]`: one example, in order, learn = True where
+the model speaks. A good one errs now and then, so that reward has something to mend. `TINY` of the task
+says what may differ from DEFAULT below. Deliberately absent: validation, checkpoints, a GPU.
+"""
+
+import importlib
+import os
+import random
+import re
+import shutil
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import config as cfg  # noqa: E402
+
+DEFAULT = dict(
+    # texts that are one token; any other character is one by itself
+    words=(),
+    # characters that the examples may lack
+    characters=(),
+    steps=150,
+    # examples a step
+    batch=64,
+    lr=3e-3,
+    layers=2,
+    hidden=128,
+    # longest sequence, tokens
+    positions=256,
+)
+# examples that are searched for characters
+SEARCHED = 2000
+ROW_TOKENS = 512
+
+
+def settings(tasks):
+    """TINY of several tasks as one: all words and characters, and the most of everything else."""
+    merged = {}
+    for name, default in DEFAULT.items():
+        values = [getattr(task, "TINY", {}).get(name, default) for task in tasks]
+        if isinstance(default, tuple):
+            merged[name] = sum(map(tuple, values), ())
+        else:
+            merged[name] = max(values)
+    return merged
+
+
+def make_tokenizer(tasks, seed=0):
+    """<pad>, <eos>, in sorted order every character of the teachers' first examples, then the words. `<eos>` ends an answer.
+
+    It is a Qwen2 tokenizer without merges: transformers loads whatever lies beside a Qwen2 model as one.
+    """
+    from tokenizers import AddedToken
+    from transformers import Qwen2Tokenizer
+
+    merged = settings(tasks)
+    words = merged["words"]
+    text = _text_without(words, tasks, seed) + "".join(merged["characters"])
+    vocabulary = ["<pad>", "<eos>", *_byte_level(text)]
+    tokenizer = Qwen2Tokenizer(
+        vocab={token: i for i, token in enumerate(vocabulary)},
+        merges=[],
+        unk_token="<pad>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+    )
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
+    return tokenizer
+
+
+def _text_without(words, tasks, seed):
+    """What the teachers write in their first examples, without the words."""
+    rng = random.Random(f"vocabulary{seed}")
+    parts = []
+    for task in tasks:
+        for _ in range(SEARCHED):
+            parts += [part for part, _ in task.teacher(rng)]
+    if words:
+        longest_first = sorted(words, key=len, reverse=True)
+        pattern = re.compile("|".join(map(re.escape, longest_first)))
+        parts = [pattern.sub("", part) for part in parts]
+    return "".join(parts)
+
+
+def _byte_level(text):
+    """The characters of a text as a byte-level tokenizer writes them (a space becomes another one), sorted."""
+    from tokenizers import pre_tokenizers
+
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    characters = set()
+    for piece, _ in byte_level.pre_tokenize_str(text):
+        characters.update(piece)
+    return sorted(characters)
+
+
+def build(tokenizer, layers, hidden, positions):
+    """A Qwen2 model of random weights for this tokenizer."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    # a multiple of 64
+    vocabulary = -(-len(tokenizer) // 64) * 64
+    config = Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=positions,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        attn_implementation="sdpa",
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def tokenized(example, tokenizer):
+    """A teacher's example -> (token ids, learn), equally long lists; what the model speaks ends in <eos>."""
+    ids = []
+    learn = []
+    for text, mine in example:
+        part = tokenizer(text)["input_ids"]
+        if mine:
+            part = part + [tokenizer.eos_token_id]
+        ids += part
+        learn += [mine] * len(part)
+    return ids, learn
+
+
+def backward(model, examples):
+    """Gradient of the mean cross-entropy of what is learnt, over all examples [(ids, learn)]; returns that mean."""
+    import torch
+
+    from preprocess import pack
+    from train import token_logprobs
+
+    count = sum(sum(learn) for _, learn in examples)
+    lengths = [len(ids) for ids, _ in examples]
+    total = 0.0
+    for row in pack(lengths, ROW_TOKENS):
+        # one packed row: ids, learn and positions [T]
+        ids = torch.tensor([token for i in row for token in examples[i][0]])
+        learn = torch.tensor([mine for i in row for mine in examples[i][1]])
+        positions = torch.cat([torch.arange(lengths[i]) for i in row])
+        logprobs, _ = token_logprobs(model, ids, positions, 1.0)
+        loss = -(logprobs * learn).sum() / count
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def warm_up(model, tokenizer, tasks, chosen, seed, name):
+    """Train a model on the examples of the tasks' teachers, in turn; chosen: see DEFAULT."""
+    import torch
+
+    steps, lr = chosen["steps"], chosen["lr"]
+    rng = random.Random(f"warm-up{seed}")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
+    for step in range(steps):
+        examples = []
+        for k in range(chosen["batch"]):
+            task = tasks[k % len(tasks)]
+            examples.append(tokenized(task.teacher(rng), tokenizer))
+        loss = backward(model, examples)
+        # up over 50 steps, and down to a tenth over all of them
+        rise = min(1, step / 50)
+        optimizer.param_groups[0]["lr"] = lr * rise * (1 - 0.9 * step / steps)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 50 == 49:
+            print(
+                f"{name}: warm-up step {step + 1}/{steps}, cross-entropy {loss:.2f}",
+                flush=True,
+            )
+
+
+def make_model(names, path, seed, **other):
+    """Make the base model of these tasks at `path` unless it is there already; the same seed gives the same model.
+
+    other: settings instead of the tasks' own.
+    """
+    import torch
+
+    path = Path(path)
+    if (path / "config.json").exists():
+        return
+    tasks = [importlib.import_module(f"tasks.{name}") for name in names]
+    name = "+".join(names)
+    chosen = settings(tasks) | other
+    tokenizer = make_tokenizer(tasks, seed)
+    torch.manual_seed(seed)
+    model = build(tokenizer, chosen["layers"], chosen["hidden"], chosen["positions"])
+    warm_up(model, tokenizer, tasks, chosen, seed, name)
+    _save(model, tokenizer, path)
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    print(f"{name}: base model of {millions:.2f}M parameters in {path}", flush=True)
+
+
+def _save(model, tokenizer, path):
+    """Under a temporary name first: a model is whole or absent."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    model.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    try:
+        temporary.rename(path)
+    except OSError:
+        # another node has made the same
+        shutil.rmtree(temporary)
+
+
+def main(argv):
+    if len(argv) != 3:
+        sys.exit("usage: python tools/base_model.py TASKS DIRECTORY SEED")
+    tasks, path, seed = argv
+    make_model(list(cfg.task_weights(tasks)), path, int(seed))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
