@@ -460,6 +460,8 @@ def train(config, run_dir, ranks):
     # engines start from the base model; a continued run's need other weights
     sender.push(state["version"], state["position"])
     sender.wait()
+    # it waited for engines to start: no update like the others
+    sender.take_timing()
     if ranks.rank == 0:
         size = sum(p.numel() for p in model.parameters()) / 1e6
         where = f"{ranks.world} x {device.type}"

@@ -110,12 +110,12 @@ def measure(length, port, seconds):
         engine.join()
 
 
-def main():
+def main(argv=None):
     p = parser(__doc__)
     p.add_argument("--lengths", default="40,500,4000,16000")
     p.add_argument("--seconds", type=float, default=10.0)
     p.add_argument("--port", type=int, default=8600)
-    a = p.parse_args()
+    a = p.parse_args(argv)
     if a.quick:
         a.lengths = "40,4000"
         a.seconds = 3.0

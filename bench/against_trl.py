@@ -29,8 +29,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import runs
 from bench.common import WORK, band, panels, save_figure, table
-from bench.compare import SHARES, fixed_scores, mean_time, places, time_cell, time_to
-from bench.runs import COMMON, PIPELINE, QUICK, scored, scores
+from bench.compare import SHARES, fixed_scores, mean_time, time_cell, times_to
+from bench.runs import COMMON, PIPELINE, QUICK, places, scores, scores_of
 from tasks import tail
 
 # of COMMON, what TRL's runs hang on
@@ -140,7 +140,7 @@ def say(by_setting, levels):
     times = {}
     rows = []
     for name, found in by_setting.items():
-        times[name] = [[time_to(run, level) for run in found] for level in levels]
+        times[name] = times_to(found, levels)
         begin = np.mean([run["scores"][0][1] for run in found])
         end = np.mean([run["scores"][-1][1] for run in found])
         seconds = np.mean([run["curve"]["time"][-1] for run in found])
@@ -161,7 +161,7 @@ def draw(by_setting, levels, path):
     figure, axes = panels(["held-out score against seconds", "held-out score against samples"])
     for color, (name, found) in zip(("k", "C1"), by_setting.items()):
         for ax, x in zip(axes, ("time", "samples")):
-            band(ax, [(places(run, x), scored(run)[2]) for run in found], color, name)
+            band(ax, [(places(run, x), scores_of(run)) for run in found], color, name)
     for ax in axes:
         for level in levels:
             ax.axhline(level, color="C3", linestyle=":")

@@ -101,6 +101,14 @@ def table(header, rows):
         print("  ".join(words), flush=True)
 
 
+def ratio_table(header, old, new):
+    """Print two measurements of every round and their ratio new / old, which compares neighbours; medians."""
+    columns = np.array([old, new, np.divide(new, old)]).T
+    rows = [*enumerate(columns), ("median", np.median(columns, axis=0))]
+    cells = [[name, f"{a:.0f}", f"{b:.0f}", f"{ratio:.3f}"] for name, (a, b, ratio) in rows]
+    table([*header, "ratio"], cells)
+
+
 # ---- rounds
 
 

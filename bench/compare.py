@@ -31,7 +31,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import runs
 from bench.common import band, panels, save_figure, table
-from bench.runs import COMMON, PIPELINE, QUICK, conventional, scored
+from bench.runs import COMMON, PIPELINE, QUICK, conventional, places, scores_of
 
 SHARES = (0.5, 0.75, 0.9)
 DROP = 0.1
@@ -56,7 +56,8 @@ FORMATS = {
 
 def time_to(run, level):
     """Seconds until the score first reaches `level`, straight lines between checkpoints; None: never."""
-    _, times, found = scored(run)
+    times = places(run, "time")
+    found = scores_of(run)
     reached = np.flatnonzero(found >= level)
     if not len(reached):
         return None
@@ -66,10 +67,15 @@ def time_to(run, level):
     return float(np.interp(level, found[k - 1 : k + 1], times[k - 1 : k + 1]))
 
 
+def times_to(found, levels):
+    """[[seconds of every run] for every level]."""
+    return [[time_to(run, level) for run in found] for level in levels]
+
+
 def stable(runs_of_setting):
     """Did all runs of a setting end no more than DROP below their best, and higher than they began?"""
     for run in runs_of_setting:
-        _, _, found = scored(run)
+        found = scores_of(run)
         if found[-1] < found.max() - DROP or found[-1] <= found[0]:
             return False
     return True
@@ -83,7 +89,7 @@ def fixed_scores(by_setting):
     begins = []
     ends = {}
     for setting, found in (chosen or by_setting).items():
-        curves = [scored(run)[2] for run in found]
+        curves = [scores_of(run) for run in found]
         begins += [curve[0] for curve in curves]
         ends[setting] = np.mean([curve[-1] for curve in curves])
     if len(ends) > 1:
@@ -102,7 +108,7 @@ def figures_of(run):
     """One run's numbers in the table, named as in FORMATS."""
     curve = run["curve"]
     seconds = curve["time"][-1]
-    found = scored(run)[2]
+    found = scores_of(run)
     return {
         "begin": found[0],
         "score": found[-1],
@@ -125,13 +131,20 @@ def summary(by_setting):
     seed), None if one never gets there.
     """
     levels = fixed_scores(by_setting)
-    rows = {}
-    for setting, found in by_setting.items():
-        figures = [figures_of(run) for run in found]
-        rows[setting] = {name: float(np.mean([f[name] for f in figures])) for name in FORMATS}
-        rows[setting]["times"] = [[time_to(run, level) for run in found] for level in levels]
-        rows[setting]["stable"] = stable(found)
-    return dict(scores=levels, rows=rows, ratios=[ratio(rows, k) for k in range(len(levels))])
+    rows = {setting: row_of(found, levels) for setting, found in by_setting.items()}
+    ratios = [ratio(rows, k) for k in range(len(levels))]
+    return dict(scores=levels, rows=rows, ratios=ratios)
+
+
+def row_of(found, levels):
+    """A setting's row, as in `summary`."""
+    row = {}
+    figures = [figures_of(run) for run in found]
+    for name in FORMATS:
+        row[name] = float(np.mean([of_run[name] for of_run in figures]))
+    row["times"] = times_to(found, levels)
+    row["stable"] = stable(found)
+    return row
 
 
 def ratio(rows, k):
@@ -181,12 +194,6 @@ def say(found):
         print(f"to {share:.0%}: {words}")
 
 
-def places(run, x):
-    """Where a run's checkpoints stand on the axis `x`."""
-    versions = scored(run)[0]
-    return np.array([0, *run["curve"][x]])[versions]
-
-
 def draw(by_setting, path):
     """The paper's five panels: mean over seeds, and a band from the lowest to the highest."""
     columns = {
@@ -199,7 +206,7 @@ def draw(by_setting, path):
     for i, (setting, found) in enumerate(by_setting.items()):
         color = "k" if setting == "pipeline" else f"C{i}"
         for ax, x in zip(axes, ("time", "samples")):
-            band(ax, [(places(run, x), scored(run)[2]) for run in found], color, setting)
+            band(ax, [(places(run, x), scores_of(run)) for run in found], color, setting)
         for ax, (x, y) in zip(axes[2:], columns.values()):
             band(ax, [(run["curve"][x], run["curve"][y]) for run in found], color, setting)
     for level in fixed_scores(by_setting):

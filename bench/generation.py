@@ -12,12 +12,11 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.actor import intake
-from bench.common import in_turn, keep, machine, parser, result_file, table
+from bench.common import in_turn, keep, machine, parser, ratio_table, result_file
 from bench.engines import Load, bodies, make_run
 from plumbing.hardware import urls
 from tasks import toy
@@ -48,14 +47,14 @@ def through_actor(config, run_dir, seconds):
     return found["tokens"] / found["seconds"]
 
 
-def main():
+def main(argv=None):
     p = parser(__doc__)
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--seconds", type=float, default=15.0)
     p.add_argument("--concurrency", type=int, default=256)
     p.add_argument("--port", type=int, default=8620)
     p.add_argument("--engine_args", default="")
-    a = p.parse_args()
+    a = p.parse_args(argv)
     if a.quick:
         a.rounds = 1
         a.seconds = 5.0
@@ -78,12 +77,8 @@ def main():
     finally:
         stop_engines(engines)
     print(f"{machine()}; {a.concurrency} sequences in progress, toy model")
-    rates = np.array([results["bare"], results["actor"]])
-    # neighbours of one round are compared
-    columns = np.vstack([rates, rates[1] / rates[0]]).T
-    rows = [*enumerate(columns), ("median", np.median(columns, axis=0))]
-    cells = [[i, f"{b:.0f}", f"{c:.0f}", f"{ratio:.2f}"] for i, (b, c, ratio) in rows]
-    table(["round", "bare tok/s", "actor tok/s", "ratio"], cells)
+    header = ["round", "bare tok/s", "actor tok/s"]
+    ratio_table(header, results["bare"], results["actor"])
     keep(result_file(a, "generation"), dict(machine=machine(), tokens_s=results))
 
 

@@ -7,7 +7,6 @@ Every answer is a completion of some 2,000 characters with its own final answer:
 form, or a wrong one, so that no cache helps.
 """
 
-import argparse
 import asyncio
 import itertools
 import random
@@ -15,10 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import config as cfg  # noqa: E402
+import config as cfg
+from bench.common import keep, machine, parser, ratio_table, result_file, table
 from plumbing.sandbox import Sandbox  # noqa: E402
 from tasks import maths  # noqa: E402
 
@@ -90,51 +88,61 @@ async def one_round(sandbox, work):
     return time.perf_counter() - start, outcomes
 
 
-async def compare(sandbox, rng, answers, rounds):
-    """Answers/s of every round, [rounds, 2]: alone, and with 1% of them hostile."""
+async def compare(sandbox, answers, rounds):
+    """{clean, mixed: answers/s of every round}: alone, and with 1% of them hostile."""
+    rng = random.Random(0)
     problems = maths.problems("test", 0, str(cfg.ROOT / "tests" / "maths.jsonl"))
     await one_round(sandbox, [draw(rng, problems) for _ in range(200)])
-    rates = []
+    rates = dict(clean=[], mixed=[])
     for _ in range(rounds):
         clean = [draw(rng, problems) for _ in range(answers)]
         mixed = [draw(rng, problems) for _ in range(answers)]
         places = rng.sample(range(answers), answers // 100)
         for i, hostile in zip(places, itertools.cycle(HOSTILE)):
             mixed[i] = problems[0], boxed(hostile)
-        alone, _ = await one_round(sandbox, clean)
-        together, _ = await one_round(sandbox, mixed)
-        rates.append([answers / alone, answers / together])
-    return np.array(rates)
+        for name, work in (("clean", clean), ("mixed", mixed)):
+            seconds, _ = await one_round(sandbox, work)
+            rates[name].append(answers / seconds)
+    return rates
 
 
-def print_row(name, clean, mixed, ratio):
-    print(f"{name:>6} {clean:>10.0f} {mixed:>11.0f} {ratio:>6.2f}")
+async def alone(sandbox):
+    """{hostile answer: (seconds, outcome)}, one after the other."""
+    found = {}
+    for hostile in HOSTILE:
+        seconds, outcomes = await one_round(sandbox, [({"answer": "7"}, boxed(hostile))])
+        found[hostile[:32]] = seconds, outcomes[0]
+    return found
 
 
-async def main():
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--answers", type=int, default=4000)
-    p.add_argument("--rounds", type=int, default=3)
-    a = p.parse_args()
+async def measure(arguments):
+    """(what `compare` gives, what `alone` gives, how the sandbox is set up)."""
     sandbox = Sandbox(cfg.Config(task="maths"))
     await sandbox.start()
-    rates = await compare(sandbox, random.Random(0), a.answers, a.rounds)
-    limit = sandbox.config.reward_timeout
-    print(sandbox.workers, "workers, limit", limit, "CPU s,", a.answers, "answers a round")
-    print(" round  answers/s  1% hostile  ratio")
-    ratios = rates[:, 1] / rates[:, 0]
-    for i, (clean, mixed) in enumerate(rates):
-        print_row(i, clean, mixed, ratios[i])
-    clean, mixed = np.median(rates, axis=0)
-    print_row("median", clean, mixed, np.median(ratios))
-    print("\nseconds alone, outcome, hostile answer")
-    seven = {"answer": "7"}
-    for hostile in HOSTILE:
-        answer = boxed(hostile)
-        seconds, outcomes = await one_round(sandbox, [(seven, answer)])
-        print(f"{seconds:>13.3f}  {outcomes[0]:<10}  {hostile[:32]}")
-    sandbox.close()
+    try:
+        rates = await compare(sandbox, arguments.answers, arguments.rounds)
+        set_up = f"{sandbox.workers} workers, limit {sandbox.config.reward_timeout} CPU s"
+        return rates, await alone(sandbox), set_up
+    finally:
+        sandbox.close()
+
+
+def main(argv=None):
+    p = parser(__doc__)
+    p.add_argument("--answers", type=int, default=4000)
+    p.add_argument("--rounds", type=int, default=3)
+    a = p.parse_args(argv)
+    if a.quick:
+        a.answers = 400
+        a.rounds = 1
+    rates, hostile, set_up = asyncio.run(measure(a))
+    print(f"{machine()}; {set_up}, {a.answers} answers a round")
+    ratio_table(["round", "answers/s", "1% hostile"], rates["clean"], rates["mixed"])
+    print()
+    rows = [[name, f"{seconds:.3f}", outcome] for name, (seconds, outcome) in hostile.items()]
+    table(["hostile answer", "seconds alone", "outcome"], rows)
+    keep(result_file(a, "rewards"), dict(machine=machine(), answers_s=rates, alone=hostile))
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    main()

@@ -20,7 +20,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -154,7 +153,10 @@ def one_run(name, knobs, port, preset="toy"):
     steps = [line for line in lines if "step" in line]
     evaluations = [line for line in lines if "eval" in line]
     config = cfg.load(run_dir)
-    found = [[x["version"], float(np.mean(list(x["eval"].values())))] for x in evaluations]
+    found = []
+    for x in evaluations:
+        mean_of_sets = np.mean(list(x["eval"].values()))
+        found.append([x["version"], float(mean_of_sets)])
     if config.task == "tail":
         found = scores(run_dir / "checkpoints", config.seed, config.eval_data)
     return dict(curve=curve_of(steps), scores=found, by_lag=lag_table(steps))
@@ -188,8 +190,8 @@ def scores(folder, seed, eval_data=""):
     problems = tail.problems("test", seed, eval_data)[:PROBLEMS]
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     models = {0: str(MODEL)}
-    for path in folder.iterdir():
-        # step_000008, checkpoint-8
+    # step_000008, checkpoint-8
+    for path in folder.glob("*[0-9]"):
         models[int(re.search(r"\d+$", path.name)[0])] = str(path)
     found = []
     for version, path in sorted(models.items()):
@@ -221,8 +223,12 @@ def success(model, tokenizer, problems):
     return float(total / len(problems))
 
 
-def scored(run):
-    """(versions, times, scores) of the versions that have a score."""
-    versions, found = map(np.array, zip(*run["scores"]))
-    times = np.array([0.0, *run["curve"]["time"]])
-    return versions, times[versions], found
+def scores_of(run):
+    """The scores of a run, oldest version first."""
+    return np.array([score for _, score in run["scores"]])
+
+
+def places(run, column):
+    """What a column of the curve says of the versions that have a score."""
+    values = np.array([0.0, *run["curve"][column]])
+    return values[[version for version, _ in run["scores"]]]

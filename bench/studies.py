@@ -19,7 +19,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import runs
 from bench.common import band, panels, save_figure, table
-from bench.runs import COMMON, PIPELINE, QUICK, conventional, scored
+from bench.runs import COMMON, PIPELINE, QUICK, conventional, scores_of
+from train import LAG_BUCKETS
 
 STUDIES = {
     "kl": {
@@ -28,7 +29,7 @@ STUDIES = {
         "conventional, G = 12": conventional(12),
     },
 }
-LAGS = ("0", "1", "2", "3-4", "5-8", "9+")
+LAGS = list(LAG_BUCKETS)
 # of the curve by step: mean over so many steps
 WINDOW = 9
 
@@ -51,8 +52,9 @@ def mean(found, column):
 
 def row_of(setting, found):
     """A line of the table."""
-    ends = [np.mean(scored(run)[2][-3:]) for run in found]
-    begin = np.mean([scored(run)[2][0] for run in found])
+    begin = np.mean([scores_of(run)[0] for run in found])
+    ends = [np.mean(scores_of(run)[-3:]) for run in found]
+    lag_max = [max(run["curve"]["lag_max"]) for run in found]
     by_lag = kl_by_lag(found)
     return [
         setting,
@@ -60,7 +62,7 @@ def row_of(setting, found):
         f"{np.mean(ends):.3f} ({min(ends):.3f}-{max(ends):.3f})",
         f"{mean(found, 'ess'):.3f}",
         f"{mean(found, 'lag_mean'):.2f}",
-        max(max(run["curve"]["lag_max"]) for run in found),
+        max(lag_max),
         f"{mean(found, 'kl_behavior'):.1e}",
         *(f"{by_lag[lag]:.1e}" if lag in by_lag else "-" for lag in LAGS),
     ]
@@ -78,7 +80,7 @@ def draw(by_setting, path):
     figure, axes = panels(["held-out score", kl, "the same by lag of the token"])
     for i, (setting, found) in enumerate(by_setting.items()):
         color = f"C{i}"
-        band(axes[0], [(scored(run)[0], scored(run)[2]) for run in found], color, setting)
+        band(axes[0], [np.transpose(run["scores"]) for run in found], color, setting)
         by_step = [smooth(run["curve"]["kl_behavior"]) for run in found]
         band(axes[1], [(np.arange(1, len(y) + 1), y) for y in by_step], color, setting)
         by_lag = kl_by_lag(found)

@@ -462,12 +462,12 @@ def row_of(name, steps, bare, shape, lengths):
     ]
 
 
-def main():
+def main(argv=None):
     p = parser(__doc__)
     p.add_argument("--shape", choices=SHAPES, default="small")
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--contenders", nargs="+", choices=BUILD, default=list(BUILD))
-    a = p.parse_args()
+    a = p.parse_args(argv)
     if a.quick:
         a.rounds = 1
     shape = SHAPES[a.shape]

@@ -221,14 +221,14 @@ def rows(results, parameters, worst):
     yield "engine - trainer logprob", f"{worst:.1e}", ""
 
 
-def main():
+def main(argv=None):
     p = parser(__doc__)
     p.add_argument("--seconds", type=float, default=6.0)
     p.add_argument("--rounds", type=int, default=6)
     p.add_argument("--port", type=int, default=8900)
     p.add_argument("--untied", action="store_true", help="an output head of its own")
     p.add_argument("--bucket_mb", type=int, default=256)
-    a = p.parse_args()
+    a = p.parse_args(argv)
     if a.quick:
         a.seconds = 4.0
         a.rounds = 1

@@ -39,24 +39,33 @@ SAMPLE_FIELDS = {
 
 def join(samples):
     """Samples -> record. Fields that they do not have (yet) are left out."""
-    record = {"lengths": np.array([len(s["tokens"]) for s in samples], np.int64)}
+    lengths = [len(sample["tokens"]) for sample in samples]
+    record = {"lengths": np.array(lengths, np.int64)}
+    known = samples[0] if samples else {}
     for name, dtype in TOKEN_FIELDS.items():
-        if samples and name in samples[0]:
-            record[name] = np.concatenate([s[name] for s in samples]).astype(dtype)
+        if name in known:
+            parts = [sample[name] for sample in samples]
+            record[name] = np.concatenate(parts).astype(dtype)
     for name, dtype in SAMPLE_FIELDS.items():
-        if samples and name in samples[0]:
-            record[name] = np.array([s[name] for s in samples], dtype)
+        if name in known:
+            values = [sample[name] for sample in samples]
+            record[name] = np.array(values, dtype)
     return record
 
 
 def split(record):
     """Record -> its samples, in order."""
-    ends = np.cumsum(record["lengths"])
-    samples = []
-    for i, (end, length) in enumerate(zip(ends, record["lengths"])):
-        sample = {k: record[k][end - length : end] for k in TOKEN_FIELDS if k in record}
-        sample |= {k: record[k][i] for k in SAMPLE_FIELDS if k in record}
-        samples.append(sample)
+    samples = [{} for _ in record["lengths"]]
+    borders = np.cumsum(record["lengths"])[:-1]
+    for name in TOKEN_FIELDS:
+        if name in record:
+            parts = np.split(record[name], borders)
+            for sample, part in zip(samples, parts):
+                sample[name] = part
+    for name in SAMPLE_FIELDS:
+        if name in record:
+            for sample, value in zip(samples, record[name]):
+                sample[name] = value
     return samples
 
 
@@ -73,22 +82,31 @@ def layout(lengths):
 
 def filler():
     """A sample of one token that is no sample: a rank that has no micro-batch left trains it."""
-    sample = {name: np.zeros(1, dtype) for name, dtype in TOKEN_FIELDS.items()}
-    sample |= {name: dtype(0) for name, dtype in SAMPLE_FIELDS.items()}
-    return sample | {"outcome": -1, "temperature": 1.0}
+    sample = {}
+    for name, dtype in TOKEN_FIELDS.items():
+        sample[name] = np.zeros(1, dtype)
+    for name, dtype in SAMPLE_FIELDS.items():
+        sample[name] = dtype(0)
+    sample["outcome"] = -1
+    sample["temperature"] = 1.0
+    return sample
+
+
+FINITE = ("logprobs", "ref_logprobs", "reward", "advantage", "temperature")
 
 
 def problem_with(record):
     """What is wrong with a record's values, as words, or None: checked before anything is computed."""
+    samples = len(record["lengths"])
     tokens = int(record["lengths"].sum())
-    for name in TOKEN_FIELDS:
-        if name in record and len(record[name]) != tokens:
-            return f"{name} has {len(record[name])} values for {tokens} tokens"
-    for name in SAMPLE_FIELDS:
-        if name in record and len(record[name]) != len(record["lengths"]):
-            return f"{name} has {len(record[name])} values for {len(record['lengths'])} samples"
-    for name in ("logprobs", "ref_logprobs", "reward", "advantage", "temperature"):
-        if name in record and not np.isfinite(record[name]).all():
+    expected = dict.fromkeys(TOKEN_FIELDS, tokens) | dict.fromkeys(SAMPLE_FIELDS, samples)
+    for name, n in expected.items():
+        if name not in record:
+            continue
+        values = record[name]
+        if len(values) != n:
+            return f"{name} has {len(values)} values for {samples} samples of {tokens} tokens"
+        if name in FINITE and not np.isfinite(values).all():
             return f"{name} has values that are not finite"
     return None
 

@@ -11,10 +11,11 @@ import pytest
 from aiohttp import web
 
 import config as cfg
-from actor import Actor, Draws, Sampler, allowed_groups, overlong_penalty
+from actor import Actor, Sampler, allowed_groups, overlong_penalty
 from plumbing import client
 from plumbing.checkpoints import NEW_RUN
 from plumbing.client import token_versions
+from plumbing.ledger import Draws
 from plumbing.queues import Queue, notice, noticed
 from plumbing.samples import split
 

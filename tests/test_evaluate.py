@@ -23,9 +23,8 @@ def test_pass_at_k_by_hand():
         and evaluate.pass_at_k(4, 1, 2) == pytest.approx(0.5)
         and evaluate.pass_at_k(4, 3, 2) == 1.0
     )
-    rng = np.random.default_rng(
-        0
-    )  # against its definition: k of n attempts, drawn without replacement
+    # against its definition: k of n attempts, drawn without replacement
+    rng = np.random.default_rng(0)
     attempts = np.array([True] * 3 + [False] * 7)
     drawn = np.mean([rng.permutation(attempts)[:4].any() for _ in range(20000)])
     assert evaluate.pass_at_k(10, 3, 4) == pytest.approx(drawn, abs=0.01)

@@ -5,11 +5,12 @@ import subprocess
 import sys
 
 import pytest
+
 from conftest import ROOT
 
 FILES = sorted(p for p in ROOT.glob("*.py")) + sorted(
     p
-    for folder in ("plumbing", "tasks", "tools", "bench", "tests")
+    for folder in ("plumbing", "tasks", "tools", "bench", "tests", "tests/edits")
     for p in (ROOT / folder).glob("*.py")
 )
 # from the ground; a file may import what is on its own floor or below, and no circles

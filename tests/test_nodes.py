@@ -82,8 +82,10 @@ def test_placement_over_nodes(gpus, n, knobs, engines, trainers):
     for k in range(n):
         processes = {name: env for name, env, _ in launch.placement(c, gpus, k)}
         here = [f"engine{i}" for i, url in enumerate(urls) if f"//{c.nodes[k]}:" in url]
-        here += ["actor", "preprocess"] if k == 0 else []
-        here += ["train"] if k < trainers[1] else []
+        if k == 0:
+            here += ["actor", "preprocess"]
+        if k < trainers[1]:
+            here += ["train"]
         assert list(processes) == here
         # no GPU twice
         used = ",".join(env.get("CUDA_VISIBLE_DEVICES", "") for env in processes.values())
@@ -101,6 +103,12 @@ def test_ranks_that_do_not_go_into_the_nodes_are_refused():
 # ---- the meeting: real launchers on this machine
 
 
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
 class Meeting:
     """Launchers that are node k of n, here; their words."""
 
@@ -111,9 +119,7 @@ class Meeting:
         model = folder / "model"
         model.mkdir()
         (model / "config.json").write_text("{}")
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            self.port = s.getsockname()[1] + 1
+        self.port = free_port() + 1
 
     def start(self, k, *argv):
         knobs = ["toy", "--out", self.folder, "--model", self.folder / "model"]
@@ -142,8 +148,11 @@ class Meeting:
 
     def ends(self):
         """Of every launcher that was started: (exit code, stdout, stderr)."""
-        said = {k: p.communicate(timeout=90) for k, p in self.launchers.items()}
-        return {k: (p.returncode, *said[k]) for k, p in self.launchers.items()}
+        found = {}
+        for k, launcher in self.launchers.items():
+            out, err = launcher.communicate(timeout=90)
+            found[k] = (launcher.returncode, out, err)
+        return found
 
 
 def own_address():
@@ -235,9 +244,7 @@ def test_a_second_launcher_of_node_0_is_refused(meeting):
 def spoken(tmp_path):
     """node 0's process, those of two others, and a newcomer's launcher; they are ended."""
     made = []
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
+    port = str(free_port())
     arguments = [["host", port, str(tmp_path / "why")], *[["follow", "127.0.0.1", port]] * 2]
     for words in arguments:
         made.append(
@@ -278,13 +285,12 @@ def test_node_0_says_that_it_is_over_and_why(spoken, tmp_path, why, code):
         assert f"nodes: node 0 (127.0.0.1) has stopped: {why}" in processes[1].stderr.read()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_node_0_that_is_gone_is_noticed(spoken, how):
+def test_a_node_0_that_hangs_is_noticed(spoken):
     processes, port = spoken
     wait_for_port(port)
     time.sleep(8)
-    processes[0].send_signal(how)
-    assert [p.wait(60) for p in processes[1:]] == [1, 1]
+    processes[0].send_signal(signal.SIGSTOP)
+    assert [p.wait(100) for p in processes[1:]] == [1, 1]
     assert "nodes: node 0 (127.0.0.1:" in processes[1].stderr.read()
 
 
@@ -303,7 +309,6 @@ class Hosts:
 
     def __init__(self, folder):
         self.folder = folder
-        self.number = 0
         self.switch = subprocess.Popen(["unshare", "-n", "sleep", "1000"])
         self.hosts = {}
         self.fake = str(fake_vllm(folder / "fake"))
@@ -328,8 +333,7 @@ class Hosts:
 
     def boot(self, k, argv, **environment):
         """Start a host that runs run.sh. Its words go to <folder>/host<k>.txt."""
-        self.number += 1
-        link = f"v{self.number}"
+        link = f"v{k}"
         environment |= {"RUN_MARK": self.folder, "PYTHONPATH": self.fake}
         begin = 'until ip addr | grep -q 10.77.0; do sleep 0.05; done; exec bash run.sh "$@"'
         unshare = ["unshare", "-n", "-p", "-f", "--mount-proc", "--kill-child"]
@@ -341,8 +345,10 @@ class Hosts:
             stderr=subprocess.STDOUT,
         )
         self.enter(host, "ip link set lo up")
-        cable = f"ip link add {link} type veth peer name eth0 netns {host.pid}"
-        self.enter(self.switch, f"{cable}; ip link set {link} master br0 up")
+        # the same hardware address at every boot, as the others remember it
+        eth0 = f"name eth0 address 02:00:00:00:00:{k + 1:02x} netns {host.pid}"
+        cable = f"ip link add {link} type veth peer {eth0}; ip link set {link} master br0 up"
+        self.enter(self.switch, f"ip link del {link} 2> /dev/null || true; {cable}")
         self.enter(host, f"ip link set eth0 up; ip addr add 10.77.0.{k + 1}/24 dev eth0")
         self.hosts[k] = host, link
         return host
@@ -378,8 +384,9 @@ class Hosts:
 
     def serving(self):
         """Numbers of the hosts whose engines serve the trainer's weights."""
-        urls = noticed(self.folder / "n" / "queues" / "version.json").get("engines", [])
-        return {int(url.split(".")[3].split(":")[0]) - 1 for url in urls}
+        said = noticed(self.folder / "n" / "queues" / "version.json")
+        addresses = re.findall(r"10\.77\.0\.(\d+)", str(said.get("engines")))
+        return {int(address) - 1 for address in addresses}
 
     def stop(self, k):
         """SIGTERM to run.sh there."""
@@ -487,6 +494,6 @@ def test_a_host_that_serves_ends_when_node_0_loses_power(hosts, tmp_path):
         hosts.run(k, 2, "--steps", 1000, "--batch_size", 64)
     hosts.wait_for_engines(1)
     hosts.cut_off(0)
-    assert hosts.ends(1, seconds=90) == [1]
-    assert "node 0 (10.77.0.1:8859) has not answered for 20 s" in hosts.words(1)
+    assert hosts.ends(1, seconds=150) == [1]
+    assert "node 0 (10.77.0.1:8859) has not answered for 60 s" in hosts.words(1)
     assert leftovers(tmp_path) == []

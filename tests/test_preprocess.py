@@ -13,9 +13,10 @@ from test_samples import group_record, make_sample
 import config as cfg
 from conftest import ROOT
 from plumbing import launch
+from plumbing.ledger import Ledger
 from plumbing.queues import Queue, notice, noticed
 from plumbing.samples import join
-from preprocess import Ledger, Packer, Ring, advantages, pack
+from preprocess import Packer, Ring, advantages, pack
 
 PACE = {"gen_tok_s": 10.0, "gen_idle": 0.25}
 

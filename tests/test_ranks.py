@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 import config as cfg
 from conftest import ROOT
 from plumbing import launch
+from plumbing.ledger import Ledger
 from plumbing.queues import Queue, notice
-from preprocess import Ledger, Packer
+from preprocess import Packer
 
 STEPS = 6
 ATTEMPTS = 4

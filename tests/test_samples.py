@@ -9,10 +9,11 @@ from test_train import knobs, packed_model
 
 import train
 from plumbing import samples as schema
+from plumbing.ledger import Ledger
 from plumbing.queues import Queue
 from plumbing.reader import Reader
 from plumbing.samples import filler, join, layout, problem_with, split
-from preprocess import Ledger, Packer, Ring
+from preprocess import Packer, Ring
 
 
 def make_sample(n=5, reward=0.0, version=0, prompt=2, **others):
@@ -100,9 +101,9 @@ def test_values_that_are_not_finite_are_named(name, value):
 def test_fields_of_the_wrong_length_are_named():
     record = join([make_sample(4), make_sample(3)])
     short = record | {"mask": record["mask"][:-1]}
-    assert problem_with(short) == "mask has 6 values for 7 tokens"
+    assert problem_with(short) == "mask has 6 values for 2 samples of 7 tokens"
     long = record | {"reward": np.zeros(3, np.float32)}
-    assert problem_with(long) == "reward has 3 values for 2 samples"
+    assert problem_with(long) == "reward has 3 values for 2 samples of 7 tokens"
 
 
 def test_a_new_field_is_a_line_in_the_schema_and_reaches_the_loss(tmp_path, monkeypatch):
@@ -167,7 +168,9 @@ def test_the_reader_refuses_what_cannot_be_trained_on_by_name(tmp_path):
         "record 4 of .*rank_0: token ids from -1 to 8, the vocabulary": {
             "tokens": fine["tokens"] - 1
         },
-        "record 5 of .*rank_0: logprobs has 3 values for 10 tokens": {"logprobs": np.zeros(3)},
+        "record 5 of .*rank_0: logprobs has 3 values for 1 samples of 10 tokens": {
+            "logprobs": np.zeros(3)
+        },
     }
     queue = Queue(tmp_path / "queues" / "batches" / "rank_0")
     for change in bad.values():

@@ -26,11 +26,9 @@ def test_the_papers_case():
         and within(ours / r, 1.57)
     )
     rows = simulate.best(256, **PAPER, concurrency=1024)
-    assert (rows[131]["H"], rows[131]["I"], rows[131]["lag"]) == (
-        192,
-        44,
-        132,
-    )  # the paper's, found by the search
+    # the paper's, found by the search
+    row = rows[131]
+    assert (row["H"], row["I"], row["lag"]) == (192, 44, 132)
     assert (
         within(rows[132]["H"], 192) and rows[132]["I"] == 44 and within(rows[132]["speedup"], 1.57)
     )
@@ -41,9 +39,8 @@ def test_the_papers_case():
 
 
 def test_a_batch_16_times_as_large_needs_a_16th_of_the_lag():
-    assert (
-        simulate.pipeline(192, 44, **PAPER | dict(batch=2048))[1] == 9
-    )  # 8.2, which the paper rounds to ~8
+    # 8.2, which the paper rounds to ~8
+    assert simulate.pipeline(192, 44, **PAPER | dict(batch=2048))[1] == 9
     assert simulate.conventional(8, **PAPER | dict(batch=2048)) == simulate.conventional(
         128, **PAPER
     )
@@ -75,9 +72,8 @@ def test_not_worth_it():
     ]:
         assert speedup < 1.1 and "not worth it" in text and why in text
     assert at(256)[0] > 1.3  # where lengths are uniform, the same lag still gains
-    assert (
-        abs(at(64, **equal)[0] / at(128)[0] - 1) < 0.01
-    )  # equal lengths gain as much as uniform ones at twice the lag: where U is linear only B G mean / L counts
+    # equal lengths gain as much as uniform ones at twice the lag: where U is linear only B G mean / L counts
+    assert abs(at(64, **equal)[0] / at(128)[0] - 1) < 0.01
     assert at(8, gpus=8)[0] > 1.5  # few GPUs do gain, at a small lag
 
 
