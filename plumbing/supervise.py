@@ -62,12 +62,15 @@ def watch(engine, url, start_timeout, file):
     return time.monotonic() - healthy_since if healthy_since else 0.0
 
 
-def stop(engine, file):
-    """The end of an engine, of everything that it has started, and of its place in the list."""
+def stop(engine, file, others):
+    """The end of an engine, of everything that it has started, and of its place in the list.
+
+    others: children of this process that were there before it.
+    """
     engine.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         engine.wait(GRACE)
-    left = psutil.Process().children(recursive=True)
+    left = [p for p in psutil.Process().children(recursive=True) if p not in others]
     for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -81,13 +84,15 @@ def main(run_dir, name, url, restarts, start_timeout, *command):
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     file = Path(run_dir, "engines", f"{name}.json")
     file.unlink(missing_ok=True)
+    # a shell that starts this process may leave it what writes its log
+    others = psutil.Process().children(recursive=True)
     deaths = 0
     while True:
         engine = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr)
         try:
             seconds = watch(engine, url, float(start_timeout), file)
         finally:
-            stop(engine, file)
+            stop(engine, file, others)
         # as a shell says it: 128 + the signal that killed it
         code = engine.returncode if engine.returncode >= 0 else 128 - engine.returncode
         deaths = 1 if seconds > FORGET else deaths + 1

@@ -51,7 +51,7 @@ def imported(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_go_down(path):
-    room = path.parent.name if path.parent != ROOT else path.stem
+    room = path.relative_to(ROOT).parts[0].removesuffix(".py")
     own = floor_of(room)
     for name in imported(path):
         floor = floor_of(name)

@@ -368,10 +368,14 @@ class Hosts:
 
     def ends(self, *numbers, seconds=300):
         """Wait for the ends of these hosts; their exit codes."""
-        try:
-            return [self.hosts.pop(k)[0].wait(seconds) for k in numbers]
-        except subprocess.TimeoutExpired:
-            pytest.fail(self.everything())
+        codes = []
+        for k in numbers:
+            try:
+                codes.append(self.hosts[k][0].wait(seconds))
+            except subprocess.TimeoutExpired:
+                pytest.fail(self.everything())
+            self.hosts.pop(k)
+        return codes
 
     def wait_for_engines(self, *numbers):
         """Until exactly these hosts' engines serve the trainer's weights."""

@@ -169,16 +169,17 @@ def test_a_micro_batch_keeps_tokens_and_their_stamps_together(tmp_path):
 
 
 def test_rows_of_a_round_take_equally_long(tmp_path):
-    # four rows of 1000 tokens: two of one long sequence, two of many short ones
-    lengths = [1000] + [100] * 10 + [1000] + [100] * 10
+    # packed: 602 + 300, 601 + 399, 600 + 400, 599 + 401; many short sequences are cheaper than two long ones
+    lengths = [602, 601, 600, 599, 401, 399] + [100] * 7
     knobs = dict(batch_size=len(lengths), attempts=len(lengths), row_tokens=1000)
     packer, queues = make_packer(tmp_path, 2, **knobs)
     packer.add(a_group(1, [make_sample(n) for n in lengths]))
     of_ranks = [read_step(queue) for queue in queues]
-    for records in of_ranks:
-        assert [len(record["lengths"]) for record in records] == [1, 10]
-        assert "position" not in records[0]
-        assert records[1]["position"] == {"next": 0, "ahead": [1]}
+    longest = [[max(record["lengths"]) for record in records] for records in of_ranks]
+    assert longest == [[601, 600], [599, 602]]
+    for first, last in of_ranks:
+        assert "position" not in first
+        assert last["position"] == {"next": 0, "ahead": [1]}
 
 
 def test_reference_logprobs_are_the_trainers_function_on_the_frozen_base_model(

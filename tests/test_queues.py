@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
 
+from conftest import ROOT
 from plumbing.queues import Queue, notice, noticed
 
 
