@@ -201,13 +201,19 @@ class Sender:
 
     def _newcomers(self):
         """Engines that are well and were not there when the weights were delivered last."""
-        others = [e for e in self.engines.registered() if e not in self.tried]
-        return self.engines.healthy(others)
+        registered = self.engines.registered()
+        return [e for e in registered if e in self.engines.well and e not in self.tried]
 
     def _willing(self):
-        """All healthy engines, without those that failed in this delivery unless there are no others;
-        waits until there is one. TimeoutError if none comes.
+        """All healthy engines; waits until there is one. TimeoutError if none comes.
+
+        While all goes well: the members that still run, and newcomers that were well when last asked.
+        After a failure all are asked; those that failed in this delivery are left out if there are
+        others.
         """
+        if self.group:
+            known = [*self.group.members, *self.engines.well]
+            return [e for e in self.engines.registered() if e in known]
         deadline = time.monotonic() + self.config.start_timeout
         while True:
             found = self.engines.healthy(self.engines.registered())

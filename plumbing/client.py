@@ -131,7 +131,7 @@ class Engines:
         """One sequence's place on the least loaded engine; waits until there is one."""
         async with self.place_is_free:
             await self.place_is_free.wait_for(self._free)
-            url = min(self._free(), key=self.load.get)
+            url = min(self._free(), key=self.load.__getitem__)
             self.load[url] += 1
         try:
             yield url

@@ -4,6 +4,7 @@ weights.py decides when and what is sent. Deliberately absent: the weights, thre
 """
 
 import json
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -29,14 +30,36 @@ class Engines:
         # engines that refused or missed a part of the delivery in progress; the newest reason
         self.failing = set()
         self.error = ""
+        # engines that answered when they were last asked, and those whose answer is awaited
+        self.well = set()
+        self.asked = set()
+        threading.Thread(target=self._keep_asking, daemon=True).start()
 
     def registered(self):
         """All engines that run, as [(url, started)]."""
         found = [noticed(path) for path in sorted(self.folder.glob("*.json"))]
         return [(x["url"], x["started"]) for x in found if x]
 
+    def _keep_asking(self):
+        """Ask every engine for its health each second. Here, so that a host that has vanished and
+        answers nothing delays no update.
+        """
+        while True:
+            for engine in self.registered():
+                if engine not in self.asked:
+                    self.asked.add(engine)
+                    self.pool.submit(self._ask, engine)
+            time.sleep(1.0)
+
+    def _ask(self, engine):
+        if self._is_healthy(engine):
+            self.well.add(engine)
+        else:
+            self.well.discard(engine)
+        self.asked.discard(engine)
+
     def healthy(self, engines):
-        """Those of these engines that answer GET /health."""
+        """Those of these engines that answer GET /health now."""
         answers = self.pool.map(self._is_healthy, engines)
         return [engine for engine, ok in zip(engines, answers) if ok]
 

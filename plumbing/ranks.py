@@ -37,7 +37,9 @@ class Ranks:
             os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
             os.environ.setdefault("MASTER_PORT", "0")
             backend = "nccl" if self.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, rank=self.rank, world_size=self.world)
+            # of a step's collectives: a rank whose node is gone must not hang the others for ever
+            limit = timedelta(seconds=config.stall_timeout)
+            dist.init_process_group(backend, timeout=limit, rank=self.rank, world_size=self.world)
         if self.world > 1:
             # ranks wait in it while rank 0 waits for data or writes a checkpoint
             limit = timedelta(seconds=2 * max(config.stall_timeout, config.start_timeout))
