@@ -470,21 +470,15 @@ def train(config, run_dir, ranks):
             flush=True,
         )
     ranks.listen_for_stop()
-    loop_start = time.monotonic()
+    loop_start = step_start = time.monotonic()
     try:
         while state["version"] < config.steps:
-            step_start = time.monotonic()
             batches = reader.step(state["version"])
             metrics, samples = train_step(
                 model, optimizers, batches, state["version"], config, device
             )
             state = next_state(state, metrics, samples, reader.last)
             version = state["version"]
-            if updates_engines(config, version):
-                sender.push(version, state["position"])
-            else:
-                sender.announce(version, state["position"])
-
             now = time.monotonic()
             state["wall_s"] = time.time() - run_start
             if ranks.rank == 0:
@@ -495,6 +489,11 @@ def train(config, run_dir, ranks):
                 log.step(config, state, metrics, reader.last, times, eta)
                 balance.look(reader.waited / times["step_s"], reader.last["gen_idle"])
                 log.evaluations(reader.evaluations(), run_start)
+            step_start = now
+            if updates_engines(config, version):
+                sender.push(version, state["position"])
+            else:
+                sender.announce(version, state["position"])
             if version == config.steps or (config.save_every and version % config.save_every == 0):
                 checkpoints.save(config, run_dir, model, optimizers, state, ranks)
                 saved = version

@@ -197,7 +197,8 @@ def test_mistakes_end_an_evaluation_in_one_line(tmp_path):
 
 def test_the_readmes_new_task(tmp_path):
     """The section "A new task" to the letter, in a copy of the repository."""
-    section = (ROOT / "README.md").read_text().partition("### A new task")[2].partition("\n### ")[0]
+    after = (ROOT / "README.md").read_text().partition("### A new task")[2]
+    section = re.split(r"\n##+ ", after)[0]
     code, command = re.findall(r"```(?:python|bash)\n(.*?)```", section, re.S)
     name = re.search(r"`tasks/(\w+)\.py`", section)[1]
     copy = tmp_path / "copy"

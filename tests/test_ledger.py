@@ -101,16 +101,16 @@ class Run:
         return True
 
     def victim(self, kind):
-        """Its process id, None if it does not live at present; of a process and its children the one that run.sh started."""
+        """Its process id, None if it does not live at present; of a process and its children the one
+        that run.sh started, of an engine the one that its supervisor did.
+        """
         if kind == "launcher":
             return self.process.pid
         for pid, line in leftovers(self.out):
+            if COMMANDS[kind] not in line or "bash" in line or "supervise" in line:
+                continue
             try:
-                if (
-                    COMMANDS[kind] in line
-                    and "bash" not in line
-                    and os.getpgid(int(pid)) == int(pid)
-                ):
+                if kind == "engine" or os.getpgid(int(pid)) == int(pid):
                     return int(pid)
             except ProcessLookupError:
                 pass
@@ -212,7 +212,7 @@ def test_a_run_directory_that_is_gone_is_named_and_its_checkpoints_are_whole(tmp
     run.until(lambda: run.alive() and run.steps() >= 6)
     (tmp_path / "t").rename(tmp_path / "away")
     assert run.process.wait(90) == 1
-    assert f"run.sh: {tmp_path}/t is not there any more: mount it again" in run.log.read_text(), (
+    assert f"{tmp_path}/t is not there any more: mount it again" in run.log.read_text(), (
         run.log.read_text()
     )
     assert leftovers(tmp_path) == []
