@@ -14,6 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 os.environ["PYTHONPATH"] = str(ROOT)
+# several processes share the cores: threads that wait for each other by spinning would starve them
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # the shared engine; end-to-end runs take ports from 8710 on
 PORT = 8700
 
@@ -23,9 +25,9 @@ def base_model():
     """Directory of the toy base model of seed 0 (made once, ~25 s)."""
     path = ROOT / "out" / "models" / "toy-seed0"
     if not (path / "config.json").exists():
-        # in a process of its own, with one thread, as run.sh makes it
+        # in a process of its own, as run.sh makes it
         command = [sys.executable, "tools/base_model.py", "toy", str(path), "0"]
-        subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        subprocess.run(command, cwd=ROOT, check=True)
     return path
 
 

@@ -70,6 +70,7 @@ def run_in(folder, command, seconds, **environment):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EDITS)
 def test_edit(name, tmp_path, base_model):
     lines, files = changed(name)

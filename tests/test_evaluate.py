@@ -81,6 +81,7 @@ def mixture(tmp_path_factory):
     return out / "m"
 
 
+@pytest.mark.slow
 def test_tasks_train_together(mixture):
     steps, evals = metrics(mixture)
     assert [sum(t["samples"] for t in x["by_task"].values()) for x in steps] == [64] * 4
@@ -125,6 +126,7 @@ def test_tasks_train_together(mixture):
     assert text.count("| reward ") == len(shown) and "of guess" in text
 
 
+@pytest.mark.slow
 def test_offline_evaluation_twice_gives_the_same_numbers(mixture):
     def score(name, *knobs):
         checkpoint = mixture / "checkpoints" / "step_000004"
@@ -195,6 +197,7 @@ def test_mistakes_end_an_evaluation_in_one_line(tmp_path):
         ), done.stderr
 
 
+@pytest.mark.slow
 def test_the_readmes_new_task(tmp_path):
     """The section "A new task" to the letter, in a copy of the repository."""
     after = (ROOT / "README.md").read_text().partition("### A new task")[2]

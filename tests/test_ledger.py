@@ -137,6 +137,7 @@ class Run:
             assert leftovers(self.out) == []
 
 
+@pytest.mark.slow
 def test_the_ledger_balances_after_twenty_kills(tmp_path, base_model):
     rng, order, run = (
         random.Random(os.environ.get("LEDGER_SEED", "0")),
@@ -187,6 +188,7 @@ def test_the_ledger_balances_after_twenty_kills(tmp_path, base_model):
     assert sum(p.stat().st_size for p in files) < 40e6
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     "LEDGER_REAL" in os.environ, reason="takes a fake engine that cannot start again"
 )
@@ -205,6 +207,7 @@ def test_work_is_saved_when_a_run_is_stopped_while_its_only_engine_is_down(tmp_p
     balance(tmp_path / "t", 16, ATTEMPTS)
 
 
+@pytest.mark.slow
 def test_a_run_directory_that_is_gone_is_named_and_its_checkpoints_are_whole(tmp_path, base_model):
     """A shared file system that is unmounted: FAKED by moving the directory away."""
     run = Run(tmp_path, 8832)

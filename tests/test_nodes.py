@@ -172,6 +172,7 @@ def meeting(tmp_path):
         p.communicate()
 
 
+@pytest.mark.slow
 def test_nodes_meet_and_start_as_node_0_says(meeting):
     # in whatever order
     meeting.start(2)
@@ -191,6 +192,7 @@ def test_nodes_meet_and_start_as_node_0_says(meeting):
         assert f"plumbing.nodes {role} {meeting.port - 1}" in processes["nodes"]
 
 
+@pytest.mark.slow
 def test_unlike_commands_are_refused_on_every_node(meeting):
     for k in range(3):
         meeting.start(k, "--lr", "2" if k == 1 else "1")
@@ -201,6 +203,7 @@ def test_unlike_commands_are_refused_on_every_node(meeting):
         assert ("node 0 refused" in words) == (k > 0)
 
 
+@pytest.mark.slow
 def test_an_error_of_node_0_is_everybodys(meeting):
     for k in range(3):
         meeting.start(k, "--batch_size", "7")
@@ -209,6 +212,7 @@ def test_an_error_of_node_0_is_everybodys(meeting):
         assert "--batch_size 7 is not a multiple" in words
 
 
+@pytest.mark.slow
 def test_missing_nodes_are_named(meeting):
     meeting.start(0, "--start_timeout", "5")
     meeting.start(2, "--start_timeout", "5")
@@ -217,6 +221,7 @@ def test_missing_nodes_are_named(meeting):
         assert "nodes 1 of 3 did not come within 5 s" in words
 
 
+@pytest.mark.slow
 def test_a_missing_node_0_is_named(meeting):
     meeting.start(1, "--start_timeout", "3")
     code, _, words = meeting.ends()[1]
@@ -225,6 +230,7 @@ def test_a_missing_node_0_is_named(meeting):
     assert "has not answered for 3 s" in words
 
 
+@pytest.mark.slow
 def test_a_second_launcher_of_node_0_is_refused(meeting):
     meeting.start(0)
     time.sleep(6)
@@ -270,6 +276,7 @@ def wait_for_port(port):
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("why,code", [("done", 0), ("actor died with exit code 1", 1)])
 def test_node_0_says_that_it_is_over_and_why(spoken, tmp_path, why, code):
     processes, port = spoken
@@ -285,6 +292,7 @@ def test_node_0_says_that_it_is_over_and_why(spoken, tmp_path, why, code):
         assert f"nodes: node 0 (127.0.0.1) has stopped: {why}" in processes[1].stderr.read()
 
 
+@pytest.mark.slow
 def test_a_node_0_that_hangs_is_noticed(spoken):
     processes, port = spoken
     wait_for_port(port)
@@ -438,6 +446,7 @@ def whole(run_dir, steps):
     assert evals[-1]["version"] == steps
 
 
+@pytest.mark.slow
 def test_engine_hosts_come_and_go_while_the_run_goes_on(hosts, tmp_path):
     argv = ("--batch_size", 64, "--attempts", 8, "--sync_timeout", 10)
     for k in range(3):
@@ -475,6 +484,7 @@ def test_engine_hosts_come_and_go_while_the_run_goes_on(hosts, tmp_path):
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_trainer_host_that_dies_ends_the_run_and_the_same_command_continues(hosts, tmp_path):
     argv = ("--steps", 8, "--batch_size", 64, "--trainers", 2, "--max_lag", 0, "--save_every", 2)
     for k in range(2):
@@ -493,6 +503,7 @@ def test_a_trainer_host_that_dies_ends_the_run_and_the_same_command_continues(ho
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_host_that_serves_ends_when_node_0_loses_power(hosts, tmp_path):
     for k in range(2):
         hosts.run(k, 2, "--steps", 1000, "--batch_size", 64)

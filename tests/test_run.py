@@ -194,6 +194,7 @@ def test_the_pipeline_end_to_end(tmp_path, base_model):
         stop_engines(engines)
 
 
+@pytest.mark.slow
 def test_max_lag_0_is_synchronous_on_two_fsdp_ranks(tmp_path, base_model):
     done = run(
         tmp_path,
