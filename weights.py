@@ -194,26 +194,21 @@ class Sender:
                         self.pushed.clear()
                         self.complete = self.timing | self._deliver()
                         self.delivered.set()
-                    elif self.version is not None and self._newcomers():
+                    elif self.version is not None and self.engines.newcomers(self.tried):
                         self._deliver()
         except BaseException as e:
             self.error = e
 
-    def _newcomers(self):
-        """Engines that are well and were not there when the weights were delivered last."""
-        registered = self.engines.registered()
-        return [e for e in registered if e in self.engines.well and e not in self.tried]
-
     def _willing(self):
         """All healthy engines; waits until there is one. TimeoutError if none comes.
 
-        While all goes well: the members that still run, and newcomers that were well when last asked.
-        After a failure all are asked; those that failed in this delivery are left out if there are
-        others.
+        While all goes well: the members that still run, and newcomers. After a failure all are asked;
+        those that failed in this delivery are left out if there are others.
         """
         if self.group:
-            known = [*self.group.members, *self.engines.well]
-            return [e for e in self.engines.registered() if e in known]
+            members = self.group.members
+            wanted = [*members, *self.engines.newcomers(members)]
+            return [e for e in self.engines.registered() if e in wanted]
         deadline = time.monotonic() + self.config.start_timeout
         while True:
             found = self.engines.healthy(self.engines.registered())

@@ -30,8 +30,9 @@ class Engines:
         # engines that refused or missed a part of the delivery in progress; the newest reason
         self.failing = set()
         self.error = ""
-        # engines that answered when they were last asked, and those whose answer is awaited
+        # engines that were well when they were last asked, those asked before, those being asked
         self.well = set()
+        self.known = set()
         self.asked = set()
         threading.Thread(target=self._keep_asking, daemon=True).start()
 
@@ -44,7 +45,7 @@ class Engines:
         """Ask every engine for its health each second. Here, so that a host that has vanished and
         answers nothing delays no update.
         """
-        while True:
+        while threading.main_thread().is_alive():
             for engine in self.registered():
                 if engine not in self.asked:
                     self.asked.add(engine)
@@ -56,7 +57,14 @@ class Engines:
             self.well.add(engine)
         else:
             self.well.discard(engine)
+        self.known.add(engine)
         self.asked.discard(engine)
+
+    def newcomers(self, members):
+        """Engines that are well and none of `members`; those never asked before are asked now."""
+        others = [e for e in self.registered() if e not in members]
+        unknown = [e for e in others if e not in self.known]
+        return [e for e in others if e in self.well] + self.healthy(unknown)
 
     def healthy(self, engines):
         """Those of these engines that answer GET /health now."""
