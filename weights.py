@@ -189,12 +189,15 @@ class Sender:
         try:
             while not self.closed.is_set():
                 is_new = self.pushed.wait(1.0)
+                admit = (
+                    not is_new and self.version is not None and self.engines.newcomers(self.tried)
+                )
                 with self.flats_lock:
-                    if is_new:
+                    if self.pushed.is_set():
                         self.pushed.clear()
                         self.complete = self.timing | self._deliver()
                         self.delivered.set()
-                    elif self.version is not None and self.engines.newcomers(self.tried):
+                    elif admit:
                         self._deliver()
         except BaseException as e:
             self.error = e

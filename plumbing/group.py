@@ -4,7 +4,6 @@ weights.py decides when and what is sent. Deliberately absent: the weights, thre
 """
 
 import json
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -30,50 +29,29 @@ class Engines:
         # engines that refused or missed a part of the delivery in progress; the newest reason
         self.failing = set()
         self.error = ""
-        # engines that were well when they were last asked, those asked before, those being asked
-        self.well = set()
-        self.known = set()
-        self.asked = set()
-        threading.Thread(target=self._keep_asking, daemon=True).start()
 
     def registered(self):
         """All engines that run, as [(url, started)]."""
         found = [noticed(path) for path in sorted(self.folder.glob("*.json"))]
         return [(x["url"], x["started"]) for x in found if x]
 
-    def _keep_asking(self):
-        """Ask every engine for its health each second. Here, so that a host that has vanished and
-        answers nothing delays no update.
-        """
-        while threading.main_thread().is_alive():
-            for engine in self.registered():
-                if engine not in self.asked:
-                    self.asked.add(engine)
-                    self.pool.submit(self._ask, engine)
-            time.sleep(1.0)
-
-    def _ask(self, engine):
-        if self._is_healthy(engine):
-            self.well.add(engine)
-        else:
-            self.well.discard(engine)
-        self.known.add(engine)
-        self.asked.discard(engine)
-
-    def newcomers(self, members):
-        """Engines that are well and none of `members`; those never asked before are asked now."""
-        others = [e for e in self.registered() if e not in members]
-        unknown = [e for e in others if e not in self.known]
-        return [e for e in others if e in self.well] + self.healthy(unknown)
-
-    def healthy(self, engines):
-        """Those of these engines that answer GET /health now."""
-        answers = self.pool.map(self._is_healthy, engines)
+    def healthy(self, engines, connect_s=1.0, answer_s=10.0):
+        """Those of these engines that answer GET /health now, within so many seconds."""
+        limit = (connect_s, min(answer_s, self.config.sync_timeout))
+        answers = self.pool.map(self._is_healthy, engines, [limit] * len(engines))
         return [engine for engine, ok in zip(engines, answers) if ok]
 
-    def _is_healthy(self, engine):
+    def newcomers(self, members):
+        """Engines that are well and none of `members`.
+
+        A host that has vanished leaves its engines' files behind and answers nothing: it must not
+        delay every update.
+        """
+        others = [e for e in self.registered() if e not in members]
+        return self.healthy(others, connect_s=0.2, answer_s=3.0)
+
+    def _is_healthy(self, engine, limit):
         try:
-            limit = min(10.0, self.config.sync_timeout)
             return requests.get(engine[0] + "/health", timeout=limit).ok
         except requests.RequestException:
             return False
