@@ -211,7 +211,9 @@ class Sender:
         if self.group:
             members = self.group.members
             wanted = [*members, *self.engines.newcomers(members)]
-            return [e for e in self.engines.registered() if e in wanted]
+            found = [e for e in self.engines.registered() if e in wanted]
+            if found:
+                return found
         deadline = time.monotonic() + self.config.start_timeout
         while True:
             found = self.engines.healthy(self.engines.registered())

@@ -285,6 +285,21 @@ def test_an_engine_that_comes_back_is_admitted_while_nothing_is_to_be_sent(engin
     assert worst < 1e-4 and versions == {400}
 
 
+def test_an_update_waits_for_the_only_engine_to_come_back(engine, sender):
+    """It is not listed while its launcher starts it again."""
+    update(sender, 410)
+    run_dir = Path(engine.out, engine.run)
+    (run_dir / "engines" / "engine0.json").unlink()
+    sender.push(411, {})
+    time.sleep(1.5)
+    sender.check()
+    assert not sender.delivered.is_set()
+    register(run_dir, "engine0", url_of(engine))
+    sender.wait()
+    worst, versions = difference(engine, sender.model)
+    assert worst < 1e-4 and versions == {411}
+
+
 @pytest.mark.slow
 def test_tensor_parallel_engine(tmp_path, base_model):
     """Two workers, each with its shard of every fused matrix: one group of three."""
