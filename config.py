@@ -25,144 +25,179 @@ class ConfigError(Exception):
 @dataclass
 class Config:
     # ---- run
-    run: str = ""  # name of the run directory under `out`
-    out: str = "out"  # where run directories live; shared by all nodes
-    dry_run: bool = False  # print the placement and every process's exact command, and stop
-    fresh: bool = (
-        False  # start over: an existing run directory of this name is moved aside, never deleted
-    )
-    run_id: str = ""  # filled in: tells this run's records from another's; a continued run keeps it
-    seed: int = 0  # seeds the problem order, the sampling, the shuffling and the tiny base model
-    wandb: Literal["off", "offline", "online"] = "off"  # log the same metrics to Weights & Biases
+
+    # name of the run directory under `out`
+    run: str = ""
+    # where run directories live; shared by all nodes
+    out: str = "out"
+    # print the placement and every process's exact command, and stop
+    dry_run: bool = False
+    # start over: an existing run directory of this name is moved aside, never deleted
+    fresh: bool = False
+    # filled in: tells this run's records from another's; a continued run keeps it
+    run_id: str = ""
+    # seeds the problem order, the sampling, the shuffling and the tiny base model
+    seed: int = 0
+    # log the same metrics to Weights & Biases
+    wandb: Literal["off", "offline", "online"] = "off"
+
     # ---- task and model
-    task: str = "toy"  # file under tasks/, or a mixture: maths:0.7,countdown:0.3
-    train_data: str = ""  # problems to train on, for tasks that read them: data sets or .jsonl / .parquet files, commas between
-    eval_data: str = ""  # held-out problems, likewise
-    model: str = (
-        ""  # HF model directory or hub name; empty: the tiny base model the task's teacher makes
-    )
-    chat: bool = (
-        False  # prompts go through the model's chat template; False: raw text, for base models
-    )
-    system_prompt: str = ""  # of the chat template; of a raw prompt, its beginning
-    thinking: Literal["auto", "on", "off"] = (
-        "auto"  # enable_thinking of chat templates that know it
-    )
-    dtype: Literal["auto", "float32", "bfloat16"] = (
-        "auto"  # compute dtype of engine and trainer; auto: float32 on CPU, bfloat16 on GPU
-    )
-    head_float32: bool = False  # output head in float32 on both sides when dtype is bfloat16: less mismatch, slower head
+
+    # file under tasks/, or a mixture: maths:0.7,countdown:0.3
+    task: str = "toy"
+    # problems to train on, for tasks that read them: data sets or files, with commas between
+    train_data: str = ""
+    # held-out problems, likewise
+    eval_data: str = ""
+    # HF model directory or hub name; empty: the tiny base model the task's teacher makes
+    model: str = ""
+    # prompts go through the model's chat template; False: raw text, for base models
+    chat: bool = False
+    # of the chat template; of a raw prompt, its beginning
+    system_prompt: str = ""
+    # enable_thinking of chat templates that know it
+    thinking: Literal["auto", "on", "off"] = "auto"
+    # compute dtype of engine and trainer; auto: float32 on CPU, bfloat16 on GPU
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    # output head in float32 on both sides when dtype is bfloat16: less mismatch, slower head
+    head_float32: bool = False
+
     # ---- batch
-    steps: int = 200  # optimizer steps of the whole run
-    batch_size: int = (
-        256  # B: samples per optimizer step, if no attempt fails; a multiple of `attempts`
-    )
-    attempts: int = 16  # rollouts per problem: the group that advantages are computed over
-    max_lag: int = 4  # the gate: groups are started at most this many steps ahead of the trainer; 0: synchronous. Bounds starts, not ages: a long sequence may be older when it is trained (see `late`)
-    conventional_g: int = (
-        0  # 0: pipeline; G > 0: conventional RL, G optimizer steps per generation phase (ablation)
-    )
-    on_full: Literal["block", "drop_oldest"] = (
-        "block"  # trainer slower than actors: stall them, or keep only the freshest groups, two steps' worth
-    )
-    late: Literal["keep", "mask", "wait"] = (
-        "keep"  # tokens older than max_lag: train them (the paper), mask them, or never have any: groups in the order they were started
-    )
-    no_signal: Literal["keep", "drop"] = (
-        "keep"  # groups in which every advantage is 0: train them, or drop and count them
-    )
+
+    # optimizer steps of the whole run
+    steps: int = 200
+    # B: samples per optimizer step, if no attempt fails; a multiple of `attempts`
+    batch_size: int = 256
+    # rollouts per problem: the group that advantages are computed over
+    attempts: int = 16
+    # the gate: groups are started at most this many steps ahead of the trainer; 0: synchronous.
+    # Bounds starts, not ages: a long sequence may be older when it is trained (see `late`)
+    max_lag: int = 4
+    # 0: pipeline; G > 0: conventional RL, G optimizer steps per generation phase (ablation)
+    conventional_g: int = 0
+    # trainer slower than actors: stall them, or keep only the freshest groups, two steps' worth
+    on_full: Literal["block", "drop_oldest"] = "block"
+    # tokens older than max_lag: train them (the paper), mask them, or wait for slow groups
+    late: Literal["keep", "mask", "wait"] = "keep"
+    # groups in which every advantage is 0: train them, or drop and count them
+    no_signal: Literal["keep", "drop"] = "keep"
+
     # ---- generation
-    engines: int = 0  # vLLM servers; 0: half of the GPUs / tensor_parallel; without GPUs one on every node that does not train
-    tensor_parallel: int = 1  # GPUs per engine
-    concurrency: int = 64  # sequences in progress per engine
-    temperature: float = 1.0  # of sampling, and of the trainer's logprobs
-    max_new_tokens: int = 1024  # longest completion, tokens; longer ones are cut off
-    max_model_len: int = 2048  # longest prompt + completion the engine accepts, tokens
-    kv_cache_gb: float = (
-        0.0  # KV cache per engine, GB; 0: vLLM decides (GPU); the CPU build needs a number
-    )
-    gpu_memory_utilization: float = 0.0  # share of a GPU's memory the engine takes; 0: 0.7, or 0.3 on a GPU shared with the trainer
-    enforce_eager: bool = False  # vLLM without CUDA graphs
-    restarts: int = 3  # an engine that died or hangs is started again this often, with back-off
-    request_timeout: float = 600.0  # longest wait for one completion, s
+
+    # vLLM servers; 0: on half of the GPUs; without GPUs one on every node that does not train
+    engines: int = 0
+    # GPUs per engine
+    tensor_parallel: int = 1
+    # sequences in progress per engine
+    concurrency: int = 64
+    # of sampling, and of the trainer's logprobs
+    temperature: float = 1.0
+    # longest completion, tokens; longer ones are cut off
+    max_new_tokens: int = 1024
+    # longest prompt + completion the engine accepts, tokens
+    max_model_len: int = 2048
+    # KV cache per engine, GB; 0: vLLM decides (GPU); the CPU build needs a number
+    kv_cache_gb: float = 0.0
+    # share of a GPU's memory the engine takes; 0: 0.7, or 0.3 on a GPU shared with the trainer
+    gpu_memory_utilization: float = 0.0
+    # vLLM without CUDA graphs
+    enforce_eager: bool = False
+    # longest wait for one completion, s
+    request_timeout: float = 600.0
+
     # ---- rewards
-    reward_finished: tuple[float, float, float, float] = (
-        1.0,
-        0.0,
-        0.0,
-        0.0,
-    )  # reward table, for tasks that return outcomes: correct, wrong, no_answer, unparsable
-    reward_cut_off: tuple[float, float, float, float] = (
-        1.0,
-        0.0,
-        0.0,
-        0.0,
-    )  # likewise, of completions cut off at max_new_tokens
-    reward_timeout: float = 1.0  # a reward function may take so long for one answer, CPU seconds
-    overlong_buffer: int = 0  # soft over-length penalty: the reward falls by up to 1 over the last so many tokens before max_new_tokens; 0: none
-    overlong_mask: bool = False  # leave samples that were cut off at max_new_tokens out of the loss (they still count as samples)
+
+    # reward table, for tasks that return outcomes: correct, wrong, no_answer, unparsable
+    reward_finished: tuple[float, float, float, float] = (1.0, 0.0, 0.0, 0.0)
+    # likewise, of completions cut off at max_new_tokens
+    reward_cut_off: tuple[float, float, float, float] = (1.0, 0.0, 0.0, 0.0)
+    # a reward function may take so long for one answer, CPU seconds
+    reward_timeout: float = 1.0
+    # soft penalty: rewards fall by up to 1 over the last so many tokens before max_new_tokens
+    overlong_buffer: int = 0
+    # leave cut off samples out of the loss (they still count as samples)
+    overlong_mask: bool = False
+
     # ---- loss
-    advantage: Literal["loo", "mean", "mean_std", "none"] = (
-        "loo"  # baseline within a group, see preprocess.advantages
-    )
-    loss: Literal["reinforce", "ppo", "cispo", "gspo", "icepop"] = (
-        "reinforce"  # see train.policy_loss
-    )
-    clip_low: float = (
-        -1.0
-    )  # lower bound of the importance weight; negative: the loss's own (config.CLIP)
-    clip_high: float = -1.0  # upper bound of it, likewise: c of reinforce, 1 + epsilon of ppo
-    normalizer: Literal["samples", "tokens", "sequence"] = (
-        "samples"  # sum over tokens / samples of the step (the paper), / its tokens, or each sequence's mean / samples
-    )
-    kl_coef: float = (
-        0.0  # weight of KL(policy || frozen base model); above 0 preprocess also runs that model
-    )
-    entropy_coef: float = 0.0  # bonus on the entropy of each sampled token's distribution
+
+    # baseline within a group, see preprocess.advantages
+    advantage: Literal["loo", "mean", "mean_std", "none"] = "loo"
+    # see train.policy_loss
+    loss: Literal["reinforce", "ppo", "cispo", "gspo", "icepop"] = "reinforce"
+    # lower bound of the importance weight; negative: the loss's own (config.CLIP)
+    clip_low: float = -1.0
+    # upper bound of it, likewise: c of reinforce, 1 + epsilon of ppo
+    clip_high: float = -1.0
+    # the sum over tokens / samples (the paper), / tokens, or each sequence's mean / samples
+    normalizer: Literal["samples", "tokens", "sequence"] = "samples"
+    # weight of KL(policy || frozen base model); above 0 preprocess also runs that model
+    kl_coef: float = 0.0
+    # bonus on the entropy of each sampled token's distribution
+    entropy_coef: float = 0.0
+
     # ---- optimizer
-    lr: float = 1e-6  # peak learning rate (AdamW)
-    warmup_steps: int = 0  # linear warm-up of the learning rate, steps
-    lr_schedule: Literal["constant", "linear"] = (
-        "constant"  # after warm-up; linear falls to 10% at the last step
-    )
-    betas: tuple[float, float] = (0.9, 0.95)  # AdamW
-    weight_decay: float = 0.0  # AdamW
-    max_grad_norm: float = 1.0  # gradient clipping
-    row_tokens: int = 4096  # tokens per packed micro-batch row
-    trainers: int = 0  # trainer ranks (FSDP2 when more than one); 0: the other half of the GPUs, or 1 without GPUs
-    gradient_checkpointing: bool = (
-        False  # recompute activations in the backward pass: less memory, ~30% slower
-    )
+
+    # peak learning rate (AdamW)
+    lr: float = 1e-06
+    # linear warm-up of the learning rate, steps
+    warmup_steps: int = 0
+    # after warm-up; linear falls to 10% at the last step
+    lr_schedule: Literal["constant", "linear"] = "constant"
+    # AdamW
+    betas: tuple[float, float] = (0.9, 0.95)
+    # AdamW
+    weight_decay: float = 0.0
+    # gradient clipping
+    max_grad_norm: float = 1.0
+    # tokens per packed micro-batch row
+    row_tokens: int = 4096
+    # trainer ranks (FSDP2 when more than one); 0: the other half of the GPUs, or 1 without GPUs
+    trainers: int = 0
+    # recompute activations in the backward pass: less memory, ~30% slower
+    gradient_checkpointing: bool = False
+
     # ---- weight updates
-    recompute_kv: bool = False  # False: requests in progress keep their stale KV cache (the paper); True: recompute it
-    weight_backend: Literal["auto", "nccl", "gloo"] = (
-        "auto"  # auto: nccl between GPUs; gloo on CPU, and on one shared GPU, where NCCL refuses two ranks
-    )
-    bucket_mb: int = 256  # size of one broadcast, MB
-    verify_weights: int = (
-        10  # every so many updates checksums are sent along and compared by every engine; 0: never
-    )
-    sync_timeout: float = 60.0  # deadline of each call and broadcast of a weight update, s
+
+    # False: requests in progress keep their stale KV cache (the paper); True: recompute it
+    recompute_kv: bool = False
+    # auto: nccl between GPUs; gloo on CPU, and on one shared GPU, where NCCL refuses two ranks
+    weight_backend: Literal["auto", "nccl", "gloo"] = "auto"
+    # size of one broadcast, MB
+    bucket_mb: int = 256
+    # deadline of each call and broadcast of a weight update, s
+    sync_timeout: float = 60.0
+
     # ---- evaluation, checkpoints, logs
-    eval_every: int = 50  # evaluate on held-out problems every so many versions (always before training and at the end); 0: only those two
-    eval_problems: int = 256  # held-out problems per evaluation, of each set
-    eval_attempts: int = 1  # attempts at each of them
-    eval_temperature: float = 1.0  # 1: the policy that is trained; 0: greedy
-    save_every: int = 100  # checkpoint every so many steps (always at the end); 0: only at the end
-    keep_last: int = 2  # checkpoints kept; 0: all
-    samples_logged: int = 2  # decoded rollouts per step in samples.jsonl
+
+    # evaluate every so many versions, always before training and at the end; 0: only those two
+    eval_every: int = 50
+    # held-out problems per evaluation, of each set
+    eval_problems: int = 256
+    # attempts at each of them
+    eval_attempts: int = 1
+    # 1: the policy that is trained; 0: greedy
+    eval_temperature: float = 1.0
+    # checkpoint every so many steps (always at the end); 0: only at the end
+    save_every: int = 100
+    # checkpoints kept; 0: all
+    keep_last: int = 2
+    # decoded rollouts per step in samples.jsonl
+    samples_logged: int = 2
+
     # ---- machine
-    host: str = "127.0.0.1"  # address engines and the weight group bind to on one node; with several each node has its own
-    port: int = 8500  # engine i listens on port + i
-    nodes: tuple[str, ...] = ()  # filled in: address of every node
-    start_timeout: float = 900.0  # deadline for engines and models to come up, s
-    stall_timeout: float = 1800.0  # longest wait of any stage for another, s
-    engine_threads: int = (
-        0  # CPU threads per engine, without GPUs; 0: half of the cores, shared out
-    )
-    trainer_threads: int = (
-        0  # CPU threads per trainer rank; 0: the cores the engines leave, shared out
-    )
+
+    # engine i listens on port + i
+    port: int = 8500
+    # filled in: address of every node
+    nodes: tuple[str, ...] = ()
+    # deadline for engines and models to come up, s
+    start_timeout: float = 900.0
+    # longest wait of any stage for another, s
+    stall_timeout: float = 1800.0
+    # CPU threads per engine, without GPUs; 0: half of the cores, shared out
+    engine_threads: int = 0
+    # CPU threads per trainer rank; 0: the cores the engines leave, shared out
+    trainer_threads: int = 0
 
     @property
     def groups_per_step(self) -> int:
@@ -313,7 +348,7 @@ def need(ok, message):
 
 AT_LEAST_1 = "steps batch_size attempts concurrency row_tokens max_new_tokens tensor_parallel bucket_mb eval_attempts".split()
 NOT_NEGATIVE = (
-    "max_lag conventional_g engines trainers eval_every eval_problems save_every keep_last verify_weights restarts "
+    "max_lag conventional_g engines trainers eval_every eval_problems save_every keep_last "
     "engine_threads trainer_threads overlong_buffer samples_logged"
 ).split()
 

@@ -29,7 +29,6 @@ from transformers.utils import logging
 
 import config as cfg
 from plumbing import checkpoints
-from plumbing.advice import Balance
 from plumbing.attention import to_device
 from plumbing.log import MetricsLog
 from plumbing.ranks import Ranks, Stopped, Sums
@@ -453,7 +452,6 @@ def train(config, run_dir, ranks):
     sender = Sender(config, model, ranks, run_dir)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     reader = Reader(config, run_dir, ranks, vocabulary, sender.check)
-    balance = Balance(config)
     first_version = saved = state["version"]
     run_start = time.time() - state["wall_s"]
 
@@ -487,7 +485,6 @@ def train(config, run_dir, ranks):
                 per_step = (now - loop_start) / (version - first_version)
                 eta = (config.steps - version) * per_step
                 log.step(config, state, metrics, reader.last, times, eta)
-                balance.look(reader.waited / times["step_s"], reader.last["gen_idle"])
                 log.evaluations(reader.evaluations(), run_start)
             step_start = now
             if updates_engines(config, version):

@@ -16,7 +16,6 @@ import asyncio
 import itertools
 import json
 import os
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -212,26 +211,18 @@ class Receiver:
             self.error = f"{type(e).__name__}: {str(e).splitlines()[0]}"
 
     def receive(self, group, verify):
-        """Receive every bucket and prepare the swap, while the model decodes."""
-        interval = sys.getswitchinterval()
+        """Receive every bucket, while the model decodes."""
         limit = timedelta(seconds=self.timeout)
         # no stream, no effect
         stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.received = None
         self.verify = verify
-        try:
-            with torch.cuda.stream(stream):
-                for flat in self.inbox.flats:
-                    group.broadcast(flat, 0).wait(limit)
-                if verify:
-                    self.compare_checksums(group, limit)
-                settle(self.device, self.timeout, "receiving")
-            if self.inbox.plan:
-                # packing takes Python's lock some times per matrix, each time after up to 5 ms
-                sys.setswitchinterval(2e-4)
-                self.inbox.plan.prepare()
-        finally:
-            sys.setswitchinterval(interval)
+        with torch.cuda.stream(stream):
+            for flat in self.inbox.flats:
+                group.broadcast(flat, 0).wait(limit)
+            if verify:
+                self.compare_checksums(group, limit)
+            settle(self.device, self.timeout, "receiving")
 
     def compare_checksums(self, group, limit):
         """Compare checksums of what arrived with those of what was sent, which come last."""
@@ -249,12 +240,11 @@ class Receiver:
         if inbox.plan is None:
             try:
                 inbox.plan = Plan(self.model, inbox.received)
-                inbox.plan.prepare()
             except NotOnlyCopies as e:
                 inbox.plan = False
                 print(f"weights: updates take vLLM's layerwise reload: {e}", flush=True)
         if inbox.plan:
-            inbox.plan.swap(self.worker.model_config.dtype)
+            inbox.plan.swap()
             if self.verify and not inbox.plan.holds():
                 end_of_engine("the model does not hold what was received")
         else:

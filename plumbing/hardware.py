@@ -102,8 +102,8 @@ def resolve(config: Config, gpus: int, training: bool = True) -> Config:
     and what to do.
     """
     c = cfg.check(config)
-    c.nodes = c.nodes or (c.host,)
-    c.host = c.nodes[0]
+    # an engine or a weight group is open to this machine alone unless one says otherwise
+    c.nodes = c.nodes or (os.environ.get("NODE_ADDR", "127.0.0.1"),)
     everywhere = gpus * len(c.nodes)
     _share_out(c, gpus, training)
     if c.weight_backend == "auto":

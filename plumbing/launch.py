@@ -37,12 +37,14 @@ from plumbing.problems import load_problems
 
 # knobs that would make a continued run another run, and those that may differ without a word
 FIXED = ("task", "train_data", "model", "seed", "batch_size", "attempts", "dtype")
-FILLED_IN = ("fresh", "out", "run_id", "nodes", "host")
+FILLED_IN = ("fresh", "out", "run_id", "nodes")
 # what `serve` may choose for its engines; the rest is the run's
 SERVE = (
-    "run out engines port host dry_run model concurrency kv_cache_gb gpu_memory_utilization "
-    "enforce_eager restarts start_timeout engine_threads"
+    "run out engines port dry_run model concurrency kv_cache_gb gpu_memory_utilization "
+    "enforce_eager start_timeout engine_threads"
 ).split()
+# an engine that died or hangs is started again this often in a row
+RESTARTS = 3
 ENGINE_FLAGS = (
     "--enable-scale-out --logprobs-mode processed_logprobs --generation-config vllm "
     "--worker-extension-cls plumbing.engine.WorkerExtension --middleware plumbing.engine.Contract "
@@ -139,7 +141,7 @@ def supervised(c: Config, gpus: int, node: int = 0, prefix: str = "") -> list:
     prefix: the run knows them by "<prefix><host>-<port>" instead of "engine<i>".
     """
     run_dir = str(Path(c.out, c.run))
-    limits = [str(c.restarts), str(c.start_timeout)]
+    limits = [str(RESTARTS), str(c.start_timeout)]
     processes = []
     for name, env, command in engine_commands(c, gpus, node):
         url = urls(c, gpus)[int(name.removeprefix("engine"))]
@@ -343,7 +345,7 @@ def meet(c, gpus, node, n, command, list_file):
 def serve(argv, list_file):
     """`run.sh serve --run X ...`: engines of this machine for a run, in progress or about to be continued."""
     gpus = gpu_count()
-    given = cfg.parse(argv, gpus, Config(host="", port=0))
+    given = cfg.parse(argv, gpus, Config(port=0))
     run_dir = Path(given.out, given.run)
     need(
         given.run and (run_dir / "config.json").exists(),
@@ -356,9 +358,8 @@ def serve(argv, list_file):
         raise ConfigError(f"--{name} is the run's: engines that join it cannot choose another")
     c.trainers = 0
     c.engines = given.engines or gpus // c.tensor_parallel or 1
-    c.host = given.host or address_towards(run.nodes[0])
-    c.nodes = (c.host,)
-    c.port = free_ports(c.host, given.port or run.port + 100, c.engines)
+    c.nodes = (address_towards(run.nodes[0]),)
+    c.port = free_ports(c.nodes[0], given.port or run.port + 100, c.engines)
     c.seed = run.seed + c.port
     need(
         len(spread(c, gpus)) == c.engines and (gpus or c.weight_backend == "gloo"),
@@ -370,7 +371,7 @@ def serve(argv, list_file):
     show(processes, c.dry_run)
     if not c.dry_run:
         watch = ["until_done", str(run_dir), c.run_id]
-        list_processes(list_file, c, "serve", f".{c.host}-{c.port}", watch, processes)
+        list_processes(list_file, c, "serve", f".{c.nodes[0]}-{c.port}", watch, processes)
 
 
 def address_towards(host):

@@ -37,7 +37,7 @@ class House:
         self.config = resolved(
             *("toy", "--run", "house", "--out", out, "--port", PORT, "--engines", 2),
             *("--concurrency", 64, "--model", base_model, "--sync_timeout", DEADLINE),
-            *("--bucket_mb", 1, "--verify_weights", 1),
+            *("--bucket_mb", 1),
         )
         self.config.run_id = f"house{os.getpid()}"
         # one tensor per broadcast: many moments to die at

@@ -112,8 +112,6 @@ def test_the_pipeline_end_to_end(tmp_path, base_model):
         3,
         "--late",
         "wait",
-        "--verify_weights",
-        1,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     run_dir = tmp_path / "t"

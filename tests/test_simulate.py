@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from plumbing.advice import advice
 from tools import simulate
+from tools.report import advice
 
 PAPER = dict(
     gpus=128, batch=128, lengths=simulate.draw_lengths("uniform", 2048), tau=4.92, U=simulate.fitted

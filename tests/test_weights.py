@@ -10,6 +10,7 @@ import requests
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+import weights
 from conftest import PORT, register, resolved, with_knobs
 from plumbing import group, launch, wire
 from plumbing.client import token_versions
@@ -25,7 +26,7 @@ PROMPT = [45, 4, 52, 29, 2]
 
 
 def url_of(config):
-    return f"http://{config.host}:{config.port}"
+    return f"http://{config.nodes[0]}:{config.port}"
 
 
 def generate(config, n=8, **sampling):
@@ -192,7 +193,7 @@ def test_zeros_and_back(engine, sender):
 
 
 def test_what_arrives_damaged_is_not_loaded_and_sent_again(engine, sender, monkeypatch, capsys):
-    sender.config.verify_weights = 1
+    monkeypatch.setattr(weights, "VERIFY_EVERY", 1)
     update(sender, 300)
     perturb(sender.model)
     calls = []

@@ -65,6 +65,8 @@ class StoppableGroup(Group):
 def main(run_dir):
     config = cfg.load(run_dir)
     weights.Group = StoppableGroup
+    # checksums in every update
+    weights.VERIFY_EVERY = 1
     model = model_of(config.model, 0)
     sender = weights.Sender(config, model, Ranks(config), run_dir)
     print("ready", flush=True)

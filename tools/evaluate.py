@@ -189,7 +189,6 @@ def configure(argv, gpus):
     c.nodes = ()
     own = dict(
         run="eval-" + re.sub(r"[^\w.-]", "", "-".join(names)).strip(".-"),
-        host=cfg.Config.host,
         engines=gpus // c.tensor_parallel or 1,
         gpu_memory_utilization=0.0,
     )

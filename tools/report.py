@@ -15,6 +15,9 @@ import numpy as np
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import config as cfg  # noqa: E402
+
 # label -> key of metrics.jsonl, in the order in which they happen
 UPDATE_PARTS = {
     "gathering": "gather_s",
@@ -25,6 +28,10 @@ UPDATE_PARTS = {
 # means over steps, and shares of the whole time
 MEANS = ("lag_mean", "ess", "versions_2", "versions_3", "gen_tok_s", "train_tok_s")
 SHARES = ("pause_s", "wait_data_s", "wait_sync_s")
+# times the throughput: a move that brings less is not worth a restart
+WORTH = 1.05
+# share of the time: if both sides idle for longer, the gate is what holds them back
+IDLE = 0.1
 SUMMARY = """\
 steps          {step}, {samples} samples in {minutes:.1f} min
 {held_out}\
@@ -233,12 +240,72 @@ def summary(steps, evals):
     return SUMMARY.format(**values)
 
 
+def below_1(share):
+    """A share that one minus it can be divided by."""
+    return min(max(share, 0.0), 0.99)
+
+
+def advice(waits, blocked, serving, training, per_engine=1):
+    """One line of advice; "" if there is none that would bring 5%.
+
+    waits: share of its time that the trainer waits for data. blocked: share of the engines' places
+    that the gate leaves empty, averaged over time. serving, training: GPUs of each; per_engine: GPUs
+    of one engine. Both sides' speed is taken as proportional to their GPUs; the slower one decides.
+    """
+    waits = below_1(waits)
+    blocked = below_1(blocked)
+    total = serving + training
+    # what one GPU would do unhindered, in units of the present throughput of all
+    engine_rate = 1 / (1 - blocked) / serving
+    trainer_rate = 1 / (1 - waits) / training
+    now = min(serving * engine_rate, training * trainer_rate)
+    best = serving
+    most = now
+    for serve in range(per_engine, total, per_engine):
+        train = total - serve
+        rate = min(serve * engine_rate, train * trainer_rate)
+        if rate > most:
+            best = serve
+            most = rate
+    waiting = f"trainer waits {waits:.0%} of the time"
+    empty = f"the gate keeps {blocked:.0%} of the engines' places empty"
+    if most >= WORTH * now:
+        reason = waiting
+        way = "from training to serving"
+        moved = best - serving
+        if moved < 0:
+            reason = empty
+            way = "from serving to training"
+            moved = -moved
+        gpus = "GPU" if moved == 1 else "GPUs"
+        split = f"({best} serve, {total - best} train)"
+        gain = most / now
+        return f"{reason}: move {moved} {gpus} {way} {split}, about {gain:.2f} times the throughput"
+    if waits > IDLE and blocked > IDLE:
+        return f"{waiting} while {empty}: raise --max_lag"
+    return ""
+
+
+def advice_on(config, steps):
+    """`advice` on a run's last 50 steps."""
+    recent = steps[-50:]
+    seconds = column(recent, "step_s").sum()
+    return advice(
+        column(recent, "wait_data_s").sum() / seconds,
+        column(recent, "gen_idle").mean(),
+        config.engines * config.tensor_parallel,
+        config.trainers,
+        config.tensor_parallel,
+    )
+
+
 def main(run_dir):
     steps, evals = read(run_dir)
     if not steps:
         sys.exit(f"report: {run_dir}/metrics.jsonl has no steps yet")
     draw(run_dir, steps, evals)
     print(summary(steps, evals), end="")
+    print(f"advice         {advice_on(cfg.load(run_dir), steps) or 'none'}")
     print(f"picture        {Path(run_dir, 'report.png')}")
 
 
