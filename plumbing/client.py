@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections import Counter, deque
+from collections import Counter
 
 import aiohttp
 import numpy as np
@@ -52,8 +52,9 @@ class Engines:
         # events that are not errors but worth a line: retried, moved, failed
         self.counts = Counter()
         self.next_warning = 0.0
-        # (time, sampled tokens) of the last seconds; share of the engines' places that is empty
-        self.recent = deque()
+        # sampled since the last look; tokens/s and share of the engines' places that is empty, lately
+        self.tokens = 0
+        self.rate = 0.0
         self.idle = 0.0
         self.last_look = time.monotonic()
 
@@ -182,7 +183,7 @@ class Engines:
         except aiohttp.ClientConnectionError as e:
             raise EngineGone(f"{type(e).__name__} {e}") from e
         tokens = choice["token_ids"]
-        self.recent.append((time.monotonic(), len(tokens)))
+        self.tokens += len(tokens)
         return dict(
             tokens=tokens,
             logprobs=[x["logprob"] for x in choice["logprobs"]["content"]],
@@ -204,21 +205,16 @@ class Engines:
     # ---- how busy
 
     def look(self):
-        """Take the time since the last look into `idle`, an exponential mean over 10 s."""
+        """Take the time since the last look into `rate` and `idle`, exponential means over 10 s."""
         now = time.monotonic()
         seconds = now - self.last_look
         self.last_look = now
+        weight = min(seconds / 10, 1)
         empty = 1 - sum(self.load.values()) / max(self.places, 1)
-        self.idle += (max(empty, 0.0) - self.idle) * min(seconds / 10, 1)
+        self.idle += weight * (max(empty, 0.0) - self.idle)
+        self.rate += weight * (self.tokens / max(seconds, 1e-6) - self.rate)
+        self.tokens = 0
 
     def pace(self):
-        """gen_tok_s: sampled tokens per second over the last 10 s; gen_idle: share of the engines'
-        places that were empty, likewise.
-        """
-        now = time.monotonic()
-        while self.recent and self.recent[0][0] < now - 10:
-            self.recent.popleft()
-        rate = 0.0
-        if self.recent:
-            rate = sum(n for _, n in self.recent) / max(now - self.recent[0][0], 0.1)
-        return dict(gen_tok_s=rate, gen_idle=self.idle)
+        """gen_tok_s: sampled tokens per second; gen_idle: share of the engines' places that is empty."""
+        return dict(gen_tok_s=self.rate, gen_idle=self.idle)

@@ -21,26 +21,26 @@ from pathlib import Path
 
 import numpy as np
 
-WAIT = 1800.0  # seconds that put and get wait if they are not told
+# seconds that put and get wait if they are not told
+WAIT = 1800.0
+# seconds between two looks, each of which costs NFS a few round trips
+POLL = 0.005
 
 
 class Queue:
     """A directory used as a bounded, ordered, persistent queue of records: one writer, one reader.
 
     path: the directory, made if absent. maxlen: `put` waits while so many records lie there; 0: unbounded.
-    poll: seconds between two looks, each of which costs NFS a few round trips. patience: for how many
-    a record that does not parse is read again. Attribute `skipped`: unreadable records set aside.
     """
 
-    def __init__(self, path, maxlen: int = 0, poll: float = 0.005, patience: float = 10.0):
+    def __init__(self, path, maxlen: int = 0):
         self.path = Path(path)
         self.maxlen = maxlen
-        self.poll = poll
-        self.patience = patience
-        self.skipped = 0
-        self.next_put = None  # found at the first put
+        # found at the first put
+        self.next_put = None
         self.next_get = 0
-        self.lock = threading.Lock()  # put may be called from several threads
+        # put may be called from several threads
+        self.lock = threading.Lock()
         self.path.mkdir(parents=True, exist_ok=True)
 
     def __len__(self) -> int:
@@ -55,7 +55,7 @@ class Queue:
                 raise TimeoutError(
                     f"queue {self.path} has been full ({self.maxlen} records) for {timeout:.0f} s: its reader is dead or stuck"
                 )
-            time.sleep(self.poll)
+            time.sleep(POLL)
         arrays = {k: v for k, v in record.items() if isinstance(v, np.ndarray)}
         rest = {k: v for k, v in record.items() if k not in arrays}
         arrays["json"] = np.frombuffer(json.dumps(rest).encode(), dtype=np.uint8)
@@ -72,22 +72,22 @@ class Queue:
         return number
 
     def get(self, timeout: float | None = None) -> tuple[int, dict]:
-        """The next record and its number; timeout: seconds to wait, 0 to look once. Raises TimeoutError."""
+        """The next record and its number; timeout: seconds to wait, 0 to look once.
+
+        Raises TimeoutError, or RuntimeError naming a record that does not parse.
+        """
         timeout = WAIT if timeout is None else timeout
         deadline = time.monotonic() + timeout
-        while True:
-            number = self._next()
-            if number is not None:
-                self.next_get = number + 1
-                record = self._read(self._file(number))
-                if record is not None:
-                    return number, record
-            elif time.monotonic() >= deadline:
+        number = self._next()
+        while number is None:
+            if time.monotonic() >= deadline:
                 raise TimeoutError(
                     f"queue {self.path} gave nothing for {timeout:.0f} s: its writer is dead or stuck"
                 )
-            else:
-                time.sleep(self.poll)
+            time.sleep(POLL)
+            number = self._next()
+        self.next_get = number + 1
+        return number, self._read(self._file(number))
 
     def ack(self, seq: int) -> None:
         """The record of this number is dealt with: delete it."""
@@ -121,22 +121,15 @@ class Queue:
             if file.name not in os.listdir(self.path):
                 raise
 
-    def _read(self, file: Path) -> dict | None:
-        """The record, or None if it does not parse even after `patience` seconds."""
-        deadline = time.monotonic() + self.patience
-        while True:
-            try:
-                with np.load(io.BytesIO(file.read_bytes()), allow_pickle=False) as npz:
-                    record = {k: npz[k] for k in npz.files}
-                return record | json.loads(record.pop("json").tobytes())
-            except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile) as e:
-                error = f"{type(e).__name__}: {e}"
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(0.1)
-        self.skipped += 1
-        os.rename(file, file.with_suffix(".bad"))
-        print(f"queue: unreadable record {file} ({error}), kept as .bad, {self.skipped} so far")
+    def _read(self, file: Path) -> dict:
+        try:
+            with np.load(io.BytesIO(file.read_bytes()), allow_pickle=False) as npz:
+                record = {k: npz[k] for k in npz.files}
+            return record | json.loads(record.pop("json").tobytes())
+        except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile) as e:
+            raise RuntimeError(
+                f"queue: {file} is no record ({type(e).__name__}: {e}); the same command continues without it"
+            ) from e
 
 
 def notice(path, **values) -> None:
