@@ -51,7 +51,7 @@ class Sender:
         self.parameters = [p for _, p in model.named_parameters()]
         names = [n for n, _ in model.named_parameters()]
         shapes = [list(p.shape) for p in self.parameters]
-        dtype = getattr(torch, config.dtype)
+        self.dtype = dtype = getattr(torch, config.dtype)
         bucket_bytes = config.bucket_mb << 20
         self.plan = buckets(shapes, dtype.itemsize, bucket_bytes)
         # of the update that is on its way, and of the newest that is complete
@@ -122,7 +122,8 @@ class Sender:
             offset = 0
             for p in self.parameters[first:last]:
                 # the all-gather, on every rank in this order
-                full = p.full_tensor() if hasattr(p, "full_tensor") else p
+                full = p.to(self.dtype)
+                full = full.full_tensor() if hasattr(full, "full_tensor") else full
                 if self.ranks.rank == 0:
                     into = self.flats[k][offset : offset + full.numel()]
                     into.copy_(full.reshape(-1), non_blocking=True)
@@ -239,7 +240,10 @@ class Sender:
             try:
                 self._form_group(engines)
                 start = time.monotonic()
-                self.group.broadcast(self.flats, self._update(), self.staging)
+                # the first one of a group, and now and then
+                verify = self.group.updates % VERIFY_EVERY == 0
+                update = dict(version=str(self.version), verify=verify)
+                self.group.broadcast(self.flats, update, self.staging)
                 sent = time.monotonic()
                 self.group.wait_until_ready()
                 ready = time.monotonic()
@@ -260,18 +264,13 @@ class Sender:
             f"version {self.version} reached no engine in {attempts} attempts; {self.engines.error}"
         )
 
-    def _update(self):
-        """What the doorbell says."""
-        verify = self.deliveries % VERIFY_EVERY == VERIFY_EVERY - 1
-        return dict(version=str(self.version), verify=verify)
-
     def _form_group(self, engines):
         """A weight group of exactly these engines; the one that is there if it is that."""
         self.tried = [*engines, *self.engines.failing]
         if self.group and self.group.members == engines:
             return
-        self.group = None
-        self.group = Group(self.config, self.engines, engines, self.layout)
+        self._leave_group()
+        self.group = Group(self.config, self.engines, engines, self.layout, self.ranks.device)
         kv = "recomputed" if self.config.recompute_kv else "stale"
         through = ""
         if self.config.weight_backend == "gloo" and torch.cuda.is_available():
@@ -282,8 +281,13 @@ class Sender:
             flush=True,
         )
 
-    def _give_up_group(self, error):
+    def _leave_group(self):
+        if self.group:
+            self.group.close()
         self.group = None
+
+    def _give_up_group(self, error):
+        self._leave_group()
         # without gloo's source line
         reason = (str(error).splitlines() or [type(error).__name__])[0].split("] ", 1)[-1]
         print(f"weights: version {self.version} did not reach all engines: {reason}", flush=True)
@@ -295,7 +299,7 @@ class Sender:
         answers = self.engines.call_all("/request_weight_update", bodies)
         if len(answers) < len(bodies):
             # without those that were dropped
-            self.group = None
+            self._leave_group()
         urls = [url for url, _ in answers]
         self._say(version=self.version, engines=urls, position=self.position)
         return [answer["pause_s"] for answer in answers.values()]

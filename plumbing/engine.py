@@ -16,6 +16,7 @@ import asyncio
 import itertools
 import json
 import os
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -26,7 +27,7 @@ from starlette.responses import JSONResponse
 from vllm.config import set_current_vllm_config
 
 from plumbing.plan import NotOnlyCopies, Plan, reload
-from plumbing.wire import buckets, checksum, join_group, open_store, settle
+from plumbing.wire import buckets, checksum, join_group, leave_group, open_store, settle
 
 GENERATE = "/inference/v1/generate"
 
@@ -144,32 +145,61 @@ class WorkerExtension:
 
 
 class Inbox:
-    """Memory that updates are received into, and the plan of where its tensors go (None: not made
-    yet; False: there is none, vLLM's layerwise reload has to do it).
+    """Where a worker receives updates, bucket by bucket, and what it keeps of them until the swap.
+
+    Of each bucket the parts that go into this worker's model are copied out, its shards of them if
+    it is one of several; the bucket's memory then takes the next one. A model that does more than
+    copy (`plan` is None) gets vLLM's layerwise reload, for which everything is kept.
+    group: as Receiver has it. Raises what Plan does.
     """
 
-    def __init__(self, group, device):
-        self.layout = (group["names"], group["shapes"], group["dtype"], group["bucket_bytes"])
-        self.flats = []
-        self.received = []
-        self.plan = None
+    def __init__(self, model, group, device):
         dtype = getattr(torch, group["dtype"])
+        self.layout = (group["names"], group["shapes"], group["dtype"], group["bucket_bytes"])
+        # held by whoever writes into this memory
+        self.lock = threading.Lock()
         plan = buckets(group["shapes"], dtype.itemsize, group["bucket_bytes"])
-        for first, last, elements in plan:
-            flat = torch.empty(elements, dtype=dtype, device=device)
-            shapes = [torch.Size(shape) for shape in group["shapes"][first:last]]
-            parts = flat.split([shape.numel() for shape in shapes])
-            self.flats.append(flat)
-            for name, part, shape in zip(group["names"][first:last], parts, shapes):
-                self.received.append((name, part.view(shape)))
+        self.sizes = [elements for _, _, elements in plan]
+        # learnt from tensors without memory, of which only the place in their bucket counts
+        nowhere = [torch.empty(n, dtype=dtype, device="meta") for n in self.sizes]
+        try:
+            self.plan = Plan(model, self._views(nowhere, plan), nowhere, dtype)
+            self.whole = None
+            self.bucket = torch.empty(max(self.sizes), dtype=dtype, device=device)
+        except NotOnlyCopies as e:
+            print(f"weights: updates take vLLM's layerwise reload: {e}", flush=True)
+            self.plan = None
+            self.whole = [torch.empty(n, dtype=dtype, device=device) for n in self.sizes]
+        self.received = [] if self.plan else self._views(self.whole, plan)
+
+    def _views(self, flats, plan):
+        """[(name, tensor)] of all parameters, each a part of its bucket."""
+        names, shapes = self.layout[:2]
+        views = []
+        for flat, (first, last, _) in zip(flats, plan):
+            of_bucket = [torch.Size(shape) for shape in shapes[first:last]]
+            parts = flat.split([shape.numel() for shape in of_bucket])
+            for name, part, shape in zip(names[first:last], parts, of_bucket):
+                views.append((name, part.view(shape)))
+        return views
+
+    def memory(self, k):
+        """What bucket k is received into."""
+        return self.whole[k] if self.whole else self.bucket[: self.sizes[k]]
+
+    def keep(self, k):
+        """Bucket k has been received."""
+        if self.plan:
+            self.plan.keep(k, self.memory(k))
 
 
 class Receiver:
     """One worker's part in a weight group, in a thread of its own.
 
-    group: {backend, host, port, first_rank, world, timeout, names, shapes, dtype, bucket_bytes}.
-    `received` is the version that lies ready to be swapped in, as text; `error` why there will be
-    none. A group that broke is never mended: the trainer forms another one.
+    group: {backend, host, port, first_rank, world, timeout, names, shapes, dtype, bucket_bytes};
+    before: the Receiver of the group before this one, if any. `received` is the version that lies
+    ready to be swapped in, as text; `error` why there will be none. A group that broke is never
+    mended: the trainer forms another one.
     """
 
     def __init__(self, worker, group, before):
@@ -182,51 +212,69 @@ class Receiver:
         self.received = None
         self.error = None
         self.verify = False
-        layout = (group["names"], group["shapes"], group["dtype"], group["bucket_bytes"])
-        reusable = before is not None and not before.thread.is_alive()
-        if reusable and before.inbox.layout == layout and before.device == self.device:
+        self.ended = False
+        self.inbox = None
+        if before is not None:
+            before.ended = True
             self.inbox = before.inbox
-        else:
-            # a thread that still waits for a former group must not write into this one's memory
-            self.inbox = Inbox(group, self.device)
-        self.thread = threading.Thread(target=self.run, daemon=True)
-        self.thread.start()
+        layout = (group["names"], group["shapes"], group["dtype"], group["bucket_bytes"])
+        if self.inbox is None or self.inbox.layout != layout:
+            self.inbox = Inbox(self.model, group, self.device)
+        threading.Thread(target=self.run, daemon=True).start()
 
     def run(self):
-        """Join, then receive update after update until the group breaks."""
+        """Join, then receive update after update until the group breaks, or there is another."""
+        group = None
         try:
             store = open_store(self.group["host"], self.group["port"], self.timeout)
+            store.set(f"here/{self.rank}", "")
+            store.wait(["all_here"], timedelta(seconds=self.timeout))
             group = join_group(
-                self.group["backend"], store, self.rank, self.group["world"], self.timeout
+                self.group["backend"],
+                store,
+                self.rank,
+                self.group["world"],
+                self.timeout,
+                self.device,
             )
             for n in itertools.count():
                 # the doorbell: the next update may be long in coming; a trainer that ends closes
                 # the connection, which ends the wait
                 store.wait([f"update/{n}"], timedelta(days=30))
                 update = json.loads(store.get(f"update/{n}"))
-                self.receive(group, update["verify"])
+                # who still receives for a former group must have ended
+                with self.inbox.lock:
+                    if self.ended:
+                        break
+                    self.receive(group, update["verify"])
                 self.received = update["version"]
                 store.set(f"ready/{n}/{self.rank}", "")
         except Exception as e:
-            self.error = f"{type(e).__name__}: {str(e).splitlines()[0]}"
+            self.error = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
+        leave_group(group)
 
     def receive(self, group, verify):
         """Receive every bucket, while the model decodes."""
+        inbox = self.inbox
         limit = timedelta(seconds=self.timeout)
         # no stream, no effect
         stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.received = None
         self.verify = verify
+        sums = []
         with torch.cuda.stream(stream):
-            for flat in self.inbox.flats:
+            for k in range(len(inbox.sizes)):
+                flat = inbox.memory(k)
                 group.broadcast(flat, 0).wait(limit)
+                if verify:
+                    sums.append(checksum(flat))
+                inbox.keep(k)
             if verify:
-                self.compare_checksums(group, limit)
+                self.compare_checksums(group, torch.stack(sums), limit)
             settle(self.device, self.timeout, "receiving")
 
-    def compare_checksums(self, group, limit):
+    def compare_checksums(self, group, arrived, limit):
         """Compare checksums of what arrived with those of what was sent, which come last."""
-        arrived = torch.stack([checksum(flat) for flat in self.inbox.flats])
         sent = torch.empty_like(arrived)
         group.broadcast(sent, 0).wait(limit)
         wrong = int((arrived != sent).sum())
@@ -237,27 +285,18 @@ class Receiver:
         """The received weights into the model, which is not decoding now."""
         inbox = self.inbox
         self.received = None
-        if inbox.plan is None:
-            try:
-                inbox.plan = Plan(self.model, inbox.received)
-            except NotOnlyCopies as e:
-                inbox.plan = False
-                print(f"weights: updates take vLLM's layerwise reload: {e}", flush=True)
-        if inbox.plan:
-            inbox.plan.swap()
-            if self.verify and not inbox.plan.holds():
-                end_of_engine("the model does not hold what was received")
-        else:
-            try:
+        try:
+            if inbox.plan:
+                inbox.plan.swap()
+            else:
                 reload(self.model, self.worker.model_config, inbox.received)
-            except Exception as e:
-                end_of_engine(f"{type(e).__name__}: {e}")
-        if self.worker.device.type == "cuda":
-            # the next update is received into the same memory, on another stream
-            torch.cuda.current_stream().synchronize()
-
-
-def end_of_engine(why):
-    """The weights are half old, half new: this engine ends, and is started again."""
-    print(f"weights: loading broke off ({why}): this engine ends", flush=True)
-    os._exit(1)
+            if self.verify and inbox.plan and not inbox.plan.holds():
+                raise RuntimeError("the model does not hold what was received")
+            if self.worker.device.type == "cuda":
+                # the next update is received into the same memory, on another stream
+                torch.cuda.current_stream().synchronize()
+        except Exception as e:
+            # the weights are half old, half new: this engine ends, and is started again
+            print(f"weights: loading broke off ({type(e).__name__}: {e}): this engine ends")
+            sys.stdout.flush()
+            os._exit(1)

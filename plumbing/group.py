@@ -13,7 +13,7 @@ import requests
 import torch
 
 from plumbing.queues import noticed
-from plumbing.wire import checksum, join_group, open_store, settle
+from plumbing.wire import checksum, join_group, leave_group, open_store, settle
 
 
 class Engines:
@@ -87,9 +87,12 @@ class Engines:
 
 
 class Group:
-    """The weight group of the trainer and these engines. Forming it raises RuntimeError."""
+    """The weight group of the trainer and these engines.
 
-    def __init__(self, config, engines, members, layout):
+    device: the trainer's GPU, for NCCL. Forming it raises RuntimeError or TimeoutError.
+    """
+
+    def __init__(self, config, engines, members, layout, device):
         c = config
         self.config = c
         self.engines = engines
@@ -109,7 +112,14 @@ class Group:
         self.members = list(engines.call_all("/init_process_group", bodies))
         if len(self.members) < len(members):
             raise RuntimeError(f"not all engines joined: {engines.error}")
-        self.group = join_group(c.weight_backend, self.store, 0, self.world, c.sync_timeout)
+        # connecting has to wait until all are there: NCCL's has no deadline
+        self._wait_for("here", "did not join")
+        self.store.set("all_here", "")
+        self.group = join_group(c.weight_backend, self.store, 0, self.world, c.sync_timeout, device)
+
+    def close(self):
+        """Free whoever waits in this group."""
+        leave_group(self.group)
 
     def broadcast(self, flats, update, staging):
         """Ring the doorbell, then send the buckets. Raises RuntimeError or TimeoutError."""
@@ -129,30 +139,42 @@ class Group:
             self.group.broadcast(sums, 0).wait(limit)
 
     def _send_through_gpu(self, flats, verify, staging):
+        limit = timedelta(seconds=self.config.sync_timeout)
         device = staging[0].device
+        works = []
         sums = []
         # on a stream of its own: one bucket is on its way while the next is copied to the GPU
         with torch.cuda.stream(torch.cuda.Stream(device)):
             for k, flat in enumerate(flats):
+                if k >= 2:
+                    # this half of the staging memory is free again
+                    works[k - 2].wait(limit)
                 sent = staging[k % 2][: len(flat)]
                 sent.copy_(flat, non_blocking=True)
-                self.group.broadcast(sent, 0).wait()
+                works.append(self.group.broadcast(sent, 0))
                 if verify:
                     sums.append(checksum(sent))
             if verify:
-                self.group.broadcast(torch.stack(sums), 0).wait()
+                works.append(self.group.broadcast(torch.stack(sums), 0))
+            for work in works[-3:]:
+                work.wait(limit)
             settle(device, self.config.sync_timeout, "the broadcast")
 
     def wait_until_ready(self):
-        """Until every worker has received and prepared the update.
+        """Until every worker has received and prepared the update."""
+        number = self.updates
+        self.updates += 1
+        self._wait_for(f"ready/{number}", "did not receive the update")
+
+    def _wait_for(self, name, failure):
+        """Until every worker has set its key `name`/<rank>.
 
         Raises TimeoutError if some have not in time, RuntimeError as soon as an engine is gone.
         """
         keys = {}
         for i, member in enumerate(self.members):
             ranks = range(i * self.config.tensor_parallel, (i + 1) * self.config.tensor_parallel)
-            keys[member] = [f"ready/{self.updates}/{1 + rank}" for rank in ranks]
-        self.updates += 1
+            keys[member] = [f"{name}/{1 + rank}" for rank in ranks]
         every_key = sum(keys.values(), [])
         deadline = time.monotonic() + self.config.sync_timeout
         next_look = time.monotonic() + 1.0
@@ -161,8 +183,8 @@ class Group:
             if now > deadline:
                 for member in self.members:
                     if not self.store.check(keys[member]):
-                        self.engines.failed(member, "did not receive the update")
-                raise TimeoutError(f"not all had it within {self.config.sync_timeout:.0f} s")
+                        self.engines.failed(member, failure)
+                raise TimeoutError(f"not all were there within {self.config.sync_timeout:.0f} s")
             if now > next_look:
                 next_look = now + 1.0
                 running = self.engines.registered()

@@ -68,21 +68,40 @@ def storage_of(tensor):
 
 
 class Plan:
-    """Where each received tensor ends up in the model.
+    """Where each part of an update ends up in the model.
 
     Making one changes nothing. It raises NotOnlyCopies (quantised layers, experts, ...), ValueError
     if a parameter would not be loaded whole, or what vLLM's loaders raise.
-    received: [(name, tensor)], whose memory later updates are received into.
+    received: [(name, tensor)] of all that is sent, each a view of one of `flats`, the buckets; their
+    values do not matter. dtype: of what is sent.
     """
 
     @torch.no_grad()
-    def __init__(self, model, received):
+    def __init__(self, model, received, flats, dtype):
         layers = list(model.modules())
         refuse_special_layers(layers)
         with Copies() as copies:
             model.load_weights(iter(received))
+        self._check(model, copies.pairs)
+        number = {storage_of(flat): k for k, flat in enumerate(flats)}
+        # by bucket: which parts of it go into the model, and where they are kept until the swap
+        self.parts = [[] for _ in flats]
+        self.kept = [[] for _ in flats]
+        self.targets = []
+        for target, source in copies.pairs:
+            if source is not None:
+                k = number[storage_of(source)]
+                self.parts[k].append((source.shape, source.stride(), source.storage_offset()))
+                self.kept[k].append(torch.empty(source.shape, dtype=dtype, device=target.device))
+                self.targets.append((target, self.kept[k][-1]))
+        linear = torch.nn.functional.linear
+        self.packed = [x for x in layers if getattr(x, "cpu_linear", linear) is not linear]
+
+    @staticmethod
+    def _check(model, pairs):
+        """Every parameter must be loaded whole, and nothing else."""
         loaded = Counter()
-        for target, _ in copies.pairs:
+        for target, _ in pairs:
             loaded[storage_of(target)] += target.numel()
         wrong = []
         for name, parameter in model.named_parameters():
@@ -92,22 +111,24 @@ class Plan:
             raise ValueError(f"the trainer's parameters do not make up the model's {wrong}")
         if loaded:
             raise NotOnlyCopies("a weight loader copies to somewhere else than a parameter")
-        self.pairs = [(target, source) for target, source in copies.pairs if source is not None]
-        linear = torch.nn.functional.linear
-        self.packed = [x for x in layers if getattr(x, "cpu_linear", linear) is not linear]
+
+    @torch.no_grad()
+    def keep(self, k, flat):
+        """Copy what is needed of bucket k out of it, while the model decodes."""
+        for kept, (shape, stride, offset) in zip(self.kept[k], self.parts[k]):
+            kept.copy_(flat.as_strided(shape, stride, offset), non_blocking=True)
 
     @torch.no_grad()
     def swap(self):
-        """Copy what was received into the model, between two decode steps."""
-        targets, sources = zip(*self.pairs)
-        torch._foreach_copy_(targets, sources)
+        """Copy what was kept into the model, between two decode steps."""
+        targets, kept = zip(*self.targets)
+        torch._foreach_copy_(targets, kept)
         for layer in self.packed:
             pack_matrix(layer)
 
     def holds(self):
         """Does the model hold what was received?"""
-        # over gloo the sources are in host memory, and the targets of a GPU's model are not
-        return all(torch.equal(target, source.to(target.device)) for target, source in self.pairs)
+        return all(torch.equal(target, kept) for target, kept in self.targets)
 
 
 def reload(model, model_config, received):

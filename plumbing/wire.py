@@ -3,6 +3,7 @@
 weights.py is the trainer's side, plumbing/engine.py the engines'. Deliberately absent: HTTP, vLLM.
 """
 
+import os
 import threading
 import time
 from concurrent.futures import Future
@@ -11,6 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
+
 
 def open_store(host, port, timeout, server=False):
     """A client of the TCPStore at host:port (port 0 with server=True: a new one, on any port)."""
@@ -18,19 +21,43 @@ def open_store(host, port, timeout, server=False):
     return dist.TCPStore(host, port, None, server, timeout=limit, wait_for_workers=False)
 
 
-def join_group(backend, store, rank, world, timeout):
+def join_group(backend, store, rank, world, timeout, device=None):
     """A process group of its own, beside whatever default group this process has.
 
-    Rank 0 is the trainer, the others are engine workers. Raises RuntimeError if not all come
-    within `timeout` seconds.
+    Rank 0 is the trainer, the others are engine workers. device: a GPU, for NCCL. Raises
+    RuntimeError or TimeoutError if they are not connected within `timeout` seconds.
     """
     limit = timedelta(seconds=timeout)
     place = dist.PrefixStore("weights", store)
-    if backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = limit
-        return dist.ProcessGroupNCCL(place, rank, world, options)
-    return dist.ProcessGroupGloo(place, rank, world, limit)
+    if backend == "gloo":
+        return dist.ProcessGroupGloo(place, rank, world, limit)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
+    # torch's watchdog ends the process, not just the group, when a broadcast fails; a group that is
+    # made with this setting has none: its waits raise, and whoever waited aborts it
+    before = os.environ.get(NO_WATCHDOG)
+    os.environ[NO_WATCHDOG] = "1"
+    try:
+        group = dist.ProcessGroupNCCL(place, rank, world, options)
+    finally:
+        os.environ.pop(NO_WATCHDOG)
+        if before is not None:
+            os.environ[NO_WATCHDOG] = before
+    # the first broadcast connects, without a deadline of its own
+    in_thread(connect, group, device, limit).result(timeout)
+    return group
+
+
+def connect(group, device, limit):
+    """The first broadcast of an NCCL group."""
+    torch.cuda.set_device(device)
+    group.broadcast(torch.zeros(1, device=device), 0).wait(limit)
+
+
+def leave_group(group):
+    """Free whoever waits in a group that is not used any more; gloo's end by themselves."""
+    if dist.is_nccl_available() and isinstance(group, dist.ProcessGroupNCCL):
+        group.abort()
 
 
 def buckets(shapes, itemsize, bucket_bytes):

@@ -62,6 +62,8 @@ class Engine:
         try:
             store = open_store(group["host"], group["port"], group["timeout"])
             rank = group["first_rank"]
+            store.set(f"here/{rank}", "")
+            store.wait(["all_here"], timedelta(seconds=group["timeout"]))
             wire = join_group(group["backend"], store, rank, group["world"], group["timeout"])
             for n in itertools.count():
                 store.wait([f"update/{n}"], timedelta(days=30))

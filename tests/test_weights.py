@@ -259,7 +259,7 @@ def test_a_refused_update_is_an_error_that_names_the_engine(engine, sender):
     try:
         with pytest.raises(
             RuntimeError,
-            match=rf"99 reached no engine .*:{engine.port}: /request_weight_update: .*500 .*stranger",
+            match=rf"99 reached no engine .*:{engine.port}: /init_process_group: .*500 .*stranger",
         ):
             update(broken, 99)
         # nothing of it is served
