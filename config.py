@@ -194,6 +194,8 @@ class Config:
     start_timeout: float = 900.0
     # longest wait of any stage for another, s
     stall_timeout: float = 1800.0
+    # a stop leaves the trainer so long to save, or thrice what the last checkpoint took, s
+    stop_timeout: float = 25.0
     # CPU threads per engine, without GPUs; 0: half of the cores, shared out
     engine_threads: int = 0
     # CPU threads per trainer rank; 0: the cores the engines leave, shared out
@@ -268,6 +270,7 @@ MATH = dict(
     eval_every=50,
     eval_problems=500,
     save_every=50,
+    stop_timeout=300.0,
 )
 PRESETS = {"toy": TOY, "countdown": COUNTDOWN, "guess": GUESS, "math": MATH}
 

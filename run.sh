@@ -61,28 +61,35 @@ why="could not be started"  # what the other nodes are told when this one stops
 trap 'rm -f "$list"' EXIT
 TORCH_CPP_LOG_LEVEL=ERROR "$PY" -m plumbing.launch "$list" "$@" || exit $?  # torch warns of hosts without names
 [ -s "$list" ] || exit 0   # --help, --dry_run
-{ read -r run_dir; read -r node; read -r suffix; } < "$list"
+{ read -r run_dir; read -r node; read -r suffix; read -r grace; } < "$list"
 [ "$node" != 0 ] || { exec 8>"$run_dir/.lock"; flock -n 8 || die "another run.sh has just started $run_dir"; }  # inherited by all that is started: held until the last of them has ended
 unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK MASTER_ADDR MASTER_PORT  # they mean something else to those we start
 
 declare -A pid_of
 names=()
 signal() { kill "-$1" -- "-${pid_of[$2]:-none}" 2>/dev/null; }  # to a process and its children
-stop_all() {  # within 30 s
+end_within() {  # seconds, names: waits for their end
+  local n i tries=$((5 * $1)); shift
+  for ((i = 0; i < tries; i++)); do
+    for n in "$@"; do signal 0 "$n" && { sleep 0.2; continue 2; }; done
+    return 0
+  done
+}
+stop_all() {
   trap '' INT TERM
   set +m  # no job notices
   [ -z "${watchdog:-}" ] || kill -KILL -- "-$watchdog" 2>/dev/null || true
-  local n
+  local n saved ranks=()
   echo "$why" > "$list.why"
   signal TERM nodes || true   # tells the other nodes
-  if signal TERM train; then  # then the trainer alone: it writes a checkpoint
-    for _ in $(seq 125); do signal 0 train || break; sleep 0.2; done
-  fi
+  # the trainer first, as it writes a checkpoint; it cannot if one of its ranks is dead
+  for n in "${names[@]}"; do [[ $n != train* ]] || ranks+=("$n"); done
+  for n in "${ranks[@]}"; do signal TERM "$n" || true; done
+  saved=$(cat "$run_dir/queues/save_seconds" 2>/dev/null) || saved=0
+  [ $((3 * saved)) -le "$grace" ] || grace=$((3 * saved))
+  [[ $why == train*died* ]] || end_within "$grace" "${ranks[@]}"
   for n in "${names[@]}"; do signal TERM "$n" || true; done
-  for _ in $(seq 20); do
-    for n in "${names[@]}"; do signal 0 "$n" && { sleep 0.2; continue 2; }; done
-    break
-  done
+  end_within 4 "${names[@]}"
   for n in "${names[@]}"; do signal KILL "$n" || true; done
   rm -f "$list" "$list.pids" "$list.why"
 }
@@ -110,7 +117,7 @@ while IFS=$'\t' read -r name command; do
     wait "${pid_of[prepare]}" || die "making the base model failed, see $(log prepare)"
     unset 'pid_of[prepare]' 'names[-1]'
   fi
-done < <(tail -n +4 "$list")
+done < <(tail -n +5 "$list")
 
 # ---- watch: the trainer's end is the run's end, elsewhere word of it; any other death is the run's death
 running=("${names[@]}")
@@ -119,9 +126,9 @@ while true; do
     n=${running[$i]}
     kill -0 "${pid_of[$n]}" 2>/dev/null && continue
     code=0; wait "${pid_of[$n]}" 2>/dev/null || code=$?
-    case "$n$code" in
-      nodes0 | train0) break 2 ;;
-      actor0 | preprocess0) unset "running[$i]"; continue ;;
+    case "$n:$code" in
+      nodes:0 | train:0) break 2 ;;
+      actor:0 | preprocess:0 | train*:0) unset "running[$i]"; continue ;;
     esac
     why="$n died with exit code $code"
     sleep 0.5

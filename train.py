@@ -5,7 +5,7 @@ gradients, divide once by the number of samples, clip, step, push the weights (w
 read equal numbers of micro-batches, so FSDP2's collectives line up.
 
 Alone, on a run directory that has queues to read: `python train.py out/toy`; more ranks:
-`accelerate launch ... train.py out/toy`. Deliberately absent: a Trainer class, callbacks, gradient
+`torchrun --nproc_per_node 2 train.py out/toy`. Deliberately absent: a Trainer class, callbacks, gradient
 accumulation settings (a step is a step, however it was packed).
 """
 

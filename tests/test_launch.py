@@ -177,11 +177,11 @@ if [ "$2" = plumbing.launch ]; then cat {list} > "$3"; else exec {python} "$@"; 
 
 
 @contextlib.contextmanager
-def launched(folder, processes, node="0"):
+def launched(folder, processes, node="0", grace=25):
     """run.sh in a terminal of its own, with these (name, shell command): yields (process, words(), terminal)."""
     run_dir = folder / "run"
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    lines = [str(run_dir), node, ""]
+    lines = [str(run_dir), node, "", str(grace)]
     lines += [f"{name}\tenv MARK={folder} {command}" for name, command in processes]
     (folder / "list").write_text("\n".join(lines) + "\n")
     python = folder / "python"
@@ -225,6 +225,38 @@ def marked(folder):
 # says what it was told; the trainer takes a second to save
 TRAIN = """bash -c 'trap "sleep 1; echo saved; exit 3" TERM; echo started; while :; do sleep 0.1; done'"""
 OTHER = """bash -c 'trap "" TERM; sleep 1000 & wait; wait'"""
+
+
+# takes its time to save
+SLOW = TRAIN.replace("sleep 1", "for i in {1..7}; do sleep 1; done")
+
+
+@pytest.mark.parametrize("seconds,saved", [(None, False), (5, True)])
+def test_a_stop_waits_as_long_as_the_last_checkpoint_took_thrice(tmp_path, seconds, saved):
+    with launched(tmp_path, [("train", SLOW)], grace=1) as (process, words, _):
+        eventually(lambda: "started" in words())
+        if seconds:
+            (tmp_path / "run" / "queues").mkdir()
+            (tmp_path / "run" / "queues" / "save_seconds").write_text(f"{seconds}\n")
+        process.terminate()
+        eventually(lambda: not marked(tmp_path), 40)
+        log = (tmp_path / "run" / "logs" / "train.log").read_text()
+    assert ("\nsaved\n" in log) == saved
+
+
+def test_ranks_are_told_to_save_or_end_at_once_when_one_of_them_is_dead(tmp_path):
+    ranks = [("train", SLOW), ("train1", SLOW)]
+    with launched(tmp_path, ranks) as (process, words, _):
+        eventually(lambda: words().count("started") == 2)
+        process.terminate()
+        eventually(lambda: not marked(tmp_path), 40)
+    for name in ("train", "train1"):
+        assert "\nsaved\n" in (tmp_path / "run" / "logs" / f"{name}.log").read_text()
+    # stuck in what it does together with the dead one
+    stuck = [("train", OTHER), ("train1", "bash -c 'sleep 1; exit 3'")]
+    with launched(tmp_path, stuck, grace=1000) as (process, words, _):
+        eventually(lambda: not marked(tmp_path), 40)
+    assert "train1 died with exit code 3" in words()
 
 
 @pytest.mark.parametrize("how", ["ctrl-c", "term", "kill"])
@@ -311,7 +343,7 @@ def serve(run_dir, *argv):
     if done.returncode:
         return done.stderr.strip()
     lines = list_file.read_text().splitlines()
-    return lines[:3], [line.split("\t") for line in lines[3:]]
+    return lines[:4], [line.split("\t") for line in lines[4:]]
 
 
 def test_serve_lists_supervised_engines_and_waits_for_the_end(run_dir):
@@ -319,7 +351,7 @@ def test_serve_lists_supervised_engines_and_waits_for_the_end(run_dir):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", c.port + 100))
         head, processes = serve(run_dir, "--engines", "2")
-    assert head == [str(run_dir), "serve", f".127.0.0.1-{c.port + 101}"]
+    assert head == [str(run_dir), "serve", f".127.0.0.1-{c.port + 101}", "25"]
     assert [name for name, _ in processes] == ["nodes", "engine0", "engine1"]
     assert f"until_done {run_dir} {c.run_id}" in processes[0][1]
     for i, (_, command) in enumerate(processes[1:], 101):

@@ -85,7 +85,10 @@ def test_placement_over_nodes(gpus, n, knobs, engines, trainers):
         if k == 0:
             here += ["actor", "preprocess"]
         if k < trainers[1]:
-            here += ["train"]
+            each = trainers[0] // trainers[1]
+            here += [
+                f"train{rank}" if rank else "train" for rank in range(each * k, each * (k + 1))
+            ]
         assert list(processes) == here
         # no GPU twice
         used = ",".join(env.get("CUDA_VISIBLE_DEVICES", "") for env in processes.values())
@@ -144,7 +147,7 @@ class Meeting:
     def list(self, k):
         """What node k's launcher tells run.sh: (head, {process: command})."""
         lines = (self.folder / f"list{k}").read_text().splitlines()
-        return lines[:3], dict(line.split("\t") for line in lines[3:])
+        return lines[:4], dict(line.split("\t") for line in lines[4:])
 
     def ends(self):
         """Of every launcher that was started: (exit code, stdout, stderr)."""
@@ -186,7 +189,7 @@ def test_nodes_meet_and_start_as_node_0_says(meeting):
         assert code == 0, ends
         assert ("as node 0 says" in words) == (k > 0)
         head, processes = meeting.list(k)
-        assert head[1:] == [str(k), f".node{k}" if k else ""]
+        assert head[1:3] == [str(k), f".node{k}" if k else ""]
         assert " ".join(processes) == f"nodes {expected}"
         role = "follow 127.0.0.1" if k else "host"
         assert f"plumbing.nodes {role} {meeting.port - 1}" in processes["nodes"]
@@ -498,7 +501,7 @@ def test_a_trainer_host_that_dies_ends_the_run_and_the_same_command_continues(ho
         hosts.run(k, 2, *argv)
     assert hosts.ends(0, 1) == [0, 0], hosts.everything()
     assert re.search(r"continuing .* from step [246] ", hosts.words(0))
-    assert "accelerate" in (tmp_path / "n" / "logs" / "train.node1.log").read_text()
+    assert (tmp_path / "n" / "logs" / "train1.node1.log").exists()
     whole(tmp_path / "n", 8)
     assert leftovers(tmp_path) == []
 
