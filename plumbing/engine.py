@@ -257,8 +257,10 @@ class Receiver:
         """Receive every bucket, while the model decodes."""
         inbox = self.inbox
         limit = timedelta(seconds=self.timeout)
+        # where the model is; what is received may come through host memory
+        device = self.worker.device
         # no stream, no effect
-        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.received = None
         self.verify = verify
         sums = []
@@ -271,7 +273,7 @@ class Receiver:
                 inbox.keep(k)
             if verify:
                 self.compare_checksums(group, torch.stack(sums), limit)
-            settle(self.device, self.timeout, "receiving")
+            settle(device, self.timeout, "receiving")
 
     def compare_checksums(self, group, arrived, limit):
         """Compare checksums of what arrived with those of what was sent, which come last."""

@@ -55,6 +55,8 @@ ENGINE_ENV = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
     "TOKENIZERS_PARALLELISM": "false",
+    # GPUs take the other model runner by default, which no test here has ever seen
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
 NICE = ["nice", "-n", "10"]
 
@@ -68,11 +70,10 @@ def _words(options):
 
 
 def _network(address):
-    """gloo's interface is this address's; by itself it takes that of the host's name."""
+    """gloo and NCCL meet on this address's interface; by themselves they guess."""
     name = nodes.interface(address)
-    if not name or "GLOO_SOCKET_IFNAME" in os.environ:
-        return {}
-    return {"GLOO_SOCKET_IFNAME": name}
+    env = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    return {k: v for k, v in env.items() if v and k not in os.environ}
 
 
 def engine_commands(c: Config, gpus: int, node: int = 0) -> list[tuple[str, dict, list[str]]]:

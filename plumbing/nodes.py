@@ -27,7 +27,7 @@ from plumbing.queues import noticed
 # torch is imported where it is used: a wrong flag must be reported at once
 
 # seconds without an answer after which node 0 counts as gone; its process may take as long to come up
-SILENT = 60.0
+SILENT = 30.0
 LINGER = 3.0  # seconds for which node 0 still answers after its last word
 # ours, torchrun's, its options' and Kubeflow's, SLURM's
 VARIABLES = (

@@ -1,6 +1,7 @@
 """The trainer's processes: which rank this is, on which device, and what all ranks agree upon.
 
-run.sh (or torchrun) starts the ranks and gives them their numbers; one process alone is rank 0 of 1. Deliberately absent: anything about the model.
+run.sh (or torchrun) starts the ranks and gives them their numbers; one process alone is rank 0 of 1.
+Deliberately absent: anything about the model.
 """
 
 import os
@@ -10,6 +11,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from config import need
 
 
 class Stopped(Exception):
@@ -26,6 +29,12 @@ class Ranks:
         self.rank = int(os.environ.get("RANK", 0))
         self.world = int(os.environ.get("WORLD_SIZE", 1))
         self.device = torch.device("cpu")
+        given = os.environ.get("CUDA_VISIBLE_DEVICES")
+        need(
+            torch.cuda.is_available() or not given,
+            f"GPU {given} is this rank's, but torch {torch.__version__} (CUDA {torch.version.cuda}) cannot "
+            "use it: see `nvidia-smi` for which CUDA its driver knows",
+        )
         self.stop = threading.Event()
         self.group = None
         if torch.cuda.is_available():

@@ -513,5 +513,5 @@ def test_a_host_that_serves_ends_when_node_0_loses_power(hosts, tmp_path):
     hosts.wait_for_engines(1)
     hosts.cut_off(0)
     assert hosts.ends(1, seconds=150) == [1]
-    assert "node 0 (10.77.0.1:8859) has not answered for 60 s" in hosts.words(1)
+    assert "node 0 (10.77.0.1:8859) has not answered for 30 s" in hosts.words(1)
     assert leftovers(tmp_path) == []
