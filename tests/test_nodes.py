@@ -17,7 +17,7 @@ import pytest
 import config as cfg
 from conftest import ROOT
 from fake_engine import fake_vllm
-from plumbing import launch, nodes
+from plumbing import hardware, launch, nodes
 from plumbing.queues import noticed
 from test_run import leftovers, metrics
 
@@ -77,7 +77,7 @@ def test_placement_over_nodes(gpus, n, knobs, engines, trainers):
     for node, own in launch.spread(c, gpus):
         found.setdefault(node, []).append("".join(map(str, own)) or "-")
     assert {node: " ".join(words) for node, words in found.items()} == engines
-    assert (c.trainers, launch.trainer_nodes(c, gpus)) == trainers
+    assert (c.trainers, hardware.trainer_nodes(c, gpus)) == trainers
     urls = launch.urls(c, gpus)
     for k in range(n):
         processes = {name: env for name, env, _ in launch.placement(c, gpus, k)}
