@@ -67,6 +67,8 @@ def write_run(out, name, base_model, ranks=1, first=0, steps=STEPS, reverse=Fals
     common = dict(
         row_tokens=128, lr=1e-3, save_every=3, keep_last=9, stall_timeout=60, dtype="float32"
     )
+    # no engine sampled these
+    common["mismatch_limit"] = 1e9
     batch = dict(batch_size=GROUPS * ATTEMPTS, attempts=ATTEMPTS, steps=steps, trainers=ranks)
     config = cfg.Config(run=name, out=str(out), model=str(base_model), **common | batch | knobs)
     run_dir = launch.write(cfg.check(config))

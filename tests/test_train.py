@@ -283,7 +283,8 @@ def measure(tokens, elements):
     train.HEAD_ELEMENTS = elements
     torch.manual_seed(0)
     embedding.weight.grad = None
-    model = types.SimpleNamespace(base_model=body, get_output_embeddings=lambda: embedding)
+    model = types.SimpleNamespace(base_model=body, config=None)
+    model.get_output_embeddings = lambda: embedding
     ids = torch.randint(0, VOCABULARY, (tokens,))
     logprobs, entropy = train.token_logprobs(model, ids, torch.arange(tokens), 1.0)
     (logprobs + 0.1 * entropy).sum().backward()
