@@ -83,7 +83,12 @@ def check_model(model, device, limit):
     model: as train.build gives it; limit: nats a token.
     """
     family = model.config.model_type
-    own, packed = differences(model, device)
+    try:
+        own, packed = differences(model, device)
+    except (AttributeError, KeyError, TypeError) as e:
+        raise RuntimeError(
+            f"train: {family} does not run as packed rows need it ({type(e).__name__}: {e}): choose another model"
+        ) from e
     # so that NaN is refused, too
     if not own <= limit:
         raise RuntimeError(

@@ -539,6 +539,24 @@ def test_three_steps_in_a_row_without_a_gradient_end_the_run():
         train.next_state(state, bad, 8, record)
 
 
+def test_three_steps_with_too_high_a_mismatch_end_the_run():
+    config = knobs(dtype="float32")
+    good = {"mismatch": 1e-3}
+    none = {"mismatch": None}
+    bad = {"mismatch": 1.1e-3}
+    nan = {"mismatch": math.nan}
+    count = 0
+    found = []
+    for metrics in (bad, bad, good, bad, none, nan):
+        count = train.mismatched_in_a_row(config, metrics, count)
+        found.append(count)
+    assert found == [1, 2, 0, 1, 1, 2]
+    with pytest.raises(RuntimeError, match=r"above 0.001 nats in three steps, it is 1.1e-03: .*"):
+        train.mismatched_in_a_row(config, bad, count)
+    config.mismatch_limit = 0.01
+    assert train.mismatched_in_a_row(config, bad, count) == 0
+
+
 # ---- attention
 
 
