@@ -25,11 +25,13 @@ from torch.distributed.fsdp import (
 )
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 import config as cfg
 from plumbing import checkpoints
 from plumbing.attention import to_device
+from plumbing.families import check_model, finish_logits
 from plumbing.log import MetricsLog
 from plumbing.ranks import Ranks, Stopped, Sums
 from plumbing.reader import Reader
@@ -44,12 +46,13 @@ HEAD_ELEMENTS = 1 << 26
 # ---------------------------------------------------------------------------- the model's logprobs
 
 
-def head_logprobs(hidden, weight, targets, temperature):
+def head_logprobs(hidden, weight, bias, family, targets, temperature):
     """Logprobs and entropy of one chunk, in float32.
 
-    hidden [C, D], weight [V, D], targets [C], temperature [C] -> ([C], [C])
+    hidden [C, D], weight [V, D], bias [V] or None, family: the model's config, targets [C], temperature [C] -> ([C], [C])
     """
-    logits = (hidden @ weight.T).float() / temperature[:, None]  # [C, V]
+    logits = torch.nn.functional.linear(hidden, weight, bias).float()  # [C, V]
+    logits = finish_logits(logits, family) / temperature[:, None]
     logp = torch.log_softmax(logits, dim=-1)
     entropy = -(logp.exp() * logp).sum(-1)
     return logp.gather(1, targets[:, None])[:, 0], entropy
@@ -72,7 +75,9 @@ def token_logprobs(model, input_ids, position_ids, temperature):
     # known on the CPU: no wait for the GPU
     starts = torch.nonzero(position_ids == 0)[:, 0]
     bounds = torch.cat([starts, torch.tensor([len(position_ids)])])
-    weight = model.get_output_embeddings().weight
+    head = model.get_output_embeddings()
+    weight = head.weight
+    bias = getattr(head, "bias", None)
     input_ids, position_ids, temperature, bounds_there = to_device(
         weight.device, input_ids, position_ids, temperature.contiguous(), bounds.int()
     )
@@ -88,14 +93,16 @@ def token_logprobs(model, input_ids, position_ids, temperature):
     if getattr(model, "head_float32", False):
         hidden = hidden.float()
         weight = weight.float()
+        bias = bias if bias is None else bias.float()
+    of_head = (weight, bias, model.config)
     chunk = max(HEAD_ELEMENTS // weight.shape[0], 1)
     if len(targets) <= chunk:
-        logprobs, entropy = head_logprobs(hidden, weight, targets, temperature)
+        logprobs, entropy = head_logprobs(hidden, *of_head, targets, temperature)
     else:
         # the logits of a chunk are recomputed in the backward pass, so [T, V] never exists
         parts = []
         for h, t, temp in zip(hidden.split(chunk), targets.split(chunk), temperature.split(chunk)):
-            part = checkpoint(head_logprobs, h, weight, t, temp, use_reentrant=False)
+            part = checkpoint(head_logprobs, h, *of_head, t, temp, use_reentrant=False)
             parts.append(part)
         logprobs, entropy = (torch.cat(x) for x in zip(*parts))
     zero = logprobs.new_zeros(1)
@@ -361,7 +368,7 @@ def train_step(model, optimizers, batches, version, config, device):
 
 
 def load_model(config, dtype):
-    """The causal LM of `config.model`, with attention for packed rows."""
+    """The causal LM of `config.model`, with attention for packed rows and without dropout."""
     model = AutoModelForCausalLM.from_pretrained(
         config.model, dtype=dtype, attn_implementation="packed"
     )
@@ -387,16 +394,20 @@ def build(config, device, world):
     """The policy, a Hugging Face causal LM with float32 master weights, sharded if there is more than
     one rank; its optimizers.
     """
+    # it stays in eval mode, so that no dropout comes between what samples and what is trained
     model = load_model(config, torch.float32)
-    model.train()
+    layers = [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+        for layer in layers:
+            # transformers asks this of a layer; the modules within it stay as they are
+            layer.training = True
     model.token_logprobs = types.MethodType(token_logprobs, model)
     if world > 1 or config.dtype != "float32":
         mesh = dist.init_device_mesh(device.type, (world,))
         compute = getattr(torch, config.dtype)
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-        for layer in model.base_model.layers:
+        for layer in layers:
             fully_shard(layer, mesh=mesh, mp_policy=precision)
         fully_shard(model, mesh=mesh, mp_policy=precision)
         register_fsdp_forward_method(model, "token_logprobs")
@@ -443,16 +454,36 @@ def next_state(state, metrics, samples, record):
     return state
 
 
+def mismatched_in_a_row(config, metrics, before):
+    """How many steps in a row had too high a mismatch; one in which it could not be measured does not
+    count. Raises RuntimeError at the third.
+    """
+    mismatch = metrics["mismatch"]
+    limit = config.highest_mismatch
+    if mismatch is None:
+        return before
+    if mismatch <= limit:
+        return 0
+    if before == 2:
+        raise RuntimeError(
+            f"train: mismatch was above {limit:g} nats in three steps, it is {mismatch:.1e}: what samples is not what is trained. "
+            "Look at the model's family (README), at --dtype and --head_float32, at logs/engine*.log; --mismatch_limit moves the limit"
+        )
+    return before + 1
+
+
 def train(config, run_dir, ranks):
     """The run, from its newest checkpoint to its last step. Raises Stopped when it is told to stop."""
     device = ranks.device
     model, optimizers = build(config, device, ranks.world)
     state = checkpoints.restore(run_dir, model, optimizers, ranks.rank)
+    check_model(model, device, config.highest_mismatch)
     log = MetricsLog(config, run_dir, state["version"], ranks.rank)
     sender = Sender(config, model, ranks, run_dir)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     reader = Reader(config, run_dir, ranks, vocabulary, sender.check)
     first_version = saved = state["version"]
+    mismatched = 0
     run_start = time.time() - state["wall_s"]
 
     # engines start from the base model; a continued run's need other weights
@@ -487,6 +518,7 @@ def train(config, run_dir, ranks):
                 log.step(config, state, metrics, reader.last, times, eta)
                 log.evaluations(reader.evaluations(), run_start)
             step_start = now
+            mismatched = mismatched_in_a_row(config, metrics, mismatched)
             if updates_engines(config, version):
                 sender.push(version, state["position"])
             else:

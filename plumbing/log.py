@@ -83,10 +83,12 @@ class MetricsLog:
         # every problem would be a curve of its own
         self.wandb.log({k: v for k, v in line.items() if k not in ("problems", "drops")})
         wait = 100 * times["wait_data_s"] / times["step_s"]
+        # a step may have no sample of lag 0
+        mismatch = "-" if metrics["mismatch"] is None else f"{metrics['mismatch']:.1e}"
         print(
             f"step {state['version']}/{config.steps} | reward {metrics['reward']:.3f} | ess {metrics['ess']:.3f} | "
-            f"lag {metrics['lag_mean']:.1f}/{metrics['lag_max']} | {line['train_tok_s'] / 1000:.1f}k tok/s | "
-            f"wait {wait:.0f}% | eta {eta / 60:.1f}m",
+            f"lag {metrics['lag_mean']:.1f}/{metrics['lag_max']} | mismatch {mismatch} | "
+            f"{line['train_tok_s'] / 1000:.1f}k tok/s | wait {wait:.0f}% | eta {eta / 60:.1f}m",
             flush=True,
         )
 

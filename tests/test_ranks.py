@@ -67,6 +67,8 @@ def write_run(out, name, base_model, ranks=1, first=0, steps=STEPS, reverse=Fals
     common = dict(
         row_tokens=128, lr=1e-3, save_every=3, keep_last=9, stall_timeout=60, dtype="float32"
     )
+    # no engine sampled these
+    common["mismatch_limit"] = 1e9
     batch = dict(batch_size=GROUPS * ATTEMPTS, attempts=ATTEMPTS, steps=steps, trainers=ranks)
     config = cfg.Config(run=name, out=str(out), model=str(base_model), **common | batch | knobs)
     run_dir = launch.write(cfg.check(config))
@@ -222,6 +224,17 @@ def test_ranks_change_nothing(ranks, tmp_path, base_model):
     run_dir = write_run(tmp_path, "r", base_model, ranks, steps=1)
     run_trainer(run_dir, ranks=ranks)
     assert_same_step(run_dir, *plain_step(base_model))
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_engine_that_says_something_else_ends_the_run(ranks, tmp_path, base_model):
+    """These logprobs are random."""
+    run_dir = write_run(tmp_path, "r", base_model, ranks, mismatch_limit=0.05)
+    complaint = r"train: mismatch was above 0.05 nats in three steps, it is .*--mismatch_limit"
+    with pytest.raises(AssertionError, match=complaint):
+        run_trainer(run_dir, ranks=ranks)
+    assert all(line["mismatch"] > 0.05 for line in step_lines(run_dir))
+    assert len(step_lines(run_dir)) == 3
 
 
 # ---- checkpoints

@@ -149,6 +149,7 @@ def test_the_pipeline_end_to_end(tmp_path, base_model):
         and evals[-1]["problems"] == 64
     )
     assert "step 12/12 | reward" in done.stdout and "held-out toy" in done.stdout
+    assert re.search(r"step 1/12 .* \| mismatch \d\.\de-\d\d \| ", done.stdout)
     samples = [json.loads(x) for x in (run_dir / "samples.jsonl").read_text().splitlines()]
     assert samples and all(
         s["reward"] == float(s["finished"] and s["completion"] == s["answer"]) for s in samples

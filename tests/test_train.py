@@ -283,7 +283,8 @@ def measure(tokens, elements):
     train.HEAD_ELEMENTS = elements
     torch.manual_seed(0)
     embedding.weight.grad = None
-    model = types.SimpleNamespace(base_model=body, get_output_embeddings=lambda: embedding)
+    model = types.SimpleNamespace(base_model=body, config=None)
+    model.get_output_embeddings = lambda: embedding
     ids = torch.randint(0, VOCABULARY, (tokens,))
     logprobs, entropy = train.token_logprobs(model, ids, torch.arange(tokens), 1.0)
     (logprobs + 0.1 * entropy).sum().backward()
@@ -536,6 +537,24 @@ def test_three_steps_in_a_row_without_a_gradient_end_the_run():
         RuntimeError, match="three steps in a row had gradients that are not finite"
     ):
         train.next_state(state, bad, 8, record)
+
+
+def test_three_steps_with_too_high_a_mismatch_end_the_run():
+    config = knobs(dtype="float32")
+    good = {"mismatch": 1e-3}
+    none = {"mismatch": None}
+    bad = {"mismatch": 1.1e-3}
+    nan = {"mismatch": math.nan}
+    count = 0
+    found = []
+    for metrics in (bad, bad, good, bad, none, nan):
+        count = train.mismatched_in_a_row(config, metrics, count)
+        found.append(count)
+    assert found == [1, 2, 0, 1, 1, 2]
+    with pytest.raises(RuntimeError, match=r"above 0.001 nats in three steps, it is 1.1e-03: .*"):
+        train.mismatched_in_a_row(config, bad, count)
+    config.mismatch_limit = 0.01
+    assert train.mismatched_in_a_row(config, bad, count) == 0
 
 
 # ---- attention

@@ -14,6 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
 
 import train
 from weights import TIMES
@@ -25,7 +26,9 @@ class FakeSender:
     """Announces nothing, sends nothing; every update is complete at once."""
 
     def __init__(self, config, model, ranks, run_dir):
-        pass
+        # the real one keeps them: they must be the ones that are trained, and not gathered copies
+        kinds = {isinstance(p, DTensor) for p in model.parameters()}
+        assert kinds == {ranks.sharded}, kinds
 
     def push(self, version, position):
         pass

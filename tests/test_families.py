@@ -1,0 +1,275 @@
+"""Families of models, on tiny random configurations: what the trainer computes from a packed row is what the
+model's own forward says of each sequence, and what an engine says; what cannot be so is refused by name.
+"""
+
+import types
+
+import numpy as np
+import pytest
+import torch
+from test_weights import difference, perturb, sender_to, update
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import config as cfg
+import train
+from conftest import PORT, resolved
+from plumbing import attention, families, launch
+from plumbing.samples import layout
+from tasks import toy
+from tools import base_model as base_models
+from tools.evaluate import start_engines, stop_engines
+
+CPU = torch.device("cpu")
+TINY = dict(
+    vocab_size=100,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=256,
+    initializer_range=0.1,
+    bos_token_id=None,
+    eos_token_id=1,
+    pad_token_id=0,
+)
+# shorter than the test's sequences; every other layer sees all
+WINDOW = dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"])
+GPT2 = dict(n_embd=64, n_head=4, n_layer=2, n_positions=256)
+GEMMA2 = dict(
+    attn_logit_softcapping=2.0, final_logit_softcapping=3.0, query_pre_attn_scalar=16, **WINDOW
+)
+GRANITE = dict(
+    logits_scaling=4.0, embedding_multiplier=3.0, residual_multiplier=0.5, attention_multiplier=0.2
+)
+# what is trained; each with what is its own
+FAMILIES = {
+    "qwen2": {},
+    "qwen3": {},
+    "llama": {},
+    "mistral": dict(sliding_window=8),
+    "gemma2": GEMMA2,
+    "gemma3_text": dict(query_pre_attn_scalar=16, **WINDOW),
+    "granite": GRANITE,
+    "phi": {},
+    "phi3": {},
+    "olmo": dict(clip_qkv=1.0),
+    "olmo2": {},
+    "cohere2": dict(logit_scale=0.25, **WINDOW),
+    # dropout of 0.1 everywhere, unless it is taken away
+    "gpt2": GPT2,
+}
+
+
+def tiny(family, folder, **changed):
+    """A random model of a family in `folder`: every bias and norm differs from what it begins with."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **(TINY | FAMILIES.get(family, {}) | changed))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 1:
+                p.add_(0.1 * torch.randn_like(p))
+    model.save_pretrained(folder)
+    return folder
+
+
+def build(folder, **knobs):
+    """The model as the trainer has it."""
+    return train.build(cfg.Config(model=str(folder), dtype="float32", **knobs), CPU, 1)[0]
+
+
+def gradient(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def random_sequences(*lengths):
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 100, n) for n in lengths]
+
+
+def of_model_itself(folder, sequences, weights, temperature):
+    """(logprobs of all tokens but first ones, gradient of their weighted sum) by transformers alone."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    found = []
+    for tokens in sequences:
+        ids = torch.from_numpy(tokens)
+        logits = model(ids[None]).logits[0, :-1].float() / temperature
+        logp = torch.log_softmax(logits, -1)
+        found.append(logp.gather(1, ids[1:, None])[:, 0])
+    logprobs = torch.cat(found)
+    (logprobs * weights).sum().backward()
+    return logprobs.detach(), gradient(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_is_separate_is_the_models_own(family, tmp_path, monkeypatch):
+    """Logprobs and gradients, also where the head is cut into chunks."""
+    # 16 tokens of logits at once
+    monkeypatch.setattr(train, "HEAD_ELEMENTS", 16 * 100)
+    folder = tiny(family, tmp_path)
+    sequences = random_sequences(5, 17, 2, 30)
+    positions, _ = layout([len(tokens) for tokens in sequences])
+    torch.manual_seed(1)
+    weights = torch.randn(50)
+    expected, of_own = of_model_itself(folder, sequences, weights, 0.7)
+
+    model = build(folder)
+    logprobs, _ = model.token_logprobs(np.concatenate(sequences), positions, 0.7)
+    packed = logprobs[positions > 0]
+    (packed * weights).sum().backward()
+    separate = []
+    with torch.no_grad():
+        for tokens in sequences:
+            alone = model.token_logprobs(tokens, np.arange(len(tokens)), 0.7)[0]
+            separate.append(alone[1:])
+    assert (packed - torch.cat(separate)).abs().max() < 1e-5
+    assert (packed - expected).abs().max() < 1e-5
+    assert (gradient(model) - of_own).norm() < 1e-5 * of_own.norm()
+    families.check_model(model, CPU, 1e-5)
+
+
+def test_recomputed_activations_are_without_dropout_too(tmp_path):
+    folder = tiny("gpt2", tmp_path)
+    tokens = random_sequences(40)[0]
+    found = []
+    for recompute in (False, True):
+        model = build(folder, gradient_checkpointing=recompute)
+        calls = []
+        model.transformer.h[0].ln_1.register_forward_pre_hook(lambda *_: calls.append(1))
+        model.token_logprobs(tokens, np.arange(40), 1.0)[0].sum().backward()
+        found.append((len(calls), gradient(model)))
+    assert [calls for calls, _ in found] == [1, 2]
+    assert torch.allclose(found[0][1], found[1][1], atol=1e-6)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize("family", ["gemma2", "granite", "cohere2"])
+def test_logits_that_are_not_finished_as_the_model_does_are_noticed(family, tmp_path, monkeypatch):
+    model = build(tiny(family, tmp_path))
+    monkeypatch.setattr(train, "finish_logits", lambda logits, config: logits)
+    with pytest.raises(RuntimeError, match=f"off those of {family}'s own forward"):
+        families.check_model(model, CPU, 1e-3)
+
+
+def test_a_bias_of_the_head_that_is_left_out_is_noticed(tmp_path):
+    model = build(tiny("phi", tmp_path))
+    weight = types.SimpleNamespace(weight=model.lm_head.weight)
+    model.get_output_embeddings = lambda: weight
+    with pytest.raises(RuntimeError, match="off those of phi's own forward"):
+        families.check_model(model, CPU, 1e-3)
+
+
+@pytest.mark.parametrize(
+    "family,changed",
+    [
+        ("lfm2", dict(layer_types=["conv", "full_attention"])),
+        ("jamba", dict(num_experts=2, attn_layer_period=2, attn_layer_offset=1)),
+        ("mamba", {}),
+        ("qwen3_next", dict(layer_types=["linear_attention", "full_attention"], num_experts=0)),
+    ],
+)
+def test_recurrent_layers_are_refused(family, changed, tmp_path):
+    model = build(tiny(family, tmp_path, **changed))
+    with pytest.raises(RuntimeError, match=f"sequences of {family} that are packed into a row see"):
+        families.check_model(model, CPU, 1e-3)
+
+
+@pytest.mark.parametrize(
+    "family,changed,complaint",
+    [
+        # it multiplies by what Granite divides by
+        ("hyperclovax", dict(logits_scaling=4.0), "off those of hyperclovax's own forward"),
+        # positions are a bias of its scores
+        ("bloom", {}, "off those of bloom's own forward"),
+        ("gpt_oss", dict(num_local_experts=4), "GptOssAttention hands its attention 's_aux'"),
+        ("stablelm", {}, "StableLmAttention is not told where sequences end"),
+        ("mpt", {}, "mpt does not run as packed rows need it"),
+    ],
+)
+def test_other_families_are_refused_by_name(family, changed, complaint, tmp_path):
+    model = build(tiny(family, tmp_path, **changed))
+    with pytest.raises((RuntimeError, ValueError), match=complaint) as refusal:
+        families.check_model(model, CPU, 1e-3)
+    assert "\n" not in str(refusal.value)
+
+
+def test_attention_refuses_what_it_does_not_know():
+    module = types.SimpleNamespace(is_causal=True)
+    x = torch.randn(1, 2, 4, 8)
+    harmless = dict(dropout=0.1, position_ids=torch.arange(4), use_cache=False, head_mask=None)
+    attention.packed_attention(module, x, x, x, None, lengths=[4], **harmless)
+    for name, value in dict(head_mask=x, s_aux=x, position_bias=x).items():
+        with pytest.raises(ValueError, match=f"hands its attention '{name}'"):
+            attention.packed_attention(module, x, x, x, None, lengths=[4], **{name: value})
+    with pytest.raises(ValueError, match="'mask'"):
+        attention.packed_attention(module, x, x, x, x, lengths=[4])
+    with pytest.raises(ValueError, match="'is_causal=False'"):
+        attention.packed_attention(module, x, x, x, None, lengths=[4], is_causal=False)
+
+
+def test_capped_scores_are_refused_where_flash_attention_runs(tmp_path, monkeypatch):
+    model = build(tiny("gemma2", tmp_path))
+    monkeypatch.setattr(attention, "flash_runs_on", lambda x: True)
+    with pytest.raises(ValueError, match="Gemma2Attention caps its scores"):
+        families.check_model(model, CPU, 1e-3)
+
+
+def with_windows(q, k, v, cu_q, cu_k, max_q, max_k, scale, window_size, enable_gqa):
+    """A FAKE of varlen_attn, which needs a GPU: as FlashAttention's documentation has its window."""
+    left, right = window_size
+    out = []
+    for a, b in zip(cu_q[:-1].tolist(), cu_q[1:].tolist()):
+        seen = torch.zeros(b - a, b - a, dtype=torch.bool)
+        for i in range(b - a):
+            first = 0 if left < 0 else max(i - left, 0)
+            seen[i, first : i + right + 1] = True
+        part = (x[a:b].transpose(0, 1)[None] for x in (q, k, v))
+        of_part = sdpa(*part, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
+        out.append(of_part[0].transpose(0, 1))
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
+def test_windows_of_the_branch_for_gpus(family, tmp_path, monkeypatch):
+    model = build(tiny(family, tmp_path))
+    monkeypatch.setattr(attention, "varlen_attn", with_windows)
+    monkeypatch.setattr(attention, "flash_runs_on", lambda x: True)
+    families.check_model(model, CPU, 1e-5)
+
+
+# ---- engine = trainer
+
+# head sizes that vLLM's CPU build has
+SERVED = dict(hidden_size=128, num_attention_heads=4, head_dim=32)
+ENGINE_FAMILIES = ["gemma2", "gemma3_text", "granite", "phi", "olmo2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ENGINE_FAMILIES)
+def test_engine_is_trainer_after_updates(family, tmp_path):
+    folder = tiny(family, tmp_path / "model", **SERVED)
+    base_models.make_tokenizer([toy]).save_pretrained(folder)
+    config = resolved(
+        *("toy", "--run", "engine", "--out", tmp_path, "--model", folder),
+        *("--port", PORT + 3, "--concurrency", 8),
+    )
+    launch.write(config)
+    model = build(folder)
+    engines = start_engines(config, as_loaded=False)
+    try:
+        sender = sender_to(config, model)
+        # the first one learns where everything goes, the other uses it
+        for version in (1, 2):
+            perturb(model)
+            update(sender, version)
+            worst, versions = difference(config, model)
+            assert worst < 1e-4 and versions == {version}
+            print(f"{family}: {worst:.1e} nats at most")
+        sender.close()
+    finally:
+        stop_engines(engines)
