@@ -12,6 +12,7 @@ bandwidths mean nothing. Deliberately absent: generation, and whatever needs two
 
 import functools
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -34,12 +35,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention as sdpa
-from transformers import Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 import config as cfg
 import train
 from bench.common import WORK, keep, machine, parser, result_file
-from bench.train import CUDA, DEVICE, PEAK_FLOPS, SHAPES, draw, flops, model_config
+from bench.train import (
+    CUDA,
+    DEVICE,
+    PEAK_FLOPS,
+    SHAPES,
+    draw,
+    flops,
+    make_model,
+    model_config,
+)
 from plumbing import attention
 from plumbing.ranks import Ranks
 from plumbing.samples import TOKEN_FIELDS, filler, join
@@ -200,16 +210,20 @@ def attentions():
 
 
 @torch.no_grad()
-def packed(model, sequences):
+def packed_logprobs(model, sequences):
     """token_logprobs of these sequences as one packed row, without what first tokens get."""
     positions = torch.cat([torch.arange(len(s)) for s in sequences])
     tokens = torch.cat(sequences)
-    found, _ = model.token_logprobs(tokens.numpy(), positions.numpy(), 1.0)
+    token_logprobs = getattr(
+        model, "token_logprobs", functools.partial(train.token_logprobs, model)
+    )
+    found, _ = token_logprobs(tokens.numpy(), positions.numpy(), 1.0)
     return found.cpu()[positions > 0]
 
 
 def alone(model, sequences):
-    return torch.cat([packed(model, [s]) for s in sequences])
+    """Likewise, one by one."""
+    return torch.cat([packed_logprobs(model, [s]) for s in sequences])
 
 
 def apart(what, a, b, yardstick=None):
@@ -233,7 +247,7 @@ def parity():
     torch.manual_seed(1)
     sequences = [torch.randint(shape["vocab_size"], (n,)) for n in lengths]
     _, model, _ = build(shape, "float32", SHARP)
-    in_row = packed(model, sequences)
+    in_row = packed_logprobs(model, sequences)
     model.set_attn_implementation("sdpa")
     exact = alone(model, sequences)
     error = (in_row - exact).abs().max().item()
@@ -246,7 +260,7 @@ def parity():
         model.set_attn_implementation("packed")
         calls = []
         attention.varlen_attn = counted(VARLEN, calls)
-        in_row = packed(model, sequences)
+        in_row = packed_logprobs(model, sequences)
         yardstick = (of_sdpa - exact).abs()
         yield from apart(f"head in {head}: alone (sdpa) - float32", of_sdpa, exact)
         yield from apart(f"head in {head}: packed - float32", in_row, exact, yardstick)
@@ -254,7 +268,7 @@ def parity():
         yield from apart(f"head in {head}: packed - alone", in_row, one_by_one, yardstick)
         wanted = of_rehearsal(0, (1 + len(lengths)) * shape["num_hidden_layers"])
         yield figure("  calls of varlen_attn", len(calls), most=wanted, least=wanted)
-    mixed = packed(model, [torch.cat(sequences)])
+    mixed = packed_logprobs(model, [torch.cat(sequences)])
     first = torch.cat([torch.arange(n) for n in lengths])[1:] == 0
     error = (mixed[~first] - exact).abs().mean().item()
     yield figure(
@@ -337,16 +351,6 @@ def learning():
 # ---- the head, memory, MFU
 
 
-def body_step(model, tokens):
-    """Forward and backward without the head: tokens [T] -> None."""
-    model.zero_grad()
-    ids = torch.from_numpy(tokens)[None].to(DEVICE)
-    bounds = torch.tensor([0, len(tokens)], dtype=torch.int32, device=DEVICE)
-    lengths = [len(tokens)]
-    out = model.base_model(input_ids=ids, use_cache=False, cu_seq_lens_q=bounds, lengths=lengths)
-    out.last_hidden_state.sum().backward()
-
-
 def head_step(model, tokens):
     """Forward and backward with the head: tokens [T] -> logprobs [T]."""
     model.zero_grad()
@@ -356,63 +360,80 @@ def head_step(model, tokens):
 
 
 def head():
-    """The output head in chunks gives the same logprobs and gradient whatever their size; what each
-    size costs beyond the model's body, forward and backward, and what a compiled head would cost.
+    """The output head in chunks gives the same logprobs and gradient whatever their size; time and
+    memory of each size, forward and backward, and of a compiled head. The model has no layers.
     """
-    shape = of_rehearsal(TINY, WIDE) | dict(num_hidden_layers=1)
+    shape = of_rehearsal(TINY, WIDE) | dict(num_hidden_layers=0)
     tokens = row(shape, of_rehearsal(512, 8192))["tokens"]
-    sizes = of_rehearsal([15, 17], [24, 26, 28])
     model = random_model(shape, {}, cfg.Config(), torch.bfloat16)
-    of_body, _ = measure(functools.partial(body_step, model, tokens))
+    step = functools.partial(head_step, model, tokens)
+    usual = train.HEAD_ELEMENTS
     train.HEAD_ELEMENTS = 1 << 40
-    reference = head_step(model, tokens)
+    reference = step()
     of_reference = model.lm_head.weight.grad.clone()
-    for compiled in (False, True):
-        if compiled and not CUDA:
-            yield skipped("compiled", "the rehearsal compiles nothing")
-            return
-        if compiled:
-            train.head_logprobs = torch.compile(train.head_logprobs)
-        for size in sizes:
-            train.HEAD_ELEMENTS = 1 << size
-            name = "compiled, " * compiled + f"2^{size} logits at once"
-            error = (head_step(model, tokens) - reference).abs().max().item()
-            yield figure(f"{name}: logprobs, max", error, "nats", most=0.02)
-            error = off(model.lm_head.weight.grad, of_reference)
-            yield figure(f"{name}: d weight", error, "of its norm", most=0.02)
-            seconds, peak = measure(functools.partial(head_step, model, tokens))
-            yield figure(f"{name}: {len(tokens)} tokens", 1e3 * (seconds - of_body), "ms")
-            yield figure(f"{name}: peak", peak / 1e9, "GB")
+    for bits in of_rehearsal([15, 17], [24, 26, 28]):
+        train.HEAD_ELEMENTS = 1 << bits
+        name = f"2^{bits} logits at once"
+        error = (step() - reference).abs().max().item()
+        yield figure(f"{name}: logprobs, max", error, "nats", most=0.02)
+        error = off(model.lm_head.weight.grad, of_reference)
+        yield figure(f"{name}: d weight", error, "of its norm", most=0.02)
+        seconds, peak = measure(step)
+        yield figure(f"{name}: {len(tokens)} tokens", 1e3 * seconds, "ms")
+        yield figure(f"{name}: peak", peak / 1e9, "GB")
+    train.HEAD_ELEMENTS = usual
+    if not CUDA:
+        yield skipped("compiled", "the rehearsal compiles nothing")
+        return
+    train.head_logprobs = torch.compile(train.head_logprobs)
+    try:
+        seconds, peak = measure(step)
+    except Exception as e:
+        yield skipped("compiled", f"torch.compile: {type(e).__name__}")
+        return
+    yield figure(f"compiled: {len(tokens)} tokens", 1e3 * seconds, "ms")
+    yield figure("compiled: peak", peak / 1e9, "GB")
 
 
-def estimated_bytes(shape, config):
-    """Peak memory of a step as tools/memory.py computes it. ImportError while there is none."""
-    from tools import memory
+def estimated_bytes(row_tokens):
+    """Peak of a step of Qwen2.5-1.5B with checkpointing, as tools/memory.py computes it.
 
-    return memory.peak_bytes(shape, config)
+    In a process of its own: that module hides the GPU. KeyError if its parts have other names.
+    """
+    knobs = dict(model="Qwen/Qwen2.5-1.5B", dtype="bfloat16", trainers=1, row_tokens=row_tokens)
+    knobs |= dict(run="bench", gradient_checkpointing=True)
+    code = (
+        "import json; from bench import gpu; from tools import memory; "
+        f"c = gpu.cfg.check(gpu.cfg.Config(**{knobs})); print(json.dumps(memory.trainer_bytes(c)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    parts = ("weights", "gradients", "optimizer", "activations", "gathered", "head")
+    return sum(found[part] for part in parts)
 
 
 def memory(row_tokens):
     """A train_step takes as much memory on the GPU as tools/memory.py says, within 10%."""
+    name = f"rows of {row_tokens}, checkpointing"
+    if importlib.util.find_spec("tools.memory") is None:
+        yield skipped(f"{name}: estimate", "there is no tools/memory.py")
+        estimate = math.inf
+    else:
+        estimate = estimated_bytes(row_tokens)
+        yield figure(f"{name}: estimate", estimate / 1e9, "GB")
     shape = of_rehearsal(TINY, WIDE)
-    row_tokens = of_rehearsal(row_tokens // 32, row_tokens)
-    name = of_rehearsal("tiny", "1.5b") + f", rows of {row_tokens}, checkpointing"
-    records = [row(shape, row_tokens, seed) for seed in range(2)]
+    records = [row(shape, of_rehearsal(512, row_tokens), seed) for seed in range(2)]
     config, model, optimizers = build(
         shape, "bfloat16", {}, gradient_checkpointing=True, row_tokens=row_tokens
     )
     step = functools.partial(train.train_step, model, optimizers, records, 0, config, DEVICE)
     _, peak = measure(step, repeats=1)
-    yield figure(f"{name}: peak", peak / 1e9, "GB")
-    try:
-        estimate = estimated_bytes(shape, config)
-    except ImportError:
-        yield skipped(f"{name}: / estimate - 1", "no tools/memory.py")
-        return
     if not CUDA:
-        yield skipped(f"{name}: / estimate - 1", "only a GPU's allocator knows its peak")
+        yield skipped(f"{name}: peak / estimate", "only a GPU's allocator knows its peak")
         return
-    yield figure(f"{name}: / estimate - 1", abs(peak / estimate - 1), most=0.1)
+    yield figure(f"{name}: peak", peak / 1e9, "GB")
+    if estimate < math.inf:
+        yield figure(f"{name}: abs(peak / estimate - 1)", abs(peak / estimate - 1), most=0.1)
 
 
 def mfu(size, row_tokens, gradient_checkpointing, goal=None):
@@ -491,7 +512,7 @@ def copies():
         seconds, _ = measure(functools.partial(to_gpu, flats, staging, sums))
         yield figure(f"{size} MB: likewise, with checksums", total / seconds / 1e9, "GB/s")
         expected = [checksum(part.bfloat16()) for part in parts]
-        wrong = sum(int(a != b) for a, b in zip(sums, expected))
+        wrong = sum(int(a != b) for a, b in zip(sums, itertools.cycle(expected)))
         yield figure(f"{size} MB: buckets with a wrong checksum", wrong, most=0)
     sources = weights.bfloat16().split(MB)
     targets = [torch.empty_like(x) for x in sources]
@@ -502,12 +523,56 @@ def copies():
     yield skipped("broadcast over NCCL", "needs two GPUs")
 
 
+def swap_in(received, engine):
+    """The received weights into vLLM's model, through a Plan: does it hold them before, and then?"""
+    from plumbing.plan import Plan
+
+    like = next(engine.parameters())
+    plan = Plan(engine, [(name, p.to(like)) for name, p in received])
+    before = plan.holds()
+    seconds, _ = measure(plan.swap)
+    return before, plan.holds(), seconds
+
+
 def plan():
-    """plumbing/plan.py on vLLM's model in GPU memory."""
+    """plumbing/plan.py on vLLM's model in GPU memory: after a swap it generates with the new weights."""
     if importlib.util.find_spec("vllm") is None:
         yield skipped("Plan on vLLM's tensors", "vLLM is not installed")
         return
-    yield skipped("Plan on vLLM's tensors", "not written")
+    os.environ |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1")
+    # before vLLM loads a model: on a CPU it keeps matrices that vLLM would free
+    from vllm import LLM, SamplingParams
+
+    import plumbing.plan  # noqa: F401
+
+    path = make_model("small")
+    llm = LLM(
+        str(path),
+        dtype=of_rehearsal("float32", "bfloat16"),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_seqs=8,
+        gpu_memory_utilization=0.2,
+        logprobs_mode="processed_logprobs",
+    )
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa")
+    for p in model.parameters():
+        p.data += 0.02 * torch.randn_like(p)
+    received = [(name, p.data) for name, p in model.named_parameters()]
+    before, after, seconds = llm.apply_model(functools.partial(swap_in, received))[0]
+    yield figure("model holds what was received, before", int(before), most=0)
+    yield figure("likewise, after a swap", int(after), least=1)
+    yield figure("swap", 1e3 * seconds, "ms")
+    prompt = [45, 4, 52, 29, 2]
+    sampling = SamplingParams(max_tokens=32, logprobs=0, ignore_eos=True, detokenize=False)
+    answer = llm.generate([dict(prompt_token_ids=prompt)], sampling, use_tqdm=False)[0].outputs[0]
+    sampled = list(answer.token_ids)
+    reported = [of[token].logprob for of, token in zip(answer.logprobs, sampled)]
+    expected = packed_logprobs(model, [torch.tensor(prompt + sampled)])[-len(sampled) :]
+    error = (torch.tensor(reported) - expected).abs().max().item()
+    most = of_rehearsal(1e-4, 0.1)
+    yield figure("vLLM's logprobs - token_logprobs, max", error, "nats", most=most)
 
 
 # ---- running them
@@ -542,10 +607,17 @@ CHECKS = {
 CHECKS["mfu-1.5b-16k"][2]["goal"] = MFU_GOAL
 
 
-def check(name, path):
-    """One check, in this process: each figure is a line of the file as soon as it is there."""
+def rows_file(name):
+    """Where a check leaves its figures, a line each; its words go beside it."""
+    path = WORK / "gpu" / f"{name}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def check(name):
+    """One check, in this process: each figure is on disk as soon as it is there."""
     _, function, arguments = CHECKS[name]
-    with open(path, "a") as file:
+    with open(rows_file(name), "w") as file:
         for line in function(**arguments):
             file.write(json.dumps(line) + "\n")
             file.flush()
@@ -553,8 +625,7 @@ def check(name, path):
 
 def run(name, limit, rehearse):
     """The lines of one check, in a process of its own; its last words if it breaks off."""
-    path = WORK / "gpu" / f"{name}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = rows_file(name)
     path.write_text("")
     log = path.with_suffix(".log")
     command = [sys.executable, __file__, "--check", name, *["--rehearse"] * rehearse]
@@ -587,14 +658,17 @@ def main(argv=None):
     p.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS), metavar="CHECK")
     p.add_argument("--minutes", type=float, default=9.5, help="what is not done by then is skipped")
     p.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny shapes")
-    p.add_argument("--check", choices=CHECKS, help="this one alone, in this process")
+    p.add_argument("--check", nargs="+", choices=CHECKS, help="these, in this process")
     a = p.parse_args(argv)
     a.quick |= a.rehearse
     if not CUDA and not a.rehearse:
         sys.exit("bench/gpu.py: torch sees no GPU: --rehearse runs the same lines on the CPU")
+    for name in a.check or []:
+        check(name)
     if a.check:
-        check(a.check, WORK / "gpu" / f"{a.check}.jsonl")
-        return
+        sys.stdout.flush()
+        # as in train.py: threads of gloo and NCCL may still be at work
+        os._exit(0)
     deadline = time.monotonic() + 60 * a.minutes
     where = torch.cuda.get_device_name() if CUDA else "rehearsal on the CPU"
     print(f"{machine()}; {where}")
@@ -605,7 +679,8 @@ def main(argv=None):
         start = time.monotonic()
         found[name] = [skipped("all of it", f"{a.minutes:g} minutes are over")]
         if left > 10:
-            found[name] = run(name, min(CHECKS[name][0], left), a.rehearse)
+            limit = of_rehearsal(10, 1) * CHECKS[name][0]
+            found[name] = run(name, min(limit, left), a.rehearse)
         for line in found[name]:
             show(name, line)
         found[name][0]["seconds"] = round(time.monotonic() - start, 1)
