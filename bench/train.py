@@ -138,22 +138,27 @@ def rows_of(shape, samples):
     return [[samples[i] for i in row] for row in rows]
 
 
+def model_config(shape, **changed):
+    """The Qwen2Config of a shape."""
+    knobs = dict(
+        {k: shape[k] for k in OF_MODEL},
+        max_position_embeddings=32768,
+        rope_parameters=dict(rope_type="default", rope_theta=1e6),
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    return Qwen2Config(**knobs | changed)
+
+
 def make_model(name):
     """Directory of the shape's model with random weights, made on first use."""
     path = WORK / f"model-{name}"
     if not (path / "config.json").exists():
         torch.manual_seed(0)
         shape = SHAPES[name]
-        config = Qwen2Config(
-            **{k: shape[k] for k in OF_MODEL},
-            max_position_embeddings=32768,
-            rope_parameters=dict(rope_type="default", rope_theta=1e6),
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=1,
-            pad_token_id=0,
-        )
-        model = Qwen2ForCausalLM(config).to(getattr(torch, shape["dtype"]))
+        model = Qwen2ForCausalLM(model_config(shape)).to(getattr(torch, shape["dtype"]))
         model.save_pretrained(path)
     return path
 

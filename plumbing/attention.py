@@ -4,10 +4,15 @@ Registered with transformers as attention implementation "packed". Deliberately 
 dropout (what is trained is what sampled), attention sinks. What is absent is refused by name.
 """
 
+import inspect
+
 import torch
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AttentionInterface
+
+# torch 2.11 takes fewer key heads as they are, and knows no such argument
+GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def flash_runs_on(x):
@@ -97,7 +102,7 @@ def packed_attention(
             longest,
             scale=scaling,
             window_size=(window, 0),
-            enable_gqa=True,
+            **GROUPED,
         )
         return out[None], None
     plain = softcap or (sliding_window and longest > sliding_window)

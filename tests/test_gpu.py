@@ -1,0 +1,150 @@
+"""bench/gpu.sh's rehearsal: what a GPU would be asked, asked of the CPU with tiny shapes."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from bench import gpu
+from conftest import ROOT
+
+# one of each kind, and with and without checkpointing; `plan` starts a real engine
+REHEARSED = (
+    "attention parity gradients learning mfu-1.5b-16k mfu-1.5b-64k mfu-7b-16k memory-16k head copies"
+).split()
+# what a CPU, or a build without other parts, lacks
+LACKING = (
+    "a sliding window needs a GPU",
+    "the rehearsal compiles nothing",
+    "only a GPU's allocator knows its peak",
+    "there is no tools/memory.py",
+    "needs two GPUs",
+)
+
+
+def call(*words, **environment):
+    """bench/gpu.py --rehearse with these flags, in a process of its own."""
+    command = [sys.executable, "bench/gpu.py", "--rehearse", *map(str, words)]
+    environment = os.environ | environment
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+
+
+@pytest.fixture(scope="module")
+def figures():
+    """{check: {what: line}} of a rehearsal in one process."""
+    done = call("--check", *REHEARSED)
+    assert done.returncode == 0, done.stderr
+    found = {}
+    for name in REHEARSED:
+        lines = map(json.loads, gpu.rows_file(name).read_text().splitlines())
+        found[name] = {line["what"]: line for line in lines}
+    return found
+
+
+def test_every_kind_of_check_is_rehearsed():
+    kinds = {function for _, function, _ in gpu.CHECKS.values()}
+    assert {gpu.CHECKS[name][1] for name in [*REHEARSED, "plan"]} == kinds
+
+
+@pytest.mark.parametrize("name", REHEARSED)
+def test_every_check_runs_or_says_what_it_lacks(name, figures):
+    assert figures[name]
+    for line in figures[name].values():
+        reason = line["status"].removeprefix("skipped (").removesuffix(")")
+        assert line["status"] == "ok" or reason in LACKING, line
+        assert (line["value"] is None) == (line["status"] != "ok")
+
+
+def value(figures, name, what):
+    return figures[name][what]["value"]
+
+
+def test_packing_changes_nothing_and_a_leak_would_be_seen(figures):
+    rounding = value(figures, "parity", "head in bfloat16: alone (sdpa) - float32, mean")
+    assert 1e-4 < rounding < 1e-2
+    for head in ("bfloat16", "float32"):
+        assert value(figures, "parity", f"head in {head}: packed - float32, mean") < 1.5 * rounding
+        assert value(figures, "parity", f"head in {head}: packed - alone, max") < 1e-5
+    assert value(figures, "parity", "float32: packed - alone, max") < 1e-5
+    assert value(figures, "parity", "if sequences saw each other, mean") > 0.1
+
+
+def test_gradients_in_bfloat16_point_where_those_in_float32_do(figures):
+    for group in gpu.GROUPS:
+        assert 0.999 < value(figures, "gradients", f"{group}: cosine") < 1
+    assert value(figures, "learning", "loss after 20 steps / before") < 0.5
+
+
+def test_what_arrives_is_what_was_sent(figures):
+    assert value(figures, "copies", "1 MB: buckets with a wrong checksum") == 0
+
+
+@pytest.mark.slow
+def test_a_plan_puts_new_weights_into_vllms_model():
+    done = call("--check", "plan")
+    assert done.returncode == 0, done.stderr
+    lines = map(json.loads, gpu.rows_file("plan").read_text().splitlines())
+    found = {line["what"]: line["value"] for line in lines}
+    assert found["likewise, after a swap"] == 1
+    assert found["vLLM's logprobs - token_logprobs, max"] < 1e-5
+
+
+def test_the_command_prints_a_table_and_keeps_it(tmp_path):
+    command = ["bash", "bench/gpu.sh", "--rehearse", "--only", "attention", "--out", tmp_path]
+    environment = os.environ | {"PIPELINE_PYTHON": sys.executable}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    kept = json.loads((tmp_path / "gpu.json").read_text())
+    assert "rehearsal on the CPU" in kept["machine"]
+    rows = done.stdout.splitlines()[1:-1]
+    assert len(rows) == len(kept["attention"]) == 9
+    for row, line in zip(rows, kept["attention"]):
+        assert row.split("  ")[0] == "attention"
+        assert line["what"] in row
+        assert row.endswith(line["status"])
+
+
+def test_a_check_that_breaks_off_costs_only_itself(monkeypatch):
+    assert gpu.run("learning", 0.1, True)[-1]["status"] == "FAIL (not done within 0 s)"
+    # the process that is started does not know it
+    broken = gpu.run("broken", 60, True)
+    assert len(broken) == 1
+    assert broken[0]["status"].startswith("FAIL (exit code 2: ")
+    assert "invalid choice: 'broken'" in broken[0]["status"]
+
+
+def test_what_is_not_reached_in_time_is_skipped_by_name(tmp_path):
+    done = call("--only", "parity", "head", "--minutes", 0, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    kept = json.loads((tmp_path / "gpu.json").read_text())
+    for name in ("parity", "head"):
+        assert [line["status"] for line in kept[name]] == ["skipped (0 minutes are over)"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so():
+    command = [sys.executable, "bench/gpu.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.strip().endswith(
+        "torch sees no GPU: --rehearse runs the same lines on the CPU"
+    )
+
+
+def test_figures_against_their_limits():
+    assert gpu.figure("a", 1.0)["status"] == "ok"
+    assert gpu.figure("a", 1.0, most=1.0, least=1.0)["status"] == "ok"
+    assert gpu.figure("a", 1.1, most=1.0)["status"] == "FAIL"
+    assert gpu.figure("a", 0.9, least=1.0)["status"] == "FAIL"
+    assert gpu.figure("a", math.nan)["status"] == "FAIL"
+
+
+@pytest.mark.parametrize("tokens", [1, 700, 5000])
+def test_a_row_has_exactly_so_many_tokens(tokens):
+    record = gpu.row(gpu.TINY, tokens)
+    assert record["lengths"].sum() == tokens == len(record["tokens"]) == len(record["mask"])
+    assert (record["lengths"] > 0).all()
