@@ -543,7 +543,11 @@ def train(config, run_dir, ranks):
 
 def main(run_dir):
     config = cfg.load(run_dir)
-    ranks = Ranks(config)
+    try:
+        ranks = Ranks(config)
+    # a machine that is not as it should be: one line, no traceback
+    except cfg.ConfigError as e:
+        sys.exit(f"train: {e}")
     torch.manual_seed(config.seed + ranks.rank)
     train(config, run_dir, ranks)
     ranks.close()

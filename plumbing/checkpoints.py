@@ -109,13 +109,14 @@ def _write_hugging_face(config, model, full, folder):
     from transformers import AutoTokenizer
 
     dtype = getattr(torch, config.dtype)
-    # config.json says what is in the file, not what the master weights are
-    model.config.dtype = dtype
     # a tied head is in the state dict twice, and is to be written once
     named = {n for n, _ in model.named_parameters()} | {n for n, _ in model.named_buffers()}
     model.save_pretrained(
         folder, state_dict={k: v.to(dtype) for k, v in full.items() if k in named}
     )
+    # what is in the file, not what the master weights are
+    model.config.dtype = dtype
+    model.config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(config.model).save_pretrained(folder)
 
 

@@ -301,3 +301,27 @@ def test_a_checkpoint_directory_that_cannot_be_written_to_is_named(tmp_path, bas
     complaint = r"train: checkpoint 3 cannot be written to \S+/checkpoints \(.*Not a directory.*\); none is intact: see to space and permissions"
     with pytest.raises(AssertionError, match=complaint):
         run_trainer(run_dir)
+
+
+def test_a_gpu_that_torch_cannot_use_is_not_replaced_by_the_cpu(tmp_path, base_model):
+    run_dir = write_run(tmp_path, "old-driver", base_model)
+    done = subprocess.run(
+        [sys.executable, "train.py", str(run_dir)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "0"},
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("train: GPU 0 is this rank's, but torch")
+    assert not (run_dir / "metrics.jsonl").exists()
+
+
+def test_a_checkpoint_says_how_long_it_took_and_what_is_in_it(tmp_path, base_model):
+    run_dir = write_run(tmp_path, "timed", base_model, dtype="bfloat16")
+    run_trainer(run_dir)
+    assert int((run_dir / "queues" / "save_seconds").read_text()) >= 0
+    newest = max((run_dir / "checkpoints").iterdir())
+    assert json.loads((newest / "config.json").read_text())["dtype"] == "bfloat16"
+    tensors = load_file(newest / "model.safetensors")
+    assert {x.dtype for x in tensors.values()} == {torch.bfloat16}
