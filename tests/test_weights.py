@@ -1,8 +1,10 @@
 """Weight updates into a real vLLM server: right values, exact stamps, requests in progress go on, failures end in time."""
 
 import math
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -299,6 +301,49 @@ def test_an_update_waits_for_the_only_engine_to_come_back(engine, sender):
     sender.wait()
     worst, versions = difference(engine, sender.model)
     assert worst < 1e-4 and versions == {411}
+
+
+class Mute(BaseHTTPRequestHandler):
+    """Says yes to every order, and follows none."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.do_GET()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_an_engine_that_never_joins_does_not_keep_the_others_waiting(engine, sender, dies, capsys):
+    update(sender, 420)
+    run_dir = Path(engine.out, engine.run)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Mute)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    # long if it is to be found dead before that
+    sender.config.sync_timeout = 60.0 if dies else 3.0
+    register(run_dir, "mute", f"http://127.0.0.1:{server.server_port}")
+    try:
+        sender.push(421, {})
+        if dies:
+            time.sleep(2)
+            server.shutdown()
+            (run_dir / "engines" / "mute.json").unlink()
+        sender.wait()
+    finally:
+        server.server_close()
+        (run_dir / "engines" / "mute.json").unlink(missing_ok=True)
+        sender.config.sync_timeout = 20.0
+    said = capsys.readouterr().out
+    assert ("an engine is gone" if dies else "did not join") in said
+    worst, versions = difference(engine, sender.model)
+    assert worst < 1e-4 and versions == {421}
 
 
 @pytest.mark.slow

@@ -1,0 +1,77 @@
+"""How a weight group is joined where there is NCCL: the calls, on a FAKE, as there is no GPU here."""
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from plumbing import wire
+
+NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
+
+
+class FakeNCCL:
+    """Notes what torch's would read from the environment; its first broadcast takes `seconds`."""
+
+    made = []
+    seconds = 0.0
+
+    class Options:
+        pass
+
+    def __init__(self, store, rank, world, options):
+        self.blocking_wait = os.environ.get(NO_WATCHDOG)
+        self.aborted = False
+        FakeNCCL.made.append(self)
+
+    def broadcast(self, tensor, root):
+        return self
+
+    def wait(self, limit):
+        threading.Event().wait(self.seconds)
+
+    def abort(self):
+        self.aborted = True
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    FakeNCCL.made = []
+    monkeypatch.setattr(wire.dist, "ProcessGroupNCCL", FakeNCCL, raising=False)
+    monkeypatch.setattr(wire.dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    return monkeypatch
+
+
+def join(timeout=5.0):
+    store = wire.open_store("127.0.0.1", 0, 5, server=True)
+    return wire.join_group("nccl", store, 0, 1, timeout, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_a_group_has_no_watchdog_and_others_keep_theirs(nccl, before):
+    nccl.delenv(NO_WATCHDOG, raising=False)
+    if before is not None:
+        nccl.setenv(NO_WATCHDOG, before)
+    group = join()
+    assert group.blocking_wait == "1"
+    assert os.environ.get(NO_WATCHDOG) == before
+    wire.leave_group(group)
+    assert group.aborted
+
+
+def test_connecting_has_a_deadline(nccl):
+    nccl.setattr(FakeNCCL, "seconds", 60.0)
+    start = time.monotonic()
+    with pytest.raises(TimeoutError):
+        join(timeout=0.5)
+    assert time.monotonic() < start + 30
+
+
+def test_gloo_groups_end_by_themselves():
+    store = wire.open_store("127.0.0.1", 0, 5, server=True)
+    group = wire.join_group("gloo", store, 0, 1, 5.0)
+    wire.leave_group(group)
+    wire.leave_group(None)
