@@ -169,8 +169,16 @@ class Inbox:
         except NotOnlyCopies as e:
             print(f"weights: updates take vLLM's layerwise reload: {e}", flush=True)
             self.plan = None
+            self.bucket = None
             self.whole = [torch.empty(n, dtype=dtype, device=device) for n in self.sizes]
         self.received = [] if self.plan else self._views(self.whole, plan)
+        what = "the parts for this worker and a bucket" if self.plan else "all of the model"
+        print(f"weights: updates take {self.size() / 1e9:.3g} GB here: {what}", flush=True)
+
+    def size(self):
+        """Bytes that updates take beside the model."""
+        tensors = self.whole or [self.bucket, *sum(self.plan.kept, [])]
+        return sum(x.numel() * x.element_size() for x in tensors)
 
     def _views(self, flats, plan):
         """[(name, tensor)] of all parameters, each a part of its bucket."""

@@ -97,6 +97,7 @@ def test_a_worker_needs_memory_for_one_bucket_and_its_own_shards():
     assert kept == own
     assert inbox.bucket.numel() == max(n for _, _, n in wire.buckets(SHAPES, 4, 300))
     assert inbox.whole is None
+    assert inbox.size() == 4 * (own + inbox.bucket.numel())
 
 
 def test_a_model_that_does_more_than_copy_keeps_everything():
@@ -106,6 +107,7 @@ def test_a_model_that_does_more_than_copy_keeps_everything():
 
     inbox = inbox_of(Scaled(0))
     assert inbox.plan is None
+    assert inbox.size() == 4 * sum(torch.Size(shape).numel() for shape in SHAPES)
     sent = send(inbox, 0)
     assert all(torch.equal(tensor, sent[name]) for name, tensor in inbox.received)
 
