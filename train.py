@@ -32,6 +32,7 @@ import config as cfg
 from plumbing import checkpoints
 from plumbing.attention import to_device
 from plumbing.families import check_model, finish_logits
+from plumbing.guards import Guards
 from plumbing.log import MetricsLog
 from plumbing.ranks import Ranks, Stopped, Sums
 from plumbing.reader import Reader
@@ -425,51 +426,17 @@ def updates_engines(config, version):
 
 
 def next_state(state, metrics, samples, record):
-    """The run's state after a step, as checkpoints keep it. Raises RuntimeError at the third
-    gradient in a row that is not finite.
-
-    A step whose gradient was not finite counts, so that data and versions stay aligned.
+    """The run's state after a step, as checkpoints keep it. A step whose gradient was not finite
+    counts, so that data and versions stay aligned.
     """
-    version = state["version"] + 1
-    finite = math.isfinite(metrics["grad_norm"])
     dropped = sum(sum(problems.values()) for problems in record["drops"].values())
-    state = state | {
-        "version": version,
+    return state | {
+        "version": state["version"] + 1,
         "samples": state["samples"] + samples,
         "position": record["position"],
         "dropped": state["dropped"] + dropped,
-        "skipped": state["skipped"] + (not finite),
-        "skipped_in_a_row": 0 if finite else state["skipped_in_a_row"] + 1,
+        "skipped": state["skipped"] + (not math.isfinite(metrics["grad_norm"])),
     }
-    if not finite:
-        print(
-            f"train: step {version} has a gradient that is not finite (loss {metrics['loss']}): "
-            f"weights left as they are, {state['skipped']} steps so far",
-            flush=True,
-        )
-    if state["skipped_in_a_row"] == 3:
-        raise RuntimeError(
-            "train: three steps in a row had gradients that are not finite: lower --lr, or look at the samples"
-        )
-    return state
-
-
-def mismatched_in_a_row(config, metrics, before):
-    """How many steps in a row had too high a mismatch; one in which it could not be measured does not
-    count. Raises RuntimeError at the third.
-    """
-    mismatch = metrics["mismatch"]
-    limit = config.highest_mismatch
-    if mismatch is None:
-        return before
-    if mismatch <= limit:
-        return 0
-    if before == 2:
-        raise RuntimeError(
-            f"train: mismatch was above {limit:g} nats in three steps, it is {mismatch:.1e}: what samples is not what is trained. "
-            "Look at the model's family (README), at --dtype and --head_float32, at logs/engine*.log; --mismatch_limit moves the limit"
-        )
-    return before + 1
 
 
 def train(config, run_dir, ranks):
@@ -483,7 +450,7 @@ def train(config, run_dir, ranks):
     vocabulary = model.get_input_embeddings().weight.shape[0]
     reader = Reader(config, run_dir, ranks, vocabulary, sender.check)
     first_version = saved = state["version"]
-    mismatched = 0
+    guards = Guards(config)
     run_start = time.time() - state["wall_s"]
 
     # engines start from the base model; a continued run's need other weights
@@ -518,7 +485,7 @@ def train(config, run_dir, ranks):
                 log.step(config, state, metrics, reader.last, times, eta)
                 log.evaluations(reader.evaluations(), run_start)
             step_start = now
-            mismatched = mismatched_in_a_row(config, metrics, mismatched)
+            guards.look(version, metrics)
             if updates_engines(config, version):
                 sender.push(version, state["position"])
             else:

@@ -19,7 +19,6 @@ NEW_RUN = {
     "samples": 0,
     "wall_s": 0.0,
     "skipped": 0,
-    "skipped_in_a_row": 0,
     "dropped": 0,
     "position": {"next": 0, "ahead": []},
     "sampler": {},

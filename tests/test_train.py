@@ -17,6 +17,7 @@ import train
 from config import CLIP, Config
 from conftest import ROOT
 from plumbing import attention
+from plumbing.guards import Guards
 from plumbing.samples import filler, join, layout
 from train import ess, learning_rate, policy_loss, token_logprobs
 
@@ -520,41 +521,44 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_as_they_are(model):
     assert torch.equal(before, after)
 
 
-def test_three_steps_in_a_row_without_a_gradient_end_the_run():
+def test_the_state_counts_steps_that_were_skipped_too():
     record = {"drops": {"failed": {"3": 2}, "too_long": {"3": 1, "4": 1}}, "position": {"next": 9}}
-    state = {"version": 5, "samples": 40, "dropped": 1, "skipped": 0, "skipped_in_a_row": 0}
-    good = {"grad_norm": 1.0, "loss": 0.0}
-    bad = {"grad_norm": math.nan, "loss": math.inf}
-    state = train.next_state(state, bad, 7, record)
-    assert (state["version"], state["samples"], state["dropped"]) == (6, 47, 5)
-    state = train.next_state(state, bad, 8, record)
-    assert (state["skipped"], state["skipped_in_a_row"]) == (2, 2)
-    state = train.next_state(state, good, 8, record)
-    assert (state["skipped"], state["skipped_in_a_row"]) == (2, 0)
-    for _ in range(2):
-        state = train.next_state(state, bad, 8, record)
-    with pytest.raises(
-        RuntimeError, match="three steps in a row had gradients that are not finite"
-    ):
-        train.next_state(state, bad, 8, record)
+    state = {"version": 5, "samples": 40, "dropped": 1, "skipped": 0}
+    state = train.next_state(state, {"grad_norm": math.nan}, 7, record)
+    assert (state["version"], state["samples"], state["dropped"], state["skipped"]) == (6, 47, 5, 1)
+    state = train.next_state(state, {"grad_norm": 1.0}, 8, record)
+    assert (state["version"], state["skipped"], state["position"]) == (7, 1, {"next": 9})
 
 
-def test_three_steps_with_too_high_a_mismatch_end_the_run():
-    config = knobs(dtype="float32")
-    good = {"mismatch": 1e-3}
-    none = {"mismatch": None}
-    bad = {"mismatch": 1.1e-3}
-    nan = {"mismatch": math.nan}
-    count = 0
-    found = []
-    for metrics in (bad, bad, good, bad, none, nan):
-        count = train.mismatched_in_a_row(config, metrics, count)
-        found.append(count)
-    assert found == [1, 2, 0, 1, 1, 2]
-    with pytest.raises(RuntimeError, match=r"above 0.001 nats in three steps, it is 1.1e-03: .*"):
-        train.mismatched_in_a_row(config, bad, count)
-    config.mismatch_limit = 0.01
-    assert train.mismatched_in_a_row(config, bad, count) == 0
+GOOD = {"grad_norm": 1.0, "loss": 0.0, "mismatch": 1e-3}
+
+
+@pytest.mark.parametrize(
+    "wrong,words",
+    [
+        ({"grad_norm": math.nan}, "3 steps in a row had gradients that are not finite"),
+        ({"mismatch": 1.1e-3}, "above 0.001 nats in 3 steps, it is 1.1e-03"),
+        ({"mismatch": math.nan}, "above 0.001 nats in 3 steps, it is nan"),
+    ],
+)
+def test_three_wrong_steps_in_a_row_end_the_run(wrong, words):
+    guards = Guards(knobs(dtype="float32"))
+    for metrics in (GOOD | wrong, GOOD | wrong, GOOD, GOOD | wrong, GOOD | wrong):
+        guards.look(1, metrics)
+    with pytest.raises(RuntimeError, match=words):
+        guards.look(2, GOOD | wrong)
+
+
+def test_a_step_without_a_measured_mismatch_says_nothing():
+    guards = Guards(knobs(dtype="float32"))
+    bad = GOOD | {"mismatch": 1.0}
+    for metrics in (bad, bad, GOOD | {"mismatch": None}):
+        guards.look(1, metrics)
+    with pytest.raises(RuntimeError, match="mismatch"):
+        guards.look(2, bad)
+    lenient = Guards(knobs(dtype="float32", mismatch_limit=2.0))
+    for _ in range(4):
+        lenient.look(1, bad)
 
 
 # ---- attention
