@@ -44,7 +44,8 @@ GEMMA2 = dict(
 GRANITE = dict(
     logits_scaling=4.0, embedding_multiplier=3.0, residual_multiplier=0.5, attention_multiplier=0.2
 )
-# what is trained; each with what is its own
+# what is trained; each with what is its own. Engines let Cohere 2 see one token more in its window than
+# transformers does: beyond it they differ from the trainer.
 FAMILIES = {
     "qwen2": {},
     "qwen3": {},
@@ -246,6 +247,7 @@ def test_windows_of_the_branch_for_gpus(family, tmp_path, monkeypatch):
 
 # head sizes that vLLM's CPU build has
 SERVED = dict(hidden_size=128, num_attention_heads=4, head_dim=32)
+# test_weights.py has Qwen2
 ENGINE_FAMILIES = ["gemma2", "gemma3_text", "granite", "phi", "olmo2"]
 
 
