@@ -179,7 +179,7 @@ def attend(heads, key_heads, width, window):
     lengths = on_gpu([1, 2, 300, 127, 129, 465], [1, 2, 30, 31])
     places = torch.arange(sum(lengths), device=DEVICE)
     bounds = torch.tensor([0, *lengths]).cumsum(0).int().to(DEVICE)
-    ids = torch.bucketize(places, bounds, right=True)
+    ids = torch.bucketize(places, bounds.long(), right=True)
     distance = places[:, None] - places
     seen = (ids[:, None] == ids) & (distance >= 0) & (distance < (window or len(ids)))
     shapes = [(1, n, len(ids), width) for n in (heads, key_heads, key_heads)]
@@ -379,7 +379,7 @@ def head():
     yield peak_of("compiled: ", peak)
 
 
-# in a process of its own, as it hides the GPU
+# in a process of its own, which must not see the GPU
 ESTIMATE = """
 import json, sys
 from bench import gpu
@@ -392,7 +392,8 @@ print(json.dumps(memory.trainer_gb(config)))
 def estimated_gb(knobs):
     """Peak of a trainer's step as tools/memory.py computes it. RuntimeError if it does not."""
     command = [sys.executable, "-c", ESTIMATE, json.dumps(knobs)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise RuntimeError(f"tools/memory.py: {done.stderr.strip().splitlines()[-1]}")
     found = json.loads(done.stdout.splitlines()[-1])
