@@ -46,7 +46,7 @@ def figures():
 
 
 def test_every_kind_of_check_is_rehearsed():
-    kinds = {function for _, function, _ in gpu.CHECKS.values()}
+    kinds = {function for _, function, *_ in gpu.CHECKS.values()}
     assert {gpu.CHECKS[name][1] for name in [*REHEARSED, "plan"]} == kinds
 
 
@@ -136,11 +136,11 @@ def test_without_a_gpu_it_says_so():
 
 
 def test_figures_against_their_limits():
-    assert gpu.figure("a", 1.0)["status"] == "ok"
-    assert gpu.figure("a", 1.0, most=1.0, least=1.0)["status"] == "ok"
-    assert gpu.figure("a", 1.1, most=1.0)["status"] == "FAIL"
-    assert gpu.figure("a", 0.9, least=1.0)["status"] == "FAIL"
-    assert gpu.figure("a", math.nan)["status"] == "FAIL"
+    assert gpu.figure("a", "b", 1.0)["status"] == "ok"
+    assert gpu.figure("a", "b", 1.0, most=1.0, least=1.0)["status"] == "ok"
+    assert gpu.figure("a", "b", 1.1, most=1.0)["status"] == "FAIL"
+    assert gpu.figure("a", "b", 0.9, least=1.0)["status"] == "FAIL"
+    assert gpu.figure("a", "b", math.nan)["status"] == "FAIL"
 
 
 @pytest.mark.parametrize("tokens", [1, 700, 5000])
