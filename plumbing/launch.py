@@ -343,6 +343,7 @@ def check_memory(c: Config, gpus: int) -> None:
         return
     options = {"--gpus": gpus * len(c.nodes), "--gpu_memory_gb": round(size, 1)}
     command = [sys.executable, "tools/memory.py", "--resolved", *_words(options)]
+    command += [] if c.dry_run else ["--brief"]
     asked = dict(input=json.dumps(asdict(c)), cwd=cfg.ROOT, capture_output=True, text=True)
     try:
         done = subprocess.run(command, timeout=MEMORY_TIMEOUT, **asked)
@@ -353,7 +354,7 @@ def check_memory(c: Config, gpus: int) -> None:
     if done.returncode not in (0, DOES_NOT_FIT):
         print(f"memory: not checked: tools/memory.py failed: {verdict}")
         return
-    for line in lines if c.dry_run else []:
+    for line in lines:
         print(line)
     if done.returncode:
         raise ConfigError(f"{verdict} (--memory_check False starts it anyway)")
