@@ -35,7 +35,8 @@ ASSUMED = "CUDA, NCCL (assumed)"
 
 def trainer_gb(c):
     """{what: GB} of a trainer rank, whatever the engines are."""
-    c = dataclasses.replace(c, engines=0, tensor_parallel=0, gpu_memory_utilization=0)
+    engines = dict(engines=0, tensor_parallel=0, gpu_memory_utilization=0, weight_backend="auto")
+    c = dataclasses.replace(c, **engines)
     return {what: size / GB for what, size in traced(dataclasses.astuple(c)).items()}
 
 
@@ -128,9 +129,18 @@ class Placed:
         """The same with other knobs."""
         return dataclasses.replace(self, c=dataclasses.replace(self.c, **knobs))
 
+    @property
+    def static_gb(self):
+        """Weights, gradients, optimizer of a trainer rank: 16 bytes a parameter over all ranks."""
+        return 16 * parameters(self.c.model) / self.c.trainers / GB
+
     def hopeless(self):
-        """Weights, gradients and optimizer alone, 16 bytes a parameter, are too much: no need to trace."""
-        return 16 * parameters(self.c.model) / self.c.trainers / GB + RESERVE_GB > self.gpu_gb
+        """These alone are too much: no need to trace."""
+        return self.static_gb + RESERVE_GB > self.gpu_gb
+
+    @property
+    def fits(self):
+        return not self.hopeless() and self.lack[1] <= 0
 
     def changes(self):
         """What may help, as knobs, in the order in which it is tried."""
@@ -156,17 +166,22 @@ class Placed:
         """The first of `changes` with which it fits, as flags."""
         for knobs in self.changes():
             changed = self.but(**knobs)
-            if not changed.hopeless() and changed.lack[1] <= 0:
+            if changed.fits:
                 old = dataclasses.asdict(self.c)
                 new = {name: value for name, value in knobs.items() if value != old[name]}
                 return "try " + " ".join(f"--{name} {value}" for name, value in new.items())
         return "it takes more GPUs, or larger ones"
 
     def verdict(self):
+        if self.hopeless():
+            what = f"weights, gradients and optimizer take {self.static_gb:.0f} GB of each trainer's GPU"
+            return f"does not fit: {what} of {self.gpu_gb:.0f}; {self.advice()}"
         where, lack = self.lack
-        if lack <= 0:
-            return f"fits, with {-lack:.1f} of {self.gpu_gb:.0f} GB to spare ({where})"
-        return f"does not fit: {where}: {lack:.1f} GB more than {self.gpu_gb:.0f}; {self.advice()}"
+        if lack > 0:
+            return (
+                f"does not fit: {where}: {lack:.1f} GB more than {self.gpu_gb:.0f}; {self.advice()}"
+            )
+        return f"fits, with {-lack:.1f} of {self.gpu_gb:.0f} GB to spare ({where})"
 
 
 def parameters(name):
@@ -245,7 +260,7 @@ def main(argv):
     if not given.brief:
         show(placed)
     print(f"memory: {c.model} {placed.verdict()}")
-    if placed.lack[1] > 0:
+    if not placed.fits:
         sys.exit(DOES_NOT_FIT)
 
 
