@@ -100,6 +100,8 @@ class Config:
     kv_cache_gb: float = 0.0
     # share of a GPU's memory the engine takes; 0: 0.7, or 0.3 on a GPU shared with the trainer
     gpu_memory_utilization: float = 0.0
+    # refuse to start what tools/memory.py says does not fit
+    memory_check: bool = True
     # vLLM without CUDA graphs
     enforce_eager: bool = False
     # longest wait for one completion, s
@@ -259,7 +261,7 @@ GUESS = TOY | dict(
     row_tokens=1024,
     eval_every=20,
 )
-# The paper's headline run (arXiv 2509.19128, section 5).
+# The paper's headline run (arXiv 2509.19128, section 5): 8 GPUs of 80 GB or more.
 MATH = dict(
     task="maths",
     train_data="orz57k",
@@ -274,13 +276,34 @@ MATH = dict(
     row_tokens=16384,
     lr=1e-6,
     max_lag=1000000,
+    # the only bound on staleness: two steps' worth of the freshest groups
+    on_full="drop_oldest",
     gradient_checkpointing=True,
     eval_every=50,
     eval_problems=500,
     save_every=50,
     stop_timeout=300.0,
 )
-PRESETS = {"toy": TOY, "countdown": COUNTDOWN, "guess": GUESS, "math": MATH}
+# the same on less: what one GPU of 80 GB, and of 24, holds of both engine and trainer
+MATH_1X80 = MATH | dict(model="Qwen/Qwen2.5-1.5B", batch_size=256)
+MATH_1X24 = MATH_1X80 | dict(model="Qwen/Qwen2.5-0.5B")
+PRESETS = {
+    "toy": TOY,
+    "countdown": COUNTDOWN,
+    "guess": GUESS,
+    "math": MATH,
+    "math-1x80": MATH_1X80,
+    "math-1x24": MATH_1X24,
+}
+
+
+def preset_for(gpus: int, gpu_gb: float) -> str:
+    """The preset that fits this many GPUs of this memory (tools/memory.py)."""
+    if not gpus:
+        return "toy"
+    if gpus * gpu_gb >= 600:
+        return "math"
+    return "math-1x80" if gpu_gb >= 70 else "math-1x24"
 
 
 def task_weights(task: str) -> dict[str, float]:
@@ -297,15 +320,18 @@ def task_weights(task: str) -> dict[str, float]:
     return {name: share / total for name, share in weights.items()}
 
 
-def parse(argv: list[str], gpus: int, default: Config | None = None) -> Config:
-    """`[preset] --knob value ...` -> Config; default: where flags start from instead of a preset.
+def parse(
+    argv: list[str], gpus: int, default: Config | None = None, gpu_gb: float = 80.0
+) -> Config:
+    """`[preset] --knob value ...` -> Config; default: where flags start from instead of a preset;
+    gpu_gb: memory of each GPU.
 
     Raises ConfigError with one line for anything that does not parse.
     """
     import tyro
 
     argv = list(argv)
-    name = "math" if gpus else "toy"
+    name = preset_for(gpus, gpu_gb)
     if argv and not argv[0].startswith("-"):
         name = argv.pop(0)
     if name not in PRESETS:
@@ -411,5 +437,9 @@ def check(c: Config) -> Config:
 
 def load(run_dir: str) -> Config:
     """The Config that out/<run>/config.json holds."""
-    values = json.loads(Path(run_dir, "config.json").read_text())["config"]
+    return from_json(json.loads(Path(run_dir, "config.json").read_text())["config"])
+
+
+def from_json(values: dict) -> Config:
+    """JSON has lists for tuples."""
     return Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The launcher: set up, check the configuration, start every process, watch them, stop them all together.
 #
-#   bash run.sh [toy|countdown|guess|math] [--knob value ...]     train; the same command continues a stopped run
+#   bash run.sh [toy|countdown|guess|math|math-1x80|math-1x24] [--knob value ...]     train; the same command continues a stopped run
 #   bash run.sh serve --run NAME [--engines N]    engines of this machine for a run that is in progress; Ctrl-C takes them away
 #   bash run.sh --help                            every knob
 #   bash run.sh setup                             install only

@@ -30,6 +30,16 @@ def gpu_count() -> int:
     return len(re.findall(r"^GPU \d+", listing.stdout, re.M))
 
 
+def gpu_memory_gb() -> float:
+    """Memory of this machine's smallest GPU, in 1e9 bytes; 0 if the NVIDIA driver does not say."""
+    if not shutil.which("nvidia-smi"):
+        return 0.0
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    listing = subprocess.run(command, capture_output=True, text=True)
+    mebibytes = re.findall(r"^\d+", listing.stdout, re.M)
+    return min(map(int, mebibytes), default=0) * 2**20 / 1e9
+
+
 def gpu_names(gpus: int) -> list[str]:
     """What CUDA_VISIBLE_DEVICES calls this node's GPUs: the user's choice is kept."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")

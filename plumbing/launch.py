@@ -44,6 +44,9 @@ SERVE = (
 ).split()
 # an engine that died or hangs is started again this often in a row
 RESTARTS = 3
+# tools/memory.py may take so long, s, and says with this exit code that a run does not fit
+MEMORY_TIMEOUT = 180
+DOES_NOT_FIT = 3
 ENGINE_FLAGS = (
     "--enable-scale-out --logprobs-mode processed_logprobs --generation-config vllm "
     "--worker-extension-cls plumbing.engine.WorkerExtension --middleware plumbing.engine.Contract "
@@ -285,11 +288,12 @@ def train(argv, list_file):
     """`run.sh [preset] --knob value ...`: this node's part of a run."""
     gpus = gpu_count()
     node, n = nodes.which_node()
-    c = cfg.parse(argv, gpus)
+    c = cfg.parse(argv, gpus, gpu_gb=hardware.gpu_memory_gb() or 80.0)
     watch = []
     if c.dry_run:
         c.nodes = tuple(f"<node {k}>" for k in range(n)) if n > 1 else ()
         resolve(c, gpus)
+        check_memory(c, gpus)
         done = "dry run, nothing is started"
     elif n == 1:
         done = begin(c, gpus)
@@ -309,11 +313,42 @@ def train(argv, list_file):
 def begin(c: Config, gpus: int) -> str:
     """Node 0: all that is to be done before processes start. Returns what open_run did."""
     resolve(c, gpus)
+    check_memory(c, gpus)
     for split in ("train", "test"):
         load_problems(c, split)
     done = open_run(c)
     write(c)
     return done
+
+
+def check_memory(c: Config, gpus: int) -> None:
+    """Print what tools/memory.py says of GPUs like this machine's, with --dry_run all of it. Raises
+    ConfigError if the run does not fit; goes on, with a line, if that cannot be found out.
+    """
+    if not gpus or not c.memory_check:
+        return
+    size = hardware.gpu_memory_gb()
+    if not size:
+        print("memory: not checked: nvidia-smi does not say how much a GPU has")
+        return
+    options = {"--gpus": gpus * len(c.nodes), "--gpu_memory_gb": round(size, 1)}
+    command = [sys.executable, "tools/memory.py", "--resolved", *_words(options)]
+    command += [] if c.dry_run else ["--brief"]
+    asked = dict(input=json.dumps(asdict(c)), cwd=cfg.ROOT, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, timeout=MEMORY_TIMEOUT, **asked)
+    except subprocess.TimeoutExpired:
+        print(f"memory: not checked: tools/memory.py took longer than {MEMORY_TIMEOUT} s")
+        return
+    *lines, verdict = (done.stdout + done.stderr).splitlines() or ["it said nothing"]
+    if done.returncode not in (0, DOES_NOT_FIT):
+        print(f"memory: not checked: tools/memory.py failed: {verdict}")
+        return
+    for line in lines:
+        print(line)
+    if done.returncode:
+        raise ConfigError(f"{verdict} (--memory_check False starts it anyway)")
+    print(verdict, flush=True)
 
 
 def meet(c, gpus, node, n, command, list_file):
