@@ -284,9 +284,10 @@ MATH = dict(
     save_every=50,
     stop_timeout=300.0,
 )
-# the same on less: what one GPU of 80 GB, and of 24, holds of both engine and trainer
-MATH_1X80 = MATH | dict(model="Qwen/Qwen2.5-1.5B", batch_size=256)
-MATH_1X24 = MATH_1X80 | dict(model="Qwen/Qwen2.5-0.5B")
+# The same on less: what one GPU of 80 GB, and of 24, holds of both engine and trainer. vLLM would
+# measure what is left for its KV cache while the trainer takes its share.
+MATH_1X80 = MATH | dict(model="Qwen/Qwen2.5-1.5B", batch_size=256, kv_cache_gb=12.0)
+MATH_1X24 = MATH_1X80 | dict(model="Qwen/Qwen2.5-0.5B", kv_cache_gb=3.0)
 PRESETS = {
     "toy": TOY,
     "countdown": COUNTDOWN,

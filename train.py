@@ -282,8 +282,8 @@ def micro_batch(model, batch, version, config, device):
             "w2": w * w,
             "clipped": clipped & mask,
         }
-        upper = torch.tensor(list(LAG_BUCKETS.values())[:-1], device=device)
-        bucket = torch.bucketize(lag, upper)
+        upper = torch.tensor(list(LAG_BUCKETS.values())[:-1])
+        bucket = torch.bucketize(lag, *to_device(device, upper))
         zeros = logprobs.new_zeros(len(LAG_BUCKETS))
         for name, values in per_lag.items():
             sums[f"lag_{name}"] = zeros.index_add(0, bucket, values.float())

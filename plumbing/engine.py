@@ -27,7 +27,15 @@ from starlette.responses import JSONResponse
 from vllm.config import set_current_vllm_config
 
 from plumbing.plan import NotOnlyCopies, Plan, reload
-from plumbing.wire import buckets, checksum, join_group, leave_group, open_store, settle
+from plumbing.wire import (
+    buckets,
+    checksum,
+    join_group,
+    leave_group,
+    open_store,
+    settle,
+    weight_stream,
+)
 
 GENERATE = "/inference/v1/generate"
 
@@ -234,6 +242,9 @@ class Receiver:
         """Join, then receive update after update until the group breaks, or there is another."""
         group = None
         try:
+            if self.worker.device.type == "cuda":
+                # a new thread's is the first GPU
+                torch.cuda.set_device(self.worker.device)
             store = open_store(self.group["host"], self.group["port"], self.timeout)
             store.set(f"here/{self.rank}", "")
             store.wait(["all_here"], timedelta(seconds=self.timeout))
@@ -267,12 +278,10 @@ class Receiver:
         limit = timedelta(seconds=self.timeout)
         # where the model is; what is received may come through host memory
         device = self.worker.device
-        # no stream, no effect
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.received = None
         self.verify = verify
         sums = []
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(weight_stream(device)):
             for k in range(len(inbox.sizes)):
                 flat = inbox.memory(k)
                 group.broadcast(flat, 0).wait(limit)

@@ -13,7 +13,7 @@ import requests
 import torch
 
 from plumbing.queues import noticed
-from plumbing.wire import checksum, join_group, leave_group, open_store, settle
+from plumbing.wire import checksum, join_group, leave_group, open_store, settle, weight_stream
 
 
 class Engines:
@@ -130,25 +130,23 @@ class Group:
             self._send_through_gpu(flats, update["verify"], staging)
 
     def _send_from_host(self, flats, verify):
-        limit = timedelta(seconds=self.config.sync_timeout)
         works = [self.group.broadcast(flat, 0) for flat in flats]
         for work in works:
-            work.wait(limit)
+            self._finish(work)
         if verify:
             sums = torch.stack([checksum(flat) for flat in flats])
-            self.group.broadcast(sums, 0).wait(limit)
+            self._finish(self.group.broadcast(sums, 0))
 
     def _send_through_gpu(self, flats, verify, staging):
-        limit = timedelta(seconds=self.config.sync_timeout)
         device = staging[0].device
         works = []
         sums = []
-        # on a stream of its own: one bucket is on its way while the next is copied to the GPU
-        with torch.cuda.stream(torch.cuda.Stream(device)):
+        # one bucket is on its way while the next is copied to the GPU
+        with torch.cuda.stream(weight_stream(device)):
             for k, flat in enumerate(flats):
                 if k >= 2:
                     # this half of the staging memory is free again
-                    works[k - 2].wait(limit)
+                    self._finish(works[k - 2])
                 sent = staging[k % 2][: len(flat)]
                 sent.copy_(flat, non_blocking=True)
                 works.append(self.group.broadcast(sent, 0))
@@ -157,8 +155,16 @@ class Group:
             if verify:
                 works.append(self.group.broadcast(torch.stack(sums), 0))
             for work in works[-3:]:
-                work.wait(limit)
+                self._finish(work)
             settle(device, self.config.sync_timeout, "the broadcast")
+
+    def _finish(self, work):
+        """Wait for a broadcast. NCCL's does not notice by itself that an engine is gone."""
+        wait = Wait(self)
+        while not work.is_completed():
+            if wait.is_over():
+                break
+        work.wait(timedelta(seconds=self.config.sync_timeout))
 
     def wait_until_ready(self):
         """Until every worker has received and prepared the update."""
@@ -176,18 +182,31 @@ class Group:
             ranks = range(i * self.config.tensor_parallel, (i + 1) * self.config.tensor_parallel)
             keys[member] = [f"{name}/{1 + rank}" for rank in ranks]
         every_key = sum(keys.values(), [])
-        deadline = time.monotonic() + self.config.sync_timeout
-        next_look = time.monotonic() + 1.0
+        wait = Wait(self)
         while not self.store.check(every_key):
-            now = time.monotonic()
-            if now > deadline:
+            if wait.is_over():
                 for member in self.members:
                     if not self.store.check(keys[member]):
                         self.engines.failed(member, failure)
                 raise TimeoutError(f"not all were there within {self.config.sync_timeout:.0f} s")
-            if now > next_look:
-                next_look = now + 1.0
-                running = self.engines.registered()
-                if any(member not in running for member in self.members):
-                    raise RuntimeError("an engine is gone")
-            time.sleep(0.001)
+
+
+class Wait:
+    """A wait for the engines of a group, with the deadline `sync_timeout`."""
+
+    def __init__(self, group):
+        self.group = group
+        now = time.monotonic()
+        self.deadline = now + group.config.sync_timeout
+        self.next_look = now + 1.0
+
+    def is_over(self):
+        """Sleep for a moment; is the deadline over? Raises RuntimeError as soon as an engine is gone."""
+        time.sleep(0.0005)
+        now = time.monotonic()
+        if now > self.next_look:
+            self.next_look = now + 1.0
+            running = self.group.engines.registered()
+            if any(member not in running for member in self.group.members):
+                raise RuntimeError("an engine is gone")
+        return now > self.deadline

@@ -103,6 +103,8 @@ def engine_commands(c: Config, gpus: int, node: int = 0) -> list[tuple[str, dict
             options["--hf-overrides"] = '{"head_dtype": "float32"}'
         if gpus:
             env = {"CUDA_VISIBLE_DEVICES": ",".join(devices[g] for g in own)}
+            # the weight group's broadcasts must not queue up behind the engine's own work
+            env["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
             options["--gpu-memory-utilization"] = c.gpu_memory_utilization
             if c.kv_cache_gb:
                 options["--kv-cache-memory-bytes"] = round(c.kv_cache_gb * 1e9)

@@ -3,6 +3,7 @@
 weights.py is the trainer's side, plumbing/engine.py the engines'. Deliberately absent: HTTP, vLLM.
 """
 
+import functools
 import os
 import threading
 import time
@@ -21,6 +22,17 @@ def open_store(host, port, timeout, server=False):
     return dist.TCPStore(host, port, None, server, timeout=limit, wait_for_workers=False)
 
 
+@functools.cache
+def weight_stream(device):
+    """The one stream of weight updates on a GPU; None on the CPU.
+
+    Streams come from a pool: one made for each update would now and then be that on which the model
+    decodes, whose all-reduces would then wait for a broadcast. Nobody else here has a priority.
+    """
+    if device.type == "cuda":
+        return torch.cuda.Stream(device, priority=-1)
+
+
 def join_group(backend, store, rank, world, timeout, device=None):
     """A process group of its own, beside whatever default group this process has.
 
@@ -33,6 +45,9 @@ def join_group(backend, store, rank, world, timeout, device=None):
         return dist.ProcessGroupGloo(place, rank, world, limit)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
+    # it runs beside an engine's own all-reduces, and must leave them room
+    options.is_high_priority_stream = True
+    options.config.max_ctas = 8
     # torch's watchdog ends the process, not just the group, when a broadcast fails; a group that is
     # made with this setting has none: its waits raise, and whoever waited aborts it
     before = os.environ.get(NO_WATCHDOG)
@@ -44,20 +59,30 @@ def join_group(backend, store, rank, world, timeout, device=None):
         if before is not None:
             os.environ[NO_WATCHDOG] = before
     # the first broadcast connects, without a deadline of its own
-    in_thread(connect, group, device, limit).result(timeout)
+    connected = in_thread(connect, group, device, limit)
+    try:
+        connected.result(timeout)
+    except BaseException:
+        # which may wait for the same as connecting does
+        in_thread(leave_group, group)
+        raise
     return group
 
 
 def connect(group, device, limit):
     """The first broadcast of an NCCL group."""
-    torch.cuda.set_device(device)
-    group.broadcast(torch.zeros(1, device=device), 0).wait(limit)
+    with torch.cuda.stream(weight_stream(device)):
+        group.broadcast(torch.zeros(1, device=device), 0).wait(limit)
 
 
 def leave_group(group):
     """Free whoever waits in a group that is not used any more; gloo's end by themselves."""
-    if dist.is_nccl_available() and isinstance(group, dist.ProcessGroupNCCL):
+    if not dist.is_nccl_available() or not isinstance(group, dist.ProcessGroupNCCL):
+        return
+    try:
         group.abort()
+    except RuntimeError as e:
+        print(f"weights: a group that is given up says: {e}", flush=True)
 
 
 def buckets(shapes, itemsize, bucket_bytes):

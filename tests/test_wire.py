@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,9 +20,10 @@ class FakeNCCL:
     seconds = 0.0
 
     class Options:
-        pass
+        config = SimpleNamespace()
 
     def __init__(self, store, rank, world, options):
+        self.options = options
         self.blocking_wait = os.environ.get(NO_WATCHDOG)
         self.aborted = False
         FakeNCCL.made.append(self)
@@ -41,7 +43,6 @@ def nccl(monkeypatch):
     FakeNCCL.made = []
     monkeypatch.setattr(wire.dist, "ProcessGroupNCCL", FakeNCCL, raising=False)
     monkeypatch.setattr(wire.dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     return monkeypatch
 
 
@@ -58,6 +59,8 @@ def test_a_group_has_no_watchdog_and_others_keep_theirs(nccl, before):
     group = join()
     assert group.blocking_wait == "1"
     assert os.environ.get(NO_WATCHDOG) == before
+    # an engine's own all-reduces go on beside it
+    assert group.options.is_high_priority_stream and group.options.config.max_ctas == 8
     wire.leave_group(group)
     assert group.aborted
 
@@ -68,6 +71,19 @@ def test_connecting_has_a_deadline(nccl):
     with pytest.raises(TimeoutError):
         join(timeout=0.5)
     assert time.monotonic() < start + 30
+    # nobody is left waiting in it
+    while not FakeNCCL.made[0].aborted:
+        assert time.monotonic() < start + 30
+        time.sleep(0.01)
+
+
+def test_a_group_that_cannot_be_aborted_is_left_with_a_line(nccl, capsys):
+    def refuse(self):
+        raise RuntimeError("still busy")
+
+    nccl.setattr(FakeNCCL, "abort", refuse)
+    wire.leave_group(join())
+    assert "a group that is given up says: still busy" in capsys.readouterr().out
 
 
 def test_gloo_groups_end_by_themselves():

@@ -72,10 +72,11 @@ class Placed:
         engine = {"weights": served, "activations": forward, ASSUMED: RESERVE_GB}
         rest = c.gpu_memory_utilization * self.gpu_gb - sum(engine.values())
         engine["KV cache"] = c.kv_cache_gb or max(rest, 0)
+        engine["update buffers"] = served
         if c.weight_backend == "nccl":
-            # else they are in host memory
+            # else buckets are in host memory
             rank_0["update buffers"] = 2 * max(sizes)
-            engine["update buffers"] = served + max(sizes)
+            engine["update buffers"] += max(sizes)
         found = {"trainer rank": rank, "rank 0": rank_0, "engine": engine}
         if c.kl_coef:
             # preprocess.py has it on the last rank's GPU
