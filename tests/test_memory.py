@@ -88,7 +88,7 @@ def total(c, model):
 
 
 def extrapolated(c):
-    return sum(fake_step.traced(dataclasses.astuple(c)).values())
+    return sum(memory.trainer_gb(c).values()) * 1e9
 
 
 @pytest.mark.parametrize(
@@ -158,15 +158,13 @@ def test_gradient_checkpointing_and_more_ranks_take_less(light):
     assert extrapolated(dataclasses.replace(c, trainers=4)) < used
 
 
-def test_the_kv_cache_is_what_the_engines_share_leaves():
-    # the trainer is of no interest here
-    c = config("Qwen/Qwen2.5-0.5B", 2, "--row_tokens", 64)
-    placed = memory.Placed(c, 2, 80.0)
+def test_the_kv_cache_is_what_the_engines_share_leaves(light):
+    placed = memory.Placed(config(light, 2), 2, 80.0)
     engine = placed.roles["engine"]
     without_update = sum(engine.values()) - engine["update buffers"]
     assert without_update == pytest.approx(0.7 * 80)
-    # 24 layers, keys and values, 2 heads of 64, 16 bits, 10240 tokens
-    assert placed.sequence_gb == pytest.approx(24 * 2 * 2 * 64 * 2 * 10240 / 1e9)
+    # 10 layers, keys and values, 2 heads of 32, 16 bits, 10240 tokens
+    assert placed.sequence_gb == pytest.approx(10 * 2 * 2 * 32 * 2 * 10240 / 1e9)
 
 
 @pytest.mark.slow
@@ -180,10 +178,17 @@ def test_a_model_that_is_too_large_is_refused_with_advice_that_fits():
     assert placed.but(model="Qwen/Qwen2.5-1.5B").fits
 
 
-def test_an_engine_without_room_for_one_sequence_does_not_fit():
-    c = config("Qwen/Qwen2.5-0.5B", 2, "--gpu_memory_utilization", 0.03, "--row_tokens", 64)
+def test_an_engine_without_room_for_one_sequence_does_not_fit(light):
+    c = config(light, 2, "--gpu_memory_utilization", 0.03)
     where, lack = memory.Placed(c, 2, 80.0).lack
     assert where == "the KV cache of one sequence" and lack > 0
+
+
+def test_the_only_gpu_holds_engine_and_trainer(light):
+    placed = memory.Placed(config(light, 1), 1, 80.0)
+    engine, trainer = (sum(placed.roles[role].values()) for role in ("engine", "rank 0"))
+    assert engine == pytest.approx(0.3 * 80)
+    assert placed.totals == {"engine and trainer": pytest.approx(engine + trainer)}
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -206,14 +207,13 @@ def show(placed):
         f"{c.model}: {billions:.2f} billion parameters, {c.dtype}; {placed.gpus} x {placed.gpu_gb:.0f} GB: "
         f"--trainers {c.trainers} --engines {c.engines} --tensor_parallel {c.tensor_parallel}"
     )
-    columns = placed.roles.values()
-    lines = {what: [parts.get(what, 0) for parts in columns] for parts in columns for what in parts}
-    lines["total"] = [sum(parts.values()) for parts in columns]
+    columns = [parts | {"total": sum(parts.values())} for parts in placed.roles.values()]
     print(f"{'GB':<24}" + "".join(f"{role:>14}" for role in placed.roles))
-    for what, cells in lines.items():
-        if not any(cells):
-            continue
-        print(f"{what:<24}" + "".join(f"{x:14.1f}" if x else " " * 14 for x in cells))
+    lines = dict.fromkeys(what for parts in columns for what in parts if what != "total")
+    for what in [*lines, "total"]:
+        cells = [f"{parts[what]:.1f}" if parts.get(what) else "" for parts in columns]
+        if any(cells):
+            print(f"{what:<24}" + "".join(f"{cell:>14}" for cell in cells))
     sequences = placed.roles["engine"]["KV cache"] / placed.sequence_gb
     copy = billions * getattr(torch, c.dtype).itemsize
     print(
@@ -245,6 +245,8 @@ def main(argv):
     options.add_argument("--brief", action="store_true")
     given, words = options.parse_known_args(argv)
     gpus, gpu_gb = given.gpus, given.gpu_memory_gb
+    # from here on no GPU is to be touched
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
         cfg.need(gpus >= 1 and gpu_gb > 0, "--gpus and --gpu_memory_gb must be above 0")
         c = cfg.from_json(json.load(sys.stdin)) if given.resolved else resolved(words, gpus, gpu_gb)
