@@ -179,7 +179,7 @@ def test_a_model_that_is_too_large_is_refused_with_advice_that_fits():
 
 
 def test_an_engine_without_room_for_one_sequence_does_not_fit(light):
-    c = config(light, 2, "--gpu_memory_utilization", 0.03)
+    c = config(light, 2, "--gpu_memory_utilization", 0.02)
     where, lack = memory.Placed(c, 2, 80.0).lack
     assert where == "the KV cache of one sequence" and lack > 0
 

@@ -46,7 +46,8 @@ def forward_gb(model, tokens, sequences, parallel):
     logits of the last tokens, three times in float32.
     """
     trunk = 3 * (model.intermediate_size / parallel + model.hidden_size)
-    return (2 * tokens * trunk + 12 * sequences * model.vocab_size) / GB
+    logits = 3 * 4 * sequences * model.vocab_size
+    return (2 * tokens * trunk + logits) / GB
 
 
 @dataclasses.dataclass
@@ -62,8 +63,7 @@ class Placed:
         """{role: {what: GB}}, see the module's docstring."""
         c = self.c
         model = model_config(c.model)
-        itemsize = getattr(torch, c.dtype).itemsize
-        sizes = [n * itemsize / GB for n in bucket_sizes(c)]
+        sizes = bucket_sizes_gb(c)
         weights = sum(sizes)
         rank = trainer_gb(c) | {ASSUMED: RESERVE_GB}
         rank_0 = dict(rank)
@@ -97,11 +97,13 @@ class Placed:
     @property
     def sequence_gb(self):
         """Keys and values of max_model_len tokens in one of an engine's GPUs."""
-        model = model_config(self.c.model)
-        head = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-        heads = max(model.num_key_value_heads / self.c.tensor_parallel, 1)
-        numbers = 2 * model.num_hidden_layers * heads * head * self.c.max_model_len
-        return numbers * getattr(torch, self.c.dtype).itemsize / GB
+        c = self.c
+        model = model_config(c.model)
+        head_dim = getattr(model, "head_dim", None)
+        head_dim = head_dim or model.hidden_size // model.num_attention_heads
+        heads = max(model.num_key_value_heads / c.tensor_parallel, 1)
+        per_layer = 2 * heads * head_dim * getattr(torch, c.dtype).itemsize
+        return model.num_hidden_layers * per_layer * c.max_model_len / GB
 
     @property
     def lack(self):
@@ -189,11 +191,11 @@ def parameters(name):
     return sum(math.prod(shape) for shape in parameter_shapes(name))
 
 
-def bucket_sizes(c):
-    """Elements of the buckets that weights travel in."""
+def bucket_sizes_gb(c):
+    """Of the buckets that weights travel in."""
     itemsize = getattr(torch, c.dtype).itemsize
     plan = buckets(parameter_shapes(c.model), itemsize, c.bucket_mb << 20)
-    return [n for _, _, n in plan]
+    return [n * itemsize / GB for _, _, n in plan]
 
 
 # ---------------------------------------------------------------------------- what is printed
