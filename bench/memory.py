@@ -3,8 +3,8 @@
     python bench/memory.py     # ten minutes on one core; no GPU, no network
 
 `math` with each model, half of the GPUs for training, as tools/memory.py sees it. A cell has the fullest
-GPU's GB, and the largest row_tokens that fits the trainers. Deliberately absent: looking for a better
-split, or for tensor parallelism, which tools/memory.py does when a run does not fit.
+GPU's GB, and the largest row_tokens that fits in units of 1024; or the knobs with which it does fit.
+Deliberately absent: other presets.
 """
 
 import sys
@@ -21,15 +21,14 @@ GPU_GB = 80.0
 
 def cell(name, gpus):
     """What the table says of a model on so many GPUs."""
-    c = resolved(["math", "--model", f"Qwen/Qwen2.5-{name}"], gpus, GPU_GB)
-    placed = Placed(c, gpus, GPU_GB)
-    if placed.hopeless():
-        return f"no: {placed.static_gb:.0f} GB without activations"
-    where, lack = placed.lack
-    taken = f"{max(placed.totals.values()):.0f} GB"
-    if lack > 0:
-        return f"{taken}: no ({where}); rows of {placed.largest_row()}"
-    return f"{taken}: rows of {placed.largest_row()}"
+    words = ["math", "--model", f"Qwen/Qwen2.5-{name}"]
+    placed = Placed(resolved(words, gpus, GPU_GB), gpus, GPU_GB)
+    if placed.fits:
+        return f"{max(placed.totals.values()):.0f} GB, rows of {placed.largest_row() // 1024}k"
+    advice = placed.advice()
+    if "--model" in advice:
+        return "no"
+    return f"no; {advice}"
 
 
 def main():

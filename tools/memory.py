@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -45,7 +46,8 @@ def forward_gb(model, tokens, sequences, parallel):
     logits of the last tokens, three times in float32.
     """
     trunk = 3 * (model.intermediate_size / parallel + model.hidden_size)
-    return (2 * tokens * trunk + 12 * sequences * model.vocab_size) / GB
+    logits = 3 * 4 * sequences * model.vocab_size
+    return (2 * tokens * trunk + logits) / GB
 
 
 @dataclasses.dataclass
@@ -61,8 +63,7 @@ class Placed:
         """{role: {what: GB}}, see the module's docstring."""
         c = self.c
         model = model_config(c.model)
-        itemsize = getattr(torch, c.dtype).itemsize
-        sizes = [n * itemsize / GB for n in bucket_sizes(c)]
+        sizes = bucket_sizes_gb(c)
         weights = sum(sizes)
         rank = trainer_gb(c) | {ASSUMED: RESERVE_GB}
         rank_0 = dict(rank)
@@ -97,11 +98,13 @@ class Placed:
     @property
     def sequence_gb(self):
         """Keys and values of max_model_len tokens in one of an engine's GPUs."""
-        model = model_config(self.c.model)
-        head = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-        heads = max(model.num_key_value_heads / self.c.tensor_parallel, 1)
-        numbers = 2 * model.num_hidden_layers * heads * head * self.c.max_model_len
-        return numbers * getattr(torch, self.c.dtype).itemsize / GB
+        c = self.c
+        model = model_config(c.model)
+        head_dim = getattr(model, "head_dim", None)
+        head_dim = head_dim or model.hidden_size // model.num_attention_heads
+        heads = max(model.num_key_value_heads / c.tensor_parallel, 1)
+        per_layer = 2 * heads * head_dim * getattr(torch, c.dtype).itemsize
+        return model.num_hidden_layers * per_layer * c.max_model_len / GB
 
     @property
     def lack(self):
@@ -189,11 +192,11 @@ def parameters(name):
     return sum(math.prod(shape) for shape in parameter_shapes(name))
 
 
-def bucket_sizes(c):
-    """Elements of the buckets that weights travel in."""
+def bucket_sizes_gb(c):
+    """Of the buckets that weights travel in."""
     itemsize = getattr(torch, c.dtype).itemsize
     plan = buckets(parameter_shapes(c.model), itemsize, c.bucket_mb << 20)
-    return [n for _, _, n in plan]
+    return [n * itemsize / GB for _, _, n in plan]
 
 
 # ---------------------------------------------------------------------------- what is printed
@@ -207,14 +210,13 @@ def show(placed):
         f"{c.model}: {billions:.2f} billion parameters, {c.dtype}; {placed.gpus} x {placed.gpu_gb:.0f} GB: "
         f"--trainers {c.trainers} --engines {c.engines} --tensor_parallel {c.tensor_parallel}"
     )
-    columns = placed.roles.values()
-    lines = {what: [parts.get(what, 0) for parts in columns] for parts in columns for what in parts}
-    lines["total"] = [sum(parts.values()) for parts in columns]
+    columns = [parts | {"total": sum(parts.values())} for parts in placed.roles.values()]
     print(f"{'GB':<24}" + "".join(f"{role:>14}" for role in placed.roles))
-    for what, cells in lines.items():
-        if not any(cells):
-            continue
-        print(f"{what:<24}" + "".join(f"{x:14.1f}" if x else " " * 14 for x in cells))
+    lines = dict.fromkeys(what for parts in columns for what in parts if what != "total")
+    for what in [*lines, "total"]:
+        cells = [f"{parts[what]:.1f}" if parts.get(what) else "" for parts in columns]
+        if any(cells):
+            print(f"{what:<24}" + "".join(f"{cell:>14}" for cell in cells))
     sequences = placed.roles["engine"]["KV cache"] / placed.sequence_gb
     copy = billions * getattr(torch, c.dtype).itemsize
     print(
@@ -246,6 +248,8 @@ def main(argv):
     options.add_argument("--brief", action="store_true")
     given, words = options.parse_known_args(argv)
     gpus, gpu_gb = given.gpus, given.gpu_memory_gb
+    # from here on no GPU is to be touched
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
         cfg.need(gpus >= 1 and gpu_gb > 0, "--gpus and --gpu_memory_gb must be above 0")
         c = cfg.from_json(json.load(sys.stdin)) if given.resolved else resolved(words, gpus, gpu_gb)
