@@ -171,9 +171,7 @@ class Placed:
         for knobs in self.changes():
             changed = self.but(**knobs)
             if changed.fits:
-                old = dataclasses.asdict(self.c)
-                new = {name: value for name, value in knobs.items() if value != old[name]}
-                return "try " + " ".join(f"--{name} {value}" for name, value in new.items())
+                return "try " + " ".join(f"--{name} {value}" for name, value in knobs.items())
         return "it takes more GPUs, or larger ones"
 
     def verdict(self):
@@ -182,9 +180,7 @@ class Placed:
             return f"does not fit: {what} of {self.gpu_gb:.0f}; {self.advice()}"
         where, lack = self.lack
         if lack > 0:
-            return (
-                f"does not fit: {where}: {lack:.1f} GB more than {self.gpu_gb:.0f}; {self.advice()}"
-            )
+            return f"does not fit: {where}: {lack:.2f} GB too little; {self.advice()}"
         return f"fits, with {-lack:.1f} of {self.gpu_gb:.0f} GB to spare ({where})"
 
 
