@@ -187,7 +187,8 @@ def test_an_engine_without_room_for_one_sequence_does_not_fit(light):
 def test_the_only_gpu_holds_engine_and_trainer(light):
     placed = memory.Placed(config(light, 1), 1, 80.0)
     engine, trainer = (sum(placed.roles[role].values()) for role in ("engine", "rank 0"))
-    assert engine == pytest.approx(0.3 * 80)
+    # what waits for the swap is beside what vLLM counts
+    assert engine == pytest.approx(0.3 * 80 + placed.roles["engine"]["update buffers"])
     assert placed.totals == {"engine and trainer": pytest.approx(engine + trainer)}
 
 
