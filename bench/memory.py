@@ -1,6 +1,6 @@
 """Which of the Qwen2.5 models fit how many GPUs of 80 GB, as a table for RESULTS.md.
 
-    python bench/memory.py     # ten minutes on one core; no GPU, no network
+    python bench/memory.py     # six minutes on one core; no GPU, no network
 
 `math` with each model, half of the GPUs for training, as tools/memory.py sees it. A cell has the fullest
 GPU's GB, and the largest row_tokens that fits in units of 1024; or the knobs with which it does fit.

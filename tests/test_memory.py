@@ -151,6 +151,15 @@ def test_the_largest_row_is_one_that_just_fits(light):
     assert used == pytest.approx(room, rel=0.03)
 
 
+def test_a_rank_holds_whole_layers_while_it_computes_them(light):
+    c = dataclasses.replace(config(light, 8), trainers=4)
+    gathered = memory.trainer_gb(c)["gathered"] * 1e9
+    per_layer = LIGHT["hidden_size"] * (3 * LIGHT["intermediate_size"] + 2 * LIGHT["hidden_size"])
+    # at least this layer in 16 bits; at most the next one, too, and the gradients in 32 bits
+    root = 2 * LIGHT["vocab_size"] * LIGHT["hidden_size"]
+    assert root + 2 * per_layer < gathered < root + 1.2 * (2 + 2 + 4) * per_layer
+
+
 def test_gradient_checkpointing_and_more_ranks_take_less(light):
     c = dataclasses.replace(config(light, 8), trainers=1)
     used = extrapolated(c)
