@@ -100,16 +100,15 @@ class Contract:
         await engine.engine_core.pause_scheduler_async(
             mode="keep", clear_cache=body["recompute_kv"]
         )
-        try:
-            await self.all_workers(engine, "swap_weights", version)
-            await engine.update_weight_version(version)
-            self.has_weights = True
-        except Exception:
-            # one worker's old weights are whole; of several, some may hold new ones
-            self.has_weights &= engine.vllm_config.parallel_config.world_size == 1
-            raise
-        finally:
-            await engine.resume_generation()
+        # the engine obeys in this order; nobody waits for our hearing of each answer
+        problems, _, _ = await asyncio.gather(
+            engine.collective_rpc("swap_weights", args=(version,)),
+            engine.update_weight_version(version),
+            engine.resume_generation(),
+        )
+        self.has_weights = not any(problems)
+        if not self.has_weights:
+            raise RuntimeError(f"version {version} was not swapped in: {problems}")
         return {"version": version, "pause_s": time.perf_counter() - start}
 
     async def all_workers(self, engine, method, argument):
