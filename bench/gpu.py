@@ -53,7 +53,7 @@ from bench.train import (
 from plumbing import attention
 from plumbing.ranks import Ranks
 from plumbing.samples import TOKEN_FIELDS, filler, join
-from plumbing.wire import checksum
+from plumbing.wire import buckets, checksum
 
 TINY = SHAPES["small"] | dict(vocab_size=512, hidden_size=128, intermediate_size=256)
 TINY |= dict(num_hidden_layers=2)
@@ -517,14 +517,27 @@ def copies():
 
 
 def swap_in(received, engine):
-    """The received weights into vLLM's model, through a Plan: does it hold them before, and then?"""
-    from plumbing.plan import Plan
+    """The received weights into vLLM's model, through an Inbox: does it hold them before, and then?"""
+    from plumbing.engine import Inbox
 
     like = next(engine.parameters())
-    plan = Plan(engine, [(name, p.to(like)) for name, p in received])
-    before = plan.holds()
-    seconds, _ = measure(plan.swap)
-    return before, plan.holds(), seconds
+    shapes = [list(p.shape) for _, p in received]
+    group = dict(
+        names=[name for name, _ in received],
+        shapes=shapes,
+        dtype=str(like.dtype).removeprefix("torch."),
+        bucket_bytes=8 << 20,
+    )
+    inbox = Inbox(engine, group, like.device)
+    in_buckets = buckets(shapes, like.element_size(), group["bucket_bytes"])
+    for k, (first, last, _) in enumerate(in_buckets):
+        parts = [p.reshape(-1) for _, p in received[first:last]]
+        inbox.memory(k).copy_(torch.cat(parts))
+        inbox.keep(k)
+    inbox.plan.prepare()
+    before = inbox.plan.holds()
+    seconds, _ = measure(inbox.plan.swap)
+    return before, inbox.plan.holds(), seconds
 
 
 def plan():

@@ -170,7 +170,7 @@ class Inbox:
         # learnt from tensors without memory, of which only the place in their bucket counts
         nowhere = [torch.empty(n, dtype=dtype, device="meta") for n in self.sizes]
         try:
-            self.plan = Plan(model, self._views(nowhere, plan), nowhere, dtype)
+            self.plan = Plan(model, self._views(nowhere, plan), nowhere)
             self.whole = None
             self.bucket = torch.empty(max(self.sizes), dtype=dtype, device=device)
         except NotOnlyCopies as e:
@@ -184,7 +184,7 @@ class Inbox:
 
     def size(self):
         """Bytes that updates take beside the model."""
-        tensors = self.whole or [self.bucket, *sum(self.plan.kept, [])]
+        tensors = self.whole or [self.bucket, *self.plan.successor.values()]
         return sum(x.numel() * x.element_size() for x in tensors)
 
     def _views(self, flats, plan):
@@ -289,6 +289,8 @@ class Receiver:
                 inbox.keep(k)
             if verify:
                 self.compare_checksums(group, torch.stack(sums), limit)
+            if inbox.plan:
+                inbox.plan.prepare()
             settle(device, self.timeout, "receiving")
 
     def compare_checksums(self, group, arrived, limit):

@@ -7,6 +7,7 @@ vLLM's layerwise reload instead. Used by plumbing/engine.py. Deliberately absent
 
 import functools
 from collections import Counter
+from types import SimpleNamespace
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -70,32 +71,34 @@ def storage_of(tensor):
 class Plan:
     """Where each part of an update ends up in the model.
 
-    Making one changes nothing. It raises NotOnlyCopies (quantised layers, experts, ...), ValueError
-    if a parameter would not be loaded whole, or what vLLM's loaders raise.
+    Every parameter has a successor, which is filled while the model decodes and takes its place in
+    the swap. Making a plan changes nothing. It raises NotOnlyCopies (quantised layers, experts, ...),
+    ValueError if a parameter would not be loaded whole, or what vLLM's loaders raise.
     received: [(name, tensor)] of all that is sent, each a view of one of `flats`, the buckets; their
-    values do not matter. dtype: of what is sent.
+    values do not matter.
     """
 
     @torch.no_grad()
-    def __init__(self, model, received, flats, dtype):
+    def __init__(self, model, received, flats):
         layers = list(model.modules())
         refuse_special_layers(layers)
         with Copies() as copies:
             model.load_weights(iter(received))
         self._check(model, copies.pairs)
+        self.successor = {p: torch.zeros_like(p.data) for p in model.parameters()}
+        parameter = {storage_of(p): p for p in self.successor}
         number = {storage_of(flat): k for k, flat in enumerate(flats)}
-        # by bucket: which parts of it go into the model, and where they are kept until the swap
-        self.parts = [[] for _ in flats]
-        self.kept = [[] for _ in flats]
-        self.targets = []
+        # by bucket: which parts of it go where
+        self.copies = [[] for _ in flats]
         for target, source in copies.pairs:
             if source is not None:
                 k = number[storage_of(source)]
-                self.parts[k].append((source.shape, source.stride(), source.storage_offset()))
-                self.kept[k].append(torch.empty(source.shape, dtype=dtype, device=target.device))
-                self.targets.append((target, self.kept[k][-1]))
+                into = self._part(parameter[storage_of(target)], target)
+                place = (source.shape, source.stride(), source.storage_offset())
+                self.copies[k].append((into, place))
         linear = torch.nn.functional.linear
         self.packed = [x for x in layers if getattr(x, "cpu_linear", linear) is not linear]
+        self.ready = []
 
     @staticmethod
     def _check(model, pairs):
@@ -112,23 +115,39 @@ class Plan:
         if loaded:
             raise NotOnlyCopies("a weight loader copies to somewhere else than a parameter")
 
+    def _part(self, parameter, target):
+        """The part of a parameter's successor that `target` is of the parameter."""
+        successor = self.successor[parameter]
+        if successor.stride() != parameter.stride():
+            raise NotOnlyCopies(f"a parameter of shape {tuple(parameter.shape)} has gaps")
+        offset = target.storage_offset() - parameter.storage_offset()
+        return successor.as_strided(target.shape, target.stride(), offset)
+
     @torch.no_grad()
     def keep(self, k, flat):
         """Copy what is needed of bucket k out of it, while the model decodes."""
-        for kept, (shape, stride, offset) in zip(self.kept[k], self.parts[k]):
-            kept.copy_(flat.as_strided(shape, stride, offset), non_blocking=True)
+        for into, (shape, stride, offset) in self.copies[k]:
+            into.copy_(flat.as_strided(shape, stride, offset), non_blocking=True)
+
+    @torch.no_grad()
+    def prepare(self):
+        """All buckets are here: whatever else can be done while the model decodes."""
+        self.ready = [SimpleNamespace(weight=self.successor[x.weight]) for x in self.packed]
+        for ready in self.ready:
+            # makes ready.cpu_linear
+            pack_matrix(ready)
 
     @torch.no_grad()
     def swap(self):
-        """Copy what was kept into the model, between two decode steps."""
-        targets, kept = zip(*self.targets)
-        torch._foreach_copy_(targets, kept)
-        for layer in self.packed:
-            pack_matrix(layer)
+        """The new weights into the model, between two decode steps."""
+        torch._foreach_copy_([p.data for p in self.successor], list(self.successor.values()))
+        for layer, ready in zip(self.packed, self.ready):
+            layer.cpu_linear = ready.cpu_linear
+        self.ready = []
 
     def holds(self):
         """Does the model hold what was received?"""
-        return all(torch.equal(target, kept) for target, kept in self.targets)
+        return all(torch.equal(p, successor) for p, successor in self.successor.items())
 
 
 def reload(model, model_config, received):

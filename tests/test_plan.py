@@ -85,6 +85,7 @@ def test_a_worker_gets_its_shards_bucket_by_bucket(rank, bucket_bytes):
         sent = send(inbox, seed)
         # nothing of it is served before the swap
         assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+        inbox.plan.prepare()
         inbox.plan.swap()
         assert inbox.plan.holds() and model.holds(sent)
 
@@ -93,8 +94,7 @@ def test_a_worker_needs_memory_for_one_bucket_and_its_own_shards():
     model = Shard(0)
     inbox = inbox_of(model, bucket_bytes=300)
     own = sum(p.numel() for p in model.parameters())
-    kept = sum(x.numel() for of_bucket in inbox.plan.kept for x in of_bucket)
-    assert kept == own
+    assert sum(x.numel() for x in inbox.plan.successor.values()) == own
     assert inbox.bucket.numel() == max(n for _, _, n in wire.buckets(SHAPES, 4, 300))
     assert inbox.whole is None
     assert inbox.size() == 4 * (own + inbox.bucket.numel())
@@ -134,7 +134,7 @@ def test_copies_to_elsewhere_are_no_plan():
     parts = flats[0].split([torch.Size(s).numel() for s in SHAPES])
     received = [(n, part.view(s)) for n, part, s in zip(NAMES, parts, SHAPES)]
     with pytest.raises(NotOnlyCopies, match="somewhere else"):
-        Plan(model, received, flats, torch.float32)
+        Plan(model, received, flats)
 
 
 class Worker:
