@@ -49,10 +49,6 @@ def save(config, run_dir, model, optimizers, state, ranks):
     start = time.monotonic()
     try:
         _write(config, run_dir, model, optimizers, state, ranks)
-        if ranks.rank == 0:
-            # for run.sh, which has to know how long a stop may take
-            seconds = round(time.monotonic() - start)
-            Path(run_dir, "queues", "save_seconds").write_text(f"{seconds}\n")
     # torch hides the system's error, and derives its own from BaseException
     except (Exception, CheckpointException) as e:
         lines = str(e).strip().splitlines() or [type(e).__name__]
@@ -62,6 +58,11 @@ def save(config, run_dir, model, optimizers, state, ranks):
             f"train: checkpoint {state['version']} cannot be written to {run_dir}/checkpoints ({lines[-1]}; {free:.0f} MB are "
             f"free there); {kept.name if kept else 'none'} is intact: see to space and permissions, then the same command continues"
         ) from e
+    if ranks.rank == 0:
+        # for run.sh, which has to know how long a stop may take
+        file = Path(run_dir, "queues", "save_seconds")
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"{round(time.monotonic() - start)}\n")
 
 
 def _write(config, run_dir, model, optimizers, state, ranks):
