@@ -50,6 +50,7 @@ def test_every_kind_of_check_is_rehearsed():
     assert {gpu.CHECKS[name][1] for name in [*REHEARSED, "plan"]} == kinds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REHEARSED)
 def test_every_check_runs_or_says_what_it_lacks(name, figures):
     assert figures[name]
@@ -63,6 +64,7 @@ def value(figures, name, what):
     return figures[name][what]["value"]
 
 
+@pytest.mark.slow
 def test_packing_changes_nothing_and_a_leak_would_be_seen(figures):
     rounding = value(figures, "parity", "head in bfloat16: alone (sdpa) - float32, mean")
     assert 1e-4 < rounding < 1e-2
@@ -73,12 +75,14 @@ def test_packing_changes_nothing_and_a_leak_would_be_seen(figures):
     assert value(figures, "parity", "if sequences saw each other, mean") > 0.1
 
 
+@pytest.mark.slow
 def test_gradients_in_bfloat16_point_where_those_in_float32_do(figures):
     for group in gpu.GROUPS:
         assert 0.999 < value(figures, "gradients", f"{group}: cosine") < 1
     assert value(figures, "learning", "loss after 20 steps / before") < 0.5
 
 
+@pytest.mark.slow
 def test_what_arrives_is_what_was_sent(figures):
     assert value(figures, "copies", "1 MB: buckets with a wrong checksum") == 0
 

@@ -140,6 +140,7 @@ def test_a_dead_engine_is_started_again_until_its_restarts_are_used_up(supervise
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_an_engine_that_hangs_is_killed_and_started_again(supervised):
     s = supervised()
     first = s.healthy()

@@ -120,7 +120,9 @@ def test_parameter_counts_are_the_published_ones():
         assert memory.parameters(f"Qwen2.5-{name}") / 1e9 == pytest.approx(billions, abs=1e-3)
 
 
-@pytest.mark.parametrize("trainers, checkpointing", [(1, False), (4, True)])
+@pytest.mark.parametrize(
+    "trainers, checkpointing", [(1, False), pytest.param(4, True, marks=pytest.mark.slow)]
+)
 def test_layers_beyond_those_traced_add_up_linearly(light, trainers, checkpointing):
     c = config(light, 8, "--row_tokens", 16384, "--gradient_checkpointing", checkpointing)
     c = dataclasses.replace(c, trainers=trainers)
@@ -160,6 +162,7 @@ def test_a_rank_holds_whole_layers_while_it_computes_them(light):
     assert root + 2 * per_layer < gathered < root + 1.2 * (2 + 2 + 4) * per_layer
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_and_more_ranks_take_less(light):
     c = dataclasses.replace(config(light, 8), trainers=1)
     used = extrapolated(c)
