@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 import config as cfg
+from plumbing import secret
 from plumbing.checkpoints import last_state
 from plumbing.client import Engines
 from plumbing.ledger import Draws
@@ -110,7 +111,7 @@ class Actor:
         self.tasks = list(cfg.task_weights(config.task))
         self.prompter = Prompter(config)
         self.sandbox = Sandbox(config)
-        self.engines = Engines(config, self.prompter.stop)
+        self.engines = Engines(config, self.prompter.stop, secret.header(run_dir))
         self.rollouts = Queue(self.queues / "rollouts", maxlen=10000)
         self.evals = Queue(self.queues / "evals")
         # sequences of groups that run or wait for a place

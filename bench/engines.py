@@ -41,11 +41,12 @@ def announce_engines(config, run_dir):
 class Load:
     """A client that does nothing but keep an engine busy, from a thread of its own.
 
-    bodies: endless iterator of the requests' bodies; places: so many are always in progress.
+    headers: of every request; bodies: endless iterator of them; places: so many are always in progress.
     """
 
-    def __init__(self, url, bodies, places):
+    def __init__(self, url, headers, bodies, places):
         self.url = f"{url}/inference/v1/generate"
+        self.headers = headers
         self.bodies = bodies
         self.places = places
         # (begin, end, tokens) of every answer
@@ -55,7 +56,7 @@ class Load:
 
     async def _keep_busy(self):
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
-        async with aiohttp.ClientSession(connector=connector) as session:
+        async with aiohttp.ClientSession(connector=connector, headers=self.headers) as session:
             await asyncio.gather(*(self._work(session) for _ in range(self.places)))
 
     async def _work(self, session):

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.actor import intake
 from bench.common import in_turn, keep, machine, parser, ratio_table, result_file
 from bench.engines import Load, bodies, make_run
+from plumbing import secret
 from plumbing.hardware import urls
 from tasks import toy
 from tools.evaluate import start_engines, stop_engines
@@ -32,7 +33,8 @@ def bare(config, seconds):
     prompts = [tokenizer(p["prompt"])["input_ids"] for p in toy.problems("train", 0)]
     stop = [tokenizer.eos_token_id]
     requests = bodies(prompts, [config.max_new_tokens], stop_token_ids=stop)
-    load = Load(urls(config, 0)[0], requests, config.concurrency)
+    headers = secret.header(Path(config.out, config.run))
+    load = Load(urls(config, 0)[0], headers, requests, config.concurrency)
     time.sleep(WARM)
     start = time.time()
     time.sleep(seconds)

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.common import WORK, in_turn, keep, machine, parser, result_file, table
 from bench.engines import Load, bodies, make_run
+from plumbing import secret
 from plumbing.hardware import urls
 from plumbing.queues import notice
 from plumbing.ranks import Ranks
@@ -149,13 +150,15 @@ def disturb(model):
         p.add_(0.02 * torch.randn_like(p))
 
 
-def difference(url, model):
+def difference(url, headers, model):
     """Largest |engine logprob - trainer logprob| over fresh completions."""
     worst = 0.0
     sampling = dict(max_tokens=32, temperature=1.0, logprobs=0, ignore_eos=True)
     for prompt in (PROMPT, PROMPT[::-1]):
         body = dict(token_ids=prompt, sampling_params=sampling)
-        answer = requests.post(f"{url}/inference/v1/generate", json=body, timeout=60)
+        answer = requests.post(
+            f"{url}/inference/v1/generate", json=body, headers=headers, timeout=60
+        )
         choice = answer.json()["choices"][0]
         ids = torch.tensor(prompt + choice["token_ids"])
         engine = torch.tensor([x["logprob"] for x in choice["logprobs"]["content"]])
@@ -168,6 +171,7 @@ def difference(url, model):
 def measure(config, run_dir, seconds, rounds):
     """All rounds on an engine that runs: (results of in_turn, difference, parameters, tensors)."""
     url = urls(config, 0)[0]
+    headers = secret.header(run_dir)
     # in place of plumbing/supervise.py
     (run_dir / "engines").mkdir()
     (run_dir / "queues").mkdir()
@@ -179,7 +183,7 @@ def measure(config, run_dir, seconds, rounds):
     # of different lengths, so that they do not end together
     lengths = [LONGEST // 2 + 31 * k % (LONGEST // 2) for k in range(CONCURRENCY)]
     updates.one()
-    load = Load(url, bodies([PROMPT], lengths, ignore_eos=True), CONCURRENCY)
+    load = Load(url, headers, bodies([PROMPT], lengths, ignore_eos=True), CONCURRENCY)
     wire.seconds()
     updates.window(seconds)
     contenders = {
@@ -190,7 +194,7 @@ def measure(config, run_dir, seconds, rounds):
     results = in_turn(contenders, rounds)
     disturb(model)
     updates.one()
-    worst = difference(url, model)
+    worst = difference(url, headers, model)
     load.stop()
     results["tokens_s without"] = [load.rate(start, end) for start, end in results.pop("none")]
     results["tokens_s with"] = [load.rate(start, end) for start, end, _ in results["some"]]

@@ -38,10 +38,13 @@ class EngineGone(Exception):
 
 
 class Engines:
-    """The engines that serve the trainer's weights. stop: token ids that end a completion."""
+    """The engines that serve the trainer's weights. stop: token ids that end a completion; headers:
+    of every request.
+    """
 
-    def __init__(self, config, stop):
+    def __init__(self, config, stop, headers=None):
         self.config = config
+        self.headers = headers
         self.stop = sorted(stop)
         self.serving = []
         # by url: sequences in progress; before this time no work; HTTP connections
@@ -109,6 +112,7 @@ class Engines:
         """The HTTP connections to one engine; closing them ends its requests."""
         if url not in self.sessions:
             self.sessions[url] = aiohttp.ClientSession(
+                headers=self.headers,
                 timeout=aiohttp.ClientTimeout(total=self.config.request_timeout),
                 # the server closes idle connections after 5 s: close them first
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2),

@@ -2,10 +2,13 @@
 
 vLLM itself stays unmodified. `--middleware plumbing.engine.Contract` puts two calls into its HTTP
 server; `--worker-extension-cls plumbing.engine.WorkerExtension` gives its workers the methods that
-these need. The calls, beside vLLM's own POST /inference/v1/generate and GET /health:
+these need. The calls, beside GET /health and /metrics, each with the run's secret (plumbing/secret.py):
 
+    POST /inference/v1/generate  vLLM's own: token ids in; token ids, logprobs, version spans out
     POST /init_process_group     join the trainer's weight group, from now on receive every update
     POST /request_weight_update  {version, recompute_kv}: the new weights are here: swap, stamp, go on
+
+vLLM's other routes are out of reach.
 
 A thread in every worker waits for the doorbell (a key in the group's store), receives while decoding
 goes on, and sets a ready key; weights.py, the trainer's side, then asks for the swap. Deliberately
@@ -13,6 +16,7 @@ absent: anything that generates.
 """
 
 import asyncio
+import hmac
 import itertools
 import json
 import os
@@ -22,10 +26,11 @@ import time
 from datetime import timedelta
 
 import torch
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from vllm.config import set_current_vllm_config
 
+from plumbing import secret
 from plumbing.plan import NotOnlyCopies, Plan, reload
 from plumbing.wire import (
     buckets,
@@ -37,51 +42,84 @@ from plumbing.wire import (
     weight_stream,
 )
 
-GENERATE = "/inference/v1/generate"
+HEALTH = ("GET", "/health")
+METRICS = ("GET", "/metrics")
+GENERATE = ("POST", "/inference/v1/generate")
+JOIN = ("POST", "/init_process_group")
+UPDATE = ("POST", "/request_weight_update")
+# what the body of an order must have, and of which type
+FIELDS = {
+    JOIN: dict(
+        backend=str,
+        host=str,
+        port=int,
+        first_rank=int,
+        world=int,
+        timeout=float,
+        names=list,
+        shapes=list,
+        dtype=str,
+        bucket_bytes=int,
+    ),
+    UPDATE: dict(version=int, recompute_kv=bool),
+}
+# of an order: bytes, and seconds that they may take to arrive
+LARGEST_BODY = 64 << 20
+BODY_TIMEOUT = 30
 
 
 class Contract:
-    """ASGI middleware of the engine's HTTP server.
+    """ASGI middleware of the engine's HTTP server, whose answer to all that is not the contract is 404.
 
-    Refuses orders of another run (header x-run-id), and generates nothing before a trainer's weights
-    are here, unless PIPELINE_SERVE_AS_LOADED=1: then what was loaded from disk is version 0.
+    All but health and metrics needs the secret of the run, which lies in PIPELINE_RUN_DIR. Generates
+    nothing before a trainer's weights are here, unless PIPELINE_SERVE_AS_LOADED=1: then what was
+    loaded from disk is version 0.
     """
 
     def __init__(self, app):
         self.app = app
-        self.run_id = os.environ.get("PIPELINE_RUN_ID", "")
+        self.secret = secret.read(os.environ["PIPELINE_RUN_DIR"]).encode()
         self.serves_as_loaded = os.environ.get("PIPELINE_SERVE_AS_LOADED") == "1"
         self.has_weights = False
         self.one_at_a_time = asyncio.Lock()
-        self.orders = {
-            "/init_process_group": self.init_process_group,
-            "/request_weight_update": self.request_weight_update,
-        }
+        self.orders = {JOIN: self.init_process_group, UPDATE: self.request_weight_update}
 
     async def __call__(self, scope, receive, send):
-        path = scope.get("path")
         answer = self.app
-        if path in self.orders:
-            answer = await self.obey(path, scope, receive)
-        elif path == GENERATE and not self.has_weights:
-            if self.serves_as_loaded:
-                await scope["app"].state.engine_client.update_weight_version("0")
-                self.has_weights = True
-            else:
-                answer = JSONResponse({"error": "no weights from the trainer yet"}, 503)
+        if scope["type"] != "lifespan":
+            answer = await self.answer(scope, receive)
         await answer(scope, receive, send)
 
-    async def obey(self, path, scope, receive):
-        """The answer to an order: 200, or 403 for another run's, or 500 with the reason."""
-        run_id = dict(scope["headers"]).get(b"x-run-id", b"").decode()
-        if run_id != self.run_id:
-            reason = f"{path} is of run '{run_id}', this engine is of run '{self.run_id}'"
-            print(f"weights: refused, from {scope['client']}: {reason}", flush=True)
-            return JSONResponse({"error": reason}, 403)
-        body = await Request(scope, receive).json()
+    async def answer(self, scope, receive):
+        """Who answers a request: vLLM, an order's result or a refusal."""
+        # as vLLM's own router sees them: the path is decoded, nothing comes before it
+        call = (scope.get("method"), scope.get("root_path", "") + scope["path"])
+        if scope["type"] != "http" or call not in (HEALTH, METRICS, GENERATE, JOIN, UPDATE):
+            return JSONResponse({"error": "an engine of a run: no such call"}, 404)
+        if call in (HEALTH, METRICS):
+            return self.app
+        given = dict(scope["headers"]).get(secret.HEADER.encode(), b"")
+        if not hmac.compare_digest(given, self.secret):
+            return JSONResponse({"error": f"{call[1]} needs the secret of this engine's run"}, 403)
+        engine = scope["app"].state.engine_client
+        if call in self.orders:
+            return await self.obey(call, Request(scope, receive), engine)
+        if not self.has_weights and not self.serves_as_loaded:
+            return JSONResponse({"error": "no weights from the trainer yet"}, 503)
+        if not self.has_weights:
+            await engine.update_weight_version("0")
+            self.has_weights = True
+        return self.app
+
+    async def obey(self, call, request, engine):
+        """The answer to an order: 200, or 400 for what is none, or 500 with the reason."""
+        try:
+            body = await read_order(request, FIELDS[call])
+        except (ValueError, RecursionError, TimeoutError, ClientDisconnect) as e:
+            return JSONResponse({"error": f"{call[1]}: {type(e).__name__}: {e}"}, 400)
         async with self.one_at_a_time:
             try:
-                return JSONResponse(await self.orders[path](body, scope["app"].state.engine_client))
+                return JSONResponse(await self.orders[call](body, engine))
             except Exception as e:
                 return JSONResponse({"error": f"{type(e).__name__}: {e}"}, 500)
 
@@ -117,6 +155,23 @@ class Contract:
         for problem in problems:
             if problem is not None:
                 raise RuntimeError(problem)
+
+
+async def read_order(request, fields):
+    """The body of an order, JSON. Raises ValueError, RecursionError or TimeoutError if it is none."""
+    text = bytearray()
+    async with asyncio.timeout(BODY_TIMEOUT):
+        async for chunk in request.stream():
+            text += chunk
+            if len(text) > LARGEST_BODY:
+                raise ValueError(f"the body has more than {LARGEST_BODY} bytes")
+    body = json.loads(text)
+    if not isinstance(body, dict):
+        raise ValueError(f"the body is not an object but {type(body).__name__}")
+    for name, kind in fields.items():
+        if type(body.get(name)) is not kind:
+            raise ValueError(f"{name} must be there, as {kind.__name__}")
+    return body
 
 
 class WorkerExtension:

@@ -12,6 +12,7 @@ from pathlib import Path
 import requests
 import torch
 
+from plumbing import secret
 from plumbing.queues import noticed
 from plumbing.wire import checksum, join_group, leave_group, open_store, settle, weight_stream
 
@@ -24,6 +25,7 @@ class Engines:
 
     def __init__(self, config, run_dir):
         self.config = config
+        self.run_dir = run_dir
         self.folder = Path(run_dir, "engines")
         self.pool = ThreadPoolExecutor(64)
         # engines that refused or missed a part of the delivery in progress; the newest reason
@@ -77,7 +79,7 @@ class Engines:
         print(f"weights: dropped {self.error}", flush=True)
 
     def _call(self, engine, path, body):
-        headers = {"x-run-id": self.config.run_id}
+        headers = secret.header(self.run_dir)
         answer = requests.post(
             engine[0] + path, json=body, headers=headers, timeout=self.config.sync_timeout
         )
@@ -104,7 +106,7 @@ class Group:
             host=c.nodes[0],
             port=self.store.port,
             world=self.world,
-            timeout=c.sync_timeout,
+            timeout=float(c.sync_timeout),
         )
         bodies = {}
         for i, engine in enumerate(members):

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import config as cfg
 from config import Config, ConfigError, need
-from plumbing import checkpoints, hardware, nodes
+from plumbing import checkpoints, hardware, nodes, secret
 from plumbing.hardware import (
     check_ports,
     gpu_count,
@@ -113,7 +113,8 @@ def engine_commands(c: Config, gpus: int, node: int = 0) -> list[tuple[str, dict
             if c.tensor_parallel == 1:
                 options["--distributed-executor-backend"] = "uni"
         env |= ENGINE_ENV | _network(c.nodes[node])
-        env |= {"VLLM_HOST_IP": c.nodes[node], "PIPELINE_RUN_ID": c.run_id}
+        run_dir = str(Path(c.out, c.run).absolute())
+        env |= {"VLLM_HOST_IP": c.nodes[node], "PIPELINE_RUN_DIR": run_dir}
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *ENGINE_FLAGS]
         command += _words(options)
         if c.enforce_eager:
@@ -208,6 +209,7 @@ def write(c: Config) -> Path:
         commit = subprocess.run(describe, cwd=cfg.ROOT, capture_output=True, text=True).stdout
     run_dir = Path(c.out, c.run)
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    secret.create(run_dir)
     values = {"config": asdict(c), "versions": versions, "git": commit.strip()}
     # a crash leaves a whole one
     (run_dir / "config.tmp").write_text(json.dumps(values, indent=1) + "\n")
@@ -360,9 +362,10 @@ def meet(c, gpus, node, n, command, list_file):
     port = c.port - 1
     card = {"address": nodes.own_address(), "gpus": gpus, "command": command}
     if node == 0:
-        with nodes.gathering(n, port, c.start_timeout, card) as c.nodes:
+        here = nodes.meeting_address()
+        with nodes.gathering(n, (here, port), c.start_timeout, card) as c.nodes:
             done = begin(c, gpus)
-        return c, done, ["host", str(port), f"{list_file}.why"]
+        return c, done, ["host", here, str(port), f"{list_file}.why"]
     nodes.join(node, host, port, c.start_timeout, card)
     c = cfg.load(str(Path(c.out, c.run)))
     check_ports(c, gpus, node)

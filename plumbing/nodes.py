@@ -1,6 +1,6 @@
 """Several nodes: who is who, the meeting before a run, and word of its end.
 
-    python -m plumbing.nodes host PORT WHY              node 0: says "over" on SIGTERM, for the reason in the file WHY
+    python -m plumbing.nodes host HOST PORT WHY         node 0: says "over" on SIGTERM, for the reason in the file WHY
     python -m plumbing.nodes follow HOST PORT           the others: ends when node 0 says so, or is gone
     python -m plumbing.nodes until_done RUN_DIR RUN_ID  `run.sh serve`: ends when the run is complete
 
@@ -90,15 +90,30 @@ def interface(address: str) -> str:
 # ---- node 0 speaks, the others hear it
 
 
-def open_store(port):
-    """Node 0's store. Raises ConfigError if its port is taken."""
+def meeting_address(env=os.environ) -> str:
+    """Node 0's address at which the others knock: MASTER_ADDR, as far as it is one of this machine.
+
+    Raises ConfigError if there is none that they can reach.
+    """
+    host = env["MASTER_ADDR"]
+    if host.startswith("127."):
+        return host
+    # an address of its own for other traffic does not count here
+    others = {"MASTER_ADDR": host}
+    with contextlib.suppress(ConfigError):
+        return own_address(others)
+    return own_address(env)
+
+
+def open_store(host, port):
+    """Node 0's store. Raises ConfigError if it cannot listen there."""
     from plumbing import wire
 
     try:
-        return wire.open_store("127.0.0.1", int(port), SILENT, server=True)
-    except RuntimeError:
+        return wire.open_store(host, int(port), SILENT, server=True)
+    except OSError as e:
         raise ConfigError(
-            f"port {port}, where the nodes meet (--port - 1), is in use: is the run in progress, or still stopping?"
+            f"{host}:{port}, where the nodes meet (--port - 1): {e.strerror}: is the run in progress, or still stopping?"
         ) from None
 
 
@@ -135,17 +150,17 @@ def hear(host, port, key, patience, card=None):
 
 
 @contextlib.contextmanager
-def gathering(n, port, timeout, card):
+def gathering(n, address, timeout, card):
     """Node 0: the addresses of all n nodes, once they are there. The others wait for the block's end.
 
-    card: {"address", "gpus", "command"} of this node. Raises ConfigError naming who is missing or
+    address: (host, port) where they meet. card: {"address", "gpus", "command"} of this node. Raises ConfigError naming who is missing or
     differs. Whatever is raised in the block, the others learn of it.
     """
-    store = open_store(port)
+    store = open_store(*address)
     store.set("node/0", json.dumps(card))
     deadline = time.monotonic() + timeout
     error = "it was stopped"
-    print(f"run.sh: waiting for {n - 1} other nodes at port {port}", flush=True)
+    print(f"run.sh: waiting for {n - 1} other nodes at {address[0]}:{address[1]}", flush=True)
     missing = range(n)
     try:
         while missing:
@@ -183,11 +198,11 @@ def join(node, host, port, timeout, card):
 # ---- processes of a run
 
 
-def host(port, why):
+def host(address, port, why):
     """Node 0: until SIGTERM, then say that it is over and why; "done" is a complete run's reason."""
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    store = open_store(port)
+    store = open_store(address, port)
     store.set("answer", "the run is in progress; `bash run.sh serve --run NAME` adds engines to it")
     stop.wait()
     store.set("over", Path(why).read_text().strip() or "it was killed")

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from config import need
+from plumbing.wire import open_store
 
 
 class Stopped(Exception):
@@ -42,16 +43,28 @@ class Ranks:
             torch.cuda.set_device(self.device)
         self.sharded = self.world > 1 or config.dtype != "float32"
         if self.sharded:
-            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-            os.environ.setdefault("MASTER_PORT", "0")
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             # of a step's collectives: a rank whose node is gone must not hang the others for ever
             limit = timedelta(seconds=config.stall_timeout)
-            dist.init_process_group(backend, timeout=limit, rank=self.rank, world_size=self.world)
+            dist.init_process_group(
+                backend,
+                timeout=limit,
+                rank=self.rank,
+                world_size=self.world,
+                store=self._store(config.stall_timeout),
+            )
         if self.world > 1:
             # ranks wait in it while rank 0 waits for data or writes a checkpoint
             limit = timedelta(seconds=2 * max(config.stall_timeout, config.start_timeout))
             self.group = dist.new_group(backend="gloo", timeout=limit)
+
+    def _store(self, timeout):
+        """Where all ranks meet; None: torchrun has one of its own."""
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return None
+        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        port = int(os.environ.get("MASTER_PORT", 0))
+        return open_store(host, port, timeout, server=self.rank == 0)
 
     def listen_for_stop(self):
         """From now on SIGTERM sets `stop`."""

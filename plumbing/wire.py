@@ -5,6 +5,7 @@ weights.py is the trainer's side, plumbing/engine.py the engines'. Deliberately 
 
 import functools
 import os
+import socket
 import threading
 import time
 from concurrent.futures import Future
@@ -17,9 +18,25 @@ NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 def open_store(host, port, timeout, server=False):
-    """A client of the TCPStore at host:port (port 0 with server=True: a new one, on any port)."""
-    limit = timedelta(seconds=timeout)
-    return dist.TCPStore(host, port, None, server, timeout=limit, wait_for_workers=False)
+    """A client of the TCPStore at host:port. server=True: of a new one there (port 0: on any port).
+
+    Raises OSError if a new one cannot listen.
+    """
+    listener = None
+    if server:
+        # by itself torch would listen on all addresses of the machine
+        with socket.create_server((host, port)) as s:
+            port = s.getsockname()[1]
+            listener = s.detach()
+    return dist.TCPStore(
+        host,
+        port,
+        None,
+        server,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        master_listen_fd=listener,
+    )
 
 
 @functools.cache

@@ -200,7 +200,8 @@ class Server:
     """The HTTP calls. Answers and refusals are those of vLLM with plumbing.engine.Contract."""
 
     def __init__(self, engine):
-        self.engine, self.run_id = engine, os.environ.get("PIPELINE_RUN_ID", "")
+        self.engine = engine
+        self.secret = secret.read(os.environ["PIPELINE_RUN_DIR"])
 
     async def health(self, request):
         return web.Response()
@@ -228,12 +229,13 @@ class Server:
             return web.json_response({"error": f"{type(e).__name__}: {e}"}, status=500)
 
     def refuse(self, request):
-        if request.headers.get("x-run-id", "") != self.run_id:
-            return web.json_response(
-                {"error": f"this engine is of run '{self.run_id}'"}, status=403
-            )
+        if request.headers.get(secret.HEADER) != self.secret:
+            return web.json_response({"error": "not this run's secret"}, status=403)
 
     async def generate(self, request):
+        refusal = self.refuse(request)
+        if refusal is not None:
+            return refusal
         body, done = await request.json(), Future()
         if self.engine.version is None:
             return web.json_response({"error": "no weights from the trainer yet"}, status=503)
@@ -276,6 +278,7 @@ if __name__ == "__main__":
     from aiohttp import web
     from transformers import AutoModelForCausalLM, DynamicCache
 
+    from plumbing import secret
     from plumbing.wire import buckets, checksum, join_group, open_store
 
     print("this is the FAKE engine of tests/fake_engine.py", flush=True)

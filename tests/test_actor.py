@@ -12,7 +12,7 @@ from aiohttp import web
 
 import config as cfg
 from actor import Actor, Sampler, allowed_groups, overlong_penalty
-from plumbing import client
+from plumbing import client, secret
 from plumbing.checkpoints import NEW_RUN
 from plumbing.client import token_versions
 from plumbing.ledger import Draws
@@ -237,6 +237,7 @@ def with_fake_engine(run_dir, model, answer, work, **knobs):
         limits = dict(max_new_tokens=40, max_model_len=200, start_timeout=60)
         config = cfg.Config(model=str(model), engines=1, run_id="abc", **limits | knobs)
         (run_dir / "queues").mkdir()
+        secret.create(run_dir)
         actor = Actor(config, run_dir)
         engine = FakeEngine(answer)
         async with engine.serve() as url:

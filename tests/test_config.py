@@ -110,7 +110,7 @@ def test_serve_shows_what_would_join(tmp_path):
     done = run_sh("serve", "--run", "toy", "--out", tmp_path, "--dry_run", True)
     assert done.returncode == 0, done.stderr
     assert f"{tmp_path}/toy serve-127.0.0.1-8890 http://127.0.0.1:8890 " in done.stdout
-    assert "--port 8890" in done.stdout and f"PIPELINE_RUN_ID={c.run_id}" in done.stdout
+    assert "--port 8890" in done.stdout and f"PIPELINE_RUN_DIR={tmp_path}/toy" in done.stdout
     done = run_sh("serve", "--run", "another", "--out", tmp_path)
     assert done.returncode == 1 and "no run in" in done.stderr
 

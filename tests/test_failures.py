@@ -19,7 +19,7 @@ import requests
 import torch
 
 from conftest import ROOT, register, resolved
-from plumbing import launch
+from plumbing import launch, secret
 from plumbing.client import token_versions
 from tools.evaluate import start_engines
 from train import token_logprobs
@@ -39,10 +39,10 @@ class House:
             *("--concurrency", 64, "--model", base_model, "--sync_timeout", DEADLINE),
             *("--bucket_mb", 1),
         )
-        self.config.run_id = f"house{os.getpid()}"
         # one tensor per broadcast: many moments to die at
         self.config.bucket_mb = 0
         self.run_dir = launch.write(self.config)
+        self.headers = secret.header(self.run_dir)
         (self.run_dir / "queues").mkdir()
         self.version = 0
         self.engines = {}
@@ -57,7 +57,8 @@ class House:
         self.engines[i] = start_engines(one, as_loaded=False)[0]
         url = f"http://127.0.0.1:{PORT + i}"
         # it has no weights from the trainer
-        assert requests.post(url + "/inference/v1/generate", json={}).status_code == 503
+        answer = requests.post(url + "/inference/v1/generate", json={}, headers=self.headers)
+        assert answer.status_code == 503
         register(self.run_dir, f"engine{i}", url)
 
     def engine_is_gone(self, i):
@@ -72,7 +73,7 @@ class House:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PIPELINE_RUN_ID": self.config.run_id},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PIPELINE_RUN_DIR": str(self.run_dir)},
             start_new_session=True,
         )
         threading.Thread(
@@ -111,6 +112,7 @@ class House:
         answer = requests.post(
             f"http://127.0.0.1:{PORT + i}/inference/v1/generate",
             timeout=timeout,
+            headers=self.headers,
             json=dict(
                 token_ids=PROMPT,
                 sampling_params=dict(max_tokens=n, temperature=1.0, logprobs=0, ignore_eos=True),
@@ -164,7 +166,7 @@ def house(tmp_path_factory, base_model):
     left = [
         p.parent.name
         for p in Path("/proc").glob("[0-9]*/environ")
-        if mentions(p, house.config.run_id)
+        if mentions(p, str(house.run_dir))
     ]
     assert not left, f"processes left behind: {left}"
 

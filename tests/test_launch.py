@@ -358,7 +358,7 @@ def test_serve_lists_supervised_engines_and_waits_for_the_end(run_dir):
     for i, (_, command) in enumerate(processes[1:], 101):
         url = f"http://127.0.0.1:{c.port + i}"
         assert f"supervise {run_dir} serve-127.0.0.1-{c.port + i} {url} 3" in command
-        assert f"PIPELINE_RUN_ID={c.run_id}" in command and f"--port {c.port + i} " in command
+        assert f"PIPELINE_RUN_DIR={run_dir}" in command and f"--port {c.port + i} " in command
 
 
 def test_serve_refuses_what_is_the_runs(run_dir):

@@ -191,8 +191,8 @@ def test_nodes_meet_and_start_as_node_0_says(meeting):
         head, processes = meeting.list(k)
         assert head[1:3] == [str(k), f".node{k}" if k else ""]
         assert " ".join(processes) == f"nodes {expected}"
-        role = "follow 127.0.0.1" if k else "host"
-        assert f"plumbing.nodes {role} {meeting.port - 1}" in processes["nodes"]
+        role = "follow" if k else "host"
+        assert f"plumbing.nodes {role} 127.0.0.1 {meeting.port - 1}" in processes["nodes"]
 
 
 @pytest.mark.slow
@@ -254,7 +254,10 @@ def spoken(tmp_path):
     """node 0's process, those of two others, and a newcomer's launcher; they are ended."""
     made = []
     port = str(free_port())
-    arguments = [["host", port, str(tmp_path / "why")], *[["follow", "127.0.0.1", port]] * 2]
+    arguments = [
+        ["host", "127.0.0.1", port, str(tmp_path / "why")],
+        *[["follow", "127.0.0.1", port]] * 2,
+    ]
     for words in arguments:
         made.append(
             subprocess.Popen(

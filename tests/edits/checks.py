@@ -15,7 +15,7 @@ from test_train import CPU, knobs, micro_record, packed_model
 import actor
 import train
 from conftest import resolved
-from plumbing import checkpoints
+from plumbing import checkpoints, secret
 from plumbing.queues import Queue
 from plumbing.samples import Transcript, join, layout, split
 
@@ -103,6 +103,7 @@ class FakeEngines:
 
 async def one_group(config, run_dir, model):
     """The record of one group of the real actor."""
+    secret.create(run_dir)
     stage = actor.Actor(config, run_dir)
     stage.engines = FakeEngines(model)
     await stage.sandbox.start()
