@@ -242,7 +242,7 @@ class Actor:
             problems=len(attempts) // c.eval_attempts,
             answers=sum(len(successes) for successes in by_source.values()),
             version=version,
-            wall_s=time.time(),
+            wall_s=time.monotonic(),
             versions=[min(versions, default=0), max(versions, default=0)],
         )
         self.evals.put(record)

@@ -391,15 +391,20 @@ NOT_NEGATIVE = (
 ).split()
 
 
+def check_name(run: str) -> None:
+    """Raise ConfigError if a run cannot have this name: it is that of a directory, and of nothing above it."""
+    need(
+        re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", run),
+        f"--run {run[:120]!r}: up to 100 letters, digits, '.', '-' and '_', the first one a letter or digit",
+    )
+
+
 def check(c: Config) -> Config:
     """What can be checked without looking at hardware or files; fills in the loss's own clip range.
 
     Raises ConfigError naming the knob and what to do.
     """
-    need(
-        re.fullmatch(r"\w[\w.-]*", c.run),
-        f"--run {c.run!r}: letters, digits, '.', '-' and '_' only, and no '.' or '-' first",
-    )
+    check_name(c.run)
     for name in AT_LEAST_1:
         need(getattr(c, name) >= 1, f"--{name} {getattr(c, name)}: must be at least 1")
     for name in NOT_NEGATIVE:

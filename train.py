@@ -451,7 +451,7 @@ def train(config, run_dir, ranks):
     reader = Reader(config, run_dir, ranks, vocabulary, sender.check)
     first_version = saved = state["version"]
     guards = Guards(config)
-    run_start = time.time() - state["wall_s"]
+    run_start = time.monotonic() - state["wall_s"]
 
     # engines start from the base model; a continued run's need other weights
     sender.push(state["version"], state["position"])
@@ -476,7 +476,7 @@ def train(config, run_dir, ranks):
             state = next_state(state, metrics, samples, reader.last)
             version = state["version"]
             now = time.monotonic()
-            state["wall_s"] = time.time() - run_start
+            state["wall_s"] = time.monotonic() - run_start
             if ranks.rank == 0:
                 times = {"step_s": now - step_start, "wait_data_s": reader.waited}
                 times |= sender.take_timing()

@@ -53,10 +53,10 @@ def fake_engine(port, length):
 
 def read(queue, seconds, answers=float("inf")):
     """Read for so long, or until so many answers have come; (answers, tokens)."""
-    deadline = time.time() + seconds
+    deadline = time.monotonic() + seconds
     found = 0
     tokens = 0
-    while time.time() < deadline and found < answers:
+    while time.monotonic() < deadline and found < answers:
         try:
             seq, record = queue.get(0.1)
         except TimeoutError:
@@ -78,11 +78,11 @@ def intake(config, run_dir, seconds):
         found, _ = read(queue, config.start_timeout, WARM)
         if found < WARM:
             raise TimeoutError(f"the actor gave {found} answers, see {log.name}")
-        start = time.time()
+        start = time.monotonic()
         cpu = cpu_seconds(actor.pid)
         answers, tokens = read(queue, seconds)
         cpu = cpu_seconds(actor.pid) - cpu
-        return dict(answers=answers, tokens=tokens, cpu_s=cpu, seconds=time.time() - start)
+        return dict(answers=answers, tokens=tokens, cpu_s=cpu, seconds=time.monotonic() - start)
     finally:
         actor.kill()
         actor.wait()

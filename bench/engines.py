@@ -61,11 +61,11 @@ class Load:
 
     async def _work(self, session):
         while self.going_on:
-            begin = time.time()
+            begin = time.monotonic()
             async with session.post(self.url, json=next(self.bodies)) as answer:
                 answer.raise_for_status()
                 tokens = (await answer.json())["choices"][0]["token_ids"]
-            self.answers.append((begin, time.time(), len(tokens)))
+            self.answers.append((begin, time.monotonic(), len(tokens)))
 
     def stop(self):
         """Let what is in progress end. Raises what went wrong; TimeoutError after 5 minutes."""

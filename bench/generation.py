@@ -36,9 +36,9 @@ def bare(config, seconds):
     headers = secret.header(Path(config.out, config.run))
     load = Load(urls(config, 0)[0], headers, requests, config.concurrency)
     time.sleep(WARM)
-    start = time.time()
+    start = time.monotonic()
     time.sleep(seconds)
-    end = time.time()
+    end = time.monotonic()
     load.stop()
     return load.rate(start, end)
 

@@ -97,13 +97,13 @@ def run_all(arguments, name, settings, start):
             wanted[f"{setting}, seed {seed}"] = knobs | dict(seed=seed)
 
     def measure(key, knobs):
-        begin = time.time()
+        begin = time.monotonic()
         run = start(re.sub(r"\W+", "-", f"{name}-{key}"), knobs)
         samples = run["curve"]["samples"][-1]
         seconds = run["curve"]["time"][-1]
         print(
             f"{key}: {samples} samples in {seconds:.1f} s, {samples / seconds:.0f} samples/s, score "
-            f"{run['scores'][-1][1]:.3f}, {time.time() - begin:.0f} s with start-up",
+            f"{run['scores'][-1][1]:.3f}, {time.monotonic() - begin:.0f} s with start-up",
             flush=True,
         )
         return run

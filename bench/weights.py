@@ -100,9 +100,9 @@ class Wire:
         self.group = join_group("gloo", store, 0, 2, TIMEOUT)
 
     def seconds(self):
-        start = time.time()
+        start = time.monotonic()
         self.group.broadcast(self.flat, 0).wait()
-        return time.time() - start
+        return time.monotonic() - start
 
 
 # ---- updates
@@ -127,20 +127,20 @@ class Updates:
 
     def window(self, seconds):
         """One every EVERY seconds: (start, end, their times)."""
-        start = time.time()
+        start = time.monotonic()
         times = []
-        while time.time() < start + seconds:
+        while time.monotonic() < start + seconds:
             times.append(self.one())
             due = start + EVERY * len(times)
-            time.sleep(max(due - time.time(), 0))
-        return start, time.time(), times
+            time.sleep(max(due - time.monotonic(), 0))
+        return start, time.monotonic(), times
 
 
 def quiet(seconds):
     """(start, end) of a window without updates."""
-    start = time.time()
+    start = time.monotonic()
     time.sleep(seconds)
-    return start, time.time()
+    return start, time.monotonic()
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ reported at once. Deliberately absent: asking other nodes; what node 0 has, all 
 import importlib
 import os
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -15,6 +16,8 @@ from pathlib import Path
 import config as cfg
 from config import Config, need
 
+# what a process opens beside its connections: libraries, queues, workers, several times over
+SPARE_FILES = 256
 MODELS = cfg.ROOT / "out" / "models"  # where tools/base_model.py puts the tiny base models of tasks
 
 
@@ -123,6 +126,7 @@ def resolve(config: Config, gpus: int, training: bool = True) -> Config:
     if c.dtype == "auto":
         c.dtype = "bfloat16" if gpus else "float32"
     find_model(c)
+    check_open_files(c)
     if not c.dry_run:
         check_ports(c, gpus, 0)
     return c
@@ -183,6 +187,23 @@ def find_model(c: Config) -> None:
     need(
         "/" in c.model or cached.exists(),
         f"--model {c.model}: no such directory, and not a hub name like Qwen/Qwen2.5-7B",
+    )
+
+
+def raise_open_files() -> int:
+    """Let this process open as many files and connections as it may; returns how many."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+def check_open_files(c: Config) -> None:
+    """Raise ConfigError if the actor could not keep all engines busy: each sequence is a connection."""
+    allowed = raise_open_files()
+    need(
+        allowed >= c.engines * c.concurrency + SPARE_FILES,
+        f"{c.engines} engines x --concurrency {c.concurrency} need as many connections and "
+        f"{SPARE_FILES} files, a process may open {allowed} here: raise `ulimit -Hn` or lower --concurrency",
     )
 
 

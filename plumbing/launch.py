@@ -376,9 +376,10 @@ def serve(argv, list_file):
     """`run.sh serve --run X ...`: engines of this machine for a run, in progress or about to be continued."""
     gpus = gpu_count()
     given = cfg.parse(argv, gpus, Config(port=0))
+    cfg.check_name(given.run)
     run_dir = Path(given.out, given.run)
     need(
-        given.run and (run_dir / "config.json").exists(),
+        (run_dir / "config.json").exists(),
         f"serve: no run in {run_dir}: name one with --run, and where it lies with --out",
     )
     run = cfg.load(str(run_dir))
@@ -463,8 +464,7 @@ def main(list_file, argv):
     except ConfigError as e:
         sys.exit(f"run.sh: {e}")
     except OSError as e:
-        advice = ": --out must be a directory one can write to"
-        sys.exit(f"run.sh: {e.filename}: {e.strerror}{advice}" if e.filename else f"run.sh: {e}")
+        sys.exit(f"run.sh: {type(e).__name__}: {e}")
     except KeyboardInterrupt:
         sys.exit(130)
 

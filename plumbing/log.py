@@ -95,7 +95,7 @@ class MetricsLog:
     def evaluations(self, lines, run_start):
         """Write evaluations of the actor; they come late, so that they have no step of their own.
 
-        run_start: time.time() at which the run's clock was 0.
+        run_start: time.monotonic() at which the run's clock was 0.
         """
         for line in lines:
             self._evaluation(line | {"wall_s": line["wall_s"] - run_start})

@@ -70,18 +70,22 @@ class Prompter:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def check(self, problems):
-        """Raise ConfigError if a prompt leaves no room for a completion. problems: {task: list}."""
+        """Raise ConfigError if a prompt is no token, or leaves no room for one. problems: {task: list}."""
         limit = self.config.max_model_len
         room = limit - 1
         template = len(self.start({"prompt": ""}))
         for task, of_task in problems.items():
             for n, problem in enumerate(of_task, 1):
                 # a prompt has at most as many tokens as bytes, and what a template adds
-                if len(problem["prompt"].encode()) + template <= room:
+                if template and len(problem["prompt"].encode()) + template <= room:
                     continue
                 length = len(self.start(problem))
+                where = problem.get("where", f"task {task}, problem {n}")
+                if length == 0:
+                    raise ConfigError(
+                        f"{where}: the prompt {problem['prompt'][:50]!r} is no token at all: take the problem out"
+                    )
                 if length > room:
-                    where = problem.get("where", f"task {task}, problem {n}")
                     raise ConfigError(
                         f"{where}: the prompt has {length} tokens, --max_model_len {limit} leaves room for {room}: "
                         "raise it or take the problem out"

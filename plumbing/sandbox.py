@@ -22,12 +22,19 @@ import time
 from collections import Counter
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import forkserver
+from types import SimpleNamespace
 
 from pebble import ProcessExpired, ProcessPool
+from pebble.pool import base_pool, process
 
 import config as cfg
 
+# pebble's deadlines are on the wall clock, which may be set at any time
+for module in (base_pool, process):
+    module.time = SimpleNamespace(time=time.monotonic, sleep=time.sleep)
+
 MEMORY = 4 << 30  # bytes of address space a worker may use
+LARGEST = 1 << 20  # characters of what a call may return, as JSON
 TRIES = 5  # of a call, whoever breaks the pool meanwhile
 CALLS = 10000  # a worker is replaced after so many
 WALL = 30  # limit on the wall-clock time of a call, in units of config.reward_timeout
@@ -69,8 +76,15 @@ class Sandbox:
     async def call(self, task, function, *args) -> dict:
         """{"value": ...} as the function returned it, {"error": words} if it raised, {"limit": words} if it took too much.
 
-        A call whose worker died of something else than its limits is tried once more.
+        A call whose worker died of something else than its limits is tried once more. Raises
+        RuntimeError naming the task if what it returned cannot be taken.
         """
+        reply = await self._try(task, function, args)
+        if "refused" in reply:
+            raise RuntimeError(f"actor: tasks/{task}.py: {function} returned {reply['refused']}")
+        return reply
+
+    async def _try(self, task, function, args):
         text = json.dumps([task, function, args, self.config.reward_timeout])
         deaths = 0
         async with self.slots:
@@ -106,10 +120,10 @@ class Sandbox:
             table = self.config.reward_finished if finished else self.config.reward_cut_off
             reward = table[cfg.OUTCOMES.index(value)]
             return dict(reward=reward, success=value == "correct", outcome=value)
-        if not isinstance(value, (int, float)) or not abs(value) < float("inf"):
+        if not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
             allowed = f"a finite number or one of {', '.join(cfg.OUTCOMES)}"
             raise RuntimeError(
-                f"actor: tasks/{task}.py: reward returned {value!r}; it must be {allowed}"
+                f"actor: tasks/{task}.py: reward returned {str(value)[:200]!r}; it must be {allowed}"
             )
         success = value >= getattr(self.tasks[task], "SUCCESS", 1.0)
         outcome = "correct" if success else "wrong"
@@ -126,7 +140,11 @@ class Sandbox:
             raise RuntimeError(f"actor: tasks/{task}.py: respond {reply['error']} {where}")
         if "limit" in reply:
             self.counts["limit"] += 1
-        return reply.get("value")
+        text = reply.get("value")
+        if text is not None and not isinstance(text, str):
+            words = f"must return a text or None, not {str(text)[:200]!r}"
+            raise RuntimeError(f"actor: tasks/{task}.py: respond {words}")
+        return text
 
     def close(self):
         """End all workers and the server they are forked from."""
@@ -211,13 +229,26 @@ def outlive_nobody():
     end()
 
 
+def as_json(value):
+    """A reply with this value, or why it is none: what is large or no JSON does not leave the worker."""
+    kind = type(value).__name__
+    try:
+        text = json.dumps({"value": value})
+    except (TypeError, ValueError, RecursionError) as e:
+        return json.dumps({"refused": f"{kind}, which is no JSON: {str(e)[:200]}"})
+    if len(text) > LARGEST:
+        return json.dumps({"refused": f"{kind} of {len(text)} characters, {LARGEST} may be"})
+    return text
+
+
 def work(text):
     """One call, JSON text to JSON text; the kernel kills the process (no handler could be relied on) at the limit."""
     task, function, args, limit = json.loads(text)
     module = importlib.import_module(f"tasks.{task}")
     signal.setitimer(signal.ITIMER_PROF, limit)
     try:
-        return json.dumps({"value": getattr(module, function)(*args)})
+        value = getattr(module, function)(*args)
+        return as_json(value)
     except (MemoryError, RecursionError) as e:
         return json.dumps({"limit": type(e).__name__})
     except BaseException as e:

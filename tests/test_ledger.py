@@ -69,7 +69,7 @@ class Run:
 
     def start(self):
         """Start it, and again as long as what a killed launcher left behind is still saving its work."""
-        deadline = time.time() + 60
+        deadline = time.monotonic() + 60
         while True:
             self.log = self.out / f"life{self.lives}.txt"
             with open(self.log, "w") as f:
@@ -81,14 +81,14 @@ class Run:
             )
             if not re.search("still at work|cannot listen", self.log.read_text()):
                 break
-            assert time.time() < deadline, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.5)
         self.lives += 1
 
     def until(self, condition, seconds=240):
-        deadline = time.time() + seconds
+        deadline = time.monotonic() + seconds
         while not (found := condition()):
-            assert time.time() < deadline, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.02)
         return found
 

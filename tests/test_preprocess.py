@@ -326,9 +326,9 @@ def write_run(out, **knobs):
 
 
 def until(condition):
-    deadline = time.time() + 30
+    deadline = time.monotonic() + 30
     while not condition():
-        assert time.time() < deadline
+        assert time.monotonic() < deadline
         time.sleep(0.02)
 
 

@@ -231,9 +231,9 @@ def test_kill_continue_interrupt(tmp_path, base_model):
     log = tmp_path / "out.txt"
 
     def wait_for(p, text):
-        deadline = time.time() + 240
+        deadline = time.monotonic() + 240
         while text not in log.read_text():
-            assert p.poll() is None and time.time() < deadline, log.read_text()
+            assert p.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.02)
         return p
 
@@ -285,8 +285,8 @@ def test_kill_continue_interrupt(tmp_path, base_model):
     p = start_and_wait_for(f"step {done + 1}/16", **fake)
     p.kill()
     p.wait()
-    deadline = time.time() + 45
-    while leftovers(tmp_path) and time.time() < deadline:
+    deadline = time.monotonic() + 45
+    while leftovers(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.5)
     assert leftovers(tmp_path) == []
     again = max(x["step"] for x in metrics(tmp_path / "k")[0])

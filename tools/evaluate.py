@@ -188,7 +188,7 @@ def configure(argv, gpus):
     c.trainers = 0
     c.nodes = ()
     own = dict(
-        run="eval-" + re.sub(r"[^\w.-]", "", "-".join(names)).strip(".-"),
+        run="eval-" + re.sub(r"[^A-Za-z0-9._-]", "", "-".join(names)).strip(".-")[:90],
         engines=gpus // c.tensor_parallel or 1,
         gpu_memory_utilization=0.0,
     )
