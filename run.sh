@@ -51,18 +51,17 @@ if [ -n "${PIPELINE_PYTHON:-}" ]; then
   [ -x "$PY" ] || die "PIPELINE_PYTHON=$PY is not an executable"
 else
   PY=$PWD/.venv/bin/python
-  setup
+  [ "${1:-}" = --list ] || setup
 fi
 [ "${1:-}" = setup ] && exit 0
 
 # ---- configuration: checked, written to out/<run>/config.json, turned into a list of processes
-list=$(mktemp)
+# python -m plumbing.launch does that, takes the run's lock, and becomes `run.sh --list`: the lock is held until all has ended
+[ "${1:-}" = --list ] || TORCH_CPP_LOG_LEVEL=ERROR exec "$PY" -m plumbing.launch - "$@"  # torch warns of hosts without names
+list=$2
 why="could not be started"  # what the other nodes are told when this one stops
 trap 'rm -f "$list"' EXIT
-TORCH_CPP_LOG_LEVEL=ERROR "$PY" -m plumbing.launch "$list" "$@" || exit $?  # torch warns of hosts without names
-[ -s "$list" ] || exit 0   # --help, --dry_run
 { read -r run_dir; read -r node; read -r suffix; read -r grace; } < "$list"
-[ "$node" != 0 ] || { exec 8>"$run_dir/.lock"; flock -n 8 || die "another run.sh has just started $run_dir"; }  # inherited by all that is started: held until the last of them has ended
 unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK MASTER_ADDR MASTER_PORT  # they mean something else to those we start
 
 declare -A pid_of
@@ -80,7 +79,7 @@ stop_all() {
   set +m  # no job notices
   [ -z "${watchdog:-}" ] || kill -KILL -- "-$watchdog" 2>/dev/null || true
   local n saved ranks=()
-  echo "$why" > "$list.why"
+  echo "$why" > "$list.why" || true
   signal TERM nodes || true   # tells the other nodes
   # the trainer first, as it writes a checkpoint; it cannot if one of its ranks is dead
   for n in "${names[@]}"; do [[ $n != train* ]] || ranks+=("$n"); done

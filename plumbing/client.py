@@ -12,8 +12,6 @@ from collections import Counter
 import aiohttp
 import numpy as np
 
-from plumbing.hardware import raise_open_files
-
 # a failed request is tried again this often, with back-off, before the attempt is given up
 RETRIES = 3
 # seconds that an engine gets no work after it did not answer
@@ -47,8 +45,6 @@ class Engines:
     def __init__(self, config, stop, headers=None):
         self.config = config
         self.headers = headers
-        # each sequence is a connection; a shell's usual limit is 1024
-        raise_open_files()
         self.stop = sorted(stop)
         self.serving = []
         # by url: sequences in progress; before this time no work; HTTP connections

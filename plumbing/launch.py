@@ -2,6 +2,7 @@
 
     python -m plumbing.launch LIST toy --knob value ...   check, meet the other nodes, write config.json; processes to LIST
     python -m plumbing.launch LIST serve --run toy        the same for engines that join a run
+    python -m plumbing.launch - ...                       the same, then `run.sh --list LIST` in this process
 
 Nothing here imports torch: a wrong flag must be reported at once. Deliberately absent: ssh, a scheduler.
 """
@@ -14,8 +15,10 @@ import os
 import secrets
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
@@ -204,9 +207,11 @@ def write(c: Config) -> Path:
         with contextlib.suppress(PackageNotFoundError):
             versions[name] = package_version(name)
     commit = ""
-    if shutil.which("git"):
-        describe = ["git", "describe", "--always", "--dirty"]
-        commit = subprocess.run(describe, cwd=cfg.ROOT, capture_output=True, text=True).stdout
+    describe = ["git", "describe", "--always", "--dirty"]
+    asked = dict(cwd=cfg.ROOT, capture_output=True, text=True, timeout=30)
+    # nothing depends on it: git may be missing, broken or stuck
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        commit = subprocess.run(describe, **asked).stdout
     run_dir = Path(c.out, c.run)
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     secret.create(run_dir)
@@ -236,7 +241,6 @@ def open_run(c: Config) -> str:
     c.run_id = secrets.token_hex(4)
     if not (run_dir / "config.json").exists():
         return f"new run {run_dir}"
-    _refuse_if_at_work(run_dir)
     old = cfg.load(str(run_dir))
     newest = checkpoints.newest(run_dir)
     done = complete(run_dir, old.steps)
@@ -258,16 +262,27 @@ def open_run(c: Config) -> str:
     return f"continuing {run_dir} from step {int(newest.name[5:])}{words}"
 
 
-def _refuse_if_at_work(run_dir):
-    """run.sh and all that it starts hold a lock: what is left of a killed one may still be saving its work."""
-    with open(run_dir / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(
-                f"--run {run_dir.name}: processes of {run_dir} are still at work; "
-                "those of a run that was killed end within 30 s"
-            ) from None
+def hold(c: Config) -> None:
+    """Lock the run's name, for this process and all that it starts or becomes: until the last of them has ended.
+
+    Raises ConfigError saying who holds it.
+    """
+    path = Path(c.out, f".{c.run}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as e:
+        raise ConfigError(f"--out {c.out}: must be a directory one can write to ({e})") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        holder = os.read(lock, 200).decode(errors="replace") or "a start a moment ago"
+        raise ConfigError(
+            f"--run {c.run}: held by {holder}, or by what it has left; that of a killed one ends within 30 s"
+        ) from None
+    os.truncate(lock, 0)
+    os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
+    os.set_inheritable(lock, True)
 
 
 def _move_aside(run_dir):
@@ -316,6 +331,8 @@ def train(argv, list_file):
 
 def begin(c: Config, gpus: int) -> str:
     """Node 0: all that is to be done before processes start. Returns what open_run did."""
+    cfg.check(c)
+    hold(c)
     resolve(c, gpus)
     check_memory(c, gpus)
     for split in ("train", "test"):
@@ -454,8 +471,14 @@ def list_processes(list_file, c, node, log_suffix, watch, processes):
     Path(list_file).write_text("\n".join(lines) + "\n")
 
 
+def become_launcher(list_file):
+    """This process goes on as run.sh, which starts and watches what is listed, and keeps the lock."""
+    os.environ.pop("TORCH_CPP_LOG_LEVEL", None)
+    os.execvp("bash", ["bash", str(cfg.ROOT / "run.sh"), "--list", list_file])
+
+
 def main(list_file, argv):
-    """Called by run.sh."""
+    """Called by run.sh, with a file for the list, which stays empty if nothing is to be started."""
     try:
         if argv[:1] == ["serve"]:
             serve(argv[1:], list_file)
@@ -470,4 +493,16 @@ def main(list_file, argv):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    if sys.argv[1] != "-":
+        main(sys.argv[1], sys.argv[2:])
+        sys.exit()
+    handle, made = tempfile.mkstemp(prefix="run.sh.")
+    try:
+        main(made, sys.argv[2:])
+        listed = os.fstat(handle).st_size
+    except BaseException:
+        os.unlink(made)
+        raise
+    if listed:
+        become_launcher(made)
+    os.unlink(made)

@@ -1,10 +1,12 @@
 """Every mistake in a command line is one clear line, before anything starts."""
 
-import fcntl
 import json
+import multiprocessing
 import os
 import socket
 import subprocess
+import sys
+import time
 
 import pytest
 
@@ -40,7 +42,6 @@ def resolved(*argv, gpus=0):
             8,
             "need 10 GPUs, this machine has 8",
         ),
-        ("toy --run a/b", 0, "letters, digits"),
     ],
 )
 def test_mistakes_are_one_line(words, gpus, message):
@@ -48,6 +49,115 @@ def test_mistakes_are_one_line(words, gpus, message):
         resolved(*words.split(), gpus=gpus)
     assert message in str(e.value)
     assert "\n" not in str(e.value)
+
+
+NAMES = [
+    ".",
+    "..",
+    "a/b",
+    "/tmp",
+    "",
+    "-x",
+    "--",
+    "a\n",
+    "a\0b",
+    "a b",
+    "\u00e9",
+    "_a",
+    "~",
+    "a" * 101,
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_has_a_name_and_no_path(tmp_path, name):
+    argv = [f"--run={name}", "--out", str(tmp_path)]
+    with pytest.raises(cfg.ConfigError, match="--run .* letters, digits") as e:
+        resolved("toy", *argv)
+    assert "\n" not in str(e.value)
+    with pytest.raises(cfg.ConfigError, match="--run .* letters, digits"):
+        launch.serve(argv, tmp_path / "list")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["a", "toy.1", "A-b_c.D", "7", "a" * 100])
+def test_other_names_are_fine(name):
+    assert resolved("toy", "--run", name).run == name
+
+
+def take(out, barrier, results, done):
+    """A start of a run that others start at the same moment."""
+    c = cfg.Config(run="toy", out=str(out))
+    barrier.wait(60)
+    try:
+        launch.hold(c)
+        results.put("won")
+    except cfg.ConfigError as e:
+        results.put(str(e))
+    done.wait(60)
+
+
+def test_of_starts_at_the_same_moment_exactly_one_wins(tmp_path):
+    fork = multiprocessing.get_context("fork")
+    for round_number in range(20):
+        barrier, results, done = fork.Barrier(8), fork.SimpleQueue(), fork.Event()
+        arguments = (tmp_path, barrier, results, done)
+        starts = [fork.Process(target=take, args=arguments) for _ in range(8)]
+        for start in starts:
+            start.start()
+        words = [results.get() for _ in starts]
+        done.set()
+        for start in starts:
+            start.join()
+        assert words.count("won") == 1, words
+        assert sum("--run toy: held by" in w for w in words) == 7
+
+
+def test_a_start_holds_its_run_until_what_it_becomes_has_ended(tmp_path):
+    """With another program in place of the launcher, which tells when it is there."""
+    (tmp_path / "bash").write_text(f"#!/bin/sh\ntouch {tmp_path}/there\nread word\n")
+    (tmp_path / "bash").chmod(0o755)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    command = [sys.executable, "-m", "plumbing.launch", "-", "toy", "--port", "8780"]
+    command += ["--out", str(tmp_path), "--model", str(model)]
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    first = subprocess.Popen(command, cwd=ROOT, env=env, text=True, **pipes)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "there").exists():
+        assert time.monotonic() < deadline and first.poll() is None, first.communicate()
+        time.sleep(0.05)
+    before = (tmp_path / "toy" / "config.json").read_text()
+    second = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=60)
+    assert second.returncode == 1 and f"held by process {first.pid} on " in second.stderr
+    assert (tmp_path / "toy" / "config.json").read_text() == before
+    first.communicate("end\n", timeout=30)
+    assert first.returncode == 0
+    launch.hold(cfg.Config(run="toy", out=str(tmp_path)))
+
+
+def test_too_few_connections_are_named_and_as_many_as_may_be_are_taken():
+    """As from a shell whose limit is low."""
+    program = """
+import resource, sys
+sys.path.insert(0, "tests")
+from conftest import resolved
+soft, hard = int(sys.argv[1]), int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+resolved("toy", "--concurrency", sys.argv[3], "--engines", 2, "--port", 8780)
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+    def limits(*numbers):
+        command = [sys.executable, "-c", program, *map(str, numbers)]
+        return subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
+
+    assert limits(64, 2048, 500).stdout == "2048\n"
+    words = limits(64, 1200, 500).stderr
+    assert "2 engines x --concurrency 500 need as many connections" in words
+    assert "may open 1200 here" in words
 
 
 def test_a_loss_brings_its_own_clip_range_unless_one_is_given():
@@ -184,10 +294,9 @@ def test_a_stopped_run_continues_a_complete_one_makes_room_and_fixed_knobs_are_r
     (run_dir / "checkpoints" / f"step_{c.steps:06d}").mkdir()
     assert f"from step {c.steps}" in launch.open_run(resolved(*argv))
     # or is it still at that?
-    with open(run_dir / ".lock") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(cfg.ConfigError, match="are still at work"):
-            launch.open_run(resolved(*argv))
+    launch.hold(c)
+    with pytest.raises(cfg.ConfigError, match=f"--run toy: held by process {os.getpid()} on "):
+        launch.hold(resolved(*argv))
     line = {"eval": {"toy": 0.5}, "problems": 8, "version": c.steps, "wall_s": 1.0}
     (run_dir / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     assert "complete one before it is now" in launch.open_run(c)
@@ -195,7 +304,11 @@ def test_a_stopped_run_continues_a_complete_one_makes_room_and_fixed_knobs_are_r
     assert (tmp_path / "toy.1" / "checkpoints").exists()
 
 
-def test_no_git_is_no_obstacle(tmp_path, monkeypatch):
+@pytest.mark.parametrize("git", [None, "exit 7", "kill -9 $$", "not a program"])
+def test_no_git_is_no_obstacle(tmp_path, monkeypatch, git):
+    if git:
+        (tmp_path / "git").write_text(f"#!/bin/sh\n{git}\n" if " a " not in git else git)
+        (tmp_path / "git").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     c = resolved("toy", "--out", str(tmp_path))
     assert json.loads((launch.write(c) / "config.json").read_text())["git"] == ""

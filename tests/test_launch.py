@@ -171,9 +171,9 @@ def test_a_cleared_list_is_written_again_and_a_stopped_engine_is_not_in_it(super
 
 # ---- run.sh with processes of our own instead of a run's
 
-# In place of python: `-m plumbing.launch LIST ...` copies a list that we made, anything else is python.
+# In place of python: `-m plumbing.launch - ...` goes on with a list that we made, anything else is python.
 PYTHON = """#!/bin/bash
-if [ "$2" = plumbing.launch ]; then cat {list} > "$3"; else exec {python} "$@"; fi
+if [ "$2" = plumbing.launch ]; then exec bash run.sh --list {list}; else exec {python} "$@"; fi
 """
 
 

@@ -79,7 +79,7 @@ class Run:
             self.until(
                 lambda: self.process.poll() is not None or " steps of " in self.log.read_text()
             )
-            if not re.search("still at work|cannot listen", self.log.read_text()):
+            if not re.search("held by|cannot listen", self.log.read_text()):
                 break
             assert time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.5)

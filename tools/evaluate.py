@@ -301,6 +301,7 @@ def print_results(results, seed):
 def prepare(argv, gpus):
     """Everything that can be found wrong before engines start; returns the actor. Raises ConfigError."""
     c = configure(argv, gpus)
+    launch.hold(c)
     done = launch.open_run(c)
     actor = Actor(c, launch.write(c))
     problems = {}
