@@ -24,8 +24,8 @@ from plumbing import secret
 from plumbing.checkpoints import last_state
 from plumbing.client import Engines
 from plumbing.ledger import Draws
-from plumbing.log import SamplesLog
-from plumbing.problems import load_problems
+from plumbing.log import SamplesLog, last_words
+from plumbing.problems import announce_loaded, load_problems
 from plumbing.prompts import Prompter
 from plumbing.queues import Queue, noticed
 from plumbing.samples import Transcript, join
@@ -291,6 +291,7 @@ class Actor:
         self.prompter.check(problems)
         self.prompter.check(self.test_problems)
         await self.start()
+        announce_loaded(self.queues)
         await self.wait_for_trainer()
         state = last_state(self.run_dir)
         saved = state["sampler"].get("state")
@@ -358,4 +359,5 @@ def main(run_dir):
 
 
 if __name__ == "__main__":
+    sys.excepthook = last_words
     main(sys.argv[1])

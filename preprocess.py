@@ -22,6 +22,8 @@ import numpy as np
 import config as cfg
 from plumbing.checkpoints import last_state
 from plumbing.ledger import Ledger
+from plumbing.log import last_words
+from plumbing.problems import wait_until_loaded
 from plumbing.queues import Queue, notice, noticed
 from plumbing.samples import filler, join, layout, split
 
@@ -305,11 +307,12 @@ def main(run_dir):
     batches = [Queue(queues / "batches" / f"rank_{r}", maxlen=1000) for r in ranks]
     state = last_state(run_dir)
     ledger = Ledger(**state["position"])
-    ring = Ring(config, rollouts, ledger)
     reference = reference_model(config) if config.kl_coef else None
     packer = Packer(config, batches, ledger, state["version"], reference)
     rng = random.Random(config.seed)
     wait_for_trainer(config, version_file)
+    wait_until_loaded(config, queues, "preprocess")
+    ring = Ring(config, rollouts, ledger)
     print(
         f"preprocess: {config.trainers} ranks, rows of {config.row_tokens} tokens, from step {packer.step}",
         flush=True,
@@ -341,4 +344,5 @@ def main(run_dir):
 
 
 if __name__ == "__main__":
+    sys.excepthook = last_words
     main(sys.argv[1])

@@ -33,7 +33,8 @@ from plumbing import checkpoints
 from plumbing.attention import to_device
 from plumbing.families import check_model, finish_logits
 from plumbing.guards import Guards
-from plumbing.log import MetricsLog
+from plumbing.log import MetricsLog, last_words
+from plumbing.problems import wait_until_loaded
 from plumbing.ranks import Ranks, Stopped, Sums
 from plumbing.reader import Reader
 from plumbing.samples import layout
@@ -465,6 +466,8 @@ def train(config, run_dir, ranks):
             f"train: {size:.2f}M parameters on {where}, version {saved} is in the engines",
             flush=True,
         )
+        # its wait for data is one for rollouts, not for the actor's start
+        wait_until_loaded(config, f"{run_dir}/queues", "train")
     ranks.listen_for_stop()
     loop_start = step_start = time.monotonic()
     try:
@@ -521,6 +524,7 @@ def main(run_dir):
 
 
 if __name__ == "__main__":
+    sys.excepthook = last_words
     main(sys.argv[1])
     sys.stdout.flush()
     # threads of gloo may still wait for the interpreter's lock: its own way out then aborts now and then

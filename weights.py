@@ -301,5 +301,7 @@ class Sender:
             # without those that were dropped
             self._leave_group()
         urls = [url for url, _ in answers]
-        self._say(version=self.version, engines=urls, position=self.position)
+        if urls:
+            # else all go on with the weights they have, and are asked again
+            self._say(version=self.version, engines=urls, position=self.position)
         return [answer["pause_s"] for answer in answers.values()]

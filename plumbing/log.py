@@ -1,6 +1,8 @@
-"""What a run says of itself: metrics.jsonl and the live line, samples.jsonl, Weights & Biases."""
+"""What a run says of itself: metrics.jsonl and the live line, samples.jsonl, Weights & Biases, its last words."""
 
 import json
+import sys
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,13 @@ def short(value):
     if isinstance(value, dict):
         return {k: short(v) for k, v in value.items()}
     return value
+
+
+def last_words(kind, error, trace):
+    """As a stage's sys.excepthook: the error also as a line on the terminal, for logs on a full disk."""
+    sys.__excepthook__(kind, error, trace)
+    line = " ".join("".join(traceback.format_exception_only(error)).split())
+    print(line[:1000], flush=True)
 
 
 class NoWandb:

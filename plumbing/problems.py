@@ -7,8 +7,11 @@ data file is named by its line and not by a stage that dies an hour later. `bash
 import importlib
 import inspect
 import json
+import time
+from pathlib import Path
 
 from config import Config, ConfigError, task_weights
+from plumbing.queues import notice, noticed
 
 
 def load_problems(config: Config, split: str) -> dict[str, list[dict]]:
@@ -26,6 +29,23 @@ def load_problems(config: Config, split: str) -> dict[str, list[dict]]:
         found[task] = problems
     _check_names(found)
     return found
+
+
+def announce_loaded(queues) -> None:
+    """The actor: tell the other stages that rollouts may be expected. queues: a run's directory of them."""
+    notice(Path(queues, "problems.json"), loaded=True)
+
+
+def wait_until_loaded(config, queues, stage) -> None:
+    """The other stages: TimeoutError if the actor has not loaded its problems within start_timeout s."""
+    deadline = time.monotonic() + config.start_timeout
+    while not noticed(Path(queues, "problems.json")):
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"{stage}: the actor has not loaded its problems and rewards within "
+                f"{config.start_timeout:.0f} s: is problems() of task {config.task} slow? --start_timeout gives it longer"
+            )
+        time.sleep(0.05)
 
 
 def _problems(config, task, split) -> list:

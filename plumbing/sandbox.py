@@ -123,7 +123,7 @@ class Sandbox:
         if not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
             allowed = f"a finite number or one of {', '.join(cfg.OUTCOMES)}"
             raise RuntimeError(
-                f"actor: tasks/{task}.py: reward returned {str(value)[:200]!r}; it must be {allowed}"
+                f"actor: tasks/{task}.py: reward returned {repr(value)[:200]}; it must be {allowed}"
             )
         success = value >= getattr(self.tasks[task], "SUCCESS", 1.0)
         outcome = "correct" if success else "wrong"
@@ -142,7 +142,7 @@ class Sandbox:
             self.counts["limit"] += 1
         text = reply.get("value")
         if text is not None and not isinstance(text, str):
-            words = f"must return a text or None, not {str(text)[:200]!r}"
+            words = f"must return a text or None, not {repr(text)[:200]}"
             raise RuntimeError(f"actor: tasks/{task}.py: respond {words}")
         return text
 

@@ -18,6 +18,7 @@ from plumbing.client import token_versions
 from plumbing.ledger import Draws
 from plumbing.queues import Queue, notice, noticed
 from plumbing.samples import split
+from plumbing.sandbox import Sandbox
 
 # ---- the gate
 
@@ -265,6 +266,31 @@ def one_group(run_dir, model, answer, problem=PROBLEM, attempts=4, **knobs):
     actor, calls = with_fake_engine(run_dir, model, answer, work, attempts=attempts, **knobs)
     record = Queue(run_dir / "queues" / "rollouts").get(0)[1]
     return actor, record, calls, sampler.told
+
+
+def test_an_environment_that_says_nothing_gives_the_model_its_next_turn(tmp_path, monkeypatch):
+    from test_tasks import prompter
+
+    p = prompter(tmp_path / "model")
+    turns = [p.tokenizer.convert_tokens_to_ids(text) for text in (["5", "<eos>"], ["7", "<eos>"])]
+
+    async def respond(self, task, problem, turns):
+        return "" if len(turns) == 1 else None
+
+    monkeypatch.setattr(Sandbox, "respond", respond)
+    problem = {"prompt": "Guess.\n", "number": 7}
+    knobs = dict(attempts=1, task="guess", advantage="none")
+    _, r, calls, _ = one_group(
+        tmp_path,
+        tmp_path / "model",
+        lambda n, body: choice(turns[n - 1], [("4", 0, 2)]),
+        problem,
+        **knobs,
+    )
+    start = p.start(problem)
+    assert [c["token_ids"] for c in calls] == [start, start + turns[0]]
+    assert r["tokens"].tolist() == start + turns[0] + turns[1]
+    assert r["mask"].tolist() == [False] * len(start) + [True] * 4
 
 
 def test_turns_keep_the_exact_tokens_that_were_sampled(tmp_path):

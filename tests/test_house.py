@@ -1,8 +1,10 @@
 """The house: formatted, not complex, and imports that go down only."""
 
 import ast
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -59,6 +61,16 @@ def test_imports_go_down(path):
         if room in ("actor", "train", "tasks"):
             # stages do not import each other; only the reference model of preprocess needs train's logprobs
             assert name not in FLOORS[2], f"{path.name} imports {name}"
+
+
+WALL_CLOCK = r"time\.time\(|from time import time|datetime\.now|utcnow|date \+%s|\$SECONDS|EPOCH"
+
+
+def test_nothing_is_measured_on_the_wall_clock():
+    """It may be set at any time, and is another one on every host."""
+    for path in [*FILES, *ROOT.glob("*.sh"), *ROOT.glob("*/*.sh")]:
+        found = [x for x in path.read_text().splitlines() if re.search(WALL_CLOCK, x)]
+        assert not found or path == Path(__file__), (path, found)
 
 
 def test_the_plumbing_has_no_circles():

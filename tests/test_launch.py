@@ -178,7 +178,7 @@ if [ "$2" = plumbing.launch ]; then exec bash run.sh --list {list}; else exec {p
 
 
 @contextlib.contextmanager
-def launched(folder, processes, node="0", grace=25):
+def launched(folder, processes, node="0", grace=25, command="exec bash run.sh toy"):
     """run.sh in a terminal of its own, with these (name, shell command): yields (process, words(), terminal)."""
     run_dir = folder / "run"
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
@@ -193,7 +193,7 @@ def launched(folder, processes, node="0", grace=25):
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(ROOT)
-        os.execvpe("bash", ["bash", "run.sh", "toy"], env)
+        os.execvpe("bash", ["bash", "-c", command], env)
 
     def read():
         # EIO when the last process has closed the terminal
@@ -287,6 +287,54 @@ def test_a_death_ends_the_run_with_its_last_words(tmp_path):
         assert "  [actor] last words" in words()
         assert "everything is stopped; the same command continues from the last check" in words()
         assert not marked(tmp_path)
+
+
+FULL = """
+import os, sys
+sys.path.insert(0, {root!r})
+from plumbing.log import last_words
+
+def fill(size):
+    try:
+        while os.write(out, b"x" * size):
+            pass
+    except OSError:
+        return fill(size // 2) if size > 1 else None
+
+sys.excepthook = last_words
+print("has begun", flush=True)
+out = os.open({run!r} + "/logs/fill", os.O_WRONLY | os.O_CREAT)
+fill(1 << 16)
+os.sync()
+raise OSError(28, "no room for a checkpoint")
+"""
+
+
+@pytest.mark.parametrize("name", ["train", "actor"])
+def test_a_full_disk_does_not_keep_the_reason_from_the_terminal(tmp_path, name):
+    """The logs' own: a small file system of this process's."""
+    inside = ["unshare", "-rm"]
+    if subprocess.run([*inside, "true"]).returncode:
+        pytest.skip("no namespaces here")
+    run = str(tmp_path / "run")
+    (tmp_path / "full.py").write_text(FULL.format(root=str(ROOT), run=run))
+    mount = f"mount -t tmpfs -o size=64k none {run}/logs && exec bash run.sh toy"
+    command = f"exec {' '.join(inside)} bash -c '{mount}'"
+    dies = f"{sys.executable} {tmp_path}/full.py"
+    with launched(tmp_path, [(name, dies)], command=command) as (process, words, _):
+        assert process.wait(40) == 1
+        assert f"[{name}] has begun" in words()
+        assert f"[{name}] OSError: [Errno 28] no room for a checkpoint" in words()
+        assert f"run.sh: {name} died with exit code 1" in words()
+
+
+def test_logs_that_cannot_be_written_at_all_end_a_run_with_that_reason(tmp_path):
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    (tmp_path / "run" / "logs" / "train.log").symlink_to("/dev/full")
+    with launched(tmp_path, [("engine0", OTHER), ("train", TRAIN)]) as (process, words, _):
+        assert process.wait(40) == 1
+        assert "No space left on device" in words()
+        eventually(lambda: not marked(tmp_path), 40)
 
 
 def test_a_run_directory_that_vanished_is_said(tmp_path):

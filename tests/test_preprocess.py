@@ -14,6 +14,7 @@ import config as cfg
 from conftest import ROOT
 from plumbing import launch
 from plumbing.ledger import Ledger
+from plumbing.problems import announce_loaded, wait_until_loaded
 from plumbing.queues import Queue, notice, noticed
 from plumbing.samples import join
 from preprocess import Packer, Ring, advantages, pack
@@ -314,14 +315,16 @@ def test_draws_are_done_with_when_their_group_is():
 # ---- the stage itself
 
 
-def write_run(out, **knobs):
-    """A run directory as the launcher makes it; the trainer stands at version 0."""
+def write_run(out, loaded=True, **knobs):
+    """A run directory as the launcher makes it; the trainer stands at version 0, the actor has its problems."""
     common = dict(batch_size=8, attempts=4, steps=3, row_tokens=64, trainers=1, run_id="abc")
     limits = dict(stall_timeout=30, start_timeout=30)
     config = cfg.Config(run="r", out=str(out), **common | limits | knobs)
     run_dir = launch.write(config)
     (run_dir / "queues").mkdir()
     notice(run_dir / "queues" / "version.json", version=0, position={"next": 0, "ahead": []})
+    if loaded:
+        announce_loaded(run_dir / "queues")
     return run_dir
 
 
@@ -389,6 +392,35 @@ def test_a_ring_that_overflows_drops_the_oldest_and_says_so(tmp_path):
         ({"7": 4, "8": 4}, {"ring_full": {"5": 4, "6": 4}}),
     ]
     assert noticed(queues / "dropped.json") == {"groups": 3}
+
+
+def test_problems_that_load_slowly_are_not_taken_for_missing_rollouts(tmp_path):
+    run_dir = write_run(tmp_path, loaded=False, steps=1, stall_timeout=2)
+    command = [sys.executable, "preprocess.py", str(run_dir)]
+    stage = subprocess.Popen(command, cwd=ROOT)
+    try:
+        # longer than stall_timeout after all else is there
+        with pytest.raises(subprocess.TimeoutExpired):
+            stage.wait(6)
+        for i in range(2):
+            samples = [make_sample(5, reward=float(k % 2)) for k in range(4)]
+            Queue(run_dir / "queues" / "rollouts").put(group_record(i, samples))
+        announce_loaded(run_dir / "queues")
+        assert stage.wait(30) == 0
+    finally:
+        stage.kill()
+
+
+def test_problems_that_never_load_are_named(tmp_path):
+    run_dir = write_run(tmp_path, loaded=False, start_timeout=1)
+    command = [sys.executable, "preprocess.py", str(run_dir)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    words = "preprocess: the actor has not loaded its problems and rewards within 1 s"
+    assert done.returncode == 1 and words in done.stderr.splitlines()[-1]
+    # on the terminal, too
+    assert words in done.stdout
+    with pytest.raises(TimeoutError, match="train: the actor has not loaded .* task toy slow"):
+        wait_until_loaded(cfg.Config(start_timeout=0.1), run_dir / "queues", "train")
 
 
 def test_a_record_of_another_run_stops_the_stage_by_name(tmp_path):

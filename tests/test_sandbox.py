@@ -1,6 +1,7 @@
 """Reward functions in worker processes: what they answer, what they survive, what they leave behind."""
 
 import asyncio
+import itertools
 import multiprocessing
 import os
 import signal
@@ -20,10 +21,12 @@ def problems(split, seed=0):
     return [{"prompt": "a"}]
 def reward(problem, completion, finished):
     time.sleep(problem.get("seconds", 0))
-    if completion in ACTS:
+    if isinstance(completion, str) and completion in ACTS:
         return ACTS[completion]()
     if completion == "bug":
         return problem["absent"]
+    if not isinstance(completion, str):
+        return completion
     return dict(number=0.25, one=1, outcome="no_answer", nan=float("nan"), word="perhaps", none=None).get(completion, completion)
 def loop():
     while True:
@@ -34,6 +37,11 @@ def loop():
             pass
 def deep():
     return deep()
+def nested():
+    found = []
+    for _ in range(100000):
+        found = [found]
+    return found
 ACTS = dict(
     loop=loop,
     sleep=lambda: time.sleep(1000),
@@ -44,9 +52,18 @@ ACTS = dict(
     killed=lambda: os.kill(os.getpid(), 9),
     child=lambda: subprocess.run(["sleep", "987"]),
     orphan=lambda: [subprocess.Popen(["sleep", "987"]), loop()],
+    deep_list=nested,
+    digits=lambda: 10**1000000,
+    many=lambda: 10**4000,
+    bytes=lambda: b"x" * 20000000,
+    object=object,
+    infinite=lambda: float("-inf"),
     main=lambda: float(len(__import__("sys").modules["__main__"].__dict__.get("MARK", ""))),
 )
 def respond(problem, turns):
+    if "turn" in problem:
+        turn = problem["turn"]
+        return ACTS[turn]() if isinstance(turn, str) and turn in ACTS else turn
     return None if len(turns) == 2 else f"turn {len(turns)}: {turns[-1]}"
 """
 RIGHT = dict(reward=1.0, success=True, outcome="correct")
@@ -174,6 +191,49 @@ def test_a_faulty_task_ends_the_run_and_is_named(sandboxed):
 def test_what_is_no_reward_is_refused(sandboxed, wrong, words):
     with pytest.raises(RuntimeError, match=f"tasks/odd.py.*{words}"):
         sandboxed(lambda s: s.score("odd", {}, wrong, True))
+
+
+LARGE = dict(
+    text="x" * (20 << 20),
+    lists=[[0] * 1000] * 7000,
+    deep_list="deep_list",
+    digits="digits",
+    many="many",
+    bytes="bytes",
+    object="object",
+    infinite="infinite",
+    dictionary={str(k): k for k in range(200000)},
+)
+
+
+@pytest.mark.parametrize("function", ["reward", "respond"])
+@pytest.mark.parametrize("what", LARGE)
+def test_what_is_large_or_no_json_stays_in_the_worker_and_names_the_task(
+    sandboxed, capfd, what, function
+):
+    async def work(s):
+        if function == "reward":
+            await s.score("odd", {}, LARGE[what], True)
+        else:
+            await s.respond("odd", {"turn": LARGE[what]}, ["x"])
+
+    with pytest.raises(RuntimeError, match=f"tasks/odd.py.*{function}") as e:
+        sandboxed(work, reward_timeout=5.0)
+    assert len(str(e.value)) < 600
+    said = capfd.readouterr()
+    assert len(said.out + said.err) < 5000
+
+
+def test_deadlines_of_rewards_do_not_mind_the_wall_clock(sandboxed, monkeypatch):
+    """Somebody sets it a day ahead, then two days back, while rewards are computed."""
+    days = itertools.cycle([20000, 20001, 19999])
+    monkeypatch.setattr(time, "time", lambda: 86400.0 * next(days))
+
+    async def work(s):
+        return rewards(await forty(s, 0.1)), s.counts
+
+    found, counts = sandboxed(work, reward_timeout=1.0)
+    assert found == [i / 100 for i in range(40)] and counts == {"verdicts": 40}
 
 
 async def forty(s, seconds=0):

@@ -326,6 +326,20 @@ def test_raw_and_templated_prompts(tmp_path):
     )
 
 
+@pytest.mark.parametrize("text", ["\u00e9", " ", " \u00e9\u00e9", "\u4f60\u597d" * 40])
+def test_a_prompt_of_no_tokens_is_named(tmp_path, text):
+    """This tokenizer leaves out what it does not know."""
+    from transformers import Qwen2Config
+
+    base_model.make_tokenizer([toy]).save_pretrained(tmp_path)
+    Qwen2Config(eos_token_id=1).save_pretrained(tmp_path)
+    p = Prompter(cfg.Config(model=str(tmp_path), max_model_len=100))
+    fine = {"prompt": "ba="}
+    p.check({"toy": [fine] * 3})
+    with pytest.raises(cfg.ConfigError, match="task toy, problem 3: the prompt .* is no token"):
+        p.check({"toy": [fine, fine, {"prompt": text}]})
+
+
 def test_a_prompt_longer_than_the_context_is_named(tmp_path):
     p = prompter(tmp_path, max_model_len=20)
     p.check({"maths": [{"prompt": "a" * 19, "where": "f.jsonl:1"}]})

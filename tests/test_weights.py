@@ -16,6 +16,7 @@ import weights
 from conftest import PORT, register, resolved, with_knobs
 from plumbing import group, launch, secret, wire
 from plumbing.client import token_versions
+from plumbing.queues import noticed
 from plumbing.ranks import Ranks
 from plumbing.wire import buckets
 from tasks import toy
@@ -302,6 +303,29 @@ def test_an_update_waits_for_the_only_engine_to_come_back(engine, sender):
     sender.wait()
     worst, versions = difference(engine, sender.model)
     assert worst < 1e-4 and versions == {411}
+
+
+@pytest.mark.parametrize("refusals", [1, 3])
+def test_an_only_engine_that_refuses_a_swap_is_asked_again(engine, sender, monkeypatch, refusals):
+    update(sender, 412)
+    said = []
+    left = [f"refused, 500 number {n}" for n in range(refusals)]
+    call = group.Engines._call
+
+    def refuse(self, member, path, body):
+        said.append(noticed(sender.version_file))
+        if path == "/request_weight_update" and left:
+            raise RuntimeError(left.pop())
+        return call(self, member, path, body)
+
+    monkeypatch.setattr(group.Engines, "_call", refuse)
+    perturb(sender.model)
+    update(sender, 413)
+    # meanwhile it served what it had
+    assert {(x["version"], *x["engines"]) for x in said} == {(412, url_of(engine))}
+    assert not left
+    worst, versions = difference(engine, sender.model)
+    assert worst < 1e-4 and versions == {413}
 
 
 class Mute(BaseHTTPRequestHandler):

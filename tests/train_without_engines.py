@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 import train
+from plumbing.problems import announce_loaded
 from weights import TIMES
 
 clip = torch.nn.utils.clip_grad_norm_
@@ -84,6 +85,7 @@ def main(optimizers, run_dirs):
     for run_dir in run_dirs:
         path = Path(run_dir, "gradients.safetensors")
         torch.nn.utils.clip_grad_norm_ = functools.partial(clip_and_keep, path)
+        announce_loaded(f"{run_dir}/queues")
         train.main(run_dir)
 
 
