@@ -294,18 +294,20 @@ import os, sys
 sys.path.insert(0, {root!r})
 from plumbing.log import last_words
 
-def fill(size):
-    try:
-        while os.write(out, b"x" * size):
+def fill(file):
+    for size in (1 << 16, 1):
+        try:
+            while os.write(file, b"x" * size):
+                pass
+        except OSError:
             pass
-    except OSError:
-        return fill(size // 2) if size > 1 else None
 
 sys.excepthook = last_words
 print("has begun", flush=True)
 out = os.open({run!r} + "/logs/fill", os.O_WRONLY | os.O_CREAT)
-fill(1 << 16)
-os.sync()
+fill(out)
+# the log, too, to the end of its page
+fill(2)
 raise OSError(28, "no room for a checkpoint")
 """
 

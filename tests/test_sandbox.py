@@ -206,10 +206,12 @@ LARGE = dict(
 )
 
 
-@pytest.mark.parametrize("function", ["reward", "respond"])
-@pytest.mark.parametrize("what", LARGE)
+@pytest.mark.parametrize(
+    "function,what",
+    [*(("reward", what) for what in LARGE), *(("respond", what) for what in ("text", "digits"))],
+)
 def test_what_is_large_or_no_json_stays_in_the_worker_and_names_the_task(
-    sandboxed, capfd, what, function
+    sandboxed, capfd, function, what
 ):
     async def work(s):
         if function == "reward":
