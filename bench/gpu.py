@@ -343,6 +343,11 @@ def head_step(model, tokens):
     return found.detach()
 
 
+def fixed_chunk(chunk, vocabulary, width):
+    """In place of train.head_chunk."""
+    return chunk
+
+
 def head():
     """The output head in chunks gives the same logprobs and gradient whatever their size; time and
     memory of each size, forward and backward, and of a compiled head. The model has no layers.
@@ -351,13 +356,13 @@ def head():
     tokens = row(shape, on_gpu(8192, 512))["tokens"]
     model = random_model(shape, {}, cfg.Config(), torch.bfloat16)
     step = functools.partial(head_step, model, tokens)
-    usual = train.HEAD_ELEMENTS
-    train.HEAD_ELEMENTS = 1 << 40
+    usual = train.head_chunk
+    train.head_chunk = lambda *_: len(tokens)
     reference = step()
     of_reference = model.lm_head.weight.grad.clone()
-    for bits in on_gpu([24, 26, 28], [15, 17]):
-        train.HEAD_ELEMENTS = 1 << bits
-        case = f"2^{bits} logits at once: "
+    for chunk in on_gpu([110, 440, 1760], [128, 256]):
+        train.head_chunk = functools.partial(fixed_chunk, chunk)
+        case = f"logits of {chunk} tokens at once: "
         error = (step() - reference).abs().max().item()
         yield figure(case, "logprobs, max", error, "nats", most=0.02)
         error = relative(model.lm_head.weight.grad, of_reference)
@@ -365,7 +370,7 @@ def head():
         seconds, peak = measure(step)
         yield figure(case, f"{len(tokens)} tokens", 1e3 * seconds, "ms")
         yield peak_of(case, peak)
-    train.HEAD_ELEMENTS = usual
+    train.head_chunk = usual
     if not CUDA:
         yield skipped("compiled", "the rehearsal compiles nothing")
         return

@@ -314,7 +314,7 @@ def test_a_base_model_that_cannot_be_made_and_ctrl_c_meanwhile(tmp_path):
         assert process.wait(40) == 1
         assert "making the base model failed, see" in words() and "started" not in words()
     # as soon as anything runs: bash is then still reading its own lines
-    for _ in range(5):
+    for _ in range(3):
         with launched(tmp_path, [("prepare", "sleep 1000")]) as (process, words, terminal):
             eventually(lambda: any("sleep" in command for command in commands(tmp_path)))
             os.write(terminal, b"\x03")
