@@ -550,6 +550,9 @@ def plan():
     if importlib.util.find_spec("vllm") is None:
         yield skipped("Plan on vLLM's tensors", "vLLM is not installed")
         return
+    from plumbing.launch import ENGINE_ENV
+
+    os.environ |= ENGINE_ENV
     os.environ |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1")
     # before vLLM loads a model: on a CPU it keeps matrices that vLLM would free
     from vllm import LLM, SamplingParams
@@ -561,12 +564,19 @@ def plan():
         str(path),
         dtype=on_gpu("bfloat16", "float32"),
         skip_tokenizer_init=True,
-        enforce_eager=True,
+        # as plumbing/launch.py has it: with CUDA graphs
+        enforce_eager=not CUDA,
+        enable_chunked_prefill=False,
+        enable_prefix_caching=False,
         max_model_len=256,
         max_num_seqs=8,
         gpu_memory_utilization=0.2,
         logprobs_mode="processed_logprobs",
     )
+    prompt = [45, 4, 52, 29, 2]
+    sampling = SamplingParams(max_tokens=32, logprobs=0, ignore_eos=True, detokenize=False)
+    # once with the old weights
+    llm.generate([dict(prompt_token_ids=prompt)], sampling, use_tqdm=False)
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa")
     model.token_logprobs = types.MethodType(train.token_logprobs, model)
     for p in model.parameters():
@@ -576,8 +586,6 @@ def plan():
     yield figure("", "model holds what was received, before", int(before), most=0)
     yield figure("", "likewise, after a swap", int(after), least=1)
     yield figure("", "swap", 1e3 * seconds, "ms")
-    prompt = [45, 4, 52, 29, 2]
-    sampling = SamplingParams(max_tokens=32, logprobs=0, ignore_eos=True, detokenize=False)
     answers = llm.generate([dict(prompt_token_ids=prompt)], sampling, use_tqdm=False)
     answer = answers[0].outputs[0]
     sampled = list(answer.token_ids)
