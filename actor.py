@@ -22,6 +22,7 @@ import numpy as np
 import config as cfg
 from plumbing.checkpoints import last_state
 from plumbing.client import Engines
+from plumbing.doors import NewestVersion
 from plumbing.ledger import Draws
 from plumbing.log import SamplesLog
 from plumbing.problems import load_problems
@@ -110,7 +111,8 @@ class Actor:
         self.tasks = list(cfg.task_weights(config.task))
         self.prompter = Prompter(config)
         self.sandbox = Sandbox(config)
-        self.engines = Engines(config, self.prompter.stop)
+        newest = NewestVersion(self.queues / "version.json")
+        self.engines = Engines(config, self.prompter.stop, self.prompter.vocabulary, newest)
         self.rollouts = Queue(self.queues / "rollouts", maxlen=10000)
         self.evals = Queue(self.queues / "evals")
         # sequences of groups that run or wait for a place

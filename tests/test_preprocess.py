@@ -314,11 +314,11 @@ def test_draws_are_done_with_when_their_group_is():
 # ---- the stage itself
 
 
-def write_run(out, **knobs):
+def write_run(out, model, **knobs):
     """A run directory as the launcher makes it; the trainer stands at version 0."""
     common = dict(batch_size=8, attempts=4, steps=3, row_tokens=64, trainers=1, run_id="abc")
     limits = dict(stall_timeout=30, start_timeout=30)
-    config = cfg.Config(run="r", out=str(out), **common | limits | knobs)
+    config = cfg.Config(run="r", out=str(out), model=str(model), **common | limits | knobs)
     run_dir = launch.write(config)
     (run_dir / "queues").mkdir()
     notice(run_dir / "queues" / "version.json", version=0, position={"next": 0, "ahead": []})
@@ -332,9 +332,9 @@ def until(condition):
         time.sleep(0.02)
 
 
-def test_a_ring_that_overflows_drops_the_oldest_and_says_so(tmp_path):
+def test_a_ring_that_overflows_drops_the_oldest_and_says_so(tmp_path, base_model):
     """The real stage, with a trainer that stands still at version 0 (the test writes its notices)."""
-    run_dir = write_run(tmp_path, on_full="drop_oldest", advantage="none")
+    run_dir = write_run(tmp_path, base_model, on_full="drop_oldest", advantage="none")
     queues = run_dir / "queues"
     rollouts = Queue(queues / "rollouts")
     batches = Queue(queues / "batches" / "rank_0")
@@ -391,20 +391,11 @@ def test_a_ring_that_overflows_drops_the_oldest_and_says_so(tmp_path):
     assert noticed(queues / "dropped.json") == {"groups": 3}
 
 
-def test_a_record_of_another_run_stops_the_stage_by_name(tmp_path):
-    run_dir = write_run(tmp_path)
-    Queue(run_dir / "queues" / "rollouts").put(group_record(0, [], run_id="xyz"))
-    command = [sys.executable, "preprocess.py", str(run_dir)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert "rollouts is of run xyz, this is run abc" in done.stderr.splitlines()[-1]
-
-
 @pytest.mark.parametrize("no_signal", ["keep", "drop"])
-def test_groups_without_signal(tmp_path, no_signal):
+def test_groups_without_signal(tmp_path, base_model, no_signal):
     """The real stage: of six groups, of two tasks in turn, every second has four equal rewards."""
     knobs = dict(task="toy,countdown", batch_size=12, steps=1, no_signal=no_signal)
-    run_dir = write_run(tmp_path, **knobs)
+    run_dir = write_run(tmp_path, base_model, **knobs)
     rollouts = Queue(run_dir / "queues" / "rollouts")
     no_answer = cfg.OUTCOMES.index("no_answer")
     for i in range(6):
