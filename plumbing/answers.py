@@ -46,7 +46,7 @@ class Span(BaseModel, strict=True):
 
 
 class Choice(BaseModel, strict=True):
-    token_ids: list[NonNegativeInt]
+    token_ids: Annotated[list[NonNegativeInt], Field(min_length=1)]
     logprobs: Logprobs
     weight_versions: list[Span]
     finish_reason: Literal["stop", "length"]
@@ -78,27 +78,37 @@ def read_answer(body, max_tokens, stop, vocabulary, newest):
     except ValidationError as e:
         raise _not_of_the_contract(e) from None
     tokens = choice.token_ids
+    length = len(tokens)
+    largest = max(tokens)
+    need(length <= max_tokens, "token_ids", f"{length} of {max_tokens} asked for")
+    need(largest < vocabulary, "token_ids", f"id {largest}, the vocabulary has {vocabulary}")
+    logprobs = _logprobs(choice)
+    versions = token_versions([span.model_dump() for span in choice.weight_versions], length)
+    newest_here = versions[-1]
+    need(newest.reaches(newest_here), "weight_versions", f"{newest_here} is not trained yet")
+    finished = choice.finish_reason == "stop"
+    last = tokens[-1]
+    if finished:
+        need(last in stop, "finish_reason", f"stop after token {last}, which is none")
+    else:
+        need(length == max_tokens, "finish_reason", f"length after {length} of {max_tokens}")
+    return dict(tokens=tokens, logprobs=logprobs, versions=versions, finished=finished)
+
+
+def _logprobs(choice):
+    """Of every token sampled; BadAnswer if they are not of these tokens, or not possible."""
+    tokens = choice.token_ids
     content = choice.logprobs.content
-    reason = choice.finish_reason
-    need(1 <= len(tokens) <= max_tokens, "tokens", f"{len(tokens)} of {max_tokens} asked for")
-    need(max(tokens) < vocabulary, "tokens", f"id {max(tokens)}, the vocabulary has {vocabulary}")
-    need(len(content) == len(tokens), "logprobs", f"{len(content)} of {len(tokens)} tokens")
-    need(all(x.token_id in (None, t) for x, t in zip(content, tokens)), "logprobs", "of others")
+    told = len(content)
+    need(told == len(tokens), "logprobs", f"{told} of {len(tokens)} tokens")
+    matches = all(x.token_id in (None, token) for x, token in zip(content, tokens))
+    need(matches, "logprobs", "they are of other tokens")
     logprobs = [x.logprob for x in content]
     low = min(logprobs)
     high = max(logprobs)
-    need(low > NO_LOGPROB and high <= ROUNDING, "logprobs", f"from {low:g} to {high:g}")
-    versions = token_versions([span.model_dump() for span in choice.weight_versions], len(tokens))
-    need(newest.reaches(versions[-1]), "weight_versions", f"{versions[-1]} is not trained yet")
-    ended = tokens[-1] in stop if reason == "stop" else len(tokens) == max_tokens
-    end = f"{reason} after {len(tokens)} of {max_tokens} tokens, the last one {tokens[-1]}"
-    need(ended, "finish_reason", end)
-    return dict(
-        tokens=tokens,
-        logprobs=[min(x, 0.0) for x in logprobs],
-        versions=versions,
-        finished=reason == "stop",
-    )
+    need(low > NO_LOGPROB, "logprobs", f"{low:g}")
+    need(high <= ROUNDING, "logprobs", f"{high:g}")
+    return [min(x, 0.0) for x in logprobs]
 
 
 def token_versions(spans, length):
@@ -124,7 +134,10 @@ def token_versions(spans, length):
 def _not_of_the_contract(error):
     """BadAnswer of the first thing that pydantic found."""
     found = error.errors(include_url=False, include_input=False)[0]
-    names = [str(x) for x in found["loc"] if not isinstance(x, int)]
-    where = ".".join(names) or "body"
+    names = [name for name in found["loc"] if isinstance(name, str)]
+    where = ".".join(names)
+    if not names:
+        return BadAnswer("json", found["msg"])
     # choices.token_ids -> token_ids
-    return BadAnswer(names[:2][-1] if names else "json", f"{where}: {found['msg']}")
+    reason = names[:2][-1]
+    return BadAnswer(reason, f"{where}: {found['msg']}")

@@ -30,7 +30,8 @@ from safetensors.numpy import load, save_file
 WAIT = 1800.0
 # seconds between two looks, each of which costs NFS a few round trips
 POLL = 0.005
-NAME = re.compile(r"([0-9]{10,18})\.safetensors")
+# a number has one name
+NAME = re.compile(r"([0-9]{10}|[1-9][0-9]{10,17})\.safetensors")
 
 
 class Refused(ValueError):

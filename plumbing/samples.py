@@ -97,6 +97,8 @@ def filler():
 # what every record of samples has; a field that somebody adds is looked at where it is there
 SAMPLED = ("tokens", "mask", "logprobs", "versions")
 SAMPLED += ("task", "temperature", "reward", "outcome", "finished", "num_versions")
+# tokens of a sample: their sum over a record stays within int64
+LONGEST = 1 << 40
 
 
 def most_bytes(tokens):
@@ -125,8 +127,10 @@ def _problem_with_forms(record, needed):
         return "lengths is no array [S] of int64"
     lengths = record["lengths"]
     samples = len(lengths)
-    if samples and (lengths.min() < 1 or lengths.max() > 1 << 40):
-        return f"lengths from {lengths.min()} to {lengths.max()}"
+    shortest = lengths.min(initial=1)
+    longest = lengths.max(initial=1)
+    if shortest < 1 or longest > LONGEST:
+        return f"lengths from {shortest} to {longest}"
     tokens = int(lengths.sum())
     expected = dict.fromkeys(TOKEN_FIELDS, tokens) | dict.fromkeys(SAMPLE_FIELDS, samples)
     for name, dtype in (TOKEN_FIELDS | SAMPLE_FIELDS).items():
@@ -161,17 +165,22 @@ def _problem_with_values(record, vocabulary, tasks):
     }
     for name, (low, high) in ranges.items():
         values = record[name]
-        if values.min() < low or values.max() > high:
-            return f"{name} from {values.min()} to {values.max()}, must be from {low} to {high}"
-    if record["temperature"].min() <= 0:
-        return f"temperature {record['temperature'].min()}"
+        lowest = values.min()
+        highest = values.max()
+        if lowest < low or highest > high:
+            return f"{name} from {lowest} to {highest}, must be from {low} to {high}"
+    coldest = record["temperature"].min()
+    if coldest <= 0:
+        return f"temperature {coldest}"
     mask = record["mask"]
-    starts = record["lengths"].cumsum() - record["lengths"]
-    if mask[starts].any():
+    versions = record["versions"][mask]
+    logprobs = record["logprobs"][mask]
+    positions, _ = layout(record["lengths"])
+    if mask[positions == 0].any():
         return "the first token of a sample counts as sampled, from nothing"
-    if (record["versions"][mask] < 0).any():
+    if versions.min(initial=0) < 0:
         return "a sampled token has no version"
-    if (record["logprobs"][mask] > 0).any():
+    if logprobs.max(initial=0) > 0:
         return "a sampled token has a logprob above 0"
     return None
 

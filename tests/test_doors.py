@@ -171,6 +171,7 @@ def test_a_bad_file_takes_no_place_of_what_is_still_to_come(tmp_path):
     for number in ("0000000001", "0000000007", "9999999999"):
         (tmp_path / f"{number}.safetensors").write_bytes(b"foreign")
     for name in (
+        "00000000001.safetensors",
         "x.safetensors",
         "-000000001.safetensors",
         "1.safetensors",
@@ -272,7 +273,7 @@ BAD_ARRAYS = {
     "lengths in a table": (turned("lengths", np.atleast_2d), "lengths is no array"),
     "a length of 0": (at("lengths", 0), "lengths from 0"),
     "a length below 0": (at("lengths", -4), "lengths from -4"),
-    "a length of 2^62": (at("lengths", 1 << 62), f"lengths from 5 to {1 << 62}"),
+    "a length of 2^62": (at("lengths", 1 << 62), f"to {1 << 62}"),
     "lengths for other tokens": (at("lengths", 6), "tokens has 18 values for 3 samples of 17"),
     "tokens cut": (turned("tokens", lambda x: x[:-1]), "tokens has 17 values"),
     "mask cut": (turned("mask", lambda x: x[1:]), "mask has 17 values"),
@@ -606,8 +607,6 @@ BAD_ANSWERS = {
         "nulls": answer(token_ids=[29, None, 1]),
         "below 0": answer(token_ids=[29, -30, 1]),
         "nested": answer(token_ids=[[29, 30, 1]]),
-    },
-    "tokens": {
         "none": sampled([]),
         "too many": sampled([29] * ASKED + [1]),
         "beyond": sampled([29, 50, 1]),

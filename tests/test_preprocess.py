@@ -391,6 +391,30 @@ def test_a_ring_that_overflows_drops_the_oldest_and_says_so(tmp_path, base_model
     assert noticed(queues / "dropped.json") == {"groups": 3}
 
 
+def test_the_stage_goes_on_without_what_it_refuses(tmp_path, base_model):
+    """The real stage: a damaged record, one of another run, one with a token that the model has not, and one twice."""
+    run_dir = write_run(tmp_path, base_model, steps=1)
+    queues = run_dir / "queues"
+    rollouts = Queue(queues / "rollouts")
+    two = [make_sample(4, reward=1.0), make_sample(5)]
+    odd = [make_sample(4, reward=1.0), make_sample(5, tokens=np.full(5, 10**6))]
+    good = group_record(0, two)
+    foreign = group_record(2, two, run_id="xyz")
+    for record in (foreign, good, good, group_record(3, odd), {}, group_record(1, two)):
+        rollouts.put(record)
+    (queues / "rollouts" / "0000000004.safetensors").write_bytes(b"damaged")
+    command = [sys.executable, "preprocess.py", str(run_dir)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    last = read_step(Queue(queues / "batches" / "rank_0"))[-1]
+    assert last["problems"] == {"0": 2, "1": 2}
+    # what may have been groups of this run is made up for, and drawn again
+    assert noticed(queues / "dropped.json") == {"groups": 2}
+    assert last["position"] == {"next": 2, "ahead": []}
+    for words in ("other_run", "duplicate", "problem 3: tokens from 0 to 1000000", "damaged"):
+        assert words in done.stdout
+
+
 @pytest.mark.parametrize("no_signal", ["keep", "drop"])
 def test_groups_without_signal(tmp_path, base_model, no_signal):
     """The real stage: of six groups, of two tasks in turn, every second has four equal rewards."""
