@@ -23,7 +23,6 @@ import config as cfg
 from plumbing.checkpoints import last_state
 from plumbing.doors import NewestVersion, RolloutCheck
 from plumbing.ledger import Ledger
-from plumbing.prompts import vocabulary
 from plumbing.queues import Queue, notice, noticed
 from plumbing.samples import filler, join, layout, most_bytes, split
 
@@ -285,7 +284,7 @@ def reference_model(config):
 
 
 def wait_for_trainer(config, version_file):
-    """Until the trainer has announced its first version. TimeoutError after `start_timeout` s."""
+    """What the trainer announces with its first version. TimeoutError after `start_timeout` s."""
     deadline = time.monotonic() + config.start_timeout
     while not noticed(version_file):
         if time.monotonic() > deadline:
@@ -293,6 +292,7 @@ def wait_for_trainer(config, version_file):
                 f"preprocess: the trainer announced no version in {version_file} within {config.start_timeout:.0f} s"
             )
         time.sleep(0.05)
+    return noticed(version_file)
 
 
 def announce_drops(ledger, announced, path):
@@ -312,15 +312,14 @@ def main(run_dir):
     batches = [Queue(queues / "batches" / f"rank_{r}", maxlen=1000) for r in ranks]
     state = last_state(run_dir)
     ledger = Ledger(**state["position"])
-    newest = NewestVersion(version_file)
-    check = RolloutCheck(config, ledger, vocabulary(config), newest)
+    vocabulary = wait_for_trainer(config, version_file)["vocabulary"]
+    check = RolloutCheck(config, ledger, vocabulary, NewestVersion(version_file))
     largest = most_bytes(config.attempts * config.max_model_len)
     rollouts = Queue(queues / "rollouts", largest=largest, check=check)
     ring = Ring(config, rollouts, ledger)
     reference = reference_model(config) if config.kl_coef else None
     packer = Packer(config, batches, ledger, state["version"], reference)
     rng = random.Random(config.seed)
-    wait_for_trainer(config, version_file)
     print(
         f"preprocess: {config.trainers} ranks, rows of {config.row_tokens} tokens, from step {packer.step}",
         flush=True,

@@ -7,11 +7,6 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from config import ConfigError
 
 
-def vocabulary(config):
-    """How many token ids the model has; its tokenizer may know fewer."""
-    return AutoConfig.from_pretrained(config.model).get_text_config().vocab_size
-
-
 class Prompter:
     """The model's tokenizer, its stop tokens and, with --chat True, its chat template."""
 
@@ -20,13 +15,14 @@ class Prompter:
         self.tokenizer = AutoTokenizer.from_pretrained(config.model)
         if config.chat and not self.tokenizer.chat_template:
             raise ConfigError(f"--chat True: the tokenizer of {config.model} has no chat template")
-        self.vocabulary = vocabulary(config)
+        model = AutoConfig.from_pretrained(config.model)
+        # how many token ids the model has; the tokenizer may know fewer
+        self.vocabulary = model.get_text_config().vocab_size
         # chat models often have several stop tokens
         try:
             ends = GenerationConfig.from_pretrained(config.model).eos_token_id
         # a model need not have a generation config; vLLM, too, then makes it of the model's
         except OSError:
-            model = AutoConfig.from_pretrained(config.model)
             ends = GenerationConfig.from_model_config(model).eos_token_id
         if not isinstance(ends, list):
             ends = [ends]

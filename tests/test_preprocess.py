@@ -314,14 +314,19 @@ def test_draws_are_done_with_when_their_group_is():
 # ---- the stage itself
 
 
-def write_run(out, model, **knobs):
+def write_run(out, **knobs):
     """A run directory as the launcher makes it; the trainer stands at version 0."""
     common = dict(batch_size=8, attempts=4, steps=3, row_tokens=64, trainers=1, run_id="abc")
     limits = dict(stall_timeout=30, start_timeout=30)
-    config = cfg.Config(run="r", out=str(out), model=str(model), **common | limits | knobs)
+    config = cfg.Config(run="r", out=str(out), **common | limits | knobs)
     run_dir = launch.write(config)
     (run_dir / "queues").mkdir()
-    notice(run_dir / "queues" / "version.json", version=0, position={"next": 0, "ahead": []})
+    notice(
+        run_dir / "queues" / "version.json",
+        version=0,
+        vocabulary=64,
+        position={"next": 0, "ahead": []},
+    )
     return run_dir
 
 
@@ -332,9 +337,9 @@ def until(condition):
         time.sleep(0.02)
 
 
-def test_a_ring_that_overflows_drops_the_oldest_and_says_so(tmp_path, base_model):
+def test_a_ring_that_overflows_drops_the_oldest_and_says_so(tmp_path):
     """The real stage, with a trainer that stands still at version 0 (the test writes its notices)."""
-    run_dir = write_run(tmp_path, base_model, on_full="drop_oldest", advantage="none")
+    run_dir = write_run(tmp_path, on_full="drop_oldest", advantage="none")
     queues = run_dir / "queues"
     rollouts = Queue(queues / "rollouts")
     batches = Queue(queues / "batches" / "rank_0")
@@ -391,9 +396,9 @@ def test_a_ring_that_overflows_drops_the_oldest_and_says_so(tmp_path, base_model
     assert noticed(queues / "dropped.json") == {"groups": 3}
 
 
-def test_the_stage_goes_on_without_what_it_refuses(tmp_path, base_model):
+def test_the_stage_goes_on_without_what_it_refuses(tmp_path):
     """The real stage: a damaged record, one of another run, one with a token that the model has not, and one twice."""
-    run_dir = write_run(tmp_path, base_model, steps=1)
+    run_dir = write_run(tmp_path, steps=1)
     queues = run_dir / "queues"
     rollouts = Queue(queues / "rollouts")
     two = [make_sample(4, reward=1.0), make_sample(5)]
@@ -416,10 +421,10 @@ def test_the_stage_goes_on_without_what_it_refuses(tmp_path, base_model):
 
 
 @pytest.mark.parametrize("no_signal", ["keep", "drop"])
-def test_groups_without_signal(tmp_path, base_model, no_signal):
+def test_groups_without_signal(tmp_path, no_signal):
     """The real stage: of six groups, of two tasks in turn, every second has four equal rewards."""
     knobs = dict(task="toy,countdown", batch_size=12, steps=1, no_signal=no_signal)
-    run_dir = write_run(tmp_path, base_model, **knobs)
+    run_dir = write_run(tmp_path, **knobs)
     rollouts = Queue(run_dir / "queues" / "rollouts")
     no_answer = cfg.OUTCOMES.index("no_answer")
     for i in range(6):
