@@ -23,6 +23,7 @@ import config as cfg
 from plumbing import secret
 from plumbing.checkpoints import last_state
 from plumbing.client import Engines
+from plumbing.doors import NewestVersion
 from plumbing.ledger import Draws
 from plumbing.log import SamplesLog, last_words
 from plumbing.problems import announce_loaded, load_problems
@@ -111,7 +112,14 @@ class Actor:
         self.tasks = list(cfg.task_weights(config.task))
         self.prompter = Prompter(config)
         self.sandbox = Sandbox(config)
-        self.engines = Engines(config, self.prompter.stop, secret.header(run_dir))
+        newest = NewestVersion(self.queues / "version.json")
+        self.engines = Engines(
+            config,
+            self.prompter.stop,
+            self.prompter.vocabulary,
+            newest,
+            secret.header(run_dir),
+        )
         self.rollouts = Queue(self.queues / "rollouts", maxlen=10000)
         self.evals = Queue(self.queues / "evals")
         # sequences of groups that run or wait for a place

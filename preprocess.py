@@ -21,11 +21,12 @@ import numpy as np
 
 import config as cfg
 from plumbing.checkpoints import last_state
+from plumbing.doors import NewestVersion, RolloutCheck
 from plumbing.ledger import Ledger
 from plumbing.log import last_words
 from plumbing.problems import wait_until_loaded
 from plumbing.queues import Queue, notice, noticed
-from plumbing.samples import filler, join, layout, split
+from plumbing.samples import filler, join, layout, most_bytes, split
 
 # a row this full is emitted before its step is complete
 FULL = 0.95
@@ -97,6 +98,8 @@ class Packer:
         self.reference = reference
         self.groups = 0
         self.pending = []
+        # put so far, of the step
+        self.rounds = 0
         # of the step: {task: Counter of samples, reward, tokens and outcomes}
         self.by_task = {}
 
@@ -137,6 +140,7 @@ class Packer:
             last = complete and k >= len(rows) - ranks
             record = join(row) | pace
             record |= {"run_id": config.run_id, "step": self.step, "last": last}
+            record["row"] = self.rounds + k // ranks
             if self.reference:
                 record["ref_logprobs"] = self.reference(record)
             if last and k == len(rows) - ranks:
@@ -144,8 +148,10 @@ class Packer:
             if last:
                 record |= of_step
             self.queues[k % ranks].put(record, config.stall_timeout)
+        self.rounds += len(rows) // ranks
         if complete:
             self.step += 1
+            self.rounds = 0
             self.groups = 0
             self.by_task = {}
 
@@ -194,17 +200,18 @@ class Ring:
                 seq, record = self.rollouts.get(0.0)
             except TimeoutError:
                 break
-            if record["run_id"] != self.config.run_id:
-                raise RuntimeError(
-                    f"preprocess: record {seq} of {self.rollouts.path} is of run {record['run_id']}, this is run "
-                    f"{self.config.run_id}: start over with --fresh True"
-                )
             self.last_input = time.monotonic()
             for arrived in self.in_order(record):
                 self.take(arrived)
             if drop_oldest and len(self.groups) > self.room:
                 self.drop(self.groups.popleft(), "ring_full")
             self.rollouts.ack(seq)
+        self.ledger.lose(self.rollouts.refused)
+        if self.ledger.lost and self.config.late == "wait":
+            raise RuntimeError(
+                f"preprocess: records of {self.rollouts.path} were refused, and the turn of their groups, for which "
+                "--late wait waits, would never come: the same command continues"
+            )
         if time.monotonic() - self.last_input > self.config.stall_timeout and not self.groups:
             seconds = self.config.stall_timeout
             raise TimeoutError(
@@ -279,7 +286,7 @@ def reference_model(config):
 
 
 def wait_for_trainer(config, version_file):
-    """Until the trainer has announced its first version. TimeoutError after `start_timeout` s."""
+    """What the trainer announces with its first version. TimeoutError after `start_timeout` s."""
     deadline = time.monotonic() + config.start_timeout
     while not noticed(version_file):
         if time.monotonic() > deadline:
@@ -287,6 +294,7 @@ def wait_for_trainer(config, version_file):
                 f"preprocess: the trainer announced no version in {version_file} within {config.start_timeout:.0f} s"
             )
         time.sleep(0.05)
+    return noticed(version_file)
 
 
 def announce_drops(ledger, announced, path):
@@ -302,17 +310,19 @@ def main(run_dir):
     config = cfg.load(run_dir)
     queues = Path(run_dir, "queues")
     version_file = queues / "version.json"
-    rollouts = Queue(queues / "rollouts")
     ranks = range(config.trainers)
     batches = [Queue(queues / "batches" / f"rank_{r}", maxlen=1000) for r in ranks]
     state = last_state(run_dir)
     ledger = Ledger(**state["position"])
+    vocabulary = wait_for_trainer(config, version_file)["vocabulary"]
+    wait_until_loaded(config, queues, "preprocess")
+    check = RolloutCheck(config, ledger, vocabulary, NewestVersion(version_file))
+    largest = most_bytes(config.attempts * config.max_model_len)
+    rollouts = Queue(queues / "rollouts", largest=largest, check=check)
+    ring = Ring(config, rollouts, ledger)
     reference = reference_model(config) if config.kl_coef else None
     packer = Packer(config, batches, ledger, state["version"], reference)
     rng = random.Random(config.seed)
-    wait_for_trainer(config, version_file)
-    wait_until_loaded(config, queues, "preprocess")
-    ring = Ring(config, rollouts, ledger)
     print(
         f"preprocess: {config.trainers} ranks, rows of {config.row_tokens} tokens, from step {packer.step}",
         flush=True,

@@ -74,7 +74,8 @@ class Sender:
         self.tried = []
         self.deliveries = 0
         # what queues/version.json says, under its lock
-        self.said = dict(version=-1, engines=[], position={}, done=False)
+        vocabulary = model.get_input_embeddings().weight.shape[0]
+        self.said = dict(version=-1, engines=[], position={}, done=False, vocabulary=vocabulary)
         self.said_lock = threading.Lock()
         # the weights in `flats`, under their lock, and what is known of them
         self.flats_lock = threading.Lock()

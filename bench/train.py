@@ -47,7 +47,7 @@ import config as cfg
 import train
 from bench.common import WORK, keep, machine, parser, result_file, table
 from plumbing.ranks import Ranks
-from plumbing.samples import join, layout, problem_with
+from plumbing.samples import SAMPLED, join, layout, problem_with
 from preprocess import advantages, pack
 from tasks import toy
 from tools.base_model import make_tokenizer
@@ -214,7 +214,7 @@ def own(shape, path):
 
     def step(records):
         for record in records:
-            assert problem_with(record) is None
+            assert problem_with(record, SAMPLED, model.config.vocab_size, 1) is None
         train.train_step(model, optimizers, records, 0, config, device)
 
     return prepare, step

@@ -10,7 +10,8 @@ import time
 from collections import Counter
 
 import aiohttp
-import numpy as np
+
+from plumbing.answers import BadAnswer, largest_answer, read_answer
 
 # a failed request is tried again this often, with back-off, before the attempt is given up
 RETRIES = 3
@@ -18,41 +19,40 @@ RETRIES = 3
 REST = 2.5
 
 
-def token_versions(spans, length):
-    """vLLM's weight version spans [{version, start, end}] -> version of each sampled token, int64
-    [length].
-
-    Raises ValueError if the spans do not cover the tokens exactly, or if the engine never got a
-    version from a trainer.
-    """
-    versions = np.full(length, -1, np.int64)
-    for span in spans or []:
-        versions[span["start"] : span["end"]] = int(span["version"])
-    if length and versions.min() < 0:
-        raise ValueError(f"version spans {spans} do not cover {length} tokens")
-    return versions
-
-
 class EngineGone(Exception):
     """The engine died, was started again or has no weights: the request did not fail, it moves."""
 
 
+async def _body(answer, largest):
+    """What an engine answered. BadAnswer if it is longer than `largest` bytes."""
+    body = bytearray()
+    async for part in answer.content.iter_any():
+        body += part
+        if len(body) > largest:
+            raise BadAnswer("too_long", f"more than {largest} bytes")
+    return bytes(body)
+
+
 class Engines:
-    """The engines that serve the trainer's weights. stop: token ids that end a completion; headers:
-    of every request.
+    """The engines that serve the trainer's weights.
+
+    stop: token ids that end a completion; vocabulary: how many ids there are; newest:
+    plumbing.doors.NewestVersion; headers: of every request.
     """
 
-    def __init__(self, config, stop, headers=None):
+    def __init__(self, config, stop, vocabulary, newest, headers=None):
         self.config = config
         self.headers = headers
         self.stop = sorted(stop)
+        self.vocabulary = vocabulary
+        self.newest = newest
         self.serving = []
         # by url: sequences in progress; before this time no work; HTTP connections
         self.load = Counter()
         self.rest_until = Counter()
         self.sessions = {}
         self.place_is_free = asyncio.Condition()
-        # events that are not errors but worth a line: retried, moved, failed
+        # events that are not errors but worth a line: retried, moved, failed, bad answers by reason
         self.counts = Counter()
         self.next_warning = 0.0
         # sampled since the last look; tokens/s and share of the engines' places that is empty, lately
@@ -167,41 +167,43 @@ class Engines:
                 except EngineGone as e:
                     self.rest_until[url] = time.monotonic() + REST
                     self._count("moved", url, e, tries)
-                except (aiohttp.ClientError, asyncio.TimeoutError, ValueError, KeyError) as e:
+                except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as e:
                     tries += 1
+                    if isinstance(e, BadAnswer):
+                        self.counts[f"bad_{e.reason}"] += 1
                     self._count("retried" if tries <= RETRIES else "failed", url, e, tries)
             await asyncio.sleep(min(0.5 * 2**tries, 10) * random.uniform(0.5, 1.5))
         return None
 
     async def _ask(self, url, body):
-        """One request and its answer."""
+        """One request and its answer, checked. Raises BadAnswer, EngineGone, and what aiohttp does."""
+        asked = body["sampling_params"]["max_tokens"]
         try:
-            async with self._session(url).post(url + "/inference/v1/generate", json=body) as answer:
-                if answer.status == 503:
-                    raise EngineGone(await answer.text())
-                if answer.status != 200:
-                    raise ValueError(f"{answer.status} {(await answer.text())[:300]}")
-                choice = (await answer.json())["choices"][0]
+            async with self._session(url).post(
+                url + "/inference/v1/generate", json=body, allow_redirects=False
+            ) as answer:
+                content = await _body(answer, largest_answer(asked))
         except asyncio.TimeoutError:
             raise
         except aiohttp.ClientConnectionError as e:
             raise EngineGone(f"{type(e).__name__} {e}") from e
-        tokens = choice["token_ids"]
-        self.tokens += len(tokens)
-        return dict(
-            tokens=tokens,
-            logprobs=[x["logprob"] for x in choice["logprobs"]["content"]],
-            versions=token_versions(choice["weight_versions"], len(tokens)),
-            finished=choice["finish_reason"] == "stop",
-        )
+        words = content[:300].decode(errors="replace")
+        if answer.status == 503:
+            raise EngineGone(words)
+        if answer.status != 200:
+            raise ValueError(f"{answer.status} {words}")
+        sampled = read_answer(content, asked, self.stop, self.vocabulary, self.newest)
+        self.tokens += len(sampled["tokens"])
+        return sampled
 
     def _count(self, event, url, error, tries):
         """Count an event, with a line now and then: hundreds of requests may fail at once."""
         self.counts[event] += 1
         if time.monotonic() > self.next_warning:
             self.next_warning = time.monotonic() + 5
+            words = " ".join(str(error)[:200].split())
             print(
-                f"actor: request to {url} failed ({type(error).__name__}: {str(error)[:200]}), "
+                f"actor: request to {url} failed ({type(error).__name__}: {words}), "
                 f"{tries} of {RETRIES + 1} tries used; so far {dict(self.counts)}",
                 flush=True,
             )

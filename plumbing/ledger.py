@@ -9,6 +9,9 @@ from collections import Counter, deque
 
 from plumbing.queues import notice
 
+# why records are refused that were not put into this run's queue, or not for the first time
+FOREIGN = ("other_run", "duplicate")
+
 
 class Draws:
     """Numbers what the sampler draws; what was in flight when a run stopped is drawn again.
@@ -63,6 +66,7 @@ class Ledger:
         # since the run was started: {reason: samples}, and whole groups
         self.reasons = Counter()
         self.dropped_groups = 0
+        self.lost = 0
 
     def drop(self, index, samples, reason):
         """So many samples of draw `index` will not be trained."""
@@ -77,6 +81,18 @@ class Ledger:
         while self.next in self.ahead:
             self.ahead.remove(self.next)
             self.next += 1
+
+    def lose(self, refused):
+        """So many records were refused, {reason: number} since the run was started.
+
+        Each may have been a group, whose draw nobody knows any more: the gate lets another one start,
+        and it is drawn again when the run continues. A stray file counts, too, and lets one more start.
+        """
+        lost = sum(n for reason, n in refused.items() if reason not in FOREIGN)
+        self.dropped_groups += lost - self.lost
+        self.lost = lost
+        if lost:
+            self.reasons["unreadable groups"] = lost
 
     def close_step(self):
         """{problems, drops, position} of the step, for its last record; the next one begins."""

@@ -1,9 +1,8 @@
 """Texts of problems and environments -> token ids, raw or through the model's chat template."""
 
-import contextlib
 import secrets
 
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from config import ConfigError
 
@@ -16,10 +15,15 @@ class Prompter:
         self.tokenizer = AutoTokenizer.from_pretrained(config.model)
         if config.chat and not self.tokenizer.chat_template:
             raise ConfigError(f"--chat True: the tokenizer of {config.model} has no chat template")
-        ends = []
-        # a model need not have a generation config; chat models often have several stop tokens
-        with contextlib.suppress(OSError):
+        model = AutoConfig.from_pretrained(config.model)
+        # how many token ids the model has; the tokenizer may know fewer
+        self.vocabulary = model.get_text_config().vocab_size
+        # chat models often have several stop tokens
+        try:
             ends = GenerationConfig.from_pretrained(config.model).eos_token_id
+        # a model need not have a generation config; vLLM, too, then makes it of the model's
+        except OSError:
+            ends = GenerationConfig.from_model_config(model).eos_token_id
         if not isinstance(ends, list):
             ends = [ends]
         self.stop = {*ends, self.tokenizer.eos_token_id} - {None}

@@ -7,9 +7,10 @@ more, or the run is to stop, rank 0 decides for all. Every wait has a deadline.
 import time
 from pathlib import Path
 
+from plumbing.doors import BatchCheck, EvaluationCheck
 from plumbing.queues import Queue
 from plumbing.ranks import Stopped
-from plumbing.samples import problem_with
+from plumbing.samples import most_bytes
 
 GO_ON = 0
 STOP = 1
@@ -26,10 +27,15 @@ class Reader:
         queues = Path(run_dir, "queues")
         self.config = config
         self.ranks = ranks
-        self.vocabulary = vocabulary
         self.check = check
-        self.batches = Queue(queues / "batches" / f"rank_{ranks.rank}")
-        self.evals = Queue(queues / "evals")
+        self.batch_check = BatchCheck(config, vocabulary)
+        self.batches = Queue(
+            queues / "batches" / f"rank_{ranks.rank}",
+            largest=most_bytes(config.row_tokens),
+            check=self.batch_check,
+        )
+        evaluation_check = EvaluationCheck(config)
+        self.evals = Queue(queues / "evals", largest=most_bytes(0), check=evaluation_check)
         self.waited = 0.0
         self.last = None
         # evaluations that came and were not yet asked for; version of the newest one
@@ -40,11 +46,12 @@ class Reader:
         """Yields this rank's micro-batches of the step that makes `version` + 1."""
         self.waited = 0.0
         self.last = None
+        self.batch_check.due = (version, 0)
         while self.last is None:
             start = time.monotonic()
             seq, record = self._next()
             self.waited += time.monotonic() - start
-            self._check_record(f"record {seq} of {self.batches.path}", record, version)
+            self.batch_check.due = (version, record["row"] + 1)
             if record["last"]:
                 self.last = record
             yield record
@@ -73,30 +80,17 @@ class Reader:
                 self.check()
             if time.monotonic() > deadline:
                 seconds = self.config.stall_timeout
-                raise TimeoutError(f"train: {complaint} within {seconds:.0f} s")
+                refused = f" ({dict(queue.refused)} refused)" if queue.refused else ""
+                raise TimeoutError(f"train: {complaint} within {seconds:.0f} s{refused}")
         return None
-
-    def _check_record(self, name, record, version):
-        """Refuse a record that cannot be trained on, naming it, before anything is computed."""
-        if record["run_id"] != self.config.run_id or record["step"] != version:
-            raise RuntimeError(
-                f"train: {name} is for step {record['step']} of run {record['run_id']}, this is step {version} "
-                f"of run {self.config.run_id}: start over with --fresh True"
-            )
-        problem = problem_with(record)
-        if problem:
-            raise ValueError(f"train: {name}: {problem}")
-        low = record["tokens"].min()
-        high = record["tokens"].max()
-        if low < 0 or high >= self.vocabulary:
-            raise ValueError(
-                f"train: {name}: token ids from {low} to {high}, the vocabulary has {self.vocabulary}"
-            )
 
     def evaluations(self):
         """Rank 0: the evaluations that have come, oldest first."""
-        while len(self.evals):
-            seq, record = self.evals.get(0.0)
+        while True:
+            try:
+                seq, record = self.evals.get(0.0)
+            except TimeoutError:
+                break
             self.evals.ack(seq)
             self.came.append(record)
         found = self.came

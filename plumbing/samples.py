@@ -8,6 +8,8 @@ below; whatever is put into the samples under its name arrives in the trainer's 
 
 import numpy as np
 
+from config import OUTCOMES
+
 TOKEN_FIELDS = {
     # prompt, what was sampled, and what an environment said in between, never re-tokenised
     "tokens": np.int64,
@@ -92,22 +94,94 @@ def filler():
     return sample
 
 
-FINITE = ("logprobs", "ref_logprobs", "reward", "advantage", "temperature")
+# what every record of samples has; a field that somebody adds is looked at where it is there
+SAMPLED = ("tokens", "mask", "logprobs", "versions")
+SAMPLED += ("task", "temperature", "reward", "outcome", "finished", "num_versions")
+# tokens of a sample: their sum over a record stays within int64
+LONGEST = 1 << 40
 
 
-def problem_with(record):
-    """What is wrong with a record's values, as words, or None: checked before anything is computed."""
-    samples = len(record["lengths"])
-    tokens = int(record["lengths"].sum())
+def most_bytes(tokens):
+    """Size that no record of so many tokens needs, even if each were a sample: their fields, and 16 MB
+    for what stands beside them.
+    """
+    dtypes = [np.int64, *TOKEN_FIELDS.values(), *SAMPLE_FIELDS.values()]
+    return tokens * sum(np.dtype(dtype).itemsize for dtype in dtypes) + (1 << 24)
+
+
+def problem_with(record, needed, vocabulary, tasks):
+    """What is wrong with a record's arrays, as words, or None: checked before anything is computed.
+
+    needed: names of fields that must be there if there are samples; vocabulary, tasks: how many
+    there are.
+    """
+    problem = _problem_with_forms(record, needed)
+    if problem or not len(record["lengths"]):
+        return problem
+    return _problem_with_values(record, vocabulary, tasks)
+
+
+def _problem_with_forms(record, needed):
+    """Is there every field, of its type, for every token or sample, and finite?"""
+    if not _is_list(record.get("lengths"), np.int64):
+        return "lengths is no array [S] of int64"
+    lengths = record["lengths"]
+    samples = len(lengths)
+    shortest = lengths.min(initial=1)
+    longest = lengths.max(initial=1)
+    if shortest < 1 or longest > LONGEST:
+        return f"lengths from {shortest} to {longest}"
+    tokens = int(lengths.sum())
     expected = dict.fromkeys(TOKEN_FIELDS, tokens) | dict.fromkeys(SAMPLE_FIELDS, samples)
-    for name, n in expected.items():
+    for name, dtype in (TOKEN_FIELDS | SAMPLE_FIELDS).items():
         if name not in record:
+            if samples and name in needed:
+                return f"{name} is missing"
             continue
         values = record[name]
-        if len(values) != n:
+        if not _is_list(values, dtype):
+            return f"{name} is no array of {np.dtype(dtype)} with one dimension"
+        if len(values) != expected[name]:
             return f"{name} has {len(values)} values for {samples} samples of {tokens} tokens"
-        if name in FINITE and not np.isfinite(values).all():
+        if np.dtype(dtype).kind == "f" and not np.isfinite(values).all():
             return f"{name} has values that are not finite"
+        if dtype == np.bool_ and (values.view(np.uint8) > 1).any():
+            return f"{name} has values that are neither true nor false"
+    return None
+
+
+def _is_list(values, dtype):
+    """Is it an array of one dimension, of this type?"""
+    return isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype == dtype
+
+
+def _problem_with_values(record, vocabulary, tasks):
+    """Are ids, indices and what is known of sampled tokens possible?"""
+    ranges = {
+        "tokens": (0, vocabulary - 1),
+        "task": (0, tasks - 1),
+        "outcome": (-1, len(OUTCOMES) - 1),
+        "num_versions": (0, np.iinfo(np.int16).max),
+    }
+    for name, (low, high) in ranges.items():
+        values = record[name]
+        lowest = values.min()
+        highest = values.max()
+        if lowest < low or highest > high:
+            return f"{name} from {lowest} to {highest}, must be from {low} to {high}"
+    coldest = record["temperature"].min()
+    if coldest <= 0:
+        return f"temperature {coldest}"
+    mask = record["mask"]
+    versions = record["versions"][mask]
+    logprobs = record["logprobs"][mask]
+    positions, _ = layout(record["lengths"])
+    if mask[positions == 0].any():
+        return "the first token of a sample counts as sampled, from nothing"
+    if versions.min(initial=0) < 0:
+        return "a sampled token has no version"
+    if logprobs.max(initial=0) > 0:
+        return "a sampled token has a logprob above 0"
     return None
 
 

@@ -13,8 +13,8 @@ from aiohttp import web
 import config as cfg
 from actor import Actor, Sampler, allowed_groups, overlong_penalty
 from plumbing import client, secret
+from plumbing.answers import token_versions
 from plumbing.checkpoints import NEW_RUN
-from plumbing.client import token_versions
 from plumbing.ledger import Draws
 from plumbing.queues import Queue, notice, noticed
 from plumbing.samples import split

@@ -180,7 +180,7 @@ def test_the_ledger_balances_after_twenty_kills(tmp_path, base_model):
     assert len(list((run_dir / "checkpoints").iterdir())) == 2 and not [
         p for p in files if p.suffix == ".tmp"
     ]
-    records = [p for p in files if p.suffix == ".npz"]
+    records = [p for p in files if p.suffix == ".safetensors"]
     assert (
         all("rollouts" in p.parts for p in records)
         and len(records) <= (MAX_LAG + 1) * BATCH // ATTEMPTS
@@ -220,7 +220,7 @@ def test_a_run_directory_that_is_gone_is_named_and_its_checkpoints_are_whole(tmp
     )
     assert leftovers(tmp_path) == []
     if (tmp_path / "t").exists():  # nobody makes another one in its place
-        assert not list((tmp_path / "t").rglob("*.npz"))
+        assert not list((tmp_path / "t").rglob("*.safetensors"))
         shutil.rmtree(tmp_path / "t")
     (tmp_path / "away").rename(tmp_path / "t")
     run.start()

@@ -44,9 +44,9 @@ def all_groups(seed=0):
 def make_sample(rng, step, k):
     n = int(rng.integers(5, 60))
     mask = np.arange(n) >= 3
-    versions = np.where(mask, step - rng.integers(0, 3), -1)
+    versions = np.where(mask, max(step - rng.integers(0, 3), 0), -1)
     # the last token may be newer
-    versions[-1] = step - rng.integers(0, 2)
+    versions[-1] = max(step - rng.integers(0, 2), 0)
     return {
         "tokens": rng.integers(3, 50, n),
         "mask": mask,

@@ -158,7 +158,10 @@ def test_the_pipeline_end_to_end(tmp_path, base_model):
         (run_dir / "config.json").read_text()
     )["config"]["steps"] == 12
     assert {p.name for p in (run_dir / "checkpoints").iterdir()} == {"step_000006", "step_000012"}
-    assert list((run_dir / "queues" / "batches").rglob("*.npz")) == []
+    assert list((run_dir / "queues" / "batches").rglob("*.safetensors")) == []
+    # nothing good was refused
+    assert list((run_dir / "queues").rglob("*.bad")) == []
+    assert re.search("done, .* events {}", (run_dir / "logs" / "actor.log").read_text())
     balance(run_dir, 256, 16)
     # the checkpoint is a Hugging Face model, different from the base model
     import torch

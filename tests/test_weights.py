@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 import weights
 from conftest import PORT, register, resolved, with_knobs
 from plumbing import group, launch, secret, wire
-from plumbing.client import token_versions
+from plumbing.answers import token_versions
 from plumbing.queues import noticed
 from plumbing.ranks import Ranks
 from plumbing.wire import buckets
