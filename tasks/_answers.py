@@ -603,7 +603,9 @@ def equal(a, b):
     for point in _points(unknowns):
         ours, theirs = a.subs(point), b.subs(point)
         if ours.is_finite and theirs.is_finite:
-            if not _vanishes(ours - theirs):
+            if ours != theirs and (
+                ours.is_Rational and theirs.is_Rational or not _vanishes(ours - theirs)
+            ):
                 return False
             seen += 1
     return seen >= ENOUGH

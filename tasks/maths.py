@@ -20,8 +20,9 @@ LONGEST, MOST_BOXES = 500, 20
 TINY = dict(words=(INSTRUCTION, "\\boxed{"), characters=tuple(string.printable), positions=512)
 BOX = re.compile(r"\\boxed\s*(\{|[^\s{])")
 # a sentence ends; what a last sentence begins with that takes back nothing
+LETTERS = re.compile("[a-z]+")
 END = re.compile(r"[.?!:;](?=\s)|\n")
-OTHERWISE = {"or", "either", "maybe", "perhaps", "possibly", "alternatively", "otherwise", "also"}
+OTHERWISE = set("or either maybe perhaps possibly alternatively otherwise also case option".split())
 
 
 def _box(text, start):
@@ -75,10 +76,9 @@ def stated(text):
 
 def _apart(between):
     """Is what stands between two boxes more than a list's comma, or an "or"?"""
-    _, *sentences = END.split(between)
-    words = re.findall(r"[a-z]+", " ".join(sentences).lower())
-    last = re.findall(r"[a-z]+", sentences[-1].lower()) if sentences else []
-    return bool(words) and not (len(last) <= 5 and OTHERWISE & set(last[:1]))
+    _, *sentences = END.split(between.lower())
+    sentences = [words for words in map(LETTERS.findall, sentences) if words]
+    return bool(sentences) and not (len(sentences[-1]) <= 5 and sentences[-1][0] in OTHERWISE)
 
 
 # ---- data sets: readers of one row -> (problem, final answer)
