@@ -42,31 +42,97 @@ POINTS, ENOUGH = 8, 3
 
 # all names of each unit
 UNITS = """
-percent | degree degrees deg | dollar dollars usd | cent cents | euro euros | pound pounds lb lbs | rupee rupees rs | yuan
-unit units | mm millimeter millimeters millimetre millimetres | cm centimeter centimeters centimetre centimetres
-m meter meters metre metres | km kilometer kilometers kilometre kilometres | in inch inches | ft foot feet | yd yard yards
-mi mile miles | acre acres | g gram grams | mg milligram milligrams | kg kilogram kilograms | oz ounce ounces | ton tons
-l liter liters litre litres | ml milliliter milliliters | gallon gallons | quart quarts | cup cups
-s sec secs second seconds | min mins minute minutes | h hr hrs hour hours | day days | week weeks | month months
-year years | mi/h mph | km/h kmh kph | radian radians rad | people person persons | student students | child children
-man men | woman women | boy boys | girl girls | apple apples | book books | ball balls | coin coins | marble marbles
-ticket tickets | page pages | piece pieces | point points | time times | way ways | game games | car cars
+percent
+degree degrees deg
+dollar dollars usd
+cent cents
+euro euros
+pound pounds lb lbs
+rupee rupees rs
+yuan
+unit units
+mm millimeter millimeters millimetre millimetres
+cm centimeter centimeters centimetre centimetres
+m meter meters metre metres
+km kilometer kilometers kilometre kilometres
+in inch inches
+ft foot feet
+yd yard yards
+mi mile miles
+acre acres
+g gram grams
+mg milligram milligrams
+kg kilogram kilograms
+oz ounce ounces
+ton tons
+l liter liters litre litres
+ml milliliter milliliters
+gallon gallons
+quart quarts
+cup cups
+s sec secs second seconds
+min mins minute minutes
+h hr hrs hour hours
+day days
+week weeks
+month months
+year years
+mi/h mph
+km/h kmh kph
+radian radians rad
+people person persons
+student students
+child children
+man men
+woman women
+boy boys
+girl girls
+apple apples
+book books
+ball balls
+coin coins
+marble marbles
+ticket tickets
+page pages
+piece pieces
+point points
+time times
+way ways
+game games
+car cars
 """
-UNIT = {name: names.split()[0] for names in re.split(r"[|\n]", UNITS) for name in names.split()}
+UNIT = {name: line.split()[0] for line in UNITS.split("\n") for name in line.split()}
 
-# commands that only place something on the page, and those that have a sign of their own here
-SIGNS = dict.fromkeys(
-    "left right displaystyle textstyle limits big Big bigl bigr Bigl Bigr".split(), ""
-)
-SIGNS |= dict.fromkeys(
-    "textbf textit textrm textnormal mathrm mathbf mathit mbox hbox".split(), "\\text"
-)
-SIGNS |= dict(dfrac="\\frac", tfrac="\\frac", cfrac="\\frac", dbinom="\\binom", tbinom="\\binom")
-SIGNS |= dict(lbrace="«", rbrace="»", langle="(", rangle=")", lbrack="[", rbrack="]", lor=" or ")
-SIGNS |= dict(vert="|", lvert="|", rvert="|", lt="<", gt=">", le="≤", leq="≤", leqslant="≤", ge="≥")
-SIGNS |= dict(geq="≥", geqslant="≥", ne="≠", neq="≠", approx="≈", cup="∪", pm="±", infty="∞")
-SIGNS |= dict(emptyset="«»", varnothing="«»", cdot="*", times="*", ast="*", quad=" ", qquad=" ")
-SIGNS["in"] = "∈"
+# signs that stand for commands here
+COMMANDS = """
+« lbrace
+» rbrace
+( langle
+) rangle
+[ lbrack
+] rbrack
+| vert lvert rvert
+< lt
+> gt
+≤ le leq leqslant
+≥ ge geq geqslant
+≠ ne neq
+≈ approx
+∪ cup
+∈ in
+± pm
+∞ infty
+* cdot times ast
+«» emptyset varnothing
+\\frac dfrac tfrac cfrac
+\\binom dbinom tbinom
+\\text textbf textit textrm textnormal mathrm mathbf mathit mbox hbox
+"""
+SIGNS = {name: line.split()[0] for line in COMMANDS.split("\n") for name in line.split()[1:]}
+SIGNS |= dict(lor=" or ", quad=" ", qquad=" ")
+# what only places something on the page
+SIGNS |= dict.fromkeys("left right displaystyle textstyle limits".split(), "")
+SIGNS |= dict.fromkeys("big Big bigl bigr Bigl Bigr".split(), "")
 # other spellings of the same
 LAYOUT = [
     (r"\\(?:left|right)\.", ""),
@@ -95,13 +161,16 @@ LAYOUT = [(re.compile(pattern), new) for pattern, new in LAYOUT]
 PERCENT = re.compile(r"(?:\\ )?\s*(?:\\?%|\\(?:text|mathrm) ?\{\s*percent\s*\}|\bpercent\b)")
 
 # what the parser is trusted with
-LETTERS = set(
-    "pi alpha beta gamma delta epsilon theta lambda mu nu rho sigma tau phi varphi omega psi xi eta zeta".split()
-)
-COMMANDS = LETTERS | set(
-    "frac sqrt sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp binom div lfloor rfloor lceil"
-    " rceil".split()
-)
+LETTERS = """
+pi alpha beta gamma delta epsilon theta lambda mu nu rho
+sigma tau phi varphi omega psi xi eta zeta
+"""
+FUNCTIONS = """
+frac sqrt binom div lfloor rfloor lceil rceil log ln exp
+sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh
+"""
+LETTERS = set(LETTERS.split())
+KNOWN = LETTERS | set(FUNCTIONS.split())
 TOKEN = re.compile(r"\d+(?:\.\d+)?|\.\d+|\\[a-zA-Z]+|[a-zA-Z]|[-+*/^_(){}|!\[\]∞]")
 # an unfinished fraction or root, mixed numbers, decimals
 SPELLING = [
@@ -132,10 +201,13 @@ NUMBER = re.compile(r"([-+]?)(\d+|\d{1,3}(?:[, ]\d{3})+|)(\.\d+)?")
 WITH_UNIT = re.compile(
     r"(.*?[\d})]|.*\\pi) ?(?:\\text ?\{ ?([a-zA-Z%./ ]+?) ?\}|((?<= )[a-zA-Z/][a-zA-Z./ ]*[a-zA-Z]|[cmk]m|kg))(?:\^\{?([23])\}?)?"
 )
+DOLLARS = re.compile(r"-?\\?\$.*|.*\\\$")
 THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 MATRIX = re.compile(
     r"[\[(]?\\begin\{([pb]?matrix|array)\}(?:\{[lcr| ]*\})?(.*)\\end\{\1\}[\])]?", re.DOTALL
 )
+LETTER_OR_TIME = re.compile(r"[A-Z]|\d+(?: ?: ?\d+)+(?: ?[aApP][mM])?")
+BASED = re.compile(r"\(?([0-9A-F]*[0-9][0-9A-F]*)\)?_(?:(\d+)|\{(?:\\text\{)?(\w+)\}?\})")
 OPENING, CLOSING = "([{«", ")]}»"
 FLIPPED = {">": "<", "≥": "≤"}
 
@@ -192,7 +264,7 @@ def layout(text):
     """The text without what only places it on the page, and one spelling of each sign."""
     for pattern, new in LAYOUT:
         text = pattern.sub(new, text)
-    text = text.strip().removeprefix("\\boxed").strip()
+    text = " ".join(text.split()).removeprefix("\\boxed").strip()
     for opening, closing in (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
         if len(text) > 3 and text.startswith(opening) and text.endswith(closing):
             text = text[len(opening) : -len(closing)].strip()
@@ -203,11 +275,12 @@ def layout(text):
 
 
 def plain(text):
-    """Words of a text, or its signs without spaces that do not matter."""
-    words = _words(layout(text))
+    """Words of a text in small letters, or its signs without spaces that do not matter."""
+    text = layout(text)
+    words = _words(text)
     if WORDS.fullmatch(words):
         return words.lower()
-    return re.sub(r"(?<!\w) | (?!\w)", "", words)
+    return words if len(words) == 1 else re.sub(r"(?<!\w) | (?!\w)", "", text)
 
 
 def _words(text):
@@ -331,11 +404,11 @@ def _value(text):
         if answer:
             return answer
     words = _words(text)
-    if re.fullmatch(r"[A-Z]|\d+(?: ?: ?\d+)+", words) or len(words) > 3 and WORDS.fullmatch(words):
-        return Answer("text", plain(words), ())
-    based = re.fullmatch(
-        r"\(?([0-9A-F]*[0-9][0-9A-F]*)\)?_(?:(\d+)|\{(?:\\text\{)?(\w+)\}?\})", text
-    )
+    if LETTER_OR_TIME.fullmatch(words):
+        return Answer("text", words.replace(" ", "").lower() if ":" in words else words, ())
+    if len(words) > 3 and WORDS.fullmatch(words):
+        return Answer("text", words.lower(), ())
+    based = BASED.fullmatch(text)
     if based:
         return Answer("text", f"{based[1]} in base {based[2] or based[3]}", ())
     return Answer("value", None, (_expression(text),))
@@ -378,22 +451,16 @@ def _in_brackets(text):
     inside = text[1:-1].strip()
     items = _split(inside, "[,;]") if inside else []
     if text[0] == "«":
-        items = [part for item in items for part in _spread(_value(item))]
-        return Answer("set", None, tuple(items))
+        return Answer("set", None, _list(map(_value, items)).parts)
     if len(items) > 1:
         parts = tuple(_value(item) for item in items)
         return Answer("bracket", text[0] + text[-1], parts)
 
 
-def _spread(answer):
-    return answer.parts if answer.kind == "list" else (answer,)
-
-
 def _with_unit(text):
     """A number and its unit; None without one."""
-    dollars = re.fullmatch(r"(-?) ?(?:\\\$|\$|€|£|\\pounds) ?(.*)|(.*) ?\\\$", text)
-    if dollars:
-        number = _number((dollars[1] or "") + (dollars[2] or dollars[3] or "").strip())
+    if DOLLARS.fullmatch(text):
+        number = _number(re.sub(r"\\?\$ ?", "", text, count=1).strip())
         return Answer("value", "dollar", (number,)) if number is not None else None
     found = WITH_UNIT.fullmatch(text)
     if not found:
@@ -499,7 +566,7 @@ def _exact(token, after):
 def _check(before, token, after):
     """Three neighbours of an expression: numbers beside one another, indices of numbers and the like have no meaning."""
     command = before[1:] if before.startswith("\\") else None
-    if token.startswith("\\") and token[1:] not in COMMANDS:
+    if token.startswith("\\") and token[1:] not in KNOWN:
         raise Unreadable(f"unknown {token}")
     ended = command in LETTERS if command else before.isalnum() or before in (")", "}", "]", "!")
     if token[0].isdigit() and ended:
@@ -630,7 +697,9 @@ def _vanishes(number):
 def _is_tame(number):
     """Is nothing in a number so large or so small that it could hide behind DIGITS digits?"""
     sizes = (abs(part.evalf(5)) for part in sympy.preorder_traversal(number))
-    return all(size == 0 or sympy.Float(10) ** -TAME < size < sympy.Float(10) ** TAME for size in sizes)
+    return all(
+        size == 0 or sympy.Float(10) ** -TAME < size < sympy.Float(10) ** TAME for size in sizes
+    )
 
 
 def _points(unknowns):
