@@ -7,42 +7,78 @@
 without a hub. Deliberately absent: answers without \\boxed{}, partial credit.
 """
 
-import functools
 import re
 import string
 from pathlib import Path
 
+from tasks import _answers as answers
 from tasks import _data as data
 
 INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
-# characters and nested brackets of an answer; no real one comes near
-LONGEST, DEEPEST = 500, 30
+# characters of an answer, boxes of a last statement; no real one comes near
+LONGEST, MOST_BOXES = 500, 20
 TINY = dict(words=(INSTRUCTION, "\\boxed{"), characters=tuple(string.printable), positions=512)
-# sympy computes 9^{9^9} and 10^{10^{100}} digit by digit: refuse what could only be meant to
-HOSTILE = re.compile(
-    r"\d\s*[})]*\s*(\^|\*\*)\s*[-{(\s]*\d+\s*[})!]*\s*(\^|\*\*)"
-    r"|(\^|\*\*)\s*[-{(\s]*\d{6,}"
-    r"|\d{5,}\s*!"
-    r"|![)}\]\s]*!"
-    r"|\d\s*(\^|\*\*)\s*[-{(\s]*\d+\s*!"
-)
+BOX = re.compile(r"\\boxed\s*(\{|[^\s{])")
+# a sentence ends; what a last sentence begins with that takes back nothing
+LETTERS = re.compile("[a-z]+")
+END = re.compile(r"[.?!:;](?=\s)|\n")
+OTHERWISE = set("or either maybe perhaps possibly alternatively otherwise also case option".split())
+
+
+def _box(text, start):
+    """(content, end) of the box at a place of a text; raises ValueError if it never ends, is too long or too deep."""
+    opening = BOX.match(text, start)
+    if opening and opening[1] != "{":
+        return opening[1], opening.end()
+    inside = opening.end() if opening else len(text)
+    depth = 1
+    for k, character in enumerate(text[inside : inside + LONGEST + 1]):
+        depth += (character == "{") - (character == "}")
+        if depth > answers.DEEPEST:
+            break
+        if depth == 0:
+            return text[inside : inside + k].strip(), inside + k + 1
+    message = f"the answer does not end within {LONGEST} characters, or is nested too deeply"
+    raise ValueError(message)
 
 
 def boxed(text):
     """What the last \\boxed{...} of a text holds; None without one; ValueError if it never ends, is too long or too deep."""
-    start = text.rfind("\\boxed{")
+    start = text.rfind("\\boxed")
+    return None if start < 0 else _box(text, start)[0]
+
+
+def stated(text):
+    """The contents of the boxes of a text's last statement, each once; raises ValueError like `boxed`.
+
+    A chain of thought may box what it takes back or goes on with; only what stands in the sentence of the last box, right
+    before it, or is joined to it by "or" is part of the answer: "\\boxed{9}. So we get \\boxed{7}" -> ["7"],
+    "\\boxed{9}, \\boxed{7}" -> ["9", "7"].
+    """
+    start = text.rfind("\\boxed")
     if start < 0:
-        return None
-    inside = start + len("\\boxed{")
-    depth = 1
-    for k, character in enumerate(text[inside : inside + LONGEST + 1]):
-        depth += (character == "{") - (character == "}")
-        if depth > DEEPEST:
+        return []
+    found = [_box(text, start)[0]]
+    for _ in range(MOST_BOXES):
+        next_start = start
+        start = text.rfind("\\boxed", 0, next_start)
+        try:
+            content, end = _box(text, start) if start >= 0 else (None, 0)
+        except ValueError:
+            # it never ends: nothing of it was ever seen
             break
-        if depth == 0:
-            return text[inside : inside + k].strip()
-    message = f"the answer does not end within {LONGEST} characters, or is nested too deeply"
-    raise ValueError(message)
+        if content is None or end <= next_start and _apart(text[end:next_start]):
+            break
+        # a box around another one counts as a whole
+        found = [content] if end > next_start else [content, *found]
+    return list(dict.fromkeys(found))
+
+
+def _apart(between):
+    """Is what stands between two boxes more than a list's comma, or an "or"?"""
+    _, *sentences = END.split(between.lower())
+    sentences = [words for words in map(LETTERS.findall, sentences) if words]
+    return bool(sentences) and not (len(sentences[-1]) <= 5 and sentences[-1][0] in OTHERWISE)
 
 
 # ---- data sets: readers of one row -> (problem, final answer)
@@ -155,65 +191,36 @@ def _hub_set(name):
 # ---- the reward
 
 
+def final(completion):
+    """The answer a completion ends with, as one text: what its last box holds, or a list if several boxes differ.
+
+    None without an answer; raises ValueError if it cannot be read.
+    """
+    found = [content for content in stated(completion) if content]
+    while len(found) > 1 and answers.same(found[-1], found[0]):
+        found.pop(0)
+    return ", ".join(found) or None
+
+
 def answer(problem, completion):
     """What attempts are compared by when they vote (maj@k); None: no vote."""
     try:
-        return boxed(completion) or None
+        given = final(completion)
     except ValueError:
         return None
-
-
-@functools.cache
-def library():
-    """The math_verify module, loaded when first needed: it takes a second."""
-    import logging
-
-    import math_verify
-
-    # it complains that its own time limits are off: the sandbox has its own
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    return math_verify
-
-
-@functools.lru_cache(10000)
-def parsed(answer):
-    """math-verify's reading of an answer; an empty list if it makes no sense of it."""
-    extraction = [library().LatexExtractionConfig(boxed_match_priority=0)]
-    return library().parse(f"\\boxed{{{answer}}}", extraction, parsing_timeout=None)
-
-
-def _hostile(answer):
-    """Would reading this answer take unreasonably long?"""
-    brackets = max(answer.count(character) for character in "([_^")
-    return brackets > DEEPEST or HOSTILE.search(answer) is not None
-
-
-def _has_unknowns(found):
-    """Is there an x in the first reading of an answer? None if that is no expression."""
-    from sympy import Expr
-
-    if not found or not isinstance(found[0], Expr):
-        return None
-    return bool(found[0].free_symbols)
+    return given and answers.plain(given)
 
 
 def reward(problem, completion, finished):
     """An outcome of the reward table: correct | wrong | no_answer | unparsable."""
+    percent = "percent" in problem.get("prompt", "").lower()
     try:
-        answer = boxed(completion)
+        given = final(completion)
+        if not given:
+            return "no_answer"
+        return "correct" if answers.same(problem["answer"], given, percent) else "wrong"
     except ValueError:
         return "unparsable"
-    if not answer:
-        return "no_answer"
-    if answer == problem["answer"]:
-        return "correct"
-    if _hostile(answer) or not parsed(answer):
-        return "unparsable"
-    gold, given = parsed(problem["answer"]), parsed(answer)
-    # an expression in x can hardly be a number, and sympy may take minutes to find that out
-    if {_has_unknowns(gold), _has_unknowns(given)} == {True, False}:
-        return "wrong"
-    return "correct" if library().verify(gold, given, timeout_seconds=None) else "wrong"
 
 
 def teacher(rng):

@@ -156,7 +156,7 @@ def test_ten_megabytes_pass(sandboxed):
 
 def test_hostile_mathematics_is_unparsable_and_the_worker_lives_on(sandboxed):
     async def work(s):
-        answers = ["\\int_0^1 e^{x^{x^x}} dx", "9^{9^{9^9}}", "(" * 400, "7"]
+        answers = ["(9999!)^{9999}", "9^{9^{9^9}}", "(" * 400, "7"]
         calls = (s.score("maths", {"answer": "7"}, f"\\boxed{{{a}}}", True) for a in answers)
         return await asyncio.gather(*calls), s.counts
 

@@ -111,6 +111,36 @@ def test_maths_knows_equal_forms(gold, answer):
     assert maths.reward({"answer": gold}, f"\\boxed{{{answer}}}", True) == "correct"
 
 
+PAIRS = [json.loads(line) for line in (ROOT / "tests" / "maths_pairs.jsonl").open()]
+CLASSES = sorted({(pair["class"], pair["equal"]) for pair in PAIRS})
+
+
+@pytest.mark.parametrize("name,equal", CLASSES)
+def test_maths_tells_equal_forms_from_near_misses(name, equal):
+    """Of answers alike, and of those that are nearly right or say several things, every single one."""
+    for pair in PAIRS:
+        if (pair["class"], pair["equal"]) == (name, equal):
+            completion = pair.get("completion") or f"\\boxed{{{pair['answer']}}}"
+            problem = {"answer": pair["reference"], "prompt": pair.get("problem", "")}
+            outcome = maths.reward(problem, completion, True)
+            assert (outcome == "correct") == equal, (pair, outcome)
+
+
+def test_votes_for_the_same_answer_are_judged_alike():
+    """A vote is a completion's answer in plain signs: attempts of one vote must have one verdict."""
+    verdicts = {}
+    for pair in PAIRS:
+        completion = pair.get("completion") or f"\\boxed{{{pair['answer']}}}"
+        problem = {"answer": pair["reference"], "prompt": pair.get("problem", "")}
+        vote = maths.answer(problem, completion)
+        correct = maths.reward(problem, completion, True) == "correct"
+        key = (pair["reference"], problem["prompt"], vote)
+        assert verdicts.setdefault(key, correct) == correct, pair
+        if vote:
+            again = maths.reward(problem, f"\\boxed{{{vote}}}", True)
+            assert (again == "correct") == correct, (pair, vote)
+
+
 def test_boxed_takes_the_last_and_matches_brackets():
     assert (
         maths.boxed("a \\boxed{1} b \\boxed{\\frac{1}{2}} c") == "\\frac{1}{2}"
