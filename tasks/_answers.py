@@ -172,9 +172,12 @@ sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh
 LETTERS = set(LETTERS.split())
 KNOWN = LETTERS | set(FUNCTIONS.split())
 TOKEN = re.compile(r"\d+(?:\.\d+)?|\.\d+|\\[a-zA-Z]+|[a-zA-Z]|[-+*/^_(){}|!\[\]∞]")
-# an unfinished fraction or root, mixed numbers, decimals
+# mixed numbers, and arguments without their braces
 SPELLING = [
-    (r"(?<![\w}^.])(\d+) ?\\frac ?\{?(\d+)\}? ?\{?(\d+)\}?", r"(\1+\\frac{\2}{\3})"),
+    (
+        r"(?<![\w}^.])(\d+) ?\\frac ?(?:\{(\d+)\}|(\d)) ?(?:\{(\d+)\}|(\d))",
+        r"(\1+\\frac{\2\3}{\4\5})",
+    ),
     (r"^(-?)(\d+) (\d+)/(\d+)$", r"\1(\2+\\frac{\3}{\4})"),
     (r"\\frac ?([\da-z]) ?([\da-z])", r"\\frac{\1}{\2}"),
     (r"\\frac ?([\da-z]|\\pi) ?(?=\{)", r"\\frac{\1}"),
@@ -190,6 +193,7 @@ AMBIGUOUS = re.compile(
     r"/ ?(?:\d+|[a-zA-Z]|\\pi|\\sqrt ?\{[^{}]*\}|\([^()]*\)) ?(?:[a-zA-Z(]|\\(?!div))|\^ ?\w+ ?!|![!\w]|[(|*/^]!"
 )
 TEXT = re.compile(r"\\text ?\{([^{}]*)\}")
+ABBREVIATED = re.compile(r"(?<=[a-zA-Z])\.")
 WORDS = re.compile(
     r"[A-Za-z][a-z]{2,}(?:[ '-][A-Za-z]?[a-z]+)*|[A-Za-z][a-z]+(?: [A-Za-z]?[a-z]+)+"
 )
@@ -287,7 +291,9 @@ def _words(text):
     """`\\text{(B)}` -> `B`."""
     words = text
     if "\\text" in text:
-        words = " ".join(re.sub(r"(?<=[a-zA-Z])\.", "", TEXT.sub(r"\1", text)).split())
+        words = TEXT.sub(r"\1", text)
+        words = ABBREVIATED.sub("", words)
+        words = " ".join(words.split())
     choice = re.fullmatch(r"\(?([A-Z])\)?\.?", words)
     return choice[1] if choice else words
 
@@ -302,11 +308,12 @@ def _statement(text):
     if len(items) == 1:
         return _relation(text)
     answers = [_relation(item) for item in items]
+    kinds = {answer.kind for answer in answers}
     names = {answer.mark for answer in answers if answer.kind == "named"}
     if len(names) == 1 and answers[0].kind == "named":
         values = [answer.parts[0] if answer.kind == "named" else answer for answer in answers]
         return Answer("named", names.pop(), (_list(values),))
-    if all(answer.kind == "range" for answer in answers):
+    if kinds == {"range"}:
         if re.search(r"\band\b|,", text):
             raise Unreadable("inequalities that hold together")
         return Answer("union", None, tuple(answer.parts[0] for answer in answers))
@@ -387,9 +394,10 @@ def _inequality(sides, signs):
         closed = [True, False, True]
     if len(sides) != 3 or closed != [True, False, True] or not sides[1].is_Symbol:
         raise Unreadable("a chain that is no range")
-    mark = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
+    opening = "(" if signs[0] == "<" else "["
+    closing = ")" if signs[1] == "<" else "]"
     ends = Answer("value", None, (sides[0],)), Answer("value", None, (sides[2],))
-    return Answer("range", str(sides[1]), (Answer("bracket", mark, ends),))
+    return Answer("range", str(sides[1]), (Answer("bracket", opening + closing, ends),))
 
 
 def _value(text):
@@ -465,7 +473,9 @@ def _with_unit(text):
     found = WITH_UNIT.fullmatch(text)
     if not found:
         return None
-    unit = _unit((found[2] or found[3]).lower().replace(".", ""), found[4] or "")
+    words = found[2] or found[3]
+    power = found[4] or ""
+    unit = _unit(words.lower().replace(".", ""), power)
     if unit is None:
         return None
     value = _value(found[1])
@@ -525,9 +535,12 @@ def _expression(text):
     if TOKEN.sub("", text).strip() or AMBIGUOUS.search(text):
         raise Unreadable("signs of unknown meaning")
     exact = []
-    for before, token, after in zip(["", *tokens], tokens, [*tokens[1:], ""]):
+    followers = [*tokens[1:], ""]
+    before = ""
+    for token, after in zip(tokens, followers):
         _check(before, token, after)
         exact.append(_exact(token, after))
+        before = token
     found = _parsed(" ".join(exact).replace("∞", "\\infty"))
     if not isinstance(found, sympy.Expr):
         raise Unreadable("no expression")

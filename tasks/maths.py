@@ -1,10 +1,11 @@
-"""Mathematics with a final answer in \\boxed{}, checked by the math-verify library: the task of the paper.
+"""Mathematics with a final answer in \\boxed{}, compared exactly (`_answers.py`): the task of the paper.
 
 `--train_data` and `--eval_data`: names of data sets below, or .jsonl / .parquet files with columns `problem` (or
 `question`) and `answer`; several with commas between them. Evaluations report each by its name.
 
 `bash run.sh toy --task maths --train_data tests/maths.jsonl --eval_data tests/maths.jsonl --max_model_len 400` runs it
-without a hub. Deliberately absent: answers without \\boxed{}, partial credit.
+without a hub. The last box counts, with all that its sentence boxes: several different boxes are a list of answers.
+Deliberately absent: answers without \\boxed{}, partial credit.
 """
 
 import re
@@ -234,4 +235,4 @@ def teacher(rng):
 
 def warm_up():
     """Called once before workers are forked: load what `reward` needs."""
-    reward({"answer": "\\frac{x^2}{2}"}, "\\boxed{0.5 x^2 + (1, 2)}", True)
+    reward({"answer": "\\frac{x^2}{2}"}, "\\boxed{0.5 x^2 + \\sqrt{2}}", True)
