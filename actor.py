@@ -199,7 +199,7 @@ class Actor:
         finally:
             self.wanted -= 1
 
-    async def group(self, i, task, number, problem, sampler):
+    async def group(self, i, task, number, problem, draws):
         """All attempts at one problem -> one record in queues/rollouts. An attempt that failed makes
         the group smaller, and is counted.
         """
@@ -213,9 +213,10 @@ class Actor:
             )
         record = join(samples) | self.engines.pace()
         record |= dict(run_id=c.run_id, index=i, failed=failed)
-        await asyncio.to_thread(self.rollouts.put, record, c.stall_timeout)
+        sent = await asyncio.to_thread(self.rollouts.put, record, c.stall_timeout)
+        draws.records[sent] = i
         if samples:
-            sampler.update(task, number, [s["reward"] for s in samples])
+            draws.sampler.update(task, number, [s["reward"] for s in samples])
             self.samples_log.write(self.version, i, task, problem, samples[0])
 
     # ---- evaluation
@@ -279,8 +280,10 @@ class Actor:
 
     def start_groups(self, draws, problems, started):
         """Start as many groups as the engines have places and the gate lets; returns the tasks."""
-        dropped = noticed(self.queues / "dropped.json").get("groups", 0)
-        credit = allowed_groups(self.config, self.version) + dropped - started
+        word = {"groups": 0, "lost": []} | noticed(self.queues / "dropped.json")
+        draws.again_if_lost(word["lost"])
+        made_up = word["groups"] + draws.lost
+        credit = allowed_groups(self.config, self.version) + made_up - started
         chosen = []
         while self.wanted < self.engines.places and len(chosen) < credit:
             chosen.append(draws.next())
@@ -289,7 +292,7 @@ class Actor:
             draws.save()
         groups = set()
         for i, task, number in chosen:
-            work = self.group(i, task, number, problems[task][number], draws.sampler)
+            work = self.group(i, task, number, problems[task][number], draws)
             groups.add(asyncio.create_task(work))
         return groups
 

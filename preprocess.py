@@ -21,7 +21,7 @@ import numpy as np
 
 import config as cfg
 from plumbing.checkpoints import last_state
-from plumbing.doors import NewestVersion, RolloutCheck
+from plumbing.doors import NewestVersion, RolloutCheck, lost_records
 from plumbing.ledger import Ledger
 from plumbing.log import last_words
 from plumbing.problems import wait_until_loaded
@@ -206,12 +206,6 @@ class Ring:
             if drop_oldest and len(self.groups) > self.room:
                 self.drop(self.groups.popleft(), "ring_full")
             self.rollouts.ack(seq)
-        self.ledger.lose(self.rollouts.refused)
-        if self.ledger.lost and self.config.late == "wait":
-            raise RuntimeError(
-                f"preprocess: records of {self.rollouts.path} were refused, and the turn of their groups, for which "
-                "--late wait waits, would never come: the same command continues"
-            )
         if time.monotonic() - self.last_input > self.config.stall_timeout and not self.groups:
             seconds = self.config.stall_timeout
             raise TimeoutError(
@@ -297,13 +291,18 @@ def wait_for_trainer(config, version_file):
     return noticed(version_file)
 
 
-def announce_drops(ledger, announced, path):
-    """Tell the actor, and people, how many groups are dropped by now; returns that number."""
-    if ledger.dropped_groups != announced:
-        notice(path, groups=ledger.dropped_groups)
-        if announced == 0 or ledger.dropped_groups >= 2 * announced:
+def announce_drops(ledger, rollouts, announced, path):
+    """Tell the actor, and people, how many groups are dropped by now, and which records of rollouts
+    were refused; returns what was told.
+    """
+    groups = ledger.dropped_groups
+    told = {"groups": groups, "lost": lost_records(rollouts)}
+    if told != announced:
+        notice(path, **told)
+        before = announced["groups"]
+        if groups > before == 0 or groups >= 2 * before > 0:
             print(f"preprocess: samples dropped so far: {dict(ledger.reasons)}", flush=True)
-    return ledger.dropped_groups
+    return told
 
 
 def main(run_dir):
@@ -329,11 +328,11 @@ def main(run_dir):
     )
     # groups of the current generation phase that are shuffled (conventional RL only)
     in_phase = 0
-    announced = 0
+    announced = {"groups": 0, "lost": []}
 
     while packer.step < config.steps:
         ring.receive()
-        announced = announce_drops(ledger, announced, queues / "dropped.json")
+        announced = announce_drops(ledger, rollouts, announced, queues / "dropped.json")
         # at most one step ahead of the trainer, so that the ring decides what it gets
         if not ring.groups or packer.step > noticed(version_file)["version"] + 1:
             time.sleep(0.005)

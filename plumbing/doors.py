@@ -10,6 +10,9 @@ from config import task_weights
 from plumbing.queues import Refused, noticed
 from plumbing.samples import SAMPLED, problem_with
 
+# why records are refused that were not put into this run's queue, or not for the first time
+FOREIGN = ("other_run", "duplicate")
+
 
 class Pace(BaseModel, strict=True):
     run_id: str
@@ -66,6 +69,11 @@ class NewestVersion:
             # one more than is announced: it is announced when all engines have it
             self.known = noticed(self.file).get("version", 0) + 1
         return version <= self.known
+
+
+def lost_records(queue):
+    """Numbers of refused records that may have been what they should be, before they were damaged."""
+    return [number for number, reason in queue.refusals if reason not in FOREIGN]
 
 
 def check_form(record, form):

@@ -9,9 +9,6 @@ from collections import Counter, deque
 
 from plumbing.queues import notice
 
-# why records are refused that were not put into this run's queue, or not for the first time
-FOREIGN = ("other_run", "duplicate")
-
 
 class Draws:
     """Numbers what the sampler draws; what was in flight when a run stopped is drawn again.
@@ -26,14 +23,30 @@ class Draws:
         self.drawn = saved.get("drawn", state["position"]["next"])
         # {draw: (task, number)} of those that are not done with, as far as this stage knows
         self.pending = {int(i): tuple(x) for i, x in saved.get("pending", {}).items()}
+        # {number of its record in queues/rollouts: draw} of what has been sampled
+        self.records = {}
         self.forget(state["position"])
         self.again = deque(sorted(self.pending))
+        # draws whose records were lost
+        self.lost = 0
 
     def forget(self, position):
         """These draws are done with: all below `next`, and those in `ahead`."""
         ahead = set(position["ahead"])
-        for i in [i for i in self.pending if i < position["next"] or i in ahead]:
+        done = [i for i in self.pending if i < position["next"] or i in ahead]
+        for i in done:
             del self.pending[i]
+        if done:
+            self.records = {n: i for n, i in self.records.items() if i in self.pending}
+
+    def again_if_lost(self, refused):
+        """Records of these numbers were refused: their problems are drawn again."""
+        for number in refused:
+            # None: somebody else's file
+            i = self.records.pop(number, None)
+            if i in self.pending:
+                self.again.append(i)
+                self.lost += 1
 
     def next(self):
         """(number of the draw, task, number of the problem)."""
@@ -66,7 +79,6 @@ class Ledger:
         # since the run was started: {reason: samples}, and whole groups
         self.reasons = Counter()
         self.dropped_groups = 0
-        self.lost = 0
 
     def drop(self, index, samples, reason):
         """So many samples of draw `index` will not be trained."""
@@ -81,18 +93,6 @@ class Ledger:
         while self.next in self.ahead:
             self.ahead.remove(self.next)
             self.next += 1
-
-    def lose(self, refused):
-        """So many records were refused, {reason: number} since the run was started.
-
-        Each may have been a group, whose draw nobody knows any more: the gate lets another one start,
-        and it is drawn again when the run continues. A stray file counts, too, and lets one more start.
-        """
-        lost = sum(n for reason, n in refused.items() if reason not in FOREIGN)
-        self.dropped_groups += lost - self.lost
-        self.lost = lost
-        if lost:
-            self.reasons["unreadable groups"] = lost
 
     def close_step(self):
         """{problems, drops, position} of the step, for its last record; the next one begins."""

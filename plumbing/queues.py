@@ -47,7 +47,8 @@ class Queue:
 
     path: the directory, made if absent. maxlen: `put` waits while so many records lie there; 0: unbounded.
     largest: bytes; a longer file is no record. check(record, file): called before `get` returns a
-    record, raises Refused for one that is to be set aside. refused: how many were, by reason.
+    record, raises Refused for one that is to be set aside. refused: how many were, by reason;
+    refusals: [(number, reason)].
     """
 
     def __init__(self, path, maxlen: int = 0, largest: int = 1 << 30, check=None):
@@ -56,6 +57,7 @@ class Queue:
         self.largest = largest
         self.check = check or (lambda record, file: None)
         self.refused = Counter()
+        self.refusals = []
         # found at the first put
         self.next_put = None
         self.next_get = 0
@@ -174,6 +176,7 @@ class Queue:
     def _set_aside(self, file: Path, refusal: Refused) -> None:
         """Out of the reader's way, for people to look at."""
         self.refused[refusal.reason] += 1
+        self.refusals.append((int(file.stem), refusal.reason))
         words = str(refusal)[:300].encode("unicode_escape").decode()
         print(
             f"queue: {file} is refused ({words}), is now {file.name}.bad; so far {dict(self.refused)}",

@@ -7,7 +7,6 @@ more, or the run is to stop, rank 0 decides for all. Every wait has a deadline.
 import time
 from pathlib import Path
 
-from plumbing.doors import BatchCheck, EvaluationCheck
 from plumbing.queues import Queue
 from plumbing.ranks import Stopped
 from plumbing.samples import most_bytes
@@ -24,6 +23,9 @@ class Reader:
     """
 
     def __init__(self, config, run_dir, ranks, vocabulary, check):
+        # only here: bench/gpu.sh trains without queues, where there may be no pydantic
+        from plumbing.doors import BatchCheck, EvaluationCheck
+
         queues = Path(run_dir, "queues")
         self.config = config
         self.ranks = ranks

@@ -260,8 +260,9 @@ def one_group(run_dir, model, answer, problem=PROBLEM, attempts=4, **knobs):
 
     async def work(actor):
         actor.wanted = attempts
-        await actor.group(7, actor.tasks[0], 3, problem, sampler)
-        assert actor.wanted == 0
+        draws = SimpleNamespace(sampler=sampler, records={})
+        await actor.group(7, actor.tasks[0], 3, problem, draws)
+        assert actor.wanted == 0 and draws.records == {0: 7}
 
     actor, calls = with_fake_engine(run_dir, model, answer, work, attempts=attempts, **knobs)
     record = Queue(run_dir / "queues" / "rollouts").get(0)[1]
@@ -408,7 +409,7 @@ def test_what_is_drawn_is_written_down_before_it_is_started(tmp_path, base_model
     started = []
 
     async def work(actor):
-        async def group(i, task, number, problem, sampler):
+        async def group(i, task, number, problem, draws):
             assert str(i) in noticed(tmp_path / "queues" / "sampler.json")["pending"]
             assert problem == f"problem {number}"
             started.append(i)
@@ -428,11 +429,18 @@ def test_what_is_drawn_is_written_down_before_it_is_started(tmp_path, base_model
         assert not actor.start_groups(draws, problems, 14)
         notice(tmp_path / "queues" / "dropped.json", groups=3)
         groups |= actor.start_groups(draws, problems, 14)
+        # the record of draw 5 was lost; records 3, of a draw that is done with, and 99 do not matter
+        draws.records = {20: 5, 3: 0}
+        draws.forget({"next": 1, "ahead": []})
+        notice(tmp_path / "queues" / "dropped.json", groups=3, lost=[3, 20, 99])
+        for _ in range(3):
+            actor.wanted = 0
+            groups |= actor.start_groups(draws, problems, len(groups) + 8)
         await asyncio.gather(*groups)
 
     knobs = dict(attempts=4, batch_size=8, concurrency=16, max_lag=1, steps=100)
     with_fake_engine(tmp_path, base_model, good, work, **knobs)
-    assert sorted(started) == list(range(9))
+    assert sorted(started) == [0, 1, 2, 3, 4, 5, 5, 6, 7, 8]
     assert noticed(tmp_path / "queues" / "sampler.json")["drawn"] == 9
 
 

@@ -396,7 +396,7 @@ def test_a_ring_that_overflows_drops_the_oldest_and_says_so(tmp_path):
         ({"3": 4, "4": 4}, {}),
         ({"7": 4, "8": 4}, {"ring_full": {"5": 4, "6": 4}}),
     ]
-    assert noticed(queues / "dropped.json") == {"groups": 3}
+    assert noticed(queues / "dropped.json") == {"groups": 3, "lost": []}
 
 
 def test_problems_that_load_slowly_are_not_taken_for_missing_rollouts(tmp_path):
@@ -445,8 +445,8 @@ def test_the_stage_goes_on_without_what_it_refuses(tmp_path):
     assert done.returncode == 0, done.stderr
     last = read_step(Queue(queues / "batches" / "rank_0"))[-1]
     assert last["problems"] == {"0": 2, "1": 2}
-    # what may have been groups of this run is made up for, and drawn again
-    assert noticed(queues / "dropped.json") == {"groups": 2}
+    # what may have been groups of this run: the actor knows, and draws them again
+    assert noticed(queues / "dropped.json") == {"groups": 0, "lost": [3, 4]}
     assert last["position"] == {"next": 2, "ahead": []}
     for words in ("other_run", "duplicate", "problem 3: tokens from 0 to 1000000", "damaged"):
         assert words in done.stdout
@@ -475,7 +475,7 @@ def test_groups_without_signal(tmp_path, no_signal):
         assert last["by_task"] == {"toy": pytest.approx(of_toy)}
         assert last["position"] == {"next": 6, "ahead": []}
         assert last["drops"] == {"no_signal": {"1": 4, "3": 4, "5": 4}}
-        assert dropped == {"groups": 3}
+        assert dropped == {"groups": 3, "lost": []}
     else:
         of_toy["samples"] = 8
         assert last["by_task"]["toy"] == pytest.approx(of_toy)

@@ -16,6 +16,8 @@ import actor
 import train
 from conftest import resolved
 from plumbing import checkpoints, secret
+from plumbing.checkpoints import NEW_RUN
+from plumbing.ledger import Draws
 from plumbing.queues import Queue
 from plumbing.samples import Transcript, join, layout, split
 
@@ -108,8 +110,9 @@ async def one_group(config, run_dir, model):
     stage.engines = FakeEngines(model)
     await stage.sandbox.start()
     sampler = actor.Sampler({"toy": [0]}, {"toy": 1.0}, 0)
+    draws = Draws(sampler, run_dir / "queues" / "sampler.json", NEW_RUN)
     try:
-        await stage.group(0, "toy", 0, {"prompt": "ba=", "answer": "ab"}, sampler)
+        await stage.group(0, "toy", 0, {"prompt": "ba=", "answer": "ab"}, draws)
     finally:
         stage.sandbox.close()
     return Queue(run_dir / "queues" / "rollouts").get(0)[1]
