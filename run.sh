@@ -100,8 +100,10 @@ trap 'why=terminated; echo "run.sh: terminated, stopping; the same command conti
 # ---- start: every process leads its own process group (set -m), so that its children die with it
 log() { echo "$run_dir/logs/$1$suffix.log"; }
 start() {
-  echo "== $(date '+%F %T') $2" >> "$(log "$1")"
-  bash -c "exec $2" > >(trap '' TERM; tee -a "$(log "$1")" | sed -u "s/^/[$1] /") 2>> "$(log "$1")" &  # last words are written, too
+  local file
+  file=$(log "$1")  # not within >(): bash 5.2 takes a signal that comes while it parses that for a syntax error
+  echo "== $(date '+%F %T') $2" >> "$file"
+  bash -c "exec $2" > >(trap '' TERM; tee -a "$file" | sed -u "s/^/[$1] /") 2>> "$file" &  # last words are written, too
   pid_of[$1]=$!
   names+=("$1")
   echo "$1 ${pid_of[$1]}" >> "$list.pids"

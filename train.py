@@ -40,11 +40,16 @@ from plumbing.samples import layout
 from weights import Sender
 
 logging.disable_progress_bar()
-# logits that exist at once, 256 MB in float32
-HEAD_ELEMENTS = 1 << 26
 
 
 # ---------------------------------------------------------------------------- the model's logprobs
+
+
+def head_chunk(vocabulary, width):
+    """How many tokens' logits exist at once: 256 MB of them in float32, or as much as the head's matrix
+    takes in bfloat16. Every chunk adds to that matrix's gradient: small ones cost time and digits.
+    """
+    return max((1 << 26) // vocabulary, width // 2)
 
 
 def head_logprobs(hidden, weight, bias, family, targets, temperature):
@@ -96,7 +101,7 @@ def token_logprobs(model, input_ids, position_ids, temperature):
         weight = weight.float()
         bias = bias if bias is None else bias.float()
     of_head = (weight, bias, model.config)
-    chunk = max(HEAD_ELEMENTS // weight.shape[0], 1)
+    chunk = head_chunk(*weight.shape)
     if len(targets) <= chunk:
         logprobs, entropy = head_logprobs(hidden, *of_head, targets, temperature)
     else:

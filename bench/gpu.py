@@ -343,6 +343,11 @@ def head_step(model, tokens):
     return found.detach()
 
 
+def fixed_chunk(chunk, vocabulary, width):
+    """In place of train.head_chunk."""
+    return chunk
+
+
 def head():
     """The output head in chunks gives the same logprobs and gradient whatever their size; time and
     memory of each size, forward and backward, and of a compiled head. The model has no layers.
@@ -351,13 +356,13 @@ def head():
     tokens = row(shape, on_gpu(8192, 512))["tokens"]
     model = random_model(shape, {}, cfg.Config(), torch.bfloat16)
     step = functools.partial(head_step, model, tokens)
-    usual = train.HEAD_ELEMENTS
-    train.HEAD_ELEMENTS = 1 << 40
+    usual = train.head_chunk
+    train.head_chunk = lambda *_: len(tokens)
     reference = step()
     of_reference = model.lm_head.weight.grad.clone()
-    for bits in on_gpu([24, 26, 28], [15, 17]):
-        train.HEAD_ELEMENTS = 1 << bits
-        case = f"2^{bits} logits at once: "
+    for chunk in on_gpu([110, 440, 1760], [128, 256]):
+        train.head_chunk = functools.partial(fixed_chunk, chunk)
+        case = f"logits of {chunk} tokens at once: "
         error = (step() - reference).abs().max().item()
         yield figure(case, "logprobs, max", error, "nats", most=0.02)
         error = relative(model.lm_head.weight.grad, of_reference)
@@ -365,7 +370,7 @@ def head():
         seconds, peak = measure(step)
         yield figure(case, f"{len(tokens)} tokens", 1e3 * seconds, "ms")
         yield peak_of(case, peak)
-    train.HEAD_ELEMENTS = usual
+    train.head_chunk = usual
     if not CUDA:
         yield skipped("compiled", "the rehearsal compiles nothing")
         return
@@ -545,6 +550,9 @@ def plan():
     if importlib.util.find_spec("vllm") is None:
         yield skipped("Plan on vLLM's tensors", "vLLM is not installed")
         return
+    from plumbing.launch import ENGINE_ENV
+
+    os.environ |= ENGINE_ENV
     os.environ |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1")
     # before vLLM loads a model: on a CPU it keeps matrices that vLLM would free
     from vllm import LLM, SamplingParams
@@ -556,12 +564,19 @@ def plan():
         str(path),
         dtype=on_gpu("bfloat16", "float32"),
         skip_tokenizer_init=True,
-        enforce_eager=True,
+        # as plumbing/launch.py has it: with CUDA graphs
+        enforce_eager=not CUDA,
+        enable_chunked_prefill=False,
+        enable_prefix_caching=False,
         max_model_len=256,
         max_num_seqs=8,
         gpu_memory_utilization=0.2,
         logprobs_mode="processed_logprobs",
     )
+    prompt = [45, 4, 52, 29, 2]
+    sampling = SamplingParams(max_tokens=32, logprobs=0, ignore_eos=True, detokenize=False)
+    # once with the old weights
+    llm.generate([dict(prompt_token_ids=prompt)], sampling, use_tqdm=False)
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa")
     model.token_logprobs = types.MethodType(train.token_logprobs, model)
     for p in model.parameters():
@@ -571,8 +586,6 @@ def plan():
     yield figure("", "model holds what was received, before", int(before), most=0)
     yield figure("", "likewise, after a swap", int(after), least=1)
     yield figure("", "swap", 1e3 * seconds, "ms")
-    prompt = [45, 4, 52, 29, 2]
-    sampling = SamplingParams(max_tokens=32, logprobs=0, ignore_eos=True, detokenize=False)
     answers = llm.generate([dict(prompt_token_ids=prompt)], sampling, use_tqdm=False)
     answer = answers[0].outputs[0]
     sampled = list(answer.token_ids)

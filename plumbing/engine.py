@@ -97,18 +97,21 @@ class Contract:
         start = time.perf_counter()
         # pause_generation() without the 20 ms that it sleeps afterwards, which vLLM's own comment
         # says are not needed for correctness
-        await engine.engine_core.pause_scheduler_async(
-            mode="keep", clear_cache=body["recompute_kv"]
-        )
+        try:
+            await engine.engine_core.pause_scheduler_async(
+                mode="keep", clear_cache=body["recompute_kv"]
+            )
+        except Exception:
+            # it may be paused all the same
+            await engine.resume_generation()
+            raise
         # the engine obeys in this order; nobody waits for our hearing of each answer
-        problems, _, _ = await asyncio.gather(
+        await asyncio.gather(
             engine.collective_rpc("swap_weights", args=(version,)),
             engine.update_weight_version(version),
             engine.resume_generation(),
         )
-        self.has_weights = not any(problems)
-        if not self.has_weights:
-            raise RuntimeError(f"version {version} was not swapped in: {problems}")
+        self.has_weights = True
         return {"version": version, "pause_s": time.perf_counter() - start}
 
     async def all_workers(self, engine, method, argument):
@@ -120,8 +123,8 @@ class Contract:
 
 
 class WorkerExtension:
-    """Methods that vLLM's workers get. Each returns None or a problem in words, and never raises:
-    with several workers vLLM leaves the others' answers behind when one does.
+    """Methods that vLLM's workers get. They return None or a problem in words, and never raise: with
+    several workers vLLM leaves the others' answers behind when one does.
     """
 
     def join_weight_group(self, group):
@@ -143,12 +146,18 @@ class WorkerExtension:
             return f"version {version} is not here, what is here is {receiver.received}"
 
     def swap_weights(self, version):
-        """Load what was received, between two decode steps; on a problem the old weights are whole."""
+        """Load what was received, between two decode steps.
+
+        The engine ends where that breaks off: its weights are half old, half new, and the stamp of
+        the new version is on its way already. It is started again.
+        """
         try:
             with set_current_vllm_config(self.vllm_config):
                 self.weight_receiver.swap()
         except Exception as e:
-            return f"{type(e).__name__}: {e}"
+            print(f"weights: loading broke off ({type(e).__name__}: {e}): this engine ends")
+            sys.stdout.flush()
+            os._exit(1)
 
 
 class Inbox:
@@ -235,6 +244,8 @@ class Receiver:
         layout = (group["names"], group["shapes"], group["dtype"], group["bucket_bytes"])
         if self.inbox is None or self.inbox.layout != layout:
             self.inbox = Inbox(self.model, group, self.device)
+            # updates are written there on another stream than this one, which has just cleared it
+            settle(worker.device, self.timeout, "making room for updates")
         threading.Thread(target=self.run, daemon=True).start()
 
     def run(self):
@@ -305,18 +316,11 @@ class Receiver:
         """The received weights into the model, which is not decoding now."""
         inbox = self.inbox
         self.received = None
-        try:
-            if inbox.plan:
-                inbox.plan.swap()
-            else:
-                reload(self.model, self.worker.model_config, inbox.received)
-            if self.verify and inbox.plan and not inbox.plan.holds():
-                raise RuntimeError("the model does not hold what was received")
-            if self.worker.device.type == "cuda":
-                # the next update is received into the same memory, on another stream
-                torch.cuda.current_stream().synchronize()
-        except Exception as e:
-            # the weights are half old, half new: this engine ends, and is started again
-            print(f"weights: loading broke off ({type(e).__name__}: {e}): this engine ends")
-            sys.stdout.flush()
-            os._exit(1)
+        if inbox.plan:
+            inbox.plan.swap()
+        else:
+            reload(self.model, self.worker.model_config, inbox.received)
+        if self.verify and inbox.plan and not inbox.plan.holds():
+            raise RuntimeError("the model does not hold what was received")
+        # the next update is received into the same memory, on another stream
+        settle(self.worker.device, self.timeout, "the swap")

@@ -58,7 +58,8 @@ ENGINE_ENV = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
     "TOKENIZERS_PARALLELISM": "false",
-    # GPUs take the other model runner by default, which no test here has ever seen
+    # GPUs take the other model runner by default, which no test here has ever seen. (Nor what GPUs
+    # do and CPUs do not: asynchronous scheduling, CUDA graphs.)
     "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
 NICE = ["nice", "-n", "10"]
@@ -97,7 +98,8 @@ def engine_commands(c: Config, gpus: int, node: int = 0) -> list[tuple[str, dict
             "--tensor-parallel-size": c.tensor_parallel,
             "--max-model-len": c.max_model_len,
             "--max-num-seqs": c.concurrency,
-            "--max-num-batched-tokens": max(8192, c.max_model_len),
+            # all that decode take one each: the longest prompt must still fit beside them
+            "--max-num-batched-tokens": max(8192, c.max_model_len + c.concurrency),
         }
         if c.head_float32:
             options["--hf-overrides"] = '{"head_dtype": "float32"}'

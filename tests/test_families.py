@@ -109,7 +109,7 @@ def of_model_itself(folder, sequences, weights, temperature):
 def test_packed_is_separate_is_the_models_own(family, tmp_path, monkeypatch):
     """Logprobs and gradients, also where the head is cut into chunks."""
     # 16 tokens of logits at once
-    monkeypatch.setattr(train, "HEAD_ELEMENTS", 16 * 100)
+    monkeypatch.setattr(train, "head_chunk", lambda *_: 16)
     folder = tiny(family, tmp_path)
     sequences = random_sequences(5, 17, 2, 30)
     positions, _ = layout([len(tokens) for tokens in sequences])

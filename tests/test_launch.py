@@ -207,7 +207,8 @@ def launched(folder, processes, node="0", grace=25):
         yield process, lambda: "".join(said), terminal
     finally:
         for p in marked(folder):
-            p.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                p.kill()
         with contextlib.suppress(psutil.TimeoutExpired):
             process.wait(10)
         os.close(terminal)
@@ -220,6 +221,15 @@ def marked(folder):
         with contextlib.suppress(psutil.Error):
             if process.environ().get("MARK") == str(folder) and process.status() != "zombie":
                 found.append(process)
+    return found
+
+
+def commands(folder):
+    """The command lines, as lists of words, of what was started in `launched`."""
+    found = []
+    for process in marked(folder):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(process.cmdline())
     return found
 
 
@@ -303,11 +313,13 @@ def test_a_base_model_that_cannot_be_made_and_ctrl_c_meanwhile(tmp_path):
     with launched(tmp_path, [("prepare", "false"), ("train", TRAIN)]) as (process, words, _):
         assert process.wait(40) == 1
         assert "making the base model failed, see" in words() and "started" not in words()
-    with launched(tmp_path, [("prepare", "sleep 1000")]) as (process, words, terminal):
-        eventually(lambda: any("sleep" in p.cmdline() for p in marked(tmp_path)))
-        os.write(terminal, b"\x03")
-        assert process.wait(40) == 130
-        assert "run.sh: interrupted" in words() and not marked(tmp_path)
+    # as soon as anything runs: bash is then still reading its own lines
+    for _ in range(3):
+        with launched(tmp_path, [("prepare", "sleep 1000")]) as (process, words, terminal):
+            eventually(lambda: any("sleep" in command for command in commands(tmp_path)))
+            os.write(terminal, b"\x03")
+            assert process.wait(40) == 130
+            eventually(lambda: "run.sh: interrupted" in words() and not marked(tmp_path))
 
 
 @pytest.mark.parametrize("code", [0, 1])

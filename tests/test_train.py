@@ -193,7 +193,7 @@ def row_of(sequences):
 
 @pytest.mark.parametrize("chunk", [7, 1024])
 def test_a_packed_row_equals_the_separate_sequences(chunk, monkeypatch):
-    monkeypatch.setattr(train, "HEAD_ELEMENTS", chunk * 50)
+    monkeypatch.setattr(train, "head_chunk", lambda *_: chunk)
     model = tiny_model()
     rng = np.random.default_rng(0)
     sequences = [torch.from_numpy(rng.integers(0, 50, n)) for n in (5, 17, 2, 30)]
@@ -226,7 +226,7 @@ def test_a_packed_row_equals_the_separate_sequences(chunk, monkeypatch):
 
 @pytest.mark.parametrize("chunk", [3, 1024])
 def test_every_sequence_of_a_row_has_its_own_temperature(chunk, monkeypatch):
-    monkeypatch.setattr(train, "HEAD_ELEMENTS", chunk * 50)
+    monkeypatch.setattr(train, "head_chunk", lambda *_: chunk)
     model = tiny_model()
     lengths = [6, 9, 4]
     temperatures = torch.tensor([0.5, 1.0, 2.0])
@@ -280,8 +280,8 @@ def body(input_ids, **_):
     return types.SimpleNamespace(last_hidden_state=embedding(input_ids))
 
 
-def measure(tokens, elements):
-    train.HEAD_ELEMENTS = elements
+def measure(tokens, chunk):
+    train.head_chunk = lambda *_: chunk
     torch.manual_seed(0)
     embedding.weight.grad = None
     model = types.SimpleNamespace(base_model=body, config=None)
@@ -293,7 +293,7 @@ def measure(tokens, elements):
     print((peak() - start) * 1024, grad.norm().item(), grad[ids[5]].norm().item())
 
 
-chunk = train.HEAD_ELEMENTS // 32
+chunk = train.head_chunk(VOCABULARY, 32) // 32
 measure(256, chunk)
 measure(2048, chunk)
 measure(256, 1 << 40)

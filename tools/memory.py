@@ -68,7 +68,7 @@ class Placed:
         rank = trainer_gb(c) | {ASSUMED: RESERVE_GB}
         rank_0 = dict(rank)
         served = weights / c.tensor_parallel
-        batched = max(8192, c.max_model_len)
+        batched = max(8192, c.max_model_len + c.concurrency)
         forward = forward_gb(model, batched, c.concurrency, c.tensor_parallel)
         engine = {"weights": served, "activations": forward, ASSUMED: RESERVE_GB}
         rest = c.gpu_memory_utilization * self.gpu_gb - sum(engine.values())
