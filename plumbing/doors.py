@@ -182,12 +182,16 @@ class BatchCheck:
 
 
 class EvaluationCheck:
-    """train.py's, of what the actor has evaluated."""
+    """train.py's, of what the actor has evaluated: each version once."""
 
     def __init__(self, config):
         self.config = config
+        self.evaluated = set()
 
     def __call__(self, record, file):
         check_form(record, Evaluation)
         version = record["version"]
         need(version <= self.config.steps, f"version {version} of {self.config.steps}")
+        if version in self.evaluated:
+            raise Refused("duplicate", f"version {version} was here already")
+        self.evaluated.add(version)

@@ -431,6 +431,8 @@ def test_what_is_drawn_is_written_down_before_it_is_started(tmp_path, base_model
         groups |= actor.start_groups(draws, problems, 14)
         # the record of draw 5 was lost; records 3, of a draw that is done with, and 99 do not matter
         draws.records = {20: 5, 3: 0}
+        # those above run first
+        await asyncio.sleep(0)
         draws.forget({"next": 1, "ahead": []})
         notice(tmp_path / "queues" / "dropped.json", groups=3, lost=[3, 20, 99])
         for _ in range(3):

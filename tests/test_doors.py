@@ -517,6 +517,13 @@ def test_bad_evaluations_are_set_aside(tmp_path):
     queue.put(good)
     assert reader.evaluations() == [good]
     assert reader.evals.refused == {"schema": len(changes)}
+    # a copy far ahead does not hide what comes next
+    queue.put(good)
+    number = f"{len(changes) + 1:010d}"
+    os.rename(queue.path / f"{number}.safetensors", queue.path / "0000000900.safetensors")
+    assert reader.evaluations() == []
+    queue.put(good | {"version": 4})
+    assert reader.evaluations() == [good | {"version": 4}]
 
 
 # ---- answers of an engine
