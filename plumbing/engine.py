@@ -92,9 +92,10 @@ class Contract:
 
     async def answer(self, scope, receive):
         """Who answers a request: vLLM, an order's result or a refusal."""
-        # as vLLM's own router sees them: the path is decoded, nothing comes before it
-        call = (scope.get("method"), scope.get("root_path", "") + scope["path"])
-        if scope["type"] != "http" or call not in (HEALTH, METRICS, GENERATE, JOIN, UPDATE):
+        # the path as vLLM's own router sees it: decoded, and with nothing before it
+        call = (scope.get("method"), scope["path"])
+        known = call in (HEALTH, METRICS, GENERATE, JOIN, UPDATE)
+        if scope["type"] != "http" or scope.get("root_path") or not known:
             return JSONResponse({"error": "an engine of a run: no such call"}, 404)
         if call in (HEALTH, METRICS):
             return self.app

@@ -113,7 +113,7 @@ def open_store(host, port):
         return wire.open_store(host, int(port), SILENT, server=True)
     except OSError as e:
         raise ConfigError(
-            f"{host}:{port}, where the nodes meet (--port - 1): {e.strerror}: is the run in progress, or still stopping?"
+            f"{host}:{port}, where the nodes meet (--port - 1): {os.strerror(e.errno)}: is the run in progress, or still stopping?"
         ) from None
 
 

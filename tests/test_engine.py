@@ -29,7 +29,7 @@ OTHERS = """
 /metrics/ /metrics/x /metricsx /health/ //health /health/../load /./health /%2e/health /x/../load /v1/../load
 /inference/v1/generate/ //inference/v1/generate /inference//v1/generate /init_process_group/ //request_weight_update
 """.split()
-METHODS = ["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE", "CONNECT", "X"]
+METHODS = ["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE", "CONNECT"]
 
 
 def status(method, path, headers=None, body=b""):
@@ -37,8 +37,10 @@ def status(method, path, headers=None, body=b""):
     lines = [f"{method} {path} HTTP/1.1", "Host: x", "Connection: close"]
     lines += [f"Content-Length: {len(body)}"]
     lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
+    head = "\r\n".join([*lines, "", ""])
     with socket.create_connection(("127.0.0.1", PORT), 20) as s:
-        s.sendall("\r\n".join([*lines, "", ""]).encode() + body)
+        s.sendall(head.encode())
+        s.sendall(body)
         answer = s.makefile("rb").readline()
     return int(answer.split()[1])
 
@@ -53,13 +55,13 @@ def test_the_contract_is_all_there_is(engine, key):
     calls = [("GET", "/health"), ("GET", "/metrics")]
     calls += [("POST", path) for path in [GENERATE, *ORDERS]]
     paths = ["/health", "/metrics", GENERATE, *ORDERS, *OTHERS]
-    found = set()
+    answered = []
     for method, path in itertools.product(METHODS, paths):
-        # 400: uvicorn knows no such method
-        if status(method, path, key) not in (404, 400):
-            found.add((method, path))
-    bad = {call for call in calls if status(*call, key) == 404}
-    assert not bad and found <= set(calls), (found, bad)
+        code = status(method, path, key)
+        # 400: an order without a body, and what uvicorn does not know as a method
+        if code != 404 and (code != 400 or path in ORDERS):
+            answered.append((method, path))
+    assert sorted(answered) == sorted(calls)
 
 
 def test_a_websocket_is_refused(engine, key):
@@ -100,14 +102,19 @@ WRONG = [None, [], {}, "x", -1.5, True]
 def test_an_order_that_is_none_is_refused_in_a_line(engine, key, path, whole):
     bodies = list(BODIES)
     for name, value in whole.items():
-        bodies.append(json.dumps({k: v for k, v in whole.items() if k != name}).encode())
-        others = [w for w in WRONG if type(w) is not type(value)]
-        bodies += [json.dumps(whole | {name: other}).encode() for other in others]
+        without = dict(whole)
+        del without[name]
+        bodies.append(json.dumps(without))
+        for other in WRONG:
+            if type(other) is not type(value):
+                bodies.append(json.dumps(whole | {name: other}))
     url = f"http://127.0.0.1:{PORT}{path}"
     for body in bodies:
         answer = requests.post(url, data=body, headers=key, timeout=20)
         assert answer.status_code == 400, (body[:100], answer.text)
-        assert path in answer.json()["error"] and "\n" not in answer.json()["error"]
+        words = answer.json()["error"]
+        assert words.startswith(path)
+        assert "\n" not in words
     assert status("GET", "/health") == 200
 
 
@@ -122,7 +129,7 @@ def test_a_body_that_does_not_come_keeps_nobody_waiting(engine, key):
     head += f"{secret.HEADER}: {key[secret.HEADER]}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", PORT)) as s:
         s.sendall(head.encode())
-        # not 409, not a wait: an engine without that update says so
+        # no wait: an engine without that update says so
         assert status("POST", ORDERS[1], key, json.dumps(UPDATE).encode()) == 500
 
 
@@ -150,7 +157,8 @@ def test_no_command_line_has_the_secret(engine, key):
     """Anybody on a machine may read those of all processes."""
     value = key[secret.HEADER]
     for process in psutil.process_iter(["cmdline"]):
-        assert not any(value in word for word in process.info["cmdline"] or [])
+        words = process.info["cmdline"] or []
+        assert value not in " ".join(words)
 
 
 def listening():

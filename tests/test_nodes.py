@@ -243,7 +243,7 @@ def test_a_second_launcher_of_node_0_is_refused(meeting):
     first.kill()
     first.communicate()
     assert code == 1
-    assert "is in use: is the run in progress, or still stopping?" in words
+    assert "(--port - 1): Address already in use: is the run in progress" in words
 
 
 # ---- word of the end
