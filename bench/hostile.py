@@ -223,7 +223,6 @@ def foreign_files(folder, rng):
     """Five of them into a queue's directory: what a shared file system and its users leave there."""
     name = rng.randrange(10**6, 10**9)
     (folder / f"{name}.txt").write_text("not a record")
-    (folder / f"{name:010d}.npz").write_bytes(rng.randbytes(2000))
     (folder / f"{name:010d}.safetensors").write_bytes(rng.randbytes(2000))
     (folder / f"{name + 1:010d}.safetensors").mkdir()
     os.mkfifo(folder / f"{name + 2:010d}.safetensors")

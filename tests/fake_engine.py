@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import queue
+import random
 import sys
 import threading
 import time
@@ -201,6 +202,7 @@ class Server:
 
     def __init__(self, engine):
         self.engine = engine
+        self.random = random.Random(0)
         self.secret = secret.read(os.environ["PIPELINE_RUN_DIR"])
 
     async def health(self, request):
@@ -240,7 +242,12 @@ class Server:
         if self.engine.version is None:
             return web.json_response({"error": "no weights from the trainer yet"}, status=503)
         self.engine.waiting.append((body, done))
-        return web.json_response({"choices": [await asyncio.wrap_future(done)]})
+        answer = json.dumps({"choices": [await asyncio.wrap_future(done)]}).encode()
+        if "GARBLE" in os.environ:
+            from bench.hostile import garbled
+
+            answer = garbled(answer, self.random)
+        return web.Response(body=answer, content_type="application/json")
 
 
 def main():
