@@ -247,6 +247,7 @@ class Actor:
                 by_source[source].append(sample["success"])
                 versions += sample["versions"][sample["mask"]].tolist()
         record = dict(
+            run_id=c.run_id,
             eval={s: float(np.mean(successes)) for s, successes in by_source.items() if successes},
             problems=len(attempts) // c.eval_attempts,
             answers=sum(len(successes) for successes in by_source.values()),

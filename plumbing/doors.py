@@ -50,6 +50,7 @@ class LastBatch(Batch):
 
 
 class Evaluation(BaseModel, strict=True):
+    run_id: str
     eval: dict[str, FiniteFloat]
     problems: NonNegativeInt
     version: NonNegativeInt
@@ -189,6 +190,7 @@ class EvaluationCheck:
         self.evaluated = set()
 
     def __call__(self, record, file):
+        check_run(record, self.config)
         check_form(record, Evaluation)
         version = record["version"]
         need(version <= self.config.steps, f"version {version} of {self.config.steps}")

@@ -107,7 +107,8 @@ class MetricsLog:
         run_start: time.monotonic() at which the run's clock was 0.
         """
         for line in lines:
-            self._evaluation(line | {"wall_s": line["wall_s"] - run_start})
+            of_run = {k: v for k, v in line.items() if k != "run_id"}
+            self._evaluation(of_run | {"wall_s": line["wall_s"] - run_start})
 
     def _evaluation(self, line):
         self._write(line)

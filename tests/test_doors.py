@@ -500,7 +500,7 @@ def test_good_micro_batches_are_not_refused(tmp_path):
 
 def test_bad_evaluations_are_set_aside(tmp_path):
     reader, _ = reader_of(tmp_path)
-    good = {"eval": {"toy": 0.5}, "problems": 3, "version": 2, "wall_s": 1.0}
+    good = {"run_id": "abc", "eval": {"toy": 0.5}, "problems": 3, "version": 2, "wall_s": 1.0}
     changes = [
         {"eval": [0.5]},
         {"eval": {"toy": NAN}},
@@ -514,12 +514,13 @@ def test_bad_evaluations_are_set_aside(tmp_path):
     queue = Queue(tmp_path / "queues" / "evals")
     for change in changes:
         queue.put(good | change)
+    queue.put(good | {"run_id": "xyz"})
     queue.put(good)
     assert reader.evaluations() == [good]
-    assert reader.evals.refused == {"schema": len(changes)}
+    assert reader.evals.refused == {"schema": len(changes), "other_run": 1}
     # a copy far ahead does not hide what comes next
     queue.put(good)
-    number = f"{len(changes) + 1:010d}"
+    number = f"{len(changes) + 2:010d}"
     os.rename(queue.path / f"{number}.safetensors", queue.path / "0000000900.safetensors")
     assert reader.evaluations() == []
     queue.put(good | {"version": 4})

@@ -81,7 +81,8 @@ def write_run(out, name, base_model, ranks=1, first=0, steps=STEPS, reverse=Fals
         for group in reversed(of_step) if reverse else of_step:
             packer.add(group)
     notice(queues / "sampler.json", drawn=99, pending={"97": ["toy", 3]}, state={"drawn": 99})
-    Queue(queues / "evals").put(dict(eval={"toy": 0.0}, problems=0, version=steps, wall_s=0.0))
+    evaluation = dict(run_id=config.run_id, eval={"toy": 0.0}, problems=0, version=steps)
+    Queue(queues / "evals").put(evaluation | {"wall_s": 0.0})
     return run_dir
 
 
