@@ -102,7 +102,7 @@ def need(ok, words):
 class RolloutCheck:
     """preprocess.py's. vocabulary: number of token ids; newest: a NewestVersion.
 
-    ledger: what is done with when the stage starts; a problem comes once.
+    ledger: what is done with; a problem comes once.
     """
 
     def __init__(self, config, ledger, vocabulary, newest):
@@ -110,14 +110,15 @@ class RolloutCheck:
         self.vocabulary = vocabulary
         self.newest = newest
         self.tasks = len(task_weights(config.task))
-        self.first = ledger.next
+        self.ledger = ledger
+        # of those that the ledger's `next` has not yet passed
         self.arrived = set(ledger.ahead)
 
     def __call__(self, record, file):
         check_run(record, self.config)
         check_form(record, Rollouts)
         index = record["index"]
-        if index < self.first or index in self.arrived:
+        if index < self.ledger.next or index in self.arrived:
             raise Refused("duplicate", f"problem {index} was here already")
         problem = problem_with(record, SAMPLED, self.vocabulary, self.tasks)
         need(problem is None, f"problem {index}: {problem}")
@@ -128,6 +129,7 @@ class RolloutCheck:
         if samples:
             self._check_samples(record, f"problem {index}")
         self.arrived.add(index)
+        self.arrived = {i for i in self.arrived if i >= self.ledger.next}
 
     def _check_samples(self, record, name):
         """What is true of samples as long as only the actor has seen them."""
