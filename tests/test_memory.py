@@ -245,7 +245,8 @@ def test_the_launcher_refuses_in_one_line_and_starts_nothing(nvidia_smi, light, 
     (line,) = done.stderr.strip().splitlines()
     assert line.startswith(f"run.sh: memory: {light} does not fit: engine and trainer: ")
     assert "try --gpu_memory_utilization 0.6 (--memory_check False" in line
-    assert not (tmp_path / "o").exists()
+    # the run's name was taken, and nothing made
+    assert [path.name for path in (tmp_path / "o").iterdir()] == [".math.lock"]
 
 
 def test_a_model_nobody_knows_is_let_through_with_a_line(nvidia_smi, capsys):
