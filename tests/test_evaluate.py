@@ -176,6 +176,7 @@ def test_offline_evaluation_twice_gives_the_same_numbers(mixture):
     assert leftovers(mixture) == []
 
 
+@pytest.mark.slow
 def test_mistakes_end_an_evaluation_in_one_line(tmp_path):
     for argv, words in (
         ([], "the first argument must be a model"),

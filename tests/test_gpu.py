@@ -112,6 +112,7 @@ def test_the_command_prints_a_table_and_keeps_it(tmp_path):
         assert row.endswith(line["status"])
 
 
+@pytest.mark.slow
 def test_a_check_that_breaks_off_costs_only_itself(monkeypatch):
     assert gpu.run("learning", 0.1, True)[-1]["status"] == "FAIL (not done within 0 s)"
     # the process that is started does not know it
@@ -121,6 +122,7 @@ def test_a_check_that_breaks_off_costs_only_itself(monkeypatch):
     assert "invalid choice: 'broken'" in broken[0]["status"]
 
 
+@pytest.mark.slow
 def test_what_is_not_reached_in_time_is_skipped_by_name(tmp_path):
     done = call("--only", "parity", "head", "--minutes", 0, "--out", tmp_path)
     assert done.returncode == 0, done.stderr

@@ -255,6 +255,7 @@ def test_a_stop_waits_as_long_as_the_last_checkpoint_took_thrice(tmp_path, secon
     assert ("\nsaved\n" in log) == saved
 
 
+@pytest.mark.slow
 def test_ranks_are_told_to_save_or_end_at_once_when_one_of_them_is_dead(tmp_path):
     ranks = [("train", SLOW), ("train1", SLOW)]
     with launched(tmp_path, ranks) as (process, words, _):

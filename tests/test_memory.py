@@ -91,9 +91,8 @@ def extrapolated(c):
     return sum(memory.trainer_gb(c).values()) * 1e9
 
 
-@pytest.mark.parametrize(
-    "row, checkpointing", [(512, False), pytest.param(2048, True, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("row, checkpointing", [(512, False), (2048, True)])
 def test_the_trace_says_what_a_real_process_takes(small, tmp_path, row, checkpointing):
     c = on_cpu(small, "--row_tokens", row, "--gradient_checkpointing", checkpointing)
     expected = total(c, fake_step.model_config(small))

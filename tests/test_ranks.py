@@ -269,6 +269,7 @@ def test_resuming_on_any_number_of_ranks(before, after, reference, tmp_path, bas
     assert worst(again, weights) < (1e-6 if before == after else 1e-4)
 
 
+@pytest.mark.slow
 def test_two_optimizers_train_and_resume(reference, tmp_path, base_model):
     run_dir = write_run(tmp_path, "two", base_model)
     weights, steps = run_trainer(run_dir, optimizers="TWO")
