@@ -360,7 +360,9 @@ def measure(real, minutes, steps, seed=0):
         subprocess.run(command, cwd=ROOT, check=True)
     knobs = dict(task="hostile", model=model, run="h", port=PORT, seed=seed, steps=steps)
     knobs |= dict(batch_size=BATCH, attempts=ATTEMPTS, max_lag=4, engines=2, reward_timeout=1)
-    knobs |= dict(concurrency=64, eval_every=50, eval_problems=64, save_every=20)
+    knobs |= dict(concurrency=64, eval_every=50, eval_problems=128, save_every=20)
+    # a batch an eighth of the toy's: gentle steps, of groups that say something
+    knobs |= dict(lr=3e-4, no_signal="drop")
     words = [str(word) for name, value in knobs.items() for word in (f"--{name}", value)]
     path = "" if real else str(fake_vllm(tree / "fake"))
     environment = os.environ | {"RUN_MARK": str(tree), "PIPELINE_PYTHON": sys.executable}

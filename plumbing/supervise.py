@@ -23,7 +23,7 @@ from plumbing.queues import notice
 
 ANSWER = 10.0  # seconds an engine has to say that it is healthy
 HANGS = 3  # questions in a row left unanswered by an engine that hangs
-FORGET = 600.0  # seconds of health after which earlier deaths do not count any more
+FORGET = 30.0  # seconds of health after which earlier deaths do not count any more
 GRACE = 3.0  # seconds an engine has to end by itself
 PR_SET_CHILD_SUBREAPER = 36
 
