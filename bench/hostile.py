@@ -413,7 +413,7 @@ def main():
     p = parser(__doc__)
     p.add_argument("--minutes", type=float, default=20.0, help="about so long")
     p.add_argument("--real", action="store_true", help="two real vLLM engines")
-    p.add_argument("--steps_per_minute", type=float, default=30.0)
+    p.add_argument("--steps_per_minute", type=float, default=15.0)
     arguments = p.parse_args()
     minutes = 1.5 if arguments.quick else arguments.minutes
     steps = round(minutes * arguments.steps_per_minute)
