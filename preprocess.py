@@ -25,7 +25,7 @@ from plumbing.doors import NewestVersion, RolloutCheck, lost_records
 from plumbing.ledger import Ledger
 from plumbing.log import last_words
 from plumbing.problems import wait_until_loaded
-from plumbing.queues import Queue, notice, noticed
+from plumbing.queues import Queue, notice, noticed, wait_for_notice
 from plumbing.samples import filler, join, layout, most_bytes, split
 
 # a row this full is emitted before its step is complete
@@ -279,18 +279,6 @@ def reference_model(config):
     return logprobs
 
 
-def wait_for_trainer(config, version_file):
-    """What the trainer announces with its first version. TimeoutError after `start_timeout` s."""
-    deadline = time.monotonic() + config.start_timeout
-    while not noticed(version_file):
-        if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"preprocess: the trainer announced no version in {version_file} within {config.start_timeout:.0f} s"
-            )
-        time.sleep(0.05)
-    return noticed(version_file)
-
-
 def announce_drops(ledger, rollouts, announced, path):
     """Tell the actor, and people, how many groups are dropped by now, and which records of rollouts
     were refused; returns what was told.
@@ -313,7 +301,11 @@ def main(run_dir):
     batches = [Queue(queues / "batches" / f"rank_{r}", maxlen=1000) for r in ranks]
     state = last_state(run_dir)
     ledger = Ledger(**state["position"])
-    vocabulary = wait_for_trainer(config, version_file)["vocabulary"]
+    seconds = config.start_timeout
+    complaint = (
+        f"preprocess: the trainer announced no version in {version_file} within {seconds:.0f} s"
+    )
+    vocabulary = wait_for_notice(version_file, seconds, complaint)["vocabulary"]
     wait_until_loaded(config, queues, "preprocess")
     check = RolloutCheck(config, ledger, vocabulary, NewestVersion(version_file))
     largest = most_bytes(config.attempts * config.max_model_len)

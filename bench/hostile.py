@@ -239,15 +239,15 @@ def foreign_files(folder, rng):
 # ------------------------------------------------------------------------------ the run
 
 
-def copy_of_the_repository(folder):
-    """The sources with the task and the middleware."""
+def hostile_copy(folder, model):
+    """A copy of the repository with the task and the middleware; model: the base model's directory."""
+    from test_edits import copy_of_the_repository
+
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    for part in ("plumbing", "tasks", "tools", "tests", "bench"):
-        ignore = shutil.ignore_patterns("__pycache__", "results")
-        shutil.copytree(ROOT / part, folder / part, ignore=ignore)
-    for path in (*ROOT.glob("*.py"), ROOT / "run.sh", ROOT / "requirements.txt"):
-        shutil.copy(path, folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    copy_of_the_repository(folder, model)
+    ignore = shutil.ignore_patterns("__pycache__", "results")
+    shutil.copytree(ROOT / "bench", folder / "bench", ignore=ignore)
     (folder / "tasks" / "hostile.py").write_text(TASK)
     launch = folder / "plumbing" / "launch.py"
     text = launch.read_text()
@@ -255,19 +255,6 @@ def copy_of_the_repository(folder):
         raise SystemExit(f"bench/hostile.py: plumbing/launch.py has no '{FLAG}' any more")
     launch.write_text(text.replace(FLAG, FLAG + "--middleware bench.hostile.Garbling "))
     return folder
-
-
-def processes(mark):
-    """{pid: command line} of the run's processes, by a mark in their environment."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if f"RUN_MARK={mark}".encode() in path.read_bytes():
-                words = path.with_name("cmdline").read_bytes().replace(b"\0", b" ")
-                found[int(path.parent.name)] = words.decode()
-        except OSError:
-            continue
-    return found
 
 
 def memory(pid):
@@ -280,7 +267,7 @@ STAGES = {"actor.py": "actor", "preprocess.py": "preprocess", "train.py": "train
 
 
 class Trouble:
-    """What is done to a run, and seen of it, until it ends."""
+    """What is done to a run, and seen of it, until it ends. mark: of its processes (RUN_MARK)."""
 
     def __init__(self, run_dir, mark, seed):
         self.run_dir = run_dir
@@ -291,10 +278,16 @@ class Trouble:
         # {stage: [[seconds, MB]]}
         self.memory = {}
 
+    def processes(self):
+        """[(pid, command line)] of the run's processes."""
+        from test_run import leftovers
+
+        return [(int(pid), line) for pid, line in leftovers(self.mark)]
+
     def kill_an_engine(self):
         """kill -9 of one of the engines' server processes, in turn."""
         servers = []
-        for pid, line in processes(self.mark).items():
+        for pid, line in self.processes():
             if "api_server" in line and "supervise" not in line and "bash" not in line:
                 servers.append(pid)
         if servers:
@@ -309,7 +302,7 @@ class Trouble:
                 self.files += 5
 
     def look(self, seconds):
-        for pid, line in processes(self.mark).items():
+        for pid, line in self.processes():
             for script, stage in STAGES.items():
                 if f" {script} " in f"{line} " and "bash" not in line:
                     try:
@@ -349,21 +342,19 @@ def growth(samples):
 
 def measure(real, minutes, steps, seed=0):
     """One run; returns what the table has."""
-    from bench.common import WORK
+    from bench.common import WORK, flags
     from fake_engine import fake_vllm
     from test_run import balance, metrics
+    from tools import base_model
 
-    tree = copy_of_the_repository(WORK / ("hostile-real" if real else "hostile-fake"))
     model = ROOT / "out" / "models" / f"toy-seed{seed}"
-    if not (model / "config.json").exists():
-        command = [sys.executable, "tools/base_model.py", "toy", str(model), str(seed)]
-        subprocess.run(command, cwd=ROOT, check=True)
+    base_model.make_model(["toy"], model, seed)
+    tree = hostile_copy(WORK / ("hostile-real" if real else "hostile-fake"), model)
     knobs = dict(task="hostile", model=model, run="h", port=PORT, seed=seed, steps=steps)
     knobs |= dict(batch_size=BATCH, attempts=ATTEMPTS, max_lag=4, engines=2, reward_timeout=1)
     knobs |= dict(concurrency=64, eval_every=50, eval_problems=128, save_every=20)
     # a batch an eighth of the toy's: gentle steps, of groups that say something
     knobs |= dict(lr=3e-4, no_signal="drop")
-    words = [str(word) for name, value in knobs.items() for word in (f"--{name}", value)]
     path = "" if real else str(fake_vllm(tree / "fake"))
     environment = os.environ | {"RUN_MARK": str(tree), "PIPELINE_PYTHON": sys.executable}
     environment |= {"PYTHONPATH": path} if path else {}
@@ -371,7 +362,7 @@ def measure(real, minutes, steps, seed=0):
     log = tree / "terminal.txt"
     with open(log, "w") as f:
         process = subprocess.Popen(
-            ["bash", "run.sh", "toy", *words], cwd=tree, stdout=f, stderr=f, env=environment
+            ["bash", "run.sh", "toy", *flags(knobs)], cwd=tree, stdout=f, stderr=f, env=environment
         )
     trouble = Trouble(tree / "out" / "h", tree, seed)
     try:

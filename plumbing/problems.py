@@ -7,11 +7,10 @@ data file is named by its line and not by a stage that dies an hour later. `bash
 import importlib
 import inspect
 import json
-import time
 from pathlib import Path
 
 from config import Config, ConfigError, task_weights
-from plumbing.queues import notice, noticed
+from plumbing.queues import notice, wait_for_notice
 
 
 def load_problems(config: Config, split: str) -> dict[str, list[dict]]:
@@ -38,14 +37,11 @@ def announce_loaded(queues) -> None:
 
 def wait_until_loaded(config, queues, stage) -> None:
     """The other stages: TimeoutError if the actor has not loaded its problems within start_timeout s."""
-    deadline = time.monotonic() + config.start_timeout
-    while not noticed(Path(queues, "problems.json")):
-        if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"{stage}: the actor has not loaded its problems and rewards within "
-                f"{config.start_timeout:.0f} s: is problems() of task {config.task} slow? --start_timeout gives it longer"
-            )
-        time.sleep(0.05)
+    complaint = (
+        f"{stage}: the actor has not loaded its problems and rewards within "
+        f"{config.start_timeout:.0f} s: is problems() of task {config.task} slow? --start_timeout gives it longer"
+    )
+    wait_for_notice(Path(queues, "problems.json"), config.start_timeout, complaint)
 
 
 def _problems(config, task, split) -> list:

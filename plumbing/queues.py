@@ -47,8 +47,7 @@ class Queue:
 
     path: the directory, made if absent. maxlen: `put` waits while so many records lie there; 0: unbounded.
     largest: bytes; a longer file is no record. check(record, file): called before `get` returns a
-    record, raises Refused for one that is to be set aside. refused: how many were, by reason;
-    refusals: [(number, reason)].
+    record, raises Refused for one that is to be set aside. refusals: [(number, reason)] of those.
     """
 
     def __init__(self, path, maxlen: int = 0, largest: int = 1 << 30, check=None):
@@ -56,7 +55,6 @@ class Queue:
         self.maxlen = maxlen
         self.largest = largest
         self.check = check or (lambda record, file: None)
-        self.refused = Counter()
         self.refusals = []
         # found at the first put
         self.next_put = None
@@ -64,6 +62,11 @@ class Queue:
         # put may be called from several threads
         self.lock = threading.Lock()
         self.path.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def refused(self) -> Counter:
+        """How many records were refused, by reason."""
+        return Counter(reason for _, reason in self.refusals)
 
     def __len__(self) -> int:
         """Records on disk that were not acknowledged."""
@@ -175,7 +178,6 @@ class Queue:
 
     def _set_aside(self, file: Path, refusal: Refused) -> None:
         """Out of the reader's way, for people to look at."""
-        self.refused[refusal.reason] += 1
         self.refusals.append((int(file.stem), refusal.reason))
         words = str(refusal)[:300].encode("unicode_escape").decode()
         print(
@@ -232,6 +234,18 @@ def notice(path, **values) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(values))
     os.replace(temporary, path)
+
+
+def wait_for_notice(path, seconds: float, complaint: str) -> dict:
+    """What is published at `path`, once something is. TimeoutError(complaint) after so many seconds."""
+    deadline = time.monotonic() + seconds
+    found = noticed(path)
+    while not found:
+        if time.monotonic() > deadline:
+            raise TimeoutError(complaint)
+        time.sleep(0.05)
+        found = noticed(path)
+    return found
 
 
 def noticed(path) -> dict:
