@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt, ValidationError
 
+from plumbing.forms import first_problem
+
 # rounding may leave a logprob so far above 0, nats
 ROUNDING = 1e-3
 # what vLLM sends for a logprob that is NaN or minus infinity
@@ -133,11 +135,11 @@ def token_versions(spans, length):
 
 def _not_of_the_contract(error):
     """BadAnswer of the first thing that pydantic found."""
-    found = error.errors(include_url=False, include_input=False)[0]
-    names = [name for name in found["loc"] if isinstance(name, str)]
+    place, words = first_problem(error)
+    names = [name for name in place if isinstance(name, str)]
     where = ".".join(names)
     if not names:
-        return BadAnswer("json", found["msg"])
+        return BadAnswer("json", words)
     # choices.token_ids -> token_ids
     reason = names[:2][-1]
-    return BadAnswer(reason, f"{where}: {found['msg']}")
+    return BadAnswer(reason, f"{where}: {words}")

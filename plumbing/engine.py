@@ -26,11 +26,13 @@ import time
 from datetime import timedelta
 
 import torch
+from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from vllm.config import set_current_vllm_config
 
 from plumbing import secret
+from plumbing.forms import first_problem
 from plumbing.plan import NotOnlyCopies, Plan, reload
 from plumbing.wire import (
     buckets,
@@ -47,25 +49,34 @@ METRICS = ("GET", "/metrics")
 GENERATE = ("POST", "/inference/v1/generate")
 JOIN = ("POST", "/init_process_group")
 UPDATE = ("POST", "/request_weight_update")
-# what the body of an order must have, and of which type
-FIELDS = {
-    JOIN: dict(
-        backend=str,
-        host=str,
-        port=int,
-        first_rank=int,
-        world=int,
-        timeout=float,
-        names=list,
-        shapes=list,
-        dtype=str,
-        bucket_bytes=int,
-    ),
-    UPDATE: dict(version=int, recompute_kv=bool),
-}
 # of an order: bytes, and seconds that they may take to arrive
 LARGEST_BODY = 64 << 20
 BODY_TIMEOUT = 30
+
+
+class Join(BaseModel, strict=True):
+    """A weight group to join, see Receiver."""
+
+    backend: str
+    host: str
+    port: int
+    first_rank: int
+    world: int
+    timeout: float
+    names: list
+    shapes: list
+    dtype: str
+    bucket_bytes: int
+
+
+class Update(BaseModel, strict=True):
+    """The new weights are here."""
+
+    version: int
+    recompute_kv: bool
+
+
+FORMS = {JOIN: Join, UPDATE: Update}
 
 
 class Contract:
@@ -115,8 +126,8 @@ class Contract:
     async def obey(self, call, request, engine):
         """The answer to an order: 200, or 400 for what is none, or 500 with the reason."""
         try:
-            body = await read_order(request, FIELDS[call])
-        except (ValueError, RecursionError, TimeoutError, ClientDisconnect) as e:
+            body = await read_order(request, FORMS[call])
+        except (ValueError, TimeoutError, ClientDisconnect) as e:
             return JSONResponse({"error": f"{call[1]}: {type(e).__name__}: {e}"}, 400)
         async with self.one_at_a_time:
             try:
@@ -161,21 +172,19 @@ class Contract:
                 raise RuntimeError(problem)
 
 
-async def read_order(request, fields):
-    """The body of an order, JSON. Raises ValueError, RecursionError or TimeoutError if it is none."""
+async def read_order(request, form):
+    """The body of an order, JSON of this form, as a dict. Raises ValueError or TimeoutError if it is none."""
     text = bytearray()
     async with asyncio.timeout(BODY_TIMEOUT):
         async for chunk in request.stream():
             text += chunk
             if len(text) > LARGEST_BODY:
                 raise ValueError(f"the body has more than {LARGEST_BODY} bytes")
-    body = json.loads(text)
-    if not isinstance(body, dict):
-        raise ValueError(f"the body is not an object but {type(body).__name__}")
-    for name, kind in fields.items():
-        if type(body.get(name)) is not kind:
-            raise ValueError(f"{name} must be there, as {kind.__name__}")
-    return body
+    try:
+        return form.model_validate_json(bytes(text)).model_dump()
+    except ValidationError as e:
+        place, words = first_problem(e)
+        raise ValueError(f"{'.'.join(map(str, place)) or 'the body'}: {words}") from None
 
 
 class WorkerExtension:

@@ -106,7 +106,7 @@ class Group:
             host=c.nodes[0],
             port=self.store.port,
             world=self.world,
-            timeout=float(c.sync_timeout),
+            timeout=c.sync_timeout,
         )
         bodies = {}
         for i, engine in enumerate(members):
