@@ -6,10 +6,11 @@
 #   bash tests/run.sh -k queue   other arguments go to pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-which=(-m "not slow")
+# the default stops at the first failure; all of them are worth seeing when everything runs
+which=(-x -m "not slow")
 arguments=()
 for argument in "$@"; do
   if [ "$argument" = --all ]; then which=(); else arguments+=("$argument"); fi
 done
 bash run.sh setup
-exec "${PIPELINE_PYTHON:-$PWD/.venv/bin/python}" -m pytest -v -x --durations=15 --no-header "${which[@]}" "${arguments[@]}"
+exec "${PIPELINE_PYTHON:-$PWD/.venv/bin/python}" -m pytest -v --durations=15 --no-header "${which[@]}" "${arguments[@]}"

@@ -201,10 +201,18 @@ def launched(folder, processes, node="0", grace=25, command="exec bash run.sh to
             while True:
                 said.append(os.read(terminal, 10000).decode(errors="replace"))
 
-    threading.Thread(target=read, daemon=True).start()
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
     process = psutil.Process(pid)
+
+    def words():
+        # the last words of an ended run are read a moment after its end
+        if not process.is_running():
+            reader.join(5)
+        return "".join(said)
+
     try:
-        yield process, lambda: "".join(said), terminal
+        yield process, words, terminal
     finally:
         for p in marked(folder):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -267,8 +275,9 @@ def test_ranks_are_told_to_save_or_end_at_once_when_one_of_them_is_dead(tmp_path
     # stuck in what it does together with the dead one
     stuck = [("train", OTHER), ("train1", "bash -c 'sleep 1; exit 3'")]
     with launched(tmp_path, stuck, grace=1000) as (process, words, _):
+        assert process.wait(60) == 1
+        assert "train1 died with exit code 3" in words()
         eventually(lambda: not marked(tmp_path), 40)
-    assert "train1 died with exit code 3" in words()
 
 
 @pytest.mark.parametrize("how", ["ctrl-c", "term", "kill"])
