@@ -23,21 +23,16 @@ WARM = 256
 
 
 def fake_engine(port, length):
-    """A FAKE vLLM server: the same answer to everybody, of `length` tokens, shaped as vLLM's."""
+    """A FAKE vLLM server: the same answer to everybody, of `length` tokens."""
     from aiohttp import web
 
-    content = []
-    for i in range(length):
-        logprob = -0.1234567890123 - i % 7
-        token = f"token_id:{2 + i % 50}"
-        content.append(dict(token=token, logprob=logprob, bytes=None, top_logprobs=[]))
     choice = dict(
         token_ids=[2 + i % 50 for i in range(length)],
         finish_reason="stop",
         weight_versions=[dict(version="0", start=0, end=length)],
-        logprobs=dict(content=content),
+        logprobs=[-0.1234567890123 - i % 7 for i in range(length)],
     )
-    body = json.dumps(dict(request_id="r", choices=[choice])).encode()
+    body = json.dumps(dict(choices=[choice])).encode()
 
     async def generate(request):
         await request.read()

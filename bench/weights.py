@@ -161,7 +161,7 @@ def difference(url, headers, model):
         )
         choice = answer.json()["choices"][0]
         ids = torch.tensor(prompt + choice["token_ids"])
-        engine = torch.tensor([x["logprob"] for x in choice["logprobs"]["content"]])
+        engine = torch.tensor(choice["logprobs"])
         with torch.no_grad():
             logprobs, _ = token_logprobs(model, ids, torch.arange(len(ids)), 1.0)
         worst = max(worst, (logprobs[len(prompt) :] - engine).abs().max().item())

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 
 import aiohttp
+import msgspec
 
 from plumbing.answers import BadAnswer, largest_answer, read_answer
 
@@ -154,10 +155,8 @@ class Engines:
         params = dict(
             max_tokens=max_tokens,
             temperature=temperature,
-            logprobs=0,
             seed=seed,
             stop_token_ids=self.stop,
-            detokenize=False,
         )
         tries = 0
         while tries <= RETRIES:
@@ -180,7 +179,9 @@ class Engines:
         asked = body["sampling_params"]["max_tokens"]
         try:
             async with self._session(url).post(
-                url + "/inference/v1/generate", json=body, allow_redirects=False
+                url + "/inference/v1/generate",
+                data=msgspec.json.encode(body),
+                allow_redirects=False,
             ) as answer:
                 content = await _body(answer, largest_answer(asked))
         except asyncio.TimeoutError:

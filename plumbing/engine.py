@@ -4,7 +4,7 @@ vLLM itself stays unmodified. `--middleware plumbing.engine.Contract` puts two c
 server; `--worker-extension-cls plumbing.engine.WorkerExtension` gives its workers the methods that
 these need. The calls, beside GET /health and /metrics, each with the run's secret (plumbing/secret.py):
 
-    POST /inference/v1/generate  vLLM's own: token ids in; token ids, logprobs, version spans out
+    POST /inference/v1/generate  token ids in; token ids, logprobs, version spans out (plumbing/generate.py)
     POST /init_process_group     join the trainer's weight group, from now on receive every update
     POST /request_weight_update  {version, recompute_kv}: the new weights are here: swap, stamp, go on
 
@@ -12,7 +12,7 @@ vLLM's other routes are out of reach.
 
 A thread in every worker waits for the doorbell (a key in the group's store), receives while decoding
 goes on, and sets a ready key; weights.py, the trainer's side, then asks for the swap. Deliberately
-absent: anything that generates.
+absent: what generates (plumbing/generate.py).
 """
 
 import asyncio
@@ -28,11 +28,13 @@ from datetime import timedelta
 import torch
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from vllm.config import set_current_vllm_config
+from vllm.exceptions import VLLMClientError
 
 from plumbing import secret
 from plumbing.forms import first_problem
+from plumbing.generate import sample
 from plumbing.plan import NotOnlyCopies, Plan, reload
 from plumbing.wire import (
     buckets,
@@ -52,6 +54,7 @@ UPDATE = ("POST", "/request_weight_update")
 # of an order: bytes, and seconds that they may take to arrive
 LARGEST_BODY = 64 << 20
 BODY_TIMEOUT = 30
+JSON = {"content-type": "application/json"}
 
 
 class Join(BaseModel, strict=True):
@@ -121,7 +124,17 @@ class Contract:
         if not self.has_weights:
             await engine.update_weight_version("0")
             self.has_weights = True
-        return self.app
+        return await self.generate(Request(scope, receive), engine)
+
+    async def generate(self, request, engine):
+        """The answer to a request for tokens: 200, or 400 for what is none, or 500 with the reason."""
+        try:
+            body = await read_body(request)
+            return Response(await sample(body, engine, request.receive), 200, JSON)
+        except (ValueError, VLLMClientError, TimeoutError, ClientDisconnect) as e:
+            return JSONResponse({"error": f"{type(e).__name__}: {e}"}, 400)
+        except Exception as e:
+            return JSONResponse({"error": f"{type(e).__name__}: {e}"}, 500)
 
     async def obey(self, call, request, engine):
         """The answer to an order: 200, or 400 for what is none, or 500 with the reason."""
@@ -172,16 +185,22 @@ class Contract:
                 raise RuntimeError(problem)
 
 
-async def read_order(request, form):
-    """The body of an order, JSON of this form, as a dict. Raises ValueError or TimeoutError if it is none."""
+async def read_body(request):
+    """Its bytes. Raises ValueError if they are too many, TimeoutError if they do not come."""
     text = bytearray()
     async with asyncio.timeout(BODY_TIMEOUT):
         async for chunk in request.stream():
             text += chunk
             if len(text) > LARGEST_BODY:
                 raise ValueError(f"the body has more than {LARGEST_BODY} bytes")
+    return bytes(text)
+
+
+async def read_order(request, form):
+    """The body of an order, JSON of this form, as a dict. Raises ValueError or TimeoutError if it is none."""
+    text = await read_body(request)
     try:
-        return form.model_validate_json(bytes(text)).model_dump()
+        return form.model_validate_json(text).model_dump()
     except ValidationError as e:
         place, words = first_problem(e)
         raise ValueError(f"{'.'.join(map(str, place)) or 'the body'}: {words}") from None

@@ -13,7 +13,7 @@ from aiohttp import web
 import config as cfg
 from actor import Actor, Sampler, allowed_groups, overlong_penalty
 from plumbing import client, secret
-from plumbing.answers import token_versions
+from plumbing.answers import Span, token_versions
 from plumbing.checkpoints import NEW_RUN
 from plumbing.ledger import Draws
 from plumbing.queues import Queue, notice, noticed
@@ -46,13 +46,13 @@ def test_nothing_is_started_that_the_run_will_not_train(g):
 
 
 def test_version_spans_become_token_stamps():
-    spans = [{"version": "2", "start": 0, "end": 3}, {"version": "3", "start": 3, "end": 5}]
+    spans = [Span("2", 0, 3), Span("3", 3, 5)]
     assert token_versions(spans, 5).tolist() == [2, 2, 2, 3, 3]
     with pytest.raises(ValueError, match="do not cover 6 tokens"):
         token_versions(spans, 6)
     # an engine that never heard from a trainer
     with pytest.raises(ValueError):
-        token_versions([{"version": "default", "start": 0, "end": 5}], 5)
+        token_versions([Span("default", 0, 5)], 5)
 
 
 def test_overlong_penalty_by_hand():
@@ -171,9 +171,8 @@ PROBLEM = {"prompt": "ba=", "answer": "ab"}
 def choice(tokens, spans, logprobs=None):
     """What an engine answers that sampled these tokens. spans: (version, start, end)."""
     logprobs = logprobs or [-0.5] * len(tokens)
-    content = [{"token_id": t, "logprob": x} for t, x in zip(tokens, logprobs)]
     keys = ("version", "start", "end")
-    answer = {"token_ids": tokens, "finish_reason": "stop", "logprobs": {"content": content}}
+    answer = {"token_ids": tokens, "finish_reason": "stop", "logprobs": logprobs}
     answer["weight_versions"] = [dict(zip(keys, span)) for span in spans]
     return web.json_response({"choices": [answer]})
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 import weights
 from conftest import PORT, register, resolved, with_knobs
 from plumbing import group, launch, secret, wire
-from plumbing.answers import token_versions
+from plumbing.answers import Span, token_versions
 from plumbing.queues import noticed
 from plumbing.ranks import Ranks
 from plumbing.wire import buckets
@@ -46,8 +46,8 @@ def generate(config, n=8, **sampling):
     choice = answer.json()["choices"][0]
     return (
         choice["token_ids"],
-        torch.tensor([x["logprob"] for x in choice["logprobs"]["content"]]),
-        token_versions(choice["weight_versions"], n),
+        torch.tensor(choice["logprobs"]),
+        token_versions([Span(**s) for s in choice["weight_versions"]], n),
     )
 
 
@@ -177,6 +177,31 @@ def test_requests_in_progress_continue_across_updates(engine, sender, recompute)
                     len(PROMPT) :
                 ]
             assert (mine - logprobs)[tail].abs().max() < 1e-3 if tail.any() else True
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        dict(token_ids=[]),
+        dict(token_ids=["3"]),
+        dict(token_ids=[-3]),
+        dict(token_ids=[10**9]),
+        dict(token_ids=[3] * 1000),
+        dict(sampling_params=None),
+        dict(sampling_params=dict(max_tokens=0)),
+        dict(sampling_params=dict(temperature=-1)),
+        dict(cache_salt=7),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused_in_a_line(engine, sender, others):
+    update(sender, 150)
+    order = dict(token_ids=PROMPT, sampling_params=dict(max_tokens=2))
+    url = f"{url_of(engine)}/inference/v1/generate"
+    key = secret.header(f"{engine.out}/{engine.run}")
+    answer = requests.post(url, json=order | others, headers=key, timeout=20)
+    assert answer.status_code == 400, answer.text
+    assert "\n" not in answer.json()["error"]
+    assert len(generate(engine, 2)[0]) == 2
 
 
 def test_zeros_and_back(engine, sender):

@@ -1,0 +1,75 @@
+"""Inside vLLM's HTTP server: POST /inference/v1/generate, token ids in; token ids, logprobs, version spans out.
+
+    {"token_ids": [...], "sampling_params": {...}, "cache_salt": "..."}
+    {"choices": [{"token_ids": [...], "logprobs": [...], "finish_reason": "stop" or "length",
+                  "weight_versions": [{"version": "2", "start": 0, "end": 110}, ...]}]}
+
+vLLM's own call of this name takes the same requests, and spends more on building an object for every
+token than the engine does on sampling it. Deliberately absent: text, streaming.
+"""
+
+import asyncio
+
+import msgspec
+from vllm.inputs.engine import tokens_input
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.utils import random_uuid
+
+
+class Order(msgspec.Struct):
+    """What is to be sampled. cache_salt: KV cache is shared between prompts of the same salt alone."""
+
+    token_ids: list[int]
+    sampling_params: SamplingParams
+    cache_salt: str | None = None
+
+
+ORDERS = msgspec.json.Decoder(Order)
+
+
+async def sample(body, engine, receive):
+    """The answer to a request's body, as bytes; None if the client went away meanwhile.
+
+    Raises ValueError for what is no order, and what vLLM's engine raises.
+    """
+    order = ORDERS.decode(body)
+    params = order.sampling_params
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    params.logprobs = 0
+    params.flat_logprobs = True
+    params.detokenize = False
+    request = random_uuid()
+    # without a salt of its own it shares with nobody
+    prompt = tokens_input(order.token_ids, cache_salt=order.cache_salt or request)
+    work = asyncio.ensure_future(_last(engine.generate(prompt, params, request)))
+    # says something once the client has hung up, and nothing before
+    gone = asyncio.ensure_future(receive())
+    try:
+        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            return None
+        return msgspec.json.encode({"choices": [_choice(c) for c in work.result().outputs]})
+    finally:
+        work.cancel()
+        gone.cancel()
+
+
+async def _last(outputs):
+    """The last one of a request's outputs, which has all of it."""
+    last = None
+    async for output in outputs:
+        last = output
+    return last
+
+
+def _choice(completion):
+    """One sampled sequence. RuntimeError if logprobs are of other tokens than were sampled."""
+    tokens = list(completion.token_ids)
+    if completion.logprobs.token_ids != tokens:
+        raise RuntimeError("vLLM's logprobs are of other tokens than it sampled")
+    return dict(
+        token_ids=tokens,
+        logprobs=completion.logprobs.logprobs,
+        weight_versions=completion.weight_versions,
+        finish_reason=completion.finish_reason,
+    )
