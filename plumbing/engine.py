@@ -95,6 +95,8 @@ class Contract:
         self.secret = secret.read(os.environ["PIPELINE_RUN_DIR"]).encode()
         self.serves_as_loaded = os.environ.get("PIPELINE_SERVE_AS_LOADED") == "1"
         self.has_weights = False
+        # weight groups joined: a trainer that continues from a checkpoint counts versions a second time
+        self.groups = 0
         self.one_at_a_time = asyncio.Lock()
         self.orders = {JOIN: self.init_process_group, UPDATE: self.request_weight_update}
 
@@ -130,7 +132,8 @@ class Contract:
         """The answer to a request for tokens: 200, or 400 for what is none, or 500 with the reason."""
         try:
             body = await read_body(request)
-            return Response(await sample(body, engine, request.receive), 200, JSON)
+            answer = await sample(body, engine, request.receive, self.groups)
+            return Response(answer, 200, JSON)
         except (ValueError, VLLMClientError, TimeoutError, ClientDisconnect) as e:
             return JSONResponse({"error": f"{type(e).__name__}: {e}"}, 400)
         except Exception as e:
@@ -150,6 +153,7 @@ class Contract:
 
     async def init_process_group(self, body, engine):
         """Join the group in the background; returns at once, as the others may not be there yet."""
+        self.groups += 1
         await self.all_workers(engine, "join_weight_group", body)
         return {}
 

@@ -2,10 +2,11 @@
 
     {"token_ids": [...], "sampling_params": {...}, "cache_salt": "..."}
     {"choices": [{"token_ids": [...], "logprobs": [...], "finish_reason": "stop" or "length",
-                  "weight_versions": [{"version": "2", "start": 0, "end": 110}, ...]}]}
+                  "weight_versions": [{"version": "2", "start": 0, "end": 110}, ...]}],
+     "cached_tokens": 96}
 
 vLLM's own call of this name takes the same requests, and spends more on building an object for every
-token than the engine does on sampling it. Deliberately absent: text, streaming.
+token than the engine does on sampling it. `cached_tokens` of the prompt were not computed again. Deliberately absent: text, streaming.
 """
 
 import asyncio
@@ -27,9 +28,10 @@ class Order(msgspec.Struct):
 ORDERS = msgspec.json.Decoder(Order)
 
 
-async def sample(body, engine, receive):
+async def sample(body, engine, receive, group):
     """The answer to a request's body, as bytes; None if the client went away meanwhile.
 
+    group: number of the weight group from which the versions come; goes into the salt.
     Raises ValueError for what is no order, and what vLLM's engine raises.
     """
     order = ORDERS.decode(body)
@@ -39,8 +41,9 @@ async def sample(body, engine, receive):
     params.flat_logprobs = True
     params.detokenize = False
     request = random_uuid()
-    # without a salt of its own it shares with nobody
-    prompt = tokens_input(order.token_ids, cache_salt=order.cache_salt or request)
+    # without a salt it shares with nobody
+    salt = request if order.cache_salt is None else f"{group}/{order.cache_salt}"
+    prompt = tokens_input(order.token_ids, cache_salt=salt)
     work = asyncio.ensure_future(_last(engine.generate(prompt, params, request)))
     # says something once the client has hung up, and nothing before
     gone = asyncio.ensure_future(receive())
@@ -48,7 +51,9 @@ async def sample(body, engine, receive):
         await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
             return None
-        return msgspec.json.encode({"choices": [_choice(c) for c in work.result().outputs]})
+        found = work.result()
+        choices = [_choice(completion) for completion in found.outputs]
+        return msgspec.json.encode(dict(choices=choices, cached_tokens=found.num_cached_tokens))
     finally:
         work.cancel()
         gone.cancel()
