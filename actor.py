@@ -144,7 +144,7 @@ class Actor:
 
     # ---- one attempt, one group
 
-    async def rollout(self, task, problem, temperature, seed=None, engine=None):
+    async def rollout(self, task, problem, temperature, engine=None, seed=None):
         """One attempt at a problem, as a sample (plumbing/samples.py) with `text` and `success`.
 
         engine: where it had best begin, as others like it do.
@@ -201,7 +201,7 @@ class Actor:
     async def attempt(self, task, problem, k, engine):
         """Attempt k of a group."""
         try:
-            return await self.rollout(task, problem, self.config.temperature, engine=engine)
+            return await self.rollout(task, problem, self.config.temperature, engine)
         finally:
             self.wanted -= 1
 
