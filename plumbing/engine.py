@@ -162,18 +162,23 @@ class Contract:
         version = str(body["version"])
         await self.all_workers(engine, "check_weight_update", version)
         start = time.perf_counter()
+        recompute = body["recompute_kv"]
         # pause_generation() without the 20 ms that it sleeps afterwards, which vLLM's own comment
         # says are not needed for correctness
-        try:
-            await engine.engine_core.pause_scheduler_async(
-                mode="keep", clear_cache=body["recompute_kv"]
-            )
-        except Exception:
-            # it may be paused all the same
-            await engine.resume_generation()
-            raise
-        # the engine obeys in this order; nobody waits for our hearing of each answer
+        pause = engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=recompute)
+        first = [pause]
+        if recompute or engine.vllm_config.scheduler_config.async_scheduling:
+            # the cache must be empty, and the step that is under way must have been stamped
+            first = []
+            try:
+                await pause
+            except Exception:
+                # it may be paused all the same
+                await engine.resume_generation()
+                raise
+        # the engine obeys in this order, between two steps; nobody waits for our hearing of each answer
         await asyncio.gather(
+            *first,
             engine.collective_rpc("swap_weights", args=(version,)),
             engine.update_weight_version(version),
             engine.resume_generation(),
