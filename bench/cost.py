@@ -1,11 +1,11 @@
 """What an answer costs in CPU: engine and actor, by task, two checkouts in turn; real vLLM, no trainer.
 
-    python bench/cost.py [--tasks tail,toy,guess] [--against DIR] [--rounds 3] [--seconds 20]
+    python bench/cost.py [--tasks tail,toy,guess] [--against DIR] [--other KNOBS] [--rounds 3] [--seconds 20]
 
-Every round starts an engine and the actor of each checkout, this one and DIR (an older commit's, `git
-worktree add DIR COMMIT`), lets them get warm and counts what arrives in queues/rollouts. Milliseconds of
+Every round starts an engine and the actor of each contender, this checkout and DIR (an older commit's,
+`git worktree add DIR COMMIT`) or this one with other knobs (JSON), lets them get warm and counts what arrives in queues/rollouts. Milliseconds of
 CPU a sample, of all processes of each: they depend less on a neighbour's load than samples/s do. `ratio`:
-DIR's figure / this one's, for CPU, and this one's / DIR's for samples/s. Nothing trains, so that one core
+the other's figure / this one's, for CPU, and this one's / the other's for samples/s. Nothing trains, so that one core
 is left to the engine's and one to the actor's process.
 """
 
@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -94,10 +95,10 @@ def measure(task, port, seconds, knobs):
         stop_engines(engines)
 
 
-def of_checkout(checkout, task, arguments):
-    """`measure` in a process whose code is this checkout's."""
+def of_checkout(checkout, task, knobs, arguments, _):
+    """`measure` in a process whose code is this checkout's. knobs: more of them, as JSON; _: the round."""
     command = [sys.executable, __file__, "--one", task, "--port", str(arguments.port)]
-    command += ["--seconds", str(arguments.seconds), "--knobs", arguments.knobs]
+    command += ["--seconds", str(arguments.seconds), "--knobs", knobs]
     asked = dict(cwd=checkout, env=os.environ | {"CHECKOUT": str(checkout)}, text=True, timeout=900)
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, **asked)
     return json.loads(done.stdout.splitlines()[-1])
@@ -110,7 +111,8 @@ def main(argv=None):
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--seconds", type=float, default=20.0)
     p.add_argument("--port", type=int, default=8640)
-    p.add_argument("--knobs", default="{}", help="JSON of more knobs, for all of them")
+    p.add_argument("--knobs", default="{}", help="JSON of more knobs")
+    p.add_argument("--other", help="the same for what it is compared with")
     p.add_argument("--one", help=argparse.SUPPRESS)
     a = p.parse_args(argv)
     if a.one:
@@ -119,14 +121,14 @@ def main(argv=None):
     if a.quick:
         a.rounds = 1
         a.seconds = 5.0
-    checkouts = dict(here=HERE)
-    if a.against:
-        checkouts["against"] = a.against.resolve()
+    wanted = dict(here=(HERE, a.knobs))
+    if a.against or a.other:
+        wanted["other"] = ((a.against or HERE).resolve(), a.other or a.knobs)
     results = {}
     for task in a.tasks.split(","):
         contenders = {}
-        for name, path in checkouts.items():
-            contenders[name] = lambda _, path=path: of_checkout(path, task, a)
+        for name, (path, knobs) in wanted.items():
+            contenders[name] = partial(of_checkout, path, task, knobs, a)
         results[task] = in_turn(contenders, a.rounds)
     print(machine())
     show(results)
@@ -145,7 +147,7 @@ def show(results):
             cells += [f"{medians[name]['samples_s']:.0f}", f"{medians[name]['tokens']:.1f}"]
             rows.append([f"{task}, {name}", *cells])
         if len(by_checkout) == 2:
-            pairs = list(zip(by_checkout["against"], by_checkout["here"]))
+            pairs = list(zip(by_checkout["other"], by_checkout["here"]))
             cpu = [sum(a[k] for k in PARTS) / sum(b[k] for k in PARTS) for a, b in pairs]
             speed = [b["samples_s"] / a["samples_s"] for a, b in pairs]
             rows.append([f"{task}, ratio", "", "", "", *map(_spread, (cpu, speed)), ""])

@@ -10,11 +10,11 @@ token than the engine does on sampling it. `cached_tokens` of the prompt were no
 """
 
 import asyncio
+import itertools
 
 import msgspec
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.utils import random_uuid
 
 
 class Order(msgspec.Struct):
@@ -26,6 +26,8 @@ class Order(msgspec.Struct):
 
 
 ORDERS = msgspec.json.Decoder(Order)
+# of requests, from 0
+NUMBERS = itertools.count()
 
 
 async def sample(body, engine, receive, group):
@@ -40,7 +42,9 @@ async def sample(body, engine, receive, group):
     params.logprobs = 0
     params.flat_logprobs = True
     params.detokenize = False
-    request = random_uuid()
+    # nobody else has these parameters
+    params.skip_clone = True
+    request = str(next(NUMBERS))
     # without a salt it shares with nobody
     salt = request if order.cache_salt is None else f"{group}/{order.cache_salt}"
     prompt = tokens_input(order.token_ids, cache_salt=salt)

@@ -61,6 +61,8 @@ ENGINE_ENV = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
     "TOKENIZERS_PARALLELISM": "false",
+    # plumbing/generate.py numbers requests, and random bytes cost more than the rest of a name
+    "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",
     # GPUs take the other model runner by default, which no test here has ever seen. (Nor what GPUs
     # do and CPUs do not: asynchronous scheduling, CUDA graphs.)
     "VLLM_USE_V2_MODEL_RUNNER": "0",
