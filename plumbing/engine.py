@@ -4,7 +4,7 @@ vLLM itself stays unmodified. `--middleware plumbing.engine.Contract` puts two c
 server; `--worker-extension-cls plumbing.engine.WorkerExtension` gives its workers the methods that
 these need. The calls, beside GET /health and /metrics, each with the run's secret (plumbing/secret.py):
 
-    POST /inference/v1/generate  token ids in; token ids, logprobs, version spans out (plumbing/generate.py)
+    POST /inference/v1/generate  token ids in; token ids, logprobs, version spans out (generate.py)
     POST /init_process_group     join the trainer's weight group, from now on receive every update
     POST /request_weight_update  {version, recompute_kv}: the new weights are here: swap, stamp, go on
 
