@@ -65,16 +65,17 @@ def head_logprobs(hidden, weight, bias, family, targets, temperature):
     return logp.gather(1, targets[:, None])[:, 0], entropy
 
 
-def token_logprobs(model, input_ids, position_ids, temperature):
+def token_logprobs(model, input_ids, position_ids, temperature, wanted=None):
     """log p(token | tokens before it in its sequence) for one packed row, and the entropy of the
     distribution it came from.
 
     input_ids, position_ids [T], numpy (FSDP2 moves tensors to the GPU; the sequences' boundaries
     must be known on the CPU) or CPU tensors; temperature: a number, or one per token [T], of the
-    sequence it belongs to. Returns (logprobs [T], entropy [T]), float32, on the model's device, both
-    0 at the row's first token. position_ids restart at 0 with every sequence, which is what keeps
-    sequences from seeing each other; the first token of a sequence gets a meaningless value (it has
-    no context) and must be masked out by the caller.
+    sequence it belongs to; wanted [T] bool, numpy: of which tokens (None: of all). Returns (logprobs
+    [T], entropy [T]), float32, on the model's device, both 0 at the row's first token and at those
+    not wanted, which the head does not see. position_ids restart at 0 with every sequence, which is
+    what keeps sequences from seeing each other; the first token of a sequence gets a meaningless
+    value (it has no context) and must be masked out by the caller.
     """
     input_ids = torch.as_tensor(input_ids).cpu()
     position_ids = torch.as_tensor(position_ids).cpu()
@@ -82,11 +83,15 @@ def token_logprobs(model, input_ids, position_ids, temperature):
     # known on the CPU: no wait for the GPU
     starts = torch.nonzero(position_ids == 0)[:, 0]
     bounds = torch.cat([starts, torch.tensor([len(position_ids)])])
+    if wanted is None:
+        wanted = np.ones(len(input_ids), bool)
+    # a token's distribution comes from the hidden state of the one before it
+    before = torch.from_numpy(np.flatnonzero(wanted[1:]))
     head = model.get_output_embeddings()
     weight = head.weight
     bias = getattr(head, "bias", None)
-    input_ids, position_ids, temperature, bounds_there = to_device(
-        weight.device, input_ids, position_ids, temperature.contiguous(), bounds.int()
+    input_ids, position_ids, temperature, bounds_there, before = to_device(
+        weight.device, input_ids, position_ids, temperature.contiguous(), bounds.int(), before
     )
     hidden = model.base_model(
         input_ids=input_ids[None],
@@ -94,9 +99,10 @@ def token_logprobs(model, input_ids, position_ids, temperature):
         use_cache=False,
         cu_seq_lens_q=bounds_there,
         lengths=bounds.diff().tolist(),
-    ).last_hidden_state[0, :-1]  # [T-1, D]
-    targets = input_ids[1:]
-    temperature = temperature[1:]
+    ).last_hidden_state[0]  # [T, D]
+    hidden = hidden.index_select(0, before)  # [N, D]
+    targets = input_ids[before + 1]
+    temperature = temperature[before + 1]
     if getattr(model, "head_float32", False):
         hidden = hidden.float()
         weight = weight.float()
@@ -112,8 +118,8 @@ def token_logprobs(model, input_ids, position_ids, temperature):
             part = checkpoint(head_logprobs, h, *of_head, t, temp, use_reentrant=False)
             parts.append(part)
         logprobs, entropy = (torch.cat(x) for x in zip(*parts))
-    zero = logprobs.new_zeros(1)
-    return torch.cat([zero, logprobs]), torch.cat([zero, entropy])
+    zeros = logprobs.new_zeros(len(input_ids))
+    return zeros.index_copy(0, before + 1, logprobs), zeros.index_copy(0, before + 1, entropy)
 
 
 # ---------------------------------------------------------------------------- the loss
@@ -221,7 +227,7 @@ def micro_batch(model, batch, version, config, device):
     """
     positions, sequence_ids = layout(batch["lengths"])
     temperature = batch["temperature"][sequence_ids]
-    logprobs, entropy = model.token_logprobs(batch["tokens"], positions, temperature)
+    logprobs, entropy = model.token_logprobs(batch["tokens"], positions, temperature, batch["mask"])
     arrays = {k: v for k, v in batch.items() if isinstance(v, np.ndarray)}
     arrays["sequence_ids"] = sequence_ids
     tensors = to_device(device, *(torch.from_numpy(x) for x in arrays.values()))

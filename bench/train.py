@@ -1,23 +1,28 @@
 """What train.py's step costs, against a bare Hugging Face loop, the same with padding, and TRL, in turn.
 
-    python bench/train.py [--shape small|1.5b] [--rounds 5] [--contenders train.py bare padded sorted trl]
+    python bench/train.py [--shape small|tail|1.5b] [--rounds 5] [--contenders train.py bare padded sorted trl]
 
 Every contender has its own process and the same random weights, and takes one optimizer step a round, in
-turn, on the same samples. `of bare`: median over the rounds of bare's seconds / its seconds; `cpu` (no
-GPU): the same of the process's CPU seconds, which neighbours on the machine disturb less, as does
-OMP_NUM_THREADS=1. On a GPU each takes all its rounds before the next starts, as the models do not fit
-beside each other. tokens/s counts real tokens with prompts, no padding. Peak: what the process has beyond
-its imports. Queues, generation and weight updates take no part.
+turn, on the same samples. `of bare`, `of sorted`: median over the rounds of that contender's seconds / its
+seconds, and the range; `cpu` (no GPU): the same of the process's CPU seconds, which neighbours on the
+machine disturb less, as does OMP_NUM_THREADS=1. On a GPU each takes all its rounds before the next starts,
+as the models do not fit beside each other. tokens/s counts real tokens with prompts, no padding. Peak: what
+the process has beyond its imports. Queues, generation and weight updates take no part.
 
     train.py  train.build and train.train_step, on rows of preprocess.pack
     bare      HF forward, cross-entropy on all logits, backward, AdamW, no clipping, on the same rows
-    padded    the same, padded on the right in the order samples come, as many as fit row_tokens with their padding
-    sorted    padded, the step's samples sorted by length first: the least padding there can be
+    padded    the same, padded on the right in the order samples come, as many as fit row_tokens with their
+              padding; no attention mask, as causal attention does not see what is on the right
+    sorted    padded, the step's samples sorted by length first
     trl       GRPOTrainer.training_step (its _compute_loss and backward), its clipping, its own fused AdamW, old logprobs given
+
+Lengths are log-normal: of `small` and `1.5b` with sigma 0.9, of `tail` with sigma 1.6, which is the law of
+tasks/tail.py, up to as long as a row. How much sorting helps depends on how many batches there are to choose
+from: the fewer, the more a batch pads.
 
 TRL, in its favour: beta 0, loss_type grpo, no generation, scoring, logging or checkpointing unless the
 shape has it for all; as many samples a micro-batch as fit row_tokens with their padding (its own loop pads
-a whole generation batch alike). Off a GPU its head scores prompts too, as train.py's does. It needs
+a whole generation batch alike). Off a GPU its head scores prompts, too. It needs
 `pip install -r bench/requirements.txt`, best in an environment of its own. With bfloat16, all but train.py
 (FSDP2) run autocast over float32 weights.
 
@@ -60,20 +65,23 @@ PEAK_FLOPS = 989e12
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 # median, sigma, lowest and highest of log-normal completions; lowest and highest of uniform prompts
+SMALL = dict(
+    vocab_size=8192,
+    hidden_size=256,
+    intermediate_size=1024,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    dtype="float32",
+    row_tokens=1024,
+    samples=96,
+    completions=(60, 0.9, 4, 512),
+    prompts=(8, 16),
+)
 SHAPES = {
-    "small": dict(
-        vocab_size=8192,
-        hidden_size=256,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        dtype="float32",
-        row_tokens=1024,
-        samples=96,
-        completions=(60, 0.9, 4, 512),
-        prompts=(8, 16),
-    ),
+    "small": SMALL,
+    # the same mean length
+    "tail": SMALL | dict(row_tokens=2048, completions=(26, 1.6, 4, 2032)),
     # Qwen2.5-1.5B
     "1.5b": dict(
         vocab_size=151936,
@@ -223,7 +231,8 @@ def own(shape, path):
 def by_hand(shape, path, prepare):
     """The loop one writes first: model(...).logits, cross-entropy times advantage, backward, AdamW.
 
-    prepare: shape, samples -> [(the model's inputs, weight of every token's loss)].
+    prepare: shape, samples -> [(the model's inputs, weight of every token's loss)], [B, T] each. Targets
+    are shifted, as slicing the logits would copy them.
     """
     model = load_float32(path).to(DEVICE).train()
     if shape["dtype"] != "float32":
@@ -235,10 +244,11 @@ def by_hand(shape, path, prepare):
         for inputs, weight in batches:
             inputs = {k: v.to(DEVICE) for k, v in inputs.items()}
             with torch.autocast(DEVICE.type, torch.bfloat16, enabled=shape["dtype"] == "bfloat16"):
-                logits = model(**inputs, use_cache=False).logits[:, :-1]  # [B, T-1, V]
-            targets = inputs["input_ids"][:, 1:].flatten()
+                logits = model(**inputs, use_cache=False).logits  # [B, T, V]
+            targets = F.pad(inputs["input_ids"][:, 1:], (0, 1)).flatten()
+            of_target = F.pad(weight[:, 1:], (0, 1)).flatten().to(DEVICE)
             losses = F.cross_entropy(logits.flatten(0, 1).float(), targets, reduction="none")
-            (losses * weight[:, 1:].flatten().to(DEVICE)).sum().backward()
+            (losses * of_target).sum().backward()
         optimizer.step()
 
     return functools.partial(prepare, shape), step
@@ -261,10 +271,7 @@ def padded(shape, samples):
     """In the order they come, as many as fit a row with their padding."""
     batches = []
     for batch in right_sized(samples, lambda b: max(lengths_of(b)), shape["row_tokens"]):
-        inputs = dict(
-            input_ids=pad([s["tokens"] for s in batch]),
-            attention_mask=pad([np.ones(n, np.int64) for n in lengths_of(batch)]),
-        )
+        inputs = dict(input_ids=pad([s["tokens"] for s in batch]))
         weights = [s["advantage"] * s["mask"] / len(samples) for s in batch]
         batches.append((inputs, pad(weights).float()))
     return batches
@@ -447,24 +454,27 @@ def flops(shape, lengths):
     return 6 * matrices * lengths.sum() + 6 * layers * hidden * (lengths**2.0).sum()
 
 
-def row_of(name, steps, bare, shape, lengths):
-    """A line of the table; bare: the measurements of that contender, none if it takes no part."""
+def against(other, steps, key):
+    """Median and range over the rounds of another contender's seconds / these, as words."""
+    ratios = [o[key] / s[key] for o, s in zip(other, steps)] or [np.nan]
+    return f"{np.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
-    def of_bare(key):
-        return [b[key] / s[key] for b, s in zip(bare, steps)] or [np.nan]
 
-    ratios = of_bare("seconds")
+def row_of(name, results, shape, lengths):
+    """A line of the table: {column: text}. Ratios to a contender that takes no part are nan."""
+    steps = results[name]
     speed = [n.sum() / s["seconds"] for n, s in zip(lengths, steps)]
-    mfu = [flops(shape, n) / s["seconds"] / PEAK_FLOPS for n, s in zip(lengths, steps)]
-    return [
-        name,
-        f"{np.median(speed):.0f}",
-        f"{np.median(ratios):.2f}",
-        f"{min(ratios):.2f}-{max(ratios):.2f}",
-        f"{max(s['peak_bytes'] for s in steps) / 1e9:.2f}",
-        f"{np.mean([s['micro_batches'] for s in steps]):.1f}",
-        f"{np.median(mfu if CUDA else of_bare('cpu_seconds')):.3f}",
-    ]
+    row = {"": name, "tokens/s": f"{np.median(speed):.0f}"}
+    for other in ("bare", "sorted"):
+        row[f"of {other}"] = against(results.get(other, []), steps, "seconds")
+        if not CUDA:
+            row[f"cpu of {other}"] = against(results.get(other, []), steps, "cpu_seconds")
+    row["peak GB"] = f"{max(s['peak_bytes'] for s in steps) / 1e9:.2f}"
+    row["batches"] = f"{np.mean([s['micro_batches'] for s in steps]):.1f}"
+    if CUDA:
+        mfu = [flops(shape, n) / s["seconds"] / PEAK_FLOPS for n, s in zip(lengths, steps)]
+        row["MFU"] = f"{np.median(mfu):.3f}"
+    return row
 
 
 def main(argv=None):
@@ -491,10 +501,9 @@ def main(argv=None):
         f"{np.median(every):.0f}, mean {every.mean():.0f}, longest {every.max()}; rows of "
         f"{shape['row_tokens']} tokens, fill {every.sum() / rows / shape['row_tokens']:.3f}"
     )
-    bare = results.get("bare", [])
-    cells = [row_of(n, r, bare, shape, lengths) for n, r in results.items() if n not in failed]
-    last = "MFU" if CUDA else "cpu"
-    table(["", "tokens/s", "of bare", "(rounds)", "peak GB", "batches", last], cells)
+    lines = [row_of(name, results, shape, lengths) for name in results if name not in failed]
+    if lines:
+        table(lines[0], [line.values() for line in lines])
     for name, why in failed.items():
         print(f"{name}: {why}")
     tokens = [int(n.sum()) for n in lengths]

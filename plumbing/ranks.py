@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from config import need
+from plumbing.hardware import keep_freed_memory
 from plumbing.wire import open_store
 
 
@@ -41,6 +42,8 @@ class Ranks:
         if torch.cuda.is_available():
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
             torch.cuda.set_device(self.device)
+        else:
+            keep_freed_memory()
         self.sharded = self.world > 1 or config.dtype != "float32"
         if self.sharded:
             backend = "nccl" if self.device.type == "cuda" else "gloo"

@@ -242,6 +242,30 @@ def test_every_sequence_of_a_row_has_its_own_temperature(chunk, monkeypatch):
         assert torch.allclose(of_entropy[1:], alone[1][1:], atol=2e-6)
 
 
+@pytest.mark.parametrize("chunk", [3, 1024])
+def test_the_head_sees_only_the_tokens_that_are_wanted(chunk, monkeypatch):
+    monkeypatch.setattr(train, "head_chunk", lambda *_: chunk)
+    model = tiny_model()
+    rng = np.random.default_rng(0)
+    positions, _ = layout([6, 9, 4])
+    ids = rng.integers(0, 50, len(positions))
+
+    def run(wanted, weight):
+        model.zero_grad()
+        found = token_logprobs(model, ids, positions, 0.7, wanted)
+        ((found[0] + 0.1 * found[1]) * weight).sum().backward()
+        return found, gradient(model)
+
+    for wanted in (positions >= 3, positions < 0):
+        weight = torch.from_numpy(wanted * rng.normal(size=len(ids)))
+        every, g = run(None, weight)
+        some, h = run(wanted, weight)
+        for a, b in zip(every, some):
+            assert torch.allclose(a[wanted], b[wanted], atol=1e-6)
+            assert not b[~wanted].any()
+        assert (g - h).norm() <= 1e-5 * g.norm()
+
+
 def test_head_in_float32(model):
     ids = torch.arange(40)
     exact = token_logprobs(model, ids, ids, 1.0)[0]
@@ -256,6 +280,31 @@ def test_head_in_float32(model):
     assert got.dtype == rounded.dtype == torch.float32
     assert (got[1:] - reference).abs().max() < 1e-5 < (rounded[1:] - reference).abs().max()
     assert (got - exact).abs().max() < 0.1
+
+
+FREED = """
+import torch
+from plumbing.hardware import keep_freed_memory
+
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1])
+
+
+keep_freed_memory()
+arrays = [torch.ones(1 << 22) for _ in range(32)]
+full = resident()
+arrays.clear()
+print(full, resident())
+"""
+
+
+def test_freed_memory_stays_with_the_process():
+    done = subprocess.run(
+        [sys.executable, "-c", FREED], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    full, then = map(int, done.stdout.split())
+    assert then > 0.9 * full
 
 
 MEMORY = """
