@@ -266,19 +266,25 @@ class Watch:
 
     def until(self, minutes, check):
         """Keep samples until the engines' clock has come so far."""
+        every = min(60 * minutes / self.speed / LOOKS, LOOK_EVERY)
         while self.seen.clock < 60 * minutes:
-            time.sleep(min(60 * minutes / self.speed / LOOKS, LOOK_EVERY))
+            due = time.monotonic() + every
+            while time.monotonic() < due and not self.are_held():
+                time.sleep(0.05)
             check()
-            if (self.run_dir / "hold").exists():
+            if self.are_held():
                 self.wait_while_held(check)
             else:
                 self.samples.append(self.look())
 
+    def are_held(self):
+        return (self.run_dir / "hold").exists()
+
     def wait_while_held(self, check):
         """What passes meanwhile is not counted."""
         before = self.look()
-        while (self.run_dir / "hold").exists():
-            time.sleep(0.2)
+        while self.are_held():
+            time.sleep(0.05)
             check()
         after = self.look()
         self.held += after["seconds"] - before["seconds"]
