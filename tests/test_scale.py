@@ -80,8 +80,8 @@ def test_twice_the_gpus_are_twice_the_load():
     # each rank reads as much as before
     assert large["reader"] == pytest.approx(small["reader"])
     assert rows[0][3] == "actor"
-    assert scale.saturates_at(rows, "actor")[0] == 64
-    assert scale.saturates_at(rows, "preprocess") is None
+    assert scale.carries(rows, "actor") == pytest.approx(64 / small["actor"])
+    assert scale.carries(rows, "preprocess") is None
 
 
 def test_the_command_names_the_first_part_and_what_to_do(tmp_path, capsys):

@@ -4,9 +4,10 @@
 
 There is one actor, one preprocess and one file system, however many GPUs there are. Each part's load, as
 a share of what it can carry, follows from the tokens a second that the engines sample: as many as an H100's
-memory lets them (`decode_rate`: no engine is faster, real ones reach perhaps 70%). What a part can carry was
+memory lets them (`decode_rate`: no engine is faster, `--speed` is how near it comes). What a part can carry was
 measured by a script in bench/ on one core of the machine that its .json names, or is assumed: both are said.
-A table row has the shares in percent; above 100 the GPUs wait for that part. Deliberately absent: training's
+A table row has the shares in percent; above 100 the GPUs wait for that part. A weight update is taken to last
+equally long whatever the number of engines (a broadcast in a ring or tree). Deliberately absent: training's
 own speed and how many GPUs should serve (tools/simulate.py), memory (tools/memory.py).
 """
 
@@ -192,11 +193,13 @@ def table_rows(w, rates, sizes):
     return rows
 
 
-def saturates_at(rows, part):
-    """The smallest size at which a part is asked for more than it can carry, with its load; None."""
-    for gpus, _, found, _ in rows:
-        if found[part] > 1:
-            return gpus, found[part]
+def carries(rows, part):
+    """How many GPUs a part carries, between the sizes of the table; None: more than the largest."""
+    sizes = [0] + [gpus for gpus, _, _, _ in rows]
+    shares = [0.0] + [found[part] for _, _, found, _ in rows]
+    for k in range(1, len(sizes)):
+        if shares[k] > 1:
+            return float(np.interp(1, shares[k - 1 : k + 1], sizes[k - 1 : k + 1]))
     return None
 
 
@@ -238,11 +241,11 @@ def print_tables(rows, w, rates):
     capacities = capacity_words(w, rates)
     last = rows[-1][2]
     for part in sorted(PARTS, key=last.get, reverse=True):
-        found = saturates_at(rows, part)
-        where = f"not up to {rows[-1][0]} GPUs"
+        found = carries(rows, part)
+        where = f"more than {rows[-1][0]} GPUs"
         if found:
-            where = f"at {found[0]} GPUs ({100 * found[1]:.0f}%)"
-        print(f"{part}: saturates {where}; {capacities[part]}\n    {PARTS[part]}")
+            where = f"{found:.0f} GPUs"
+        print(f"{part} carries {where}: {capacities[part]}\n    {PARTS[part]}")
 
 
 def parse(argv):
