@@ -8,15 +8,18 @@ a token a step. Answers are of log-normal length, their bodies as vLLM writes th
 the engines' clock: 0.7 is an H100 that reaches 70% of its bandwidth, 4 does 30 minutes' work in 7.5.
 Minutes are the engines'. The FAKE trainer reads and checks micro-batches as train.py does, trains
 nothing, and announces the next version at once. While there is a file `hold` in the run directory the
-engines stand still, and nothing is counted: so that another process may have the machine for a while.
+engines stand still, and nothing is counted: so that another process may have the machine for a while. Ctrl-C ends
+the run early, with its table.
 Deliberately absent: weight updates, rewards that take time (bench/rewards.py).
 """
 
 import asyncio
+import contextlib
 import ctypes
 import heapq
 import itertools
 import multiprocessing
+import signal
 import subprocess
 import sys
 import threading
@@ -164,7 +167,8 @@ def version_spans(first, last, length):
 
 
 def fake_engines(*arguments):
-    """The process of the FAKE engines."""
+    """The process of the FAKE engines, which is ended with the run."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise_open_files()
     asyncio.run(FakeEngines(*arguments).serve())
 
@@ -186,6 +190,7 @@ def no_trouble():
 
 def fake_trainer(config, run_dir, vocabulary, seen):
     """The process of the FAKE trainer: all ranks' micro-batches, and a version after every step."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     said = dict(engines=urls(config, 0), done=False, vocabulary=vocabulary)
     file = run_dir / "queues" / "version.json"
     readers = []
@@ -395,7 +400,8 @@ class Run:
     def _start_stage(self, name):
         log = open(self.run_dir / "logs" / f"{name}.log", "w")
         command = [sys.executable, f"{name}.py", str(self.run_dir)]
-        return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        # in a session of its own: Ctrl-C is not for it
+        return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
 
     def check(self):
         """RuntimeError if a process has ended."""
@@ -453,10 +459,13 @@ def measure(a):
         run.wait_for_answers()
         pids = {kind: process.pid for kind, process in run.processes.items()}
         watch = Watch(run_dir, pids, a.speed, run.seen)
-        watch.until(a.minutes, run.check)
+        # Ctrl-C ends it early: what there is counts
+        with contextlib.suppress(KeyboardInterrupt):
+            watch.until(a.minutes, run.check)
     finally:
         run.end()
-    events = (run_dir / "logs" / "actor.log").read_text().splitlines()
+    said = (run_dir / "logs" / "actor.log").read_text().splitlines()
+    events = [line for line in said if line.startswith("actor: ")]
     # the mean answer's time, in which places fill
     warm = lengths.mean() * step_s
     samples = [s for s in watch.samples if s["clock"] >= warm]
