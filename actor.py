@@ -144,26 +144,32 @@ class Actor:
 
     # ---- one attempt, one group
 
-    async def rollout(self, task, problem, temperature, seed=None):
+    async def rollout(self, task, problem, temperature, engine=None, seed=None):
         """One attempt at a problem, as a sample (plumbing/samples.py) with `text` and `success`.
 
+        engine: where it had best begin, as others like it do.
         Where the task has `respond`, its answer to each turn is appended, and the next turn's prompt
         is everything so far. At most max_new_tokens are sampled in all turns together. None if a
         request failed for good.
         """
         c = self.config
         has_turns = hasattr(self.sandbox.tasks[task], "respond")
-        transcript = Transcript(self.prompter.start(problem))
+        # equal beginnings are computed once by each version, that of the attempt's start; an update in
+        # the middle leaves an attempt of several turns what it has, as one of a single turn
+        version = self.version if c.prefix_caching == "on" else None
+        salt = None if version is None else str(version)
+        transcript = Transcript(self.prompter.start(problem), version)
         turns = []
         while True:
             left = c.max_new_tokens - transcript.sampled
             room = c.max_model_len - len(transcript.tokens)
             turn_seed = None if seed is None else seed + len(turns)
             answer = await self.engines.generate(
-                transcript.tokens, temperature, min(left, room), turn_seed
+                transcript.tokens, temperature, min(left, room), turn_seed, salt, engine
             )
             if answer is None:
                 return None
+            engine = answer["engine"]
             transcript.add_turn(answer)
             turns.append(self.prompter.decode(answer["tokens"]))
             finished = answer["finished"]
@@ -192,10 +198,10 @@ class Actor:
             text=text,
         )
 
-    async def attempt(self, task, problem, k):
+    async def attempt(self, task, problem, k, engine):
         """Attempt k of a group."""
         try:
-            return await self.rollout(task, problem, self.config.temperature)
+            return await self.rollout(task, problem, self.config.temperature, engine)
         finally:
             self.wanted -= 1
 
@@ -204,7 +210,9 @@ class Actor:
         the group smaller, and is counted.
         """
         c = self.config
-        attempts = [self.attempt(task, problem, k) for k in range(c.attempts)]
+        # all on one engine where the prompt is computed once
+        engine = self.engines.least_loaded() if c.prefix_caching == "on" else None
+        attempts = [self.attempt(task, problem, k, engine) for k in range(c.attempts)]
         samples = [s for s in await asyncio.gather(*attempts) if s is not None]
         failed = c.attempts - len(samples)
         if failed:

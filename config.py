@@ -102,6 +102,8 @@ class Config:
     gpu_memory_utilization: float = 0.0
     # refuse to start what tools/memory.py says does not fit
     memory_check: bool = True
+    # compute equal beginnings of attempts and turns once, per version; auto: for long prompts or turns
+    prefix_caching: Literal["auto", "on", "off"] = "auto"
     # vLLM without CUDA graphs
     enforce_eager: bool = False
     # longest wait for one completion, s

@@ -41,7 +41,7 @@ def announce_engines(config, run_dir):
 
 
 class FakeAnswers:
-    """Bodies of answers as vLLM's server writes them, of FAKE tokens, each length made once.
+    """Bodies of answers as plumbing/generate.py writes them, of FAKE tokens, each length made once.
 
     stop: id of the token that ends them.
     """
@@ -54,20 +54,16 @@ class FakeAnswers:
         """Of an answer of so many tokens; spans: its weight_versions, [{version, start, end}]."""
         if length not in self.made:
             self.made[length] = self._beginning(length)
-        return self.made[length] + json.dumps(spans).encode() + b"}]}"
+        return self.made[length] + json.dumps(spans).encode() + b'}],"cached_tokens":0}'
 
     def _beginning(self, length):
         tokens = [2 + i % 50 for i in range(length - 1)] + [self.stop]
         # as many digits as a float32 has in JSON
         logprobs = -np.random.default_rng(length).random(length, np.float32)
-        content = []
-        for token, logprob in zip(tokens, logprobs.tolist()):
-            content.append(dict(token_id=token, logprob=logprob, rank=1, top_logprobs=[]))
-        choice = dict(index=0, finish_reason="stop", stop_reason=None, token_ids=tokens)
-        choice["logprobs"] = dict(content=content)
-        text = json.dumps(dict(request_id="r", choices=[choice]), separators=(",", ":"))
+        choice = dict(token_ids=tokens, logprobs=logprobs.tolist(), finish_reason="stop")
+        text = json.dumps(choice, separators=(",", ":"))
         # the spans come last
-        return (text.removesuffix("}]}") + ',"weight_versions":').encode()
+        return ('{"choices":[' + text.removesuffix("}") + ',"weight_versions":').encode()
 
 
 class Load:

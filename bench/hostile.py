@@ -93,23 +93,23 @@ def _change(**fields):
 
 
 def _longer(choice):
-    choice["logprobs"]["content"].append({"logprob": -0.1})
+    choice["logprobs"].append(-0.1)
 
 
 def _shorter(choice):
-    choice["logprobs"]["content"].pop()
+    choice["logprobs"].pop()
 
 
 def _no_logprob(choice):
-    choice["logprobs"]["content"][-1]["logprob"] = None
+    choice["logprobs"][-1] = None
 
 
 def _infinite(choice):
-    choice["logprobs"]["content"][0]["logprob"] = 1e999
+    choice["logprobs"][0] = 1e999
 
 
 def _positive(choice):
-    choice["logprobs"]["content"][0]["logprob"] = 3.5
+    choice["logprobs"][0] = 3.5
 
 
 def _not_a_token(choice):

@@ -4,7 +4,7 @@
 
 An engine's clock: a decode step takes as long as an H100 needs to read a 7B's weights and the KV cache
 of every sequence in progress (tools/scale.py, step_seconds), which no engine undercuts; a sequence gets
-a token a step. Answers are of log-normal length, their bodies as vLLM writes them. `--speed` is that of
+a token a step. Answers are of log-normal length, their bodies as plumbing/generate.py writes them. `--speed` is that of
 the engines' clock: 0.7 is an H100 that reaches 70% of its bandwidth, 4 does 30 minutes' work in 7.5.
 Minutes are the engines'. The FAKE trainer reads and checks micro-batches as train.py does, trains
 nothing, and announces the next version at once. While there is a file `hold` in the run directory the

@@ -51,7 +51,7 @@ SAID = {
 }
 
 
-def make_model(path, tied):
+def make_model(path, tied, positions=512):
     """A random model of many tensors, with the toy task's tokenizer."""
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -61,7 +61,7 @@ def make_model(path, tied):
         num_hidden_layers=26,
         num_attention_heads=8,
         num_key_value_heads=8,
-        max_position_embeddings=512,
+        max_position_embeddings=positions,
         initializer_range=0.08,
         tie_word_embeddings=tied,
         bos_token_id=None,
@@ -161,7 +161,7 @@ def difference(url, headers, model):
         )
         choice = answer.json()["choices"][0]
         ids = torch.tensor(prompt + choice["token_ids"])
-        engine = torch.tensor([x["logprob"] for x in choice["logprobs"]["content"]])
+        engine = torch.tensor(choice["logprobs"])
         with torch.no_grad():
             logprobs, _ = token_logprobs(model, ids, torch.arange(len(ids)), 1.0)
         worst = max(worst, (logprobs[len(prompt) :] - engine).abs().max().item())

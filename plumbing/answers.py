@@ -1,23 +1,22 @@
 """What an engine answers, checked against the contract before a token of it is believed.
 
-The contract is that of vLLM's POST /inference/v1/generate: one choice with `token_ids`, a logprob of
-each, `weight_versions` that cover them, and why it ended. Deliberately absent: requests, retries
+The contract is that of plumbing/generate.py: one choice with `token_ids`, a logprob of each,
+`weight_versions` that cover them, and why it ended. Deliberately absent: requests, retries
 (plumbing/client.py).
 """
 
+import re
 from typing import Annotated, Literal
 
+import msgspec
 import numpy as np
-from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt, ValidationError
-
-from plumbing.forms import first_problem
 
 # rounding may leave a logprob so far above 0, nats
 ROUNDING = 1e-3
-# what vLLM sends for a logprob that is NaN or minus infinity
+# below this is no logprob of a token that was sampled, but some server's word for NaN, nats
 NO_LOGPROB = -9999.0
 # an answer's JSON: so much for each token that was asked for, and for all the rest, bytes
-BYTES_OF_TOKEN = 1024
+BYTES_OF_TOKEN = 256
 BYTES_OF_REST = 1 << 20
 
 
@@ -29,33 +28,26 @@ class BadAnswer(ValueError):
         self.reason = reason
 
 
-class Token(BaseModel, strict=True):
-    logprob: FiniteFloat
-    # vLLM tells; the contract does not ask for it
-    token_id: int | None = None
-
-
-class Logprobs(BaseModel, strict=True):
-    content: list[Token]
-
-
-class Span(BaseModel, strict=True):
+class Span(msgspec.Struct):
     """Tokens start .. end-1 were sampled by this version, a number as text."""
 
-    version: Annotated[str, Field(pattern="^[0-9]{1,9}$")]
-    start: NonNegativeInt
-    end: NonNegativeInt
+    version: Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,9}\Z")]
+    start: Annotated[int, msgspec.Meta(ge=0)]
+    end: Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Choice(BaseModel, strict=True):
-    token_ids: Annotated[list[NonNegativeInt], Field(min_length=1)]
-    logprobs: Logprobs
+class Choice(msgspec.Struct):
+    token_ids: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=1)]
+    logprobs: list[float]
     weight_versions: list[Span]
     finish_reason: Literal["stop", "length"]
 
 
-class Answer(BaseModel, strict=True):
-    choices: Annotated[list[Choice], Field(min_length=1, max_length=1)]
+class Answer(msgspec.Struct):
+    choices: Annotated[list[Choice], msgspec.Meta(min_length=1, max_length=1)]
+
+
+ANSWERS = msgspec.json.Decoder(Answer)
 
 
 def largest_answer(max_tokens):
@@ -76,8 +68,8 @@ def read_answer(body, max_tokens, stop, vocabulary, newest):
     are; newest: plumbing.doors.NewestVersion.
     """
     try:
-        choice = Answer.model_validate_json(body).choices[0]
-    except ValidationError as e:
+        choice = ANSWERS.decode(body).choices[0]
+    except (msgspec.DecodeError, RecursionError) as e:
         raise _not_of_the_contract(e) from None
     tokens = choice.token_ids
     length = len(tokens)
@@ -85,7 +77,7 @@ def read_answer(body, max_tokens, stop, vocabulary, newest):
     need(length <= max_tokens, "token_ids", f"{length} of {max_tokens} asked for")
     need(largest < vocabulary, "token_ids", f"id {largest}, the vocabulary has {vocabulary}")
     logprobs = _logprobs(choice)
-    versions = token_versions([span.model_dump() for span in choice.weight_versions], length)
+    versions = token_versions(choice.weight_versions, length)
     newest_here = versions[-1]
     need(newest.reaches(newest_here), "weight_versions", f"{newest_here} is not trained yet")
     finished = choice.finish_reason == "stop"
@@ -98,14 +90,11 @@ def read_answer(body, max_tokens, stop, vocabulary, newest):
 
 
 def _logprobs(choice):
-    """Of every token sampled; BadAnswer if they are not of these tokens, or not possible."""
-    tokens = choice.token_ids
-    content = choice.logprobs.content
-    told = len(content)
-    need(told == len(tokens), "logprobs", f"{told} of {len(tokens)} tokens")
-    matches = all(x.token_id in (None, token) for x, token in zip(content, tokens))
-    need(matches, "logprobs", "they are of other tokens")
-    logprobs = [x.logprob for x in content]
+    """Of every token sampled; BadAnswer if they are not possible."""
+    logprobs = choice.logprobs
+    told = len(logprobs)
+    tokens = len(choice.token_ids)
+    need(told == tokens, "logprobs", f"{told} of {tokens} tokens")
     low = min(logprobs)
     high = max(logprobs)
     need(low > NO_LOGPROB, "logprobs", f"{low:g}")
@@ -114,7 +103,7 @@ def _logprobs(choice):
 
 
 def token_versions(spans, length):
-    """Version spans [{version, start, end}] -> version of each sampled token, int64 [length].
+    """Version spans -> version of each sampled token, int64 [length].
 
     Raises BadAnswer if they do not cover the tokens one after the other, or if versions go back.
     """
@@ -122,24 +111,24 @@ def token_versions(spans, length):
     end = 0
     before = 0
     for span in spans:
-        version = int(span["version"])
-        if not (end == span["start"] <= span["end"] and before <= version):
+        version = int(span.version)
+        if not (end == span.start <= span.end and before <= version):
             raise BadAnswer("weight_versions", f"{span} cannot follow version {before} up to {end}")
-        end = span["end"]
+        end = span.end
         before = version
-        versions[span["start"] : end] = version
+        versions[span.start : end] = version
     if end != length:
         raise BadAnswer("weight_versions", f"they end at {end}, do not cover {length} tokens")
     return versions
 
 
 def _not_of_the_contract(error):
-    """BadAnswer of the first thing that pydantic found."""
-    place, words = first_problem(error)
-    names = [name for name in place if isinstance(name, str)]
-    where = ".".join(names)
-    if not names:
-        return BadAnswer("json", words)
-    # choices.token_ids -> token_ids
-    reason = names[:2][-1]
-    return BadAnswer(reason, f"{where}: {words}")
+    """BadAnswer of what msgspec found, counted by the field in which it did."""
+    words = str(error)
+    # "Expected `int`, got `str` - at `$.choices[0].token_ids[1]`"
+    place = re.search(r"\$\.choices\[\S*?\]\.(\w+)", words)
+    missing = re.search(r"required field `(\w+)`", words)
+    found = place or missing
+    if found:
+        return BadAnswer(found[1], words)
+    return BadAnswer("choices" if "$.choices" in words else "json", words)

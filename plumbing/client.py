@@ -10,6 +10,7 @@ import time
 from collections import Counter
 
 import aiohttp
+import msgspec
 
 from plumbing.answers import BadAnswer, largest_answer, read_answer
 
@@ -131,12 +132,16 @@ class Engines:
         room = self.config.concurrency
         return [u for u in self.serving if self.rest_until[u] < now and self.load[u] < room]
 
+    def least_loaded(self):
+        """The engine with the fewest sequences; None if none serves."""
+        return min(self._free() or self.serving, key=self.load.__getitem__, default=None)
+
     @contextlib.asynccontextmanager
-    async def _place(self):
-        """One sequence's place on the least loaded engine; waits until there is one."""
+    async def _place(self, preferred):
+        """One sequence's place on this engine if it has one, else on the least loaded; waits until there is one."""
         async with self.place_is_free:
             await self.place_is_free.wait_for(self._free)
-            url = min(self._free(), key=self.load.__getitem__)
+            url = preferred if preferred in self._free() else self.least_loaded()
             self.load[url] += 1
         try:
             yield url
@@ -145,8 +150,11 @@ class Engines:
             async with self.place_is_free:
                 self.place_is_free.notify()
 
-    async def generate(self, prompt, temperature, max_tokens, seed=None):
-        """One completion of prompt token ids: {tokens, logprobs, versions, finished}.
+    async def generate(self, prompt, temperature, max_tokens, seed=None, salt=None, engine=None):
+        """One completion of prompt token ids: {tokens, logprobs, versions, finished, engine}.
+
+        salt: beginnings of prompts with the same one may be computed once (None: alone); engine: where
+        they were, if it has a place.
 
         Failed requests are tried again, with back-off; None when the retries are used up. Those that
         an engine's death or restart broke off do not count: they wait for an engine.
@@ -154,16 +162,15 @@ class Engines:
         params = dict(
             max_tokens=max_tokens,
             temperature=temperature,
-            logprobs=0,
             seed=seed,
             stop_token_ids=self.stop,
-            detokenize=False,
         )
+        body = dict(token_ids=prompt, sampling_params=params, cache_salt=salt)
         tries = 0
         while tries <= RETRIES:
-            async with self._place() as url:
+            async with self._place(engine) as url:
                 try:
-                    return await self._ask(url, dict(token_ids=prompt, sampling_params=params))
+                    return await self._ask(url, body)
                 except EngineGone as e:
                     self.rest_until[url] = time.monotonic() + REST
                     self._count("moved", url, e, tries)
@@ -180,7 +187,9 @@ class Engines:
         asked = body["sampling_params"]["max_tokens"]
         try:
             async with self._session(url).post(
-                url + "/inference/v1/generate", json=body, allow_redirects=False
+                url + "/inference/v1/generate",
+                data=msgspec.json.encode(body),
+                allow_redirects=False,
             ) as answer:
                 content = await _body(answer, largest_answer(asked))
         except asyncio.TimeoutError:
@@ -194,7 +203,7 @@ class Engines:
             raise ValueError(f"{answer.status} {words}")
         sampled = read_answer(content, asked, self.stop, self.vocabulary, self.newest)
         self.tokens += len(sampled["tokens"])
-        return sampled
+        return sampled | dict(engine=url)
 
     def _count(self, event, url, error, tries):
         """Count an event, with a line now and then: hundreds of requests may fail at once."""

@@ -4,7 +4,7 @@ vLLM itself stays unmodified. `--middleware plumbing.engine.Contract` puts two c
 server; `--worker-extension-cls plumbing.engine.WorkerExtension` gives its workers the methods that
 these need. The calls, beside GET /health and /metrics, each with the run's secret (plumbing/secret.py):
 
-    POST /inference/v1/generate  vLLM's own: token ids in; token ids, logprobs, version spans out
+    POST /inference/v1/generate  token ids in; token ids, logprobs, version spans out (generate.py)
     POST /init_process_group     join the trainer's weight group, from now on receive every update
     POST /request_weight_update  {version, recompute_kv}: the new weights are here: swap, stamp, go on
 
@@ -12,7 +12,7 @@ vLLM's other routes are out of reach.
 
 A thread in every worker waits for the doorbell (a key in the group's store), receives while decoding
 goes on, and sets a ready key; weights.py, the trainer's side, then asks for the swap. Deliberately
-absent: anything that generates.
+absent: what generates (plumbing/generate.py).
 """
 
 import asyncio
@@ -28,11 +28,13 @@ from datetime import timedelta
 import torch
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from vllm.config import set_current_vllm_config
+from vllm.exceptions import VLLMClientError
 
 from plumbing import secret
 from plumbing.forms import first_problem
+from plumbing.generate import sample
 from plumbing.plan import NotOnlyCopies, Plan, reload
 from plumbing.wire import (
     buckets,
@@ -52,6 +54,7 @@ UPDATE = ("POST", "/request_weight_update")
 # of an order: bytes, and seconds that they may take to arrive
 LARGEST_BODY = 64 << 20
 BODY_TIMEOUT = 30
+JSON = {"content-type": "application/json"}
 
 
 class Join(BaseModel, strict=True):
@@ -92,6 +95,8 @@ class Contract:
         self.secret = secret.read(os.environ["PIPELINE_RUN_DIR"]).encode()
         self.serves_as_loaded = os.environ.get("PIPELINE_SERVE_AS_LOADED") == "1"
         self.has_weights = False
+        # weight groups joined: a trainer that continues from a checkpoint counts versions a second time
+        self.groups = 0
         self.one_at_a_time = asyncio.Lock()
         self.orders = {JOIN: self.init_process_group, UPDATE: self.request_weight_update}
 
@@ -121,7 +126,18 @@ class Contract:
         if not self.has_weights:
             await engine.update_weight_version("0")
             self.has_weights = True
-        return self.app
+        return await self.generate(Request(scope, receive), engine)
+
+    async def generate(self, request, engine):
+        """The answer to a request for tokens: 200, or 400 for what is none, or 500 with the reason."""
+        try:
+            body = await read_body(request)
+            answer = await sample(body, engine, request.receive, self.groups)
+            return Response(answer, 200, JSON)
+        except (ValueError, VLLMClientError, TimeoutError, ClientDisconnect) as e:
+            return JSONResponse({"error": f"{type(e).__name__}: {e}"}, 400)
+        except Exception as e:
+            return JSONResponse({"error": f"{type(e).__name__}: {e}"}, 500)
 
     async def obey(self, call, request, engine):
         """The answer to an order: 200, or 400 for what is none, or 500 with the reason."""
@@ -137,6 +153,7 @@ class Contract:
 
     async def init_process_group(self, body, engine):
         """Join the group in the background; returns at once, as the others may not be there yet."""
+        self.groups += 1
         await self.all_workers(engine, "join_weight_group", body)
         return {}
 
@@ -145,18 +162,23 @@ class Contract:
         version = str(body["version"])
         await self.all_workers(engine, "check_weight_update", version)
         start = time.perf_counter()
+        recompute = body["recompute_kv"]
         # pause_generation() without the 20 ms that it sleeps afterwards, which vLLM's own comment
         # says are not needed for correctness
-        try:
-            await engine.engine_core.pause_scheduler_async(
-                mode="keep", clear_cache=body["recompute_kv"]
-            )
-        except Exception:
-            # it may be paused all the same
-            await engine.resume_generation()
-            raise
-        # the engine obeys in this order; nobody waits for our hearing of each answer
+        pause = engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=recompute)
+        first = [pause]
+        if recompute or engine.vllm_config.scheduler_config.async_scheduling:
+            # the cache must be empty, and the step that is under way must have been stamped
+            first = []
+            try:
+                await pause
+            except Exception:
+                # it may be paused all the same
+                await engine.resume_generation()
+                raise
+        # the engine obeys in this order, between two steps; nobody waits for our hearing of each answer
         await asyncio.gather(
+            *first,
             engine.collective_rpc("swap_weights", args=(version,)),
             engine.update_weight_version(version),
             engine.resume_generation(),
@@ -172,16 +194,22 @@ class Contract:
                 raise RuntimeError(problem)
 
 
-async def read_order(request, form):
-    """The body of an order, JSON of this form, as a dict. Raises ValueError or TimeoutError if it is none."""
+async def read_body(request):
+    """Its bytes. Raises ValueError if they are too many, TimeoutError if they do not come."""
     text = bytearray()
     async with asyncio.timeout(BODY_TIMEOUT):
         async for chunk in request.stream():
             text += chunk
             if len(text) > LARGEST_BODY:
                 raise ValueError(f"the body has more than {LARGEST_BODY} bytes")
+    return bytes(text)
+
+
+async def read_order(request, form):
+    """The body of an order, JSON of this form, as a dict. Raises ValueError or TimeoutError if it is none."""
+    text = await read_body(request)
     try:
-        return form.model_validate_json(bytes(text)).model_dump()
+        return form.model_validate_json(text).model_dump()
     except ValidationError as e:
         place, words = first_problem(e)
         raise ValueError(f"{'.'.join(map(str, place)) or 'the body'}: {words}") from None

@@ -35,7 +35,7 @@ from plumbing.hardware import (
     spread,
     urls,
 )
-from plumbing.problems import load_problems
+from plumbing.problems import load_problems, share_beginnings
 
 # knobs that would make a continued run another run, and those that may differ without a word
 FIXED = ("task", "train_data", "model", "seed", "batch_size", "attempts", "dtype")
@@ -55,12 +55,14 @@ ENGINE_FLAGS = (
     "--worker-extension-cls plumbing.engine.WorkerExtension --middleware plumbing.engine.Contract "
     "--disable-uvicorn-access-log --no-enable-log-requests --disable-log-stats "
     # a prompt is never split between two steps, hence never between two versions
-    "--no-enable-prefix-caching --no-enable-chunked-prefill"
+    "--no-enable-chunked-prefill"
 ).split()
 ENGINE_ENV = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
     "TOKENIZERS_PARALLELISM": "false",
+    # plumbing/generate.py numbers requests, and random bytes cost more than the rest of a name
+    "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",
     # GPUs take the other model runner by default, which no test here has ever seen. (Nor what GPUs
     # do and CPUs do not: asynchronous scheduling, CUDA graphs.)
     "VLLM_USE_V2_MODEL_RUNNER": "0",
@@ -104,6 +106,10 @@ def engine_commands(c: Config, gpus: int, node: int = 0) -> list[tuple[str, dict
             # all that decode take one each: the longest prompt must still fit beside them
             "--max-num-batched-tokens": max(8192, c.max_model_len + c.concurrency),
         }
+        caching = c.prefix_caching == "on"
+        if caching and not gpus:
+            # beginnings are shared by whole blocks, and the CPU build's are of 128 tokens by default
+            options["--block-size"] = 32
         if c.head_float32:
             options["--hf-overrides"] = '{"head_dtype": "float32"}'
         if gpus:
@@ -122,6 +128,7 @@ def engine_commands(c: Config, gpus: int, node: int = 0) -> list[tuple[str, dict
         env |= {"VLLM_HOST_IP": c.nodes[node], "PIPELINE_RUN_DIR": run_dir}
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *ENGINE_FLAGS]
         command += _words(options)
+        command.append("--enable-prefix-caching" if caching else "--no-enable-prefix-caching")
         if c.enforce_eager:
             command.append("--enforce-eager")
         engines.append((f"engine{i}", env, command))
@@ -337,8 +344,10 @@ def begin(c: Config, gpus: int) -> str:
     hold(c)
     resolve(c, gpus)
     check_memory(c, gpus)
-    for split in ("train", "test"):
-        load_problems(c, split)
+    problems = load_problems(c, "train")
+    load_problems(c, "test")
+    if c.prefix_caching == "auto":
+        c.prefix_caching = "on" if share_beginnings(c, problems) else "off"
     done = open_run(c)
     write(c)
     return done

@@ -12,6 +12,9 @@ from pathlib import Path
 from config import Config, ConfigError, task_weights
 from plumbing.queues import notice, wait_for_notice
 
+# characters of a prompt, some 100 tokens: below it every attempt may as well compute it
+LONG_PROMPT = 400
+
 
 def load_problems(config: Config, split: str) -> dict[str, list[dict]]:
     """Problems of every task of the run, by task; split: "train" or "test".
@@ -28,6 +31,18 @@ def load_problems(config: Config, split: str) -> dict[str, list[dict]]:
         found[task] = problems
     _check_names(found)
     return found
+
+
+def share_beginnings(config: Config, problems: dict[str, list[dict]]) -> bool:
+    """Do attempts or turns have so much in common that it pays to look for it? problems: by task."""
+    for task, of_task in problems.items():
+        if hasattr(importlib.import_module(f"tasks.{task}"), "respond"):
+            return True
+        first = of_task[:200]
+        characters = sum(len(problem["prompt"]) for problem in first) / len(first)
+        if characters + len(config.system_prompt) >= LONG_PROMPT:
+            return True
+    return False
 
 
 def announce_loaded(queues) -> None:

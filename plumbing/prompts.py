@@ -1,5 +1,6 @@
 """Texts of problems and environments -> token ids, raw or through the model's chat template."""
 
+import functools
 import secrets
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
@@ -27,6 +28,8 @@ class Prompter:
         if not isinstance(ends, list):
             ends = [ends]
         self.stop = {*ends, self.tokenizer.eos_token_id} - {None}
+        # all attempts at a problem begin alike
+        self._tokens = functools.lru_cache(1000)(self._tokens)
 
     def render(self, messages):
         """Messages as text, by the chat template, up to where the assistant speaks."""
@@ -39,9 +42,12 @@ class Prompter:
 
     def start(self, problem):
         """Token ids of a problem's prompt."""
+        return self._tokens(problem["prompt"])
+
+    def _tokens(self, prompt):
         if not self.config.chat:
-            return self.tokenizer(self.config.system_prompt + problem["prompt"])["input_ids"]
-        messages = [{"role": "user", "content": problem["prompt"]}]
+            return self.tokenizer(self.config.system_prompt + prompt)["input_ids"]
+        messages = [{"role": "user", "content": prompt}]
         if self.config.system_prompt:
             messages.insert(0, {"role": "system", "content": self.config.system_prompt})
         return self.tokenizer(self.render(messages), add_special_tokens=False)["input_ids"]

@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save_file
@@ -232,7 +233,7 @@ def notice(path, **values) -> None:
     """Publish a few values for other processes: an atomically replaced JSON file."""
     path = Path(path)
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(values))
+    temporary.write_bytes(msgspec.json.encode(values))
     os.replace(temporary, path)
 
 

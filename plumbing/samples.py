@@ -32,7 +32,7 @@ SAMPLE_FIELDS = {
     "outcome": np.int8,
     # it ended by itself, and was not cut off
     "finished": np.bool_,
-    # how many versions sampled it
+    # how many versions sampled it, or computed the KV cache of another attempt that it began from
     "num_versions": np.int16,
     # from preprocess.py
     "advantage": np.float32,
@@ -186,9 +186,13 @@ def _problem_with_values(record, vocabulary, tasks):
 
 
 class Transcript:
-    """The tokens of one attempt: what was sent and what was sampled, never re-tokenised."""
+    """The tokens of one attempt: what was sent and what was sampled, never re-tokenised.
 
-    def __init__(self, prompt):
+    kv_version: the version whose KV cache it may have begun from; None: it computed its own.
+    """
+
+    def __init__(self, prompt, kv_version=None):
+        self.kv_versions = [] if kv_version is None else [kv_version]
         self.tokens = list(prompt)
         self.mask = [False] * len(prompt)
         self.logprobs = [0.0] * len(prompt)
@@ -219,5 +223,5 @@ class Transcript:
             mask=mask,
             logprobs=np.array(self.logprobs, np.float32),
             versions=versions,
-            num_versions=len(np.unique(versions[mask])),
+            num_versions=len({*versions[mask].tolist(), *self.kv_versions}),
         )

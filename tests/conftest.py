@@ -61,6 +61,7 @@ def engine(base_model, tmp_path_factory):
 
     out = tmp_path_factory.mktemp("engine")
     config = resolved("toy", "--run", "engine", "--out", out, "--port", PORT, "--concurrency", "64")
+    config.prefix_caching = "on"
     launch.write(config)
     engines = start_engines(config, as_loaded=False)
     yield config

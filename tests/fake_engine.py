@@ -183,7 +183,7 @@ class Engine:
                     future.set_result(
                         dict(
                             token_ids=sampled,
-                            logprobs={"content": [{"logprob": x} for x in said]},
+                            logprobs=said,
                             finish_reason="stop" if stop else "length",
                             weight_versions=[
                                 dict(version=v, start=k, end=k + 1) for k, v in enumerate(versions)

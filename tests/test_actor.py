@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import random
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,8 +14,9 @@ from aiohttp import web
 import config as cfg
 from actor import Actor, Sampler, allowed_groups, overlong_penalty
 from plumbing import client, secret
-from plumbing.answers import token_versions
+from plumbing.answers import Span, token_versions
 from plumbing.checkpoints import NEW_RUN
+from plumbing.client import Engines
 from plumbing.ledger import Draws
 from plumbing.queues import Queue, notice, noticed
 from plumbing.samples import split
@@ -46,13 +48,13 @@ def test_nothing_is_started_that_the_run_will_not_train(g):
 
 
 def test_version_spans_become_token_stamps():
-    spans = [{"version": "2", "start": 0, "end": 3}, {"version": "3", "start": 3, "end": 5}]
+    spans = [Span("2", 0, 3), Span("3", 3, 5)]
     assert token_versions(spans, 5).tolist() == [2, 2, 2, 3, 3]
     with pytest.raises(ValueError, match="do not cover 6 tokens"):
         token_versions(spans, 6)
     # an engine that never heard from a trainer
     with pytest.raises(ValueError):
-        token_versions([{"version": "default", "start": 0, "end": 5}], 5)
+        token_versions([Span("default", 0, 5)], 5)
 
 
 def test_overlong_penalty_by_hand():
@@ -171,9 +173,8 @@ PROBLEM = {"prompt": "ba=", "answer": "ab"}
 def choice(tokens, spans, logprobs=None):
     """What an engine answers that sampled these tokens. spans: (version, start, end)."""
     logprobs = logprobs or [-0.5] * len(tokens)
-    content = [{"token_id": t, "logprob": x} for t, x in zip(tokens, logprobs)]
     keys = ("version", "start", "end")
-    answer = {"token_ids": tokens, "finish_reason": "stop", "logprobs": {"content": content}}
+    answer = {"token_ids": tokens, "finish_reason": "stop", "logprobs": logprobs}
     answer["weight_versions"] = [dict(zip(keys, span)) for span in spans]
     return web.json_response({"choices": [answer]})
 
@@ -363,6 +364,43 @@ def test_a_group_record_holds_what_the_engine_sampled(tmp_path, base_model):
     shown = json.loads((tmp_path / "samples.jsonl").read_text().splitlines()[0])
     assert shown["completion"] == "ab"
     assert shown["versions"] == [[4, 0], [5, 2]]
+
+
+@pytest.mark.parametrize("caching", ["on", "off"])
+def test_kv_that_is_shared_counts_as_a_version(tmp_path, base_model, caching):
+    """The trainer is at 5: what 5 alone sampled is pure unless it began from the KV cache of another."""
+    spans = [[("5", 0, 3)], [("4", 0, 3)], [("6", 0, 3)], [("5", 0, 1), ("6", 1, 3)]]
+
+    def answer(n, body):
+        return choice([29, 30, 1], spans[n - 1])
+
+    _, r, calls, _ = one_group(tmp_path, base_model, answer, prefix_caching=caching)
+    assert {c["cache_salt"] for c in calls} == ({"5"} if caching == "on" else {None})
+    assert sorted(r["num_versions"].tolist()) == ([1, 2, 2, 2] if caching == "on" else [1, 1, 1, 2])
+
+
+def test_attempts_and_turns_prefer_the_engine_that_has_their_beginning(monkeypatch):
+    engines = Engines(cfg.Config(concurrency=4), {1}, 50, None)
+    engines.serving = ["a", "b", "c"]
+    asked = []
+
+    async def ask(url, body):
+        asked.append(url)
+        await asyncio.sleep(0)
+        return {"tokens": [], "engine": url}
+
+    monkeypatch.setattr(engines, "_ask", ask)
+
+    async def attempts(engine, n):
+        wanted = [engines.generate([5], 1.0, 8, engine=engine) for _ in range(n)]
+        return [answer["engine"] for answer in await asyncio.gather(*wanted)]
+
+    assert engines.least_loaded() == "a"
+    assert asyncio.run(attempts("b", 4)) == ["b"] * 4
+    # where it has no place, one that has
+    assert Counter(asyncio.run(attempts("b", 6))) == {"b": 4, "a": 1, "c": 1}
+    # and where it is gone
+    assert Counter(asyncio.run(attempts("x", 6))) == {"a": 2, "b": 2, "c": 2}
 
 
 @pytest.fixture()

@@ -13,6 +13,7 @@ import pytest
 import config as cfg
 from conftest import ROOT
 from plumbing import launch
+from plumbing.problems import share_beginnings
 
 
 def resolved(*argv, gpus=0):
@@ -246,6 +247,32 @@ def test_placement_splits_the_gpus_in_halves(gpus, engines, trainers):
         told = [env for name, env, _ in processes if name.startswith("train")]
         assert [env["RANK"] for env in told] == [str(rank) for rank in range(trainers)]
         assert {env["WORLD_SIZE"] for env in told} == {str(trainers)}
+
+
+@pytest.mark.parametrize(
+    "task,prompt,system,shared",
+    [
+        ("toy", "ba=", "", False),
+        ("toy", "b" * 500, "", True),
+        ("toy", "ba=", "Be brief. " * 50, True),
+        ("guess", "ba=", "", True),
+        ("toy,guess", "ba=", "", True),
+    ],
+)
+def test_beginnings_are_shared_where_they_are_long_or_there_are_turns(task, prompt, system, shared):
+    c = cfg.Config(task=task, system_prompt=system)
+    problems = {name: [{"prompt": prompt}] * 3 for name in cfg.task_weights(task)}
+    assert share_beginnings(c, problems) == shared
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+@pytest.mark.parametrize("caching", ["auto", "on", "off"])
+def test_engines_share_beginnings_only_if_told(caching, gpus):
+    c = resolved("toy", "--prefix_caching", caching, "--memory_check", "False", gpus=gpus)
+    command = launch.engine_commands(c, gpus)[0][2]
+    assert ("--enable-prefix-caching" in command) == (caching == "on")
+    assert ("--no-enable-prefix-caching" in command) == (caching != "on")
+    assert ("--block-size" in command) == (caching == "on" and not gpus)
 
 
 def test_the_reference_model_shares_a_trainers_gpu_if_there_is_one():

@@ -537,7 +537,7 @@ def good_choice(**others):
     return {
         "token_ids": TOKENS,
         "finish_reason": "stop",
-        "logprobs": {"content": [{"token_id": t, "logprob": -0.5} for t in TOKENS]},
+        "logprobs": [-0.5] * len(TOKENS),
         "weight_versions": [
             {"version": "4", "start": 0, "end": 2},
             {"version": "5", "start": 2, "end": 3},
@@ -551,7 +551,7 @@ def answer(**others):
 
 
 def logprobs(*values):
-    return {"logprobs": {"content": [{"logprob": x} for x in values]}}
+    return {"logprobs": list(values)}
 
 
 def spans(*triples):
@@ -574,7 +574,7 @@ BAD_ANSWERS = {
     "json": {
         "nothing": b"",
         "words": b"<html>busy</html>",
-        "not UTF-8": b'{"choices": "\xff"}',
+        "not UTF-8": b"\xff\xfe{}",
         "zeros": bytes(100),
         "null": b"null",
         "number": b"3",
@@ -582,8 +582,9 @@ BAD_ANSWERS = {
         "text": b'"choices"',
         "cut": answer()[:-5],
         "twice": answer() + answer(),
-        "deep": b'{"choices": ' + DEEP,
-        "5000 digits": raw((b"29, 30", b"29, " + b"3" * 5000)),
+        "infinite": answer(**logprobs(-0.5, -np.inf, -0.5)),
+        "NaN": answer(**logprobs(-0.5, NAN, -0.5)),
+        "deep": b'{"x": ' + DEEP,
         "UTF-16": answer().decode().encode("utf-16"),
     },
     "choices": {
@@ -594,6 +595,7 @@ BAD_ANSWERS = {
         "two": json.dumps({"choices": [good_choice()] * 2}).encode(),
         "number": b'{"choices": [3]}',
         "null choice": b'{"choices": [null]}',
+        "deep": b'{"choices": ' + DEEP,
         "list": b'{"choices": [[]]}',
     },
     "token_ids": {
@@ -610,26 +612,25 @@ BAD_ANSWERS = {
         "none": sampled([]),
         "too many": sampled([29] * ASKED + [1]),
         "beyond": sampled([29, 50, 1]),
+        "5000 digits": raw((b"29, 30", b"29, " + b"3" * 5000)),
         "far beyond": sampled([29, 1 << 40, 1]),
     },
     "logprobs": {
         "missing": raw((b'"logprobs"', b'"lp"')),
         "null": answer(logprobs=None),
-        "list": answer(logprobs=[-0.5] * 3),
-        "null content": answer(logprobs={"content": None}),
-        "numbers": answer(logprobs={"content": [-0.5] * 3}),
+        "dict": answer(logprobs={"0": -0.5}),
+        "number": answer(logprobs=-0.5),
+        "lists": answer(logprobs=[[-0.5]] * 3),
+        "vLLM's own": answer(logprobs={"content": [{"logprob": -0.5}] * 3}),
         "nulls": answer(**logprobs(-0.5, None, -0.5)),
         "texts": answer(**logprobs(-0.5, "-0.5", -0.5)),
         "bools": answer(**logprobs(-0.5, False, -0.5)),
         "none": answer(**logprobs()),
         "fewer": answer(**logprobs(-0.5, -0.5)),
         "more": answer(**logprobs(-0.5, -0.5, -0.5, -0.5)),
-        "NaN": answer(**logprobs(-0.5, NAN, -0.5)),
-        "infinite": answer(**logprobs(-0.5, -np.inf, -0.5)),
         "1e999": raw((b"-0.5", b"-1e999")),
-        "vLLM's for NaN": answer(**logprobs(-0.5, -9999.0, -0.5)),
+        "a word for NaN": answer(**logprobs(-0.5, -9999.0, -0.5)),
         "above 0": answer(**logprobs(-0.5, 0.5, -0.5)),
-        "of other tokens": raw((b'"token_id": 30', b'"token_id": 31')),
     },
     "weight_versions": {
         "missing": raw((b"weight_versions", b"versions")),

@@ -1,5 +1,6 @@
 """Who may call what on a real engine: the contract's calls with the run's secret, and nothing else."""
 
+import asyncio
 import itertools
 import json
 import os
@@ -131,6 +132,30 @@ def test_a_body_that_does_not_come_keeps_nobody_waiting(engine, key):
         s.sendall(head.encode())
         # no wait: an engine without that update says so
         assert status("POST", ORDERS[1], key, json.dumps(UPDATE).encode()) == 500
+
+
+ORDER = dict(token_ids=[3, 4, 5], sampling_params=dict(max_tokens=2))
+
+
+def test_a_client_that_hangs_up_ends_its_sampling():
+    generate = pytest.importorskip("plumbing.generate")
+    ended = []
+
+    class FakeEngine:
+        async def generate(self, prompt, params, request_id):
+            try:
+                await asyncio.sleep(60)
+                yield None
+            finally:
+                ended.append(prompt["prompt_token_ids"])
+
+    async def hang_up():
+        await asyncio.sleep(0.1)
+        return {"type": "http.disconnect"}
+
+    body = json.dumps(ORDER).encode()
+    assert asyncio.run(generate.sample(body, FakeEngine(), hang_up)) is None
+    assert ended == [[3, 4, 5]]
 
 
 def test_the_secret_is_for_its_owner_alone_and_stays(tmp_path):

@@ -20,7 +20,7 @@ import torch
 
 from conftest import ROOT, register, resolved
 from plumbing import launch, secret
-from plumbing.answers import token_versions
+from plumbing.answers import Span, token_versions
 from tools.evaluate import start_engines
 from train import token_logprobs
 from updater import model_of
@@ -121,8 +121,8 @@ class House:
         choice = answer.json()["choices"][0]
         return (
             choice["token_ids"],
-            torch.tensor([x["logprob"] for x in choice["logprobs"]["content"]]),
-            token_versions(choice["weight_versions"], n),
+            torch.tensor(choice["logprobs"]),
+            token_versions([Span(**s) for s in choice["weight_versions"]], n),
         )
 
     def check(self, answer, version=None):

@@ -59,7 +59,7 @@ def test_loads_by_hand():
     expected = dict(
         actor=0.02 * answers_s,
         rewards=answers_s / 8000,
-        network=answers_s * 4000 * 85 / 12.5e9,
+        network=answers_s * 4000 * 28 / 12.5e9,
         preprocess=answers_s * 4000 * 2e-8,
         rollouts=answers_s / 16 * 2e-4 + answers_s * 4000 * 21e-9,
         batches=answers_s * 4000 / 16384 * 2e-4 + answers_s * 4000 * 21e-9,

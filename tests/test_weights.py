@@ -1,5 +1,6 @@
 """Weight updates into a real vLLM server: right values, exact stamps, requests in progress go on, failures end in time."""
 
+import copy
 import math
 import threading
 import time
@@ -7,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import numpy as np
 import pytest
 import requests
 import torch
@@ -15,7 +17,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 import weights
 from conftest import PORT, register, resolved, with_knobs
 from plumbing import group, launch, secret, wire
-from plumbing.answers import token_versions
+from plumbing.answers import Span, token_versions
 from plumbing.queues import noticed
 from plumbing.ranks import Ranks
 from plumbing.wire import buckets
@@ -32,22 +34,24 @@ def url_of(config):
     return f"http://{config.nodes[0]}:{config.port}"
 
 
-def generate(config, n=8, **sampling):
-    answer = requests.post(
-        f"{url_of(config)}/inference/v1/generate",
-        timeout=60,
-        headers=secret.header(f"{config.out}/{config.run}"),
-        json=dict(
-            token_ids=PROMPT,
-            sampling_params=dict(max_tokens=n, temperature=1.0, logprobs=0, ignore_eos=True)
-            | sampling,
-        ),
+def ask(config, prompt, n, salt=None, **sampling):
+    """What the engine answers, as it is."""
+    order = dict(
+        token_ids=prompt,
+        sampling_params=dict(max_tokens=n, temperature=1.0, ignore_eos=True) | sampling,
+        cache_salt=salt,
     )
-    choice = answer.json()["choices"][0]
+    url = f"{url_of(config)}/inference/v1/generate"
+    headers = secret.header(f"{config.out}/{config.run}")
+    return requests.post(url, timeout=60, headers=headers, json=order).json()
+
+
+def generate(config, n=8, **sampling):
+    choice = ask(config, PROMPT, n, **sampling)["choices"][0]
     return (
         choice["token_ids"],
-        torch.tensor([x["logprob"] for x in choice["logprobs"]["content"]]),
-        token_versions(choice["weight_versions"], n),
+        torch.tensor(choice["logprobs"]),
+        token_versions([Span(**s) for s in choice["weight_versions"]], n),
     )
 
 
@@ -177,6 +181,106 @@ def test_requests_in_progress_continue_across_updates(engine, sender, recompute)
                     len(PROMPT) :
                 ]
             assert (mine - logprobs)[tail].abs().max() < 1e-3 if tail.any() else True
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        dict(token_ids=[]),
+        dict(token_ids=["3"]),
+        dict(token_ids=[-3]),
+        dict(token_ids=[10**9]),
+        dict(token_ids=[3] * 1000),
+        dict(sampling_params=None),
+        dict(sampling_params=dict(max_tokens=0)),
+        dict(sampling_params=dict(temperature=-1)),
+        dict(cache_salt=7),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused_in_a_line(engine, sender, others):
+    update(sender, 150)
+    order = dict(token_ids=PROMPT, sampling_params=dict(max_tokens=2))
+    url = f"{url_of(engine)}/inference/v1/generate"
+    key = secret.header(f"{engine.out}/{engine.run}")
+    answer = requests.post(url, json=order | others, headers=key, timeout=20)
+    assert answer.status_code == 400, answer.text
+    assert "\n" not in answer.json()["error"]
+    assert len(generate(engine, 2)[0]) == 2
+
+
+LONG_PROMPT = [3 + (7 * i + i // 5) % 40 for i in range(100)]
+
+
+def from_scratch(model, prompt, answer):
+    """Largest |engine logprob - logprob of a forward that shares nothing|."""
+    choice = answer["choices"][0]
+    ids = torch.tensor(prompt + choice["token_ids"])
+    with torch.no_grad():
+        mine = token_logprobs(model, ids, torch.arange(len(ids)), 1.0)[0][len(prompt) :]
+    return (mine - torch.tensor(choice["logprobs"])).abs().max().item()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_beginnings_are_shared_within_a_version_alone(engine, sender, recompute):
+    sender.config.recompute_kv = recompute
+    first = 160 + 10 * recompute
+    update(sender, first)
+    answers = [ask(engine, LONG_PROMPT, 8, str(first)) for _ in range(3)]
+    assert [a["cached_tokens"] for a in answers] == [0, 96, 96]
+    assert max(from_scratch(sender.model, LONG_PROMPT, a) for a in answers) < 1e-4
+    # without a salt nothing is shared
+    assert [ask(engine, LONG_PROMPT, 1)["cached_tokens"] for _ in range(2)] == [0, 0]
+    perturb(sender.model)
+    update(sender, first + 1)
+    fresh = ask(engine, LONG_PROMPT, 8, str(first + 1))
+    assert fresh["cached_tokens"] == 0
+    assert from_scratch(sender.model, LONG_PROMPT, fresh) < 1e-4
+    # a turn of an attempt that began before the update: the KV cache it had, unless that is recomputed
+    later = ask(engine, LONG_PROMPT, 8, str(first))
+    stale = from_scratch(sender.model, LONG_PROMPT, later)
+    assert (later["cached_tokens"], stale > 1e-2) == ((0, False) if recompute else (96, True))
+    # a trainer that continues from a checkpoint counts the same versions again
+    again = sender_to(engine, sender.model)
+    update(again, first)
+    assert ask(engine, LONG_PROMPT, 1, str(first))["cached_tokens"] == 0
+
+
+def test_no_token_is_sampled_from_kv_of_another_version_than_its_salts(engine, sender):
+    versions = range(180, 188)
+    models = {}
+    announced = []
+    answers = []
+    done = threading.Event()
+
+    def go_on_asking(k):
+        while not done.is_set():
+            salt = announced[-1]
+            # equal beginnings, four of them
+            prompt = [3 + k % 4, *LONG_PROMPT[:99]]
+            answers.append((salt, prompt, ask(engine, prompt, 12, str(salt))))
+
+    with ThreadPoolExecutor(16) as pool:
+        for version in versions:
+            perturb(sender.model)
+            models[version] = copy.deepcopy(sender.model)
+            update(sender, version)
+            announced.append(version)
+            if version == versions[0]:
+                running = [pool.submit(go_on_asking, k) for k in range(16)]
+            time.sleep(0.7)
+        done.set()
+        for r in running:
+            r.result(60)
+    pure = []
+    for salt, prompt, answer in answers:
+        spans = answer["choices"][0]["weight_versions"]
+        if {span["version"] for span in spans} == {str(salt)}:
+            pure.append((salt, prompt, answer))
+    # most of them, of each version, most from shared beginnings
+    assert len(pure) > len(answers) / 2 and {salt for salt, _, _ in pure} == set(versions)
+    assert np.mean([answer["cached_tokens"] for _, _, answer in pure]) > 64
+    for salt, prompt, answer in pure:
+        assert from_scratch(models[salt], prompt, answer) < 1e-4
 
 
 def test_zeros_and_back(engine, sender):

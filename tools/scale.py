@@ -25,14 +25,14 @@ WEIGHT_BYTES = 15.2e9
 KV_BYTES = 28 * 4 * 128 * 2 * 2
 # of a token in a record (plumbing/samples.py): tokens, mask, logprobs, versions
 RECORD_BYTES = 8 + 1 + 4 + 8
-# of a token in vLLM's answer: {"token_id":12345,"logprob":-0.12345678901234567,"rank":1,"top_logprobs":[]}, and its id
-ANSWER_BYTES = 85
+# of a token in an engine's answer (plumbing/generate.py): 12345,-0.12345678901234567, with commas
+ANSWER_BYTES = 28
 # plumbing/sandbox.py starts no more
 REWARD_WORKERS = 16
 PARTS = {
-    "actor": "one core reads, checks and joins all answers: a leaner form of answers, or several actors (they are absent)",
+    "actor": "one core reads, checks and joins all answers: several actors (they are absent)",
     "rewards": "the actor's node judges with at most 16 workers: more of them (plumbing/sandbox.py), or a cheaper reward",
-    "network": "answers come as JSON to one node: a leaner form of answers, or a faster card",
+    "network": "answers come as JSON to one node: a leaner form, or a faster card",
     "preprocess": "one core checks, packs and writes all samples: longer rows, or several of them (they are absent)",
     "rollouts": "one writer, one reader: leaner records (tokens and versions as int32), a file system in memory if actor and preprocess share a node",
     "batches": "one writer: leaner records, longer rows (--row_tokens), hence fewer files",

@@ -87,7 +87,7 @@ class FakeEngines:
         self.random = torch.Generator().manual_seed(0)
 
     @torch.no_grad()
-    async def generate(self, prompt, temperature, max_tokens, seed):
+    async def generate(self, prompt, temperature, max_tokens, seed, salt, engine):
         tokens = []
         logprobs = []
         for _ in range(min(max_tokens, 8)):
@@ -97,7 +97,7 @@ class FakeEngines:
             of_token = torch.log_softmax(logits, -1)
             tokens.append(torch.multinomial(of_token.exp(), 1, generator=self.random).item())
             logprobs.append(of_token[tokens[-1]].item())
-        return answer(tokens) | {"logprobs": logprobs, "finished": False}
+        return answer(tokens) | {"logprobs": logprobs, "finished": False, "engine": engine}
 
     def pace(self):
         return {"gen_tok_s": 0.0, "gen_idle": 0.0}
