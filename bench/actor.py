@@ -6,7 +6,6 @@ The actor is the real process, with rewards, groups and queue; this program read
 CPU second is what one core takes in: the engines together should sample less.
 """
 
-import json
 import multiprocessing
 import subprocess
 import sys
@@ -15,24 +14,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.common import ROOT, cpu_seconds, keep, machine, parser, result_file, table
-from bench.engines import announce_engines, make_run
+from bench.engines import FakeAnswers, announce_engines, make_run
+from plumbing.prompts import Prompter
 from plumbing.queues import Queue
 
 # answers before the clock starts
 WARM = 256
 
 
-def fake_engine(port, length):
+def fake_engine(port, length, stop):
     """A FAKE vLLM server: the same answer to everybody, of `length` tokens."""
     from aiohttp import web
 
-    choice = dict(
-        token_ids=[2 + i % 50 for i in range(length)],
-        finish_reason="stop",
-        weight_versions=[dict(version="0", start=0, end=length)],
-        logprobs=[-0.1234567890123 - i % 7 for i in range(length)],
-    )
-    body = json.dumps(dict(choices=[choice])).encode()
+    spans = [dict(version="0", start=0, end=length)]
+    body = FakeAnswers(stop).body(length, spans)
 
     async def generate(request):
         await request.read()
@@ -96,7 +91,9 @@ def measure(length, port, seconds):
         max_model_len=30000,
         concurrency=64,
     )
-    engine = multiprocessing.Process(target=fake_engine, args=(port, length), daemon=True)
+    stop = min(Prompter(config).stop)
+    arguments = (port, length, stop)
+    engine = multiprocessing.Process(target=fake_engine, args=arguments, daemon=True)
     engine.start()
     try:
         return intake(config, run_dir, seconds)

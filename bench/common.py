@@ -168,6 +168,12 @@ def cpu_seconds(pid):
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def resident_mb(pid):
+    """Resident memory of a process, 1e6 bytes. OSError if it is gone."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGESIZE") / 1e6
+
+
 def flags(knobs):
     """{"lr": 1} -> ["--lr", "1"]."""
     words = []

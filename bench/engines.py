@@ -1,15 +1,17 @@
-"""Runs whose engines and stages a script starts by itself, without a trainer, and a client that keeps an engine busy.
+"""Runs whose engines and stages a script starts by itself, without a trainer; what FAKE engines answer; a client that keeps an engine busy.
 
 Not a program. Deliberately absent: what is measured.
 """
 
 import asyncio
 import itertools
+import json
 import shutil
 import time
 from pathlib import Path
 
 import aiohttp
+import numpy as np
 
 import config as cfg
 from bench.common import WORK, flags
@@ -36,6 +38,32 @@ def announce_engines(config, run_dir):
     position = dict(next=0, ahead=[])
     urls = hardware.urls(config, 0)
     notice(run_dir / "queues" / "version.json", version=0, position=position, engines=urls)
+
+
+class FakeAnswers:
+    """Bodies of answers as plumbing/generate.py writes them, of FAKE tokens, each length made once.
+
+    stop: id of the token that ends them.
+    """
+
+    def __init__(self, stop):
+        self.stop = stop
+        self.made = {}
+
+    def body(self, length, spans):
+        """Of an answer of so many tokens; spans: its weight_versions, [{version, start, end}]."""
+        if length not in self.made:
+            self.made[length] = self._beginning(length)
+        return self.made[length] + json.dumps(spans).encode() + b'}],"cached_tokens":0}'
+
+    def _beginning(self, length):
+        tokens = [2 + i % 50 for i in range(length - 1)] + [self.stop]
+        # as many digits as a float32 has in JSON
+        logprobs = -np.random.default_rng(length).random(length, np.float32)
+        choice = dict(token_ids=tokens, logprobs=logprobs.tolist(), finish_reason="stop")
+        text = json.dumps(choice, separators=(",", ":"))
+        # the spans come last
+        return ('{"choices":[' + text.removesuffix("}") + ',"weight_versions":').encode()
 
 
 class Load:

@@ -257,12 +257,6 @@ def hostile_copy(folder, model):
     return folder
 
 
-def memory(pid):
-    """Resident memory of a process in MB."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGESIZE") / 1e6
-
-
 STAGES = {"actor.py": "actor", "preprocess.py": "preprocess", "train.py": "train"}
 
 
@@ -302,11 +296,13 @@ class Trouble:
                 self.files += 5
 
     def look(self, seconds):
+        from bench.common import resident_mb
+
         for pid, line in self.processes():
             for script, stage in STAGES.items():
                 if f" {script} " in f"{line} " and "bash" not in line:
                     try:
-                        self.memory.setdefault(stage, []).append([round(seconds), memory(pid)])
+                        self.memory.setdefault(stage, []).append([round(seconds), resident_mb(pid)])
                     except OSError:
                         continue
 

@@ -1,8 +1,9 @@
-"""MB/s of groups of 16k-token samples through one queue, put and got by two processes, and the memory it takes.
+"""MB/s of groups of 16k-token samples through one queue, put and got by two processes, and the memory it takes; small records a second.
 
     python bench/queues.py [--groups 400] [--path out/bench/queue]
 
-Beside it, in the same run, the same bytes written and read as bare files: what the disk gives.
+Beside it, in the same run, the same bytes written and read as bare files: what the disk gives. `--path`
+on a shared file system says what that carries.
 """
 
 import multiprocessing
@@ -22,14 +23,14 @@ ATTEMPTS = 16
 TOKENS = 16384
 
 
-def group(i):
-    """A group record as actor.py puts it: 16 attempts of 16k tokens."""
-    n = ATTEMPTS * TOKENS
+def group(i, tokens):
+    """A group record as actor.py puts it: 16 attempts of so many tokens."""
+    n = ATTEMPTS * tokens
     rng = np.random.default_rng(i)
     return dict(
-        lengths=np.full(ATTEMPTS, TOKENS),
+        lengths=np.full(ATTEMPTS, tokens),
         tokens=rng.integers(0, 150000, n),
-        mask=np.arange(n) % TOKENS > 500,
+        mask=np.arange(n) % tokens > 500,
         logprobs=-rng.random(n, np.float32),
         versions=np.full(n, i),
         reward=np.zeros(ATTEMPTS, np.float32),
@@ -66,8 +67,8 @@ def bare_files(path, content, count):
     return len(content) * count / 1e6 / (time.perf_counter() - start)
 
 
-def through_queue(path, records, size, groups):
-    """(MB/s of `groups` records of `size` MB, memory of writer, of reader: after a tenth and at the end, MB)."""
+def through_queue(path, records, groups):
+    """(records/s of `groups` of them, memory of writer, of reader: after a tenth and at the end, MB)."""
     queue = Queue(path, maxlen=32)
     spawn = multiprocessing.get_context("spawn")
     memory = spawn.Queue()
@@ -82,7 +83,7 @@ def through_queue(path, records, size, groups):
             writer.append(peak())
     writer.append(peak())
     of_reader = [memory.get(timeout=600), memory.get(timeout=600)]
-    return size * groups / (time.perf_counter() - start), writer, of_reader
+    return groups / (time.perf_counter() - start), writer, of_reader
 
 
 def main(argv=None):
@@ -94,16 +95,19 @@ def main(argv=None):
         a.groups = 40
     shutil.rmtree(a.path, ignore_errors=True)
     a.path.mkdir(parents=True)
-    records = [group(i) for i in range(8)]
+    records = [group(i, TOKENS) for i in range(8)]
     arrays = [v for v in records[0].values() if isinstance(v, np.ndarray)]
     content = b"".join(v.tobytes() for v in arrays)
     size = len(content) / 1e6
     disk = bare_files(a.path / "bare", content, a.groups // 4)
-    rate, writer, reader = through_queue(a.path / "queue", records, size, a.groups)
+    large_s, writer, reader = through_queue(a.path / "queue", records, a.groups)
+    small = [group(i, 1) for i in range(8)]
+    small_s, _, _ = through_queue(a.path / "small", small, 10 * a.groups)
     shutil.rmtree(a.path)
     print(f"{machine()}; {a.groups} groups of {ATTEMPTS} x {TOKENS} tokens, {size:.1f} MB each")
     found = {
-        "put + get + ack, two processes, MB/s": [rate],
+        "put + get + ack, two processes, MB/s": [size * large_s],
+        "small records/s": [small_s],
         "bare files, one process, MB/s": [disk],
         "writer's memory after 10%, at the end, MB": writer,
         "reader's memory after 10%, at the end, MB": reader,

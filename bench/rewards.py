@@ -9,6 +9,7 @@ form, or a wrong one, so that no cache helps.
 
 import asyncio
 import itertools
+import os
 import random
 import sys
 import time
@@ -141,7 +142,9 @@ def main(argv=None):
     print()
     rows = [[name, f"{seconds:.3f}", outcome] for name, (seconds, outcome) in hostile.items()]
     table(["hostile answer", "seconds alone", "outcome"], rows)
-    keep(result_file(a, "rewards"), dict(machine=machine(), answers_s=rates, alone=hostile))
+    cores = len(os.sched_getaffinity(0))
+    found = dict(machine=machine(), cores=cores, answers_s=rates, alone=hostile)
+    keep(result_file(a, "rewards"), found)
 
 
 if __name__ == "__main__":

@@ -207,7 +207,7 @@ def test_a_study_has_its_table_and_figure(started, tmp_path, capsys):
     assert "1.0e-05" in row and "1.0e-04" in row
 
 
-SCRIPTS = "actor against_trl compare generation queues rewards studies train weights".split()
+SCRIPTS = "actor against_trl compare generation pace preprocess queues rewards studies train weights".split()
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
