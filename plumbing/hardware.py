@@ -19,7 +19,7 @@ from config import Config, need
 
 # mallopt's numbers for them, in malloc.h
 M_TRIM_THRESHOLD = -1
-M_MMAP_THRESHOLD = -3
+M_MMAP_MAX = -4
 # what a process opens beside its connections: libraries, queues, workers, several times over
 SPARE_FILES = 256
 MODELS = cfg.ROOT / "out" / "models"  # where tools/base_model.py puts the tiny base models of tasks
@@ -195,7 +195,7 @@ def find_model(c: Config) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Memory that this process frees stays with it, for what it allocates next; blocks above 32 MB do not.
+    """Memory that this process frees stays with it, for what it allocates next.
 
     glibc gives it back to the system, which hands it out again page by page, each cleared: of a training
     step on CPU, whose rows all need the same, that is a tenth of the time (bench/train.py).
@@ -205,8 +205,8 @@ def keep_freed_memory() -> None:
     if mallopt:
         # -1: never
         mallopt(M_TRIM_THRESHOLD, -1)
-        # the most it takes
-        mallopt(M_MMAP_THRESHOLD, 1 << 25)
+        # large blocks are no exception
+        mallopt(M_MMAP_MAX, 0)
 
 
 def raise_open_files() -> int:
