@@ -161,30 +161,26 @@ class Contract:
         """Pause, swap, stamp, resume: in one call, so that no caller's death leaves it paused."""
         version = str(body["version"])
         await self.all_workers(engine, "check_weight_update", version)
-        start = time.perf_counter()
-        recompute = body["recompute_kv"]
         # pause_generation() without the 20 ms that it sleeps afterwards, which vLLM's own comment
         # says are not needed for correctness
-        pause = engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=recompute)
-        first = [pause]
-        if recompute or engine.vllm_config.scheduler_config.async_scheduling:
-            # the cache must be empty, and the step that is under way must have been stamped
-            first = []
-            try:
-                await pause
-            except Exception:
-                # it may be paused all the same
-                await engine.resume_generation()
-                raise
-        # the engine obeys in this order, between two steps; nobody waits for our hearing of each answer
+        pause = engine.engine_core.pause_scheduler_async(
+            mode="keep", clear_cache=body["recompute_kv"]
+        )
+        try:
+            # the engine obeys when its running step has ended: until then it does not pause
+            _, clocks = await asyncio.gather(pause, engine.collective_rpc("clock"))
+        except Exception:
+            # it may be paused all the same
+            await engine.resume_generation()
+            raise
+        # the engine obeys in this order; nobody waits for our hearing of each answer
         await asyncio.gather(
-            *first,
             engine.collective_rpc("swap_weights", args=(version,)),
             engine.update_weight_version(version),
             engine.resume_generation(),
         )
         self.has_weights = True
-        return {"version": version, "pause_s": time.perf_counter() - start}
+        return {"version": version, "pause_s": time.monotonic() - min(clocks)}
 
     async def all_workers(self, engine, method, argument):
         """Call a method of WorkerExtension on every worker; RuntimeError with the first problem."""
@@ -237,6 +233,10 @@ class WorkerExtension:
             return f"receiving failed: {receiver.error}"
         if receiver.received != version:
             return f"version {version} is not here, what is here is {receiver.received}"
+
+    def clock(self):
+        """Seconds, of a clock that all processes of a machine share."""
+        return time.monotonic()
 
     def swap_weights(self, version):
         """Load what was received, between two decode steps.
