@@ -131,8 +131,9 @@ def test_flat_and_growing_memory():
     assert pace.slope(minutes, 300 + 2 * minutes) == pytest.approx(2)
 
 
+@pytest.mark.slow
 def test_a_short_run_keeps_up(base_model, tmp_path):
-    command = "bench/pace.py --quick --port 8700 --name pace-test --out"
+    command = "bench/pace.py --quick --port 8690 --name pace-test --out"
     done = subprocess.run(
         [sys.executable, *command.split(), str(tmp_path)],
         cwd=ROOT,
