@@ -7,14 +7,13 @@ CPU second is what one core takes in: the engines together should sample less.
 """
 
 import multiprocessing
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from bench.common import ROOT, cpu_seconds, keep, machine, parser, result_file, table
-from bench.engines import FakeAnswers, announce_engines, make_run
+from bench.common import cpu_seconds, keep, machine, parser, result_file, table
+from bench.engines import FakeAnswers, announce_engines, make_run, start_stage
 from plumbing.prompts import Prompter
 from plumbing.queues import Queue
 
@@ -61,13 +60,11 @@ def intake(config, run_dir, seconds):
     """What arrives in queues/rollouts from the real actor, once it is warm: {answers, tokens, cpu_s, seconds}."""
     announce_engines(config, run_dir)
     queue = Queue(run_dir / "queues" / "rollouts")
-    log = open(run_dir / "logs" / "actor.log", "w")
-    command = [sys.executable, "actor.py", str(run_dir)]
-    actor = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+    actor = start_stage("actor", run_dir)
     try:
         found, _ = read(queue, config.start_timeout, WARM)
         if found < WARM:
-            raise TimeoutError(f"the actor gave {found} answers, see {log.name}")
+            raise TimeoutError(f"the actor gave {found} answers, see {run_dir}/logs/actor.log")
         start = time.monotonic()
         cpu = cpu_seconds(actor.pid)
         answers, tokens = read(queue, seconds)

@@ -3,10 +3,10 @@
     python bench/cost.py [--tasks tail,toy,guess] [--against DIR] [--other KNOBS] [--rounds 3] [--seconds 20]
 
 Every round starts an engine and the actor of each contender, this checkout and DIR (an older commit's,
-`git worktree add DIR COMMIT`) or this one with other knobs (JSON), lets them get warm and counts what arrives in queues/rollouts. Milliseconds of
-CPU a sample, of all processes of each: they depend less on a neighbour's load than samples/s do. `ratio`:
-the other's figure / this one's, for CPU, and this one's / the other's for samples/s. Nothing trains, so that one core
-is left to the engine's and one to the actor's process.
+`git worktree add DIR COMMIT`) or this one with other knobs (JSON), lets them get warm and counts what
+arrives in queues/rollouts. Milliseconds of CPU a sample, of all processes of each: they depend less on
+a neighbour's load than samples/s do. `ratio`: the other's figure / this one's, for CPU, and this one's /
+the other's for samples/s. Nothing trains.
 """
 
 import argparse
@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent.parent
 CHECKOUT = Path(os.environ.get("CHECKOUT", HERE))
 sys.path.insert(0, str(CHECKOUT))
 from bench.actor import WARM, read
-from bench.common import in_turn, keep, machine, parser, result_file, table
+from bench.common import cpu_seconds, in_turn, keep, machine, parser, result_file, table
 from bench.engines import announce_engines, make_run
 from plumbing.queues import Queue
 from tools.evaluate import start_engines, stop_engines
@@ -46,11 +46,7 @@ FIGURES = (*PARTS, "samples_s", "tokens")
 
 def cpu_of(processes):
     """CPU seconds of these processes so far."""
-    total = 0.0
-    for process in processes:
-        times = process.cpu_times()
-        total += times.user + times.system
-    return total
+    return sum(cpu_seconds(process.pid) for process in processes)
 
 
 def measure(task, port, seconds, knobs):

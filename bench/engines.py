@@ -7,6 +7,8 @@ import asyncio
 import itertools
 import json
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -38,6 +40,16 @@ def announce_engines(config, run_dir):
     position = dict(next=0, ahead=[])
     urls = hardware.urls(config, 0)
     notice(run_dir / "queues" / "version.json", version=0, position=position, engines=urls)
+
+
+def start_stage(name, run_dir):
+    """The real process of a stage, "actor" or "preprocess", which says what it says in the run's logs."""
+    command = [sys.executable, f"{name}.py", str(run_dir)]
+    with open(run_dir / "logs" / f"{name}.log", "w") as log:
+        # in a session of its own: Ctrl-C is for the script
+        return subprocess.Popen(
+            command, cwd=cfg.ROOT, stdout=log, stderr=log, start_new_session=True
+        )
 
 
 class FakeAnswers:

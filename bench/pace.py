@@ -7,10 +7,8 @@ of every sequence in progress (tools/scale.py, step_seconds), which no engine un
 a token a step. Answers are of log-normal length, their bodies as plumbing/generate.py writes them. `--speed` is that of
 the engines' clock: 0.7 is an H100 that reaches 70% of its bandwidth, 4 does 30 minutes' work in 7.5.
 Minutes are the engines'. The FAKE trainer reads and checks micro-batches as train.py does, trains
-nothing, and announces the next version at once. While there is a file `hold` in the run directory the
-engines stand still, and nothing is counted: so that another process may have the machine for a while. Ctrl-C ends
-the run early, with its table.
-Deliberately absent: weight updates, rewards that take time (bench/rewards.py).
+nothing, and announces the next version at once. Ctrl-C ends the run early, with its table. Deliberately
+absent: weight updates, rewards that take time (bench/rewards.py).
 """
 
 import asyncio
@@ -20,7 +18,6 @@ import heapq
 import itertools
 import multiprocessing
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -28,10 +25,11 @@ from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from bench.common import ROOT, cpu_seconds, keep, machine, parser, resident_mb, result_file, table
-from bench.engines import FakeAnswers, make_run
+from bench.common import cpu_seconds, keep, machine, parser, resident_mb, result_file, table
+from bench.engines import FakeAnswers, make_run, start_stage
 from plumbing.hardware import raise_open_files, urls
 from plumbing.prompts import Prompter
 from plumbing.queues import Queue, notice, noticed
@@ -118,7 +116,7 @@ class FakeEngines:
             seconds = (now - last) * self.speed
             last = now
             # it starts with the first request
-            if not self.requests or (self.run_dir / "hold").exists():
+            if not self.requests:
                 continue
             self.seen.clock += seconds
             self.seen.busy += seconds * self.in_progress
@@ -208,36 +206,10 @@ def fake_trainer(config, run_dir, vocabulary, seen):
 # ---- what is seen of it
 
 
-def parents():
-    """{pid: pid of its parent} of all processes."""
-    found = {}
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = file.read_text().rpartition(")")[2].split()
-        # it has ended
-        except OSError:
-            continue
-        found[int(file.parent.name)] = int(fields[1])
-    return found
-
-
-def descendants(pid):
-    """Processes that a process has started, and those that they have."""
-    of = parents()
-    found = {pid}
-    grown = True
-    while grown:
-        more = {child for child, parent in of.items() if parent in found} | {pid}
-        grown = more != found
-        found = more
-    return found - {pid}
-
-
 class Watch:
     """Looks at a run's processes and queues. processes: {kind: pid}; speed: of the engines' clock."""
 
     def __init__(self, run_dir, processes, speed, seen):
-        self.run_dir = run_dir
         self.speed = speed
         self.processes = processes
         self.seen = seen
@@ -247,15 +219,13 @@ class Watch:
         # {kind: {pid: CPU seconds}}: of those that have ended, too
         self.cpu = {kind: {} for kind in (*processes, "reward workers")}
         self.samples = []
-        # seconds, and {kind: CPU seconds}, that passed while the engines were held
-        self.held = 0.0
-        self.cpu_held = dict.fromkeys(self.cpu, 0.0)
 
     def look(self):
         """{what: value} of now: seconds, CPU seconds and MB by kind of process, queues, what was done."""
         mb = dict.fromkeys(self.cpu, 0.0)
         pids = {kind: {pid} for kind, pid in self.processes.items()}
-        pids["reward workers"] = descendants(self.processes["actor"])
+        workers = psutil.Process(self.processes["actor"]).children(recursive=True)
+        pids["reward workers"] = {worker.pid for worker in workers}
         for kind, pid in ((kind, pid) for kind in pids for pid in pids[kind]):
             try:
                 self.cpu[kind][pid] = cpu_seconds(pid)
@@ -263,38 +233,18 @@ class Watch:
             # a reward worker that has been replaced
             except OSError:
                 continue
-        cpu = {kind: sum(of.values()) - self.cpu_held[kind] for kind, of in self.cpu.items()}
+        cpu = {kind: sum(of.values()) for kind, of in self.cpu.items()}
         done = {name: getattr(self.seen, name) for name, _ in Seen._fields_}
         lengths = dict(rollouts=len(self.rollouts), batches=sum(map(len, self.batches)))
-        seconds = time.monotonic() - self.held
-        return dict(seconds=seconds, cpu=cpu, mb=mb) | lengths | done
+        return dict(seconds=time.monotonic(), cpu=cpu, mb=mb) | lengths | done
 
     def until(self, minutes, check):
         """Keep samples until the engines' clock has come so far."""
         every = min(60 * minutes / self.speed / LOOKS, LOOK_EVERY)
         while self.seen.clock < 60 * minutes:
-            due = time.monotonic() + every
-            while time.monotonic() < due and not self.are_held():
-                time.sleep(0.05)
+            time.sleep(every)
             check()
-            if self.are_held():
-                self.wait_while_held(check)
-            else:
-                self.samples.append(self.look())
-
-    def are_held(self):
-        return (self.run_dir / "hold").exists()
-
-    def wait_while_held(self, check):
-        """What passes meanwhile is not counted."""
-        before = self.look()
-        while self.are_held():
-            time.sleep(0.05)
-            check()
-        after = self.look()
-        self.held += after["seconds"] - before["seconds"]
-        for kind in self.cpu:
-            self.cpu_held[kind] += after["cpu"][kind] - before["cpu"][kind]
+            self.samples.append(self.look())
 
 
 def slope(minutes, values):
@@ -388,20 +338,14 @@ class Run:
         self.processes = {
             "FAKE trainer": self._start_fake(fake_trainer, trainer),
             "FAKE engines": self._start_fake(fake_engines, engines),
-            "actor": self._start_stage("actor"),
-            "preprocess": self._start_stage("preprocess"),
+            "actor": start_stage("actor", run_dir),
+            "preprocess": start_stage("preprocess", run_dir),
         }
 
     def _start_fake(self, function, arguments):
         process = multiprocessing.Process(target=function, args=arguments, daemon=True)
         process.start()
         return process
-
-    def _start_stage(self, name):
-        log = open(self.run_dir / "logs" / f"{name}.log", "w")
-        command = [sys.executable, f"{name}.py", str(self.run_dir)]
-        # in a session of its own: Ctrl-C is not for it
-        return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
 
     def check(self):
         """RuntimeError if a process has ended."""

@@ -7,7 +7,6 @@ ranks' micro-batches in one process. A step is a row of 16k tokens for every ran
 """
 
 import multiprocessing
-import subprocess
 import sys
 import time
 from multiprocessing.sharedctypes import RawValue
@@ -16,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from bench.common import ROOT, cpu_seconds, keep, machine, parser, result_file, table
-from bench.engines import make_run
+from bench.common import cpu_seconds, keep, machine, parser, result_file, table
+from bench.engines import make_run, start_stage
 from bench.pace import Seen, draw_lengths, fake_trainer
 from plumbing.problems import announce_loaded
 from plumbing.prompts import Prompter
@@ -81,9 +80,7 @@ def measure(ranks, mean, least):
     arguments = (config, run_dir, Prompter(config).vocabulary, seen)
     trainer = multiprocessing.Process(target=fake_trainer, args=arguments, daemon=True)
     trainer.start()
-    log = open(run_dir / "logs" / "preprocess.log", "w")
-    command = [sys.executable, "preprocess.py", str(run_dir)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+    process = start_stage("preprocess", run_dir)
     try:
         wait_for_steps(seen, 1, process)
         start = time.monotonic()

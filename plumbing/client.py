@@ -140,8 +140,8 @@ class Engines:
     async def _place(self, preferred):
         """One sequence's place on this engine if it has one, else on the least loaded; waits until there is one."""
         async with self.place_is_free:
-            await self.place_is_free.wait_for(self._free)
-            url = preferred if preferred in self._free() else self.least_loaded()
+            free = await self.place_is_free.wait_for(self._free)
+            url = preferred if preferred in free else min(free, key=self.load.__getitem__)
             self.load[url] += 1
         try:
             yield url

@@ -7,7 +7,6 @@ that is set aside, while the stage goes on, and anything else for one that ends 
 from pydantic import BaseModel, FiniteFloat, NonNegativeInt, ValidationError
 
 from config import task_weights
-from plumbing.forms import first_problem
 from plumbing.queues import Refused, noticed
 from plumbing.samples import SAMPLED, problem_with
 
@@ -83,9 +82,9 @@ def check_form(record, form):
     try:
         form.model_validate(record)
     except ValidationError as e:
-        place, words = first_problem(e)
-        where = ".".join(map(str, place))
-        raise Refused("schema", f"{where}: {words}") from None
+        found = e.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, found["loc"]))
+        raise Refused("schema", f"{where}: {found['msg']}") from None
 
 
 def check_run(record, config):

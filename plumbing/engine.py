@@ -25,15 +25,14 @@ import threading
 import time
 from datetime import timedelta
 
+import msgspec
 import torch
-from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from vllm.config import set_current_vllm_config
 from vllm.exceptions import VLLMClientError
 
 from plumbing import secret
-from plumbing.forms import first_problem
 from plumbing.generate import sample
 from plumbing.plan import NotOnlyCopies, Plan, reload
 from plumbing.wire import (
@@ -54,10 +53,9 @@ UPDATE = ("POST", "/request_weight_update")
 # of an order: bytes, and seconds that they may take to arrive
 LARGEST_BODY = 64 << 20
 BODY_TIMEOUT = 30
-JSON = {"content-type": "application/json"}
 
 
-class Join(BaseModel, strict=True):
+class Join(msgspec.Struct):
     """A weight group to join, see Receiver."""
 
     backend: str
@@ -72,7 +70,7 @@ class Join(BaseModel, strict=True):
     bucket_bytes: int
 
 
-class Update(BaseModel, strict=True):
+class Update(msgspec.Struct):
     """The new weights are here."""
 
     version: int
@@ -133,7 +131,7 @@ class Contract:
         try:
             body = await read_body(request)
             answer = await sample(body, engine, request.receive, self.groups)
-            return Response(answer, 200, JSON)
+            return Response(answer, media_type="application/json")
         except (ValueError, VLLMClientError, TimeoutError, ClientDisconnect) as e:
             return JSONResponse({"error": f"{type(e).__name__}: {e}"}, 400)
         except Exception as e:
@@ -203,12 +201,8 @@ async def read_body(request):
 
 async def read_order(request, form):
     """The body of an order, JSON of this form, as a dict. Raises ValueError or TimeoutError if it is none."""
-    text = await read_body(request)
-    try:
-        return form.model_validate_json(text).model_dump()
-    except ValidationError as e:
-        place, words = first_problem(e)
-        raise ValueError(f"{'.'.join(map(str, place)) or 'the body'}: {words}") from None
+    order = msgspec.json.decode(await read_body(request), type=form)
+    return msgspec.structs.asdict(order)
 
 
 class WorkerExtension:

@@ -51,7 +51,7 @@ RESTARTS = 3
 MEMORY_TIMEOUT = 180
 DOES_NOT_FIT = 3
 ENGINE_FLAGS = (
-    "--enable-scale-out --logprobs-mode processed_logprobs --generation-config vllm "
+    "--logprobs-mode processed_logprobs --generation-config vllm "
     "--worker-extension-cls plumbing.engine.WorkerExtension --middleware plumbing.engine.Contract "
     "--disable-uvicorn-access-log --no-enable-log-requests --disable-log-stats "
     # a prompt is never split between two steps, hence never between two versions
