@@ -11,6 +11,7 @@ threads, several actors (one holds what some 240 H100s sample: tools/scale.py).
 
 import asyncio
 import functools
+import gc
 import random
 import sys
 import time
@@ -122,7 +123,7 @@ class Actor:
         )
         self.rollouts = Queue(self.queues / "rollouts", maxlen=10000)
         self.evals = Queue(self.queues / "evals")
-        # sequences of groups that run or wait for a place
+        # sequences of groups that are sampled or wait for a place
         self.wanted = 0
         self.version = -1
         self.samples_log = SamplesLog(config, run_dir, self.prompter.tokenizer)
@@ -144,8 +145,8 @@ class Actor:
 
     # ---- one attempt, one group
 
-    async def rollout(self, task, problem, temperature, engine=None, seed=None):
-        """One attempt at a problem, as a sample (plumbing/samples.py) with `text` and `success`.
+    async def play(self, task, problem, temperature, engine=None, seed=None):
+        """One attempt at a problem, sampled to its end: (Transcript, texts of its turns, finished).
 
         engine: where it had best begin, as others like it do.
         Where the task has `respond`, its answer to each turn is appended, and the next turn's prompt
@@ -185,9 +186,16 @@ class Actor:
                 finished = False
                 break
             transcript.add_text(tokens)
-        text = turns if has_turns else turns[0]
+        return transcript, turns, finished
+
+    async def judge(self, task, problem, temperature, played):
+        """What `play` gives -> a sample (plumbing/samples.py) with `text` and `success`; None stays None."""
+        if played is None:
+            return None
+        transcript, turns, finished = played
+        text = turns if hasattr(self.sandbox.tasks[task], "respond") else turns[0]
         verdict = await self.sandbox.score(task, problem, text, finished)
-        reward = verdict["reward"] + overlong_penalty(transcript.sampled, c)
+        reward = verdict["reward"] + overlong_penalty(transcript.sampled, self.config)
         return transcript.fields() | dict(
             task=self.tasks.index(task),
             temperature=temperature,
@@ -198,12 +206,20 @@ class Actor:
             text=text,
         )
 
+    async def rollout(self, task, problem, temperature, seed=None):
+        """One attempt at a problem, sampled and judged."""
+        played = await self.play(task, problem, temperature, seed=seed)
+        return await self.judge(task, problem, temperature, played)
+
     async def attempt(self, task, problem, k, engine):
         """Attempt k of a group."""
+        temperature = self.config.temperature
         try:
-            return await self.rollout(task, problem, self.config.temperature, engine)
+            played = await self.play(task, problem, temperature, engine)
         finally:
+            # its place is free, while it is judged
             self.wanted -= 1
+        return await self.judge(task, problem, temperature, played)
 
     async def group(self, i, task, number, problem, draws):
         """All attempts at one problem -> one record in queues/rollouts. An attempt that failed makes
@@ -322,6 +338,8 @@ class Actor:
             f"from version {self.version}",
             flush=True,
         )
+        # modules and problems stay: the garbage collector need not look at them again and again
+        gc.freeze()
         evaluated = seen = self.version
         last_change = time.monotonic()
         # groups started, in all, the trained ones of a continued run among them

@@ -263,7 +263,8 @@ GUESS = TOY | dict(
     row_tokens=1024,
     eval_every=20,
 )
-# The paper's headline run (arXiv 2509.19128, section 5): 8 GPUs of 80 GB or more.
+# The paper's headline run (arXiv 2509.19128, section 5) as far as it is described, on 8 GPUs of 80 GB or more. It says
+# neither how long answers may be, nor how many attempts a problem gets, nor how wide its length penalty is.
 MATH = dict(
     task="maths",
     train_data="orz57k",
@@ -276,6 +277,7 @@ MATH = dict(
     # the weights: 7.6e9 x 2 bytes / (2,000 x 57 kB); more give little, fewer waste the reading
     concurrency=128,
     max_new_tokens=8192,
+    overlong_buffer=1024,
     max_model_len=10240,
     row_tokens=16384,
     lr=1e-6,

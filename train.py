@@ -148,7 +148,7 @@ def policy_loss(kind, logprobs, behavior_logprobs, advantages, sequence_ids, con
     clip_low and clip_high, A the advantage; sg() stops the gradient.
 
     reinforce  -sg(min(w, high)) A log pi; truncated importance sampling, PipelineRL eq. 5
-               (arXiv 2509.19128)
+               (arXiv 2509.19128), token by token, A from the group instead of a learned baseline
     ppo        -min(w A, clip(w, low, high) A); Schulman et al. 2017 (arXiv 1707.06347) eq. 7
     cispo      -sg(clip(w, low, high)) A log pi; MiniMax-M1 2025 (arXiv 2506.13585) eq. 4
     gspo       -min(s A, clip(s, low, high) A) / |y|, s the sequence's geometric-mean ratio; GSPO 2025

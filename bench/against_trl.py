@@ -1,7 +1,7 @@
 """The pipeline against what one would pick instead: TRL's GRPOTrainer, on the same task, base model, machine and sampling parameters.
 
     pip install -r bench/requirements.txt
-    python bench/against_trl.py [--seeds 1] [--steps 64] [--quick] [--plot] [--port 8970]
+    python bench/against_trl.py [--seeds 3] [--steps 64] [--quick] [--plot] [--port 8970]
 
 Task, pipeline and scores are those of bench/runs.py. Both: 64 samples a step, 4 a problem, temperature 1,
 top-p 1, top-k off, at most 410 new tokens, AdamW (0.9, 0.95), the same learning rate after 3 steps of
@@ -12,7 +12,8 @@ vllm_mode="colocate", loading new weights fails in vLLM's CPU build: 'Parameter'
 'weight_loader'), and its continuous batching is three times slower here. Both write a checkpoint
 every 8 steps; start-up does not count.
 
-The scores that times are compared at are 50, 75 and 90% of the way to where TRL ends. What is done is
+The scores that times are compared at are 50, 75 and 90% of the way to where TRL ends on average; intervals as in
+bench/curves.py. What is done is
 kept in bench/results/against-trl.json: the same command goes on.
 """
 
@@ -27,9 +28,10 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from bench import runs
+from bench import curves, runs
 from bench.common import WORK, band, panels, save_figure, table
-from bench.compare import SHARES, fixed_scores, mean_time, time_cell, times_to
+from bench.compare import SHARES, fixed_scores
+from bench.curves import written
 from bench.runs import COMMON, PIPELINE, QUICK, places, scores, scores_of
 from tasks import tail
 
@@ -137,23 +139,22 @@ def one_run(name, knobs, port):
 
 def say(by_setting, levels):
     """Print the table and the ratios."""
+    grid, lines = curves.lines(by_setting)
     times = {}
     rows = []
     for name, found in by_setting.items():
-        times[name] = times_to(found, levels)
+        times[name] = [curves.times_to(grid, lines[name], level) for level in levels]
         begin = np.mean([run["scores"][0][1] for run in found])
         end = np.mean([run["scores"][-1][1] for run in found])
         seconds = np.mean([run["curve"]["time"][-1] for run in found])
         samples = np.mean([run["curve"]["samples"][-1] for run in found])
         cells = [f"{begin:.3f}", f"{end:.3f}", f"{seconds:.1f}", f"{samples / seconds:.1f}"]
-        rows.append([name, *map(time_cell, times[name]), *cells])
+        rows.append([name, *(written(of_level, ".1f") for of_level in times[name]), *cells])
     columns = [f"s to {y:.3f} ({share:.0%})" for y, share in zip(levels, SHARES)]
     table(["", *columns, "begin", "score", "s, all", "samples/s"], rows)
     for share, ours, theirs in zip(SHARES, times["pipeline"], times["trl"]):
-        if None not in ours + theirs:
-            faster = mean_time(theirs) / mean_time(ours)
-            by_seed = " ".join(f"{b / a:.1f}" for a, b in zip(ours, theirs))
-            print(f"to {share:.0%}: the pipeline is {faster:.1f} times as fast; by seed {by_seed}")
+        faster = written(curves.ratios(theirs, ours), ".1f")
+        print(f"to {share:.0%}: the pipeline is {faster} times as fast")
 
 
 def draw(by_setting, levels, path):
@@ -170,7 +171,7 @@ def draw(by_setting, levels, path):
 
 
 def main(argv=None):
-    p = runs.run_parser(__doc__, seeds=1, port=8970)
+    p = runs.run_parser(__doc__, seeds=3, port=8970)
     p.add_argument("--steps", type=int, default=64)
     a = p.parse_args(argv)
     common = COMMON | dict(steps=a.steps)

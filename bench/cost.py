@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent.parent
 CHECKOUT = Path(os.environ.get("CHECKOUT", HERE))
 sys.path.insert(0, str(CHECKOUT))
 from bench.actor import WARM, read
-from bench.common import cpu_seconds, in_turn, keep, machine, parser, result_file, table
+from bench.common import in_turn, keep, machine, parser, result_file, table
 from bench.engines import announce_engines, make_run
 from plumbing.queues import Queue
 from tools.evaluate import start_engines, stop_engines
@@ -44,9 +44,14 @@ PARTS = ("server", "core", "actor")
 FIGURES = (*PARTS, "samples_s", "tokens")
 
 
-def cpu_of(processes):
-    """CPU seconds of these processes so far."""
-    return sum(cpu_seconds(process.pid) for process in processes)
+def cpu_so_far(server, actor):
+    """{server, core, actor: CPU seconds} so far, those of children that have ended and been replaced among them."""
+    of_kind = dict(
+        server=[server],
+        core=server.children(recursive=True),
+        actor=[actor, *actor.children(recursive=True)],
+    )
+    return {name: sum(sum(p.cpu_times()[:4]) for p in of_it) for name, of_it in of_kind.items()}
 
 
 def measure(task, port, seconds, knobs):
@@ -69,20 +74,14 @@ def measure(task, port, seconds, knobs):
             raise TimeoutError(f"the actor gave {found} answers, see {log.name}")
         # the long ones of the first wave are still to come
         read(queue, 10)
-        server = psutil.Process(engines[0].pid)
-        stage = psutil.Process(actor.pid)
-        processes = dict(
-            server=[server],
-            core=server.children(recursive=True),
-            actor=[stage, *stage.children(recursive=True)],
-        )
-        before = {name: cpu_of(of_it) for name, of_it in processes.items()}
+        processes = psutil.Process(engines[0].pid), psutil.Process(actor.pid)
+        before = cpu_so_far(*processes)
         start = time.monotonic()
         samples, tokens = read(queue, seconds)
         elapsed = time.monotonic() - start
         found = dict(samples_s=samples / elapsed, tokens=tokens / samples)
-        for name, of_it in processes.items():
-            found[name] = 1000 * (cpu_of(of_it) - before[name]) / samples
+        for name, cpu in cpu_so_far(*processes).items():
+            found[name] = 1000 * (cpu - before[name]) / samples
         return found
     finally:
         if actor:

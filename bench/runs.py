@@ -1,7 +1,6 @@
-"""One whole run of run.sh on the task `tail`, measured: what compare.py, studies.py and against_trl.py share.
+"""One whole run of run.sh on the task `tail`, measured: what compare.py, against_trl.py and kl.py share.
 
-Not a program. A run is {curve, scores, by_lag}: columns of one number a step, [[version, score]], and
-{lag: [tokens, their mean KL]}.
+Not a program. A run is {curve, scores}: columns of one number a step, and [[version, score]].
 
 time    from the moment at which the engines have the first weights and sampling begins: no start-up
 score   of a checkpoint, afterwards: probability that it gives exactly the right answer, mean over 250
@@ -13,13 +12,13 @@ score   of a checkpoint, afterwards: probability that it gives exactly the right
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 
 import numpy as np
 import torch
@@ -77,7 +76,8 @@ def make_model():
 def run_parser(doc, seeds, port):
     """Command line of a script that compares whole runs; the defaults of two of its options."""
     p = parser(doc)
-    p.add_argument("--seeds", type=int, default=seeds)
+    p.add_argument("--seeds", type=int, default=seeds, help="how many")
+    p.add_argument("--first_seed", type=int, default=0)
     p.add_argument("--port", type=int, default=port)
     p.add_argument("--plot", action="store_true", help="no runs: what is there")
     return p
@@ -92,9 +92,12 @@ def run_all(arguments, name, settings, start):
     name += "-quick" * arguments.quick
     path = result_file(arguments, name)
     wanted = {}
-    for seed in range(1 if arguments.quick else arguments.seeds):
-        for setting, knobs in settings.items():
-            wanted[f"{setting}, seed {seed}"] = knobs | dict(seed=seed)
+    first = arguments.first_seed
+    for seed in range(first, first + (1 if arguments.quick else arguments.seeds)):
+        # what comes first and last must not always be the same
+        order = random.Random(seed).sample(list(settings), len(settings))
+        for setting in order:
+            wanted[f"{setting}, seed {seed}"] = settings[setting] | dict(seed=seed)
 
     def measure(key, knobs):
         begin = time.monotonic()
@@ -110,17 +113,21 @@ def run_all(arguments, name, settings, start):
 
     kept = not arguments.quick or arguments.plot
     results = measured(path, wanted, None if arguments.plot else measure, kept)
-    by_setting = {}
+    by_setting = {setting: [] for setting in settings}
     for key, run in results.items():
-        by_setting.setdefault(key.rpartition(", seed ")[0], []).append(run)
+        by_setting[key.rpartition(", seed ")[0]].append(run)
+    by_setting = {setting: found for setting, found in by_setting.items() if found}
+    # seeds that all settings have
+    complete = min(map(len, by_setting.values()), default=0)
+    by_setting = {setting: found[:complete] for setting, found in by_setting.items()}
     if not by_setting:
         sys.exit(f"{path} has no runs of {', '.join(settings)}")
     print(machine())
     return by_setting, path
 
 
-def one_run(name, knobs, port, preset="toy"):
-    """`bash run.sh <preset> --knob value ...` to its end, in out/bench/runs/<name>; a run as above.
+def run_to_its_end(name, knobs, port, preset="toy"):
+    """`bash run.sh <preset> --knob value ...` to its end, in out/bench/runs/<name>; returns that.
 
     RuntimeError with its last lines if it fails.
     """
@@ -148,6 +155,12 @@ def one_run(name, knobs, port, preset="toy"):
     if process.returncode:
         last = "\n".join(log.read_text().splitlines()[-25:])
         raise RuntimeError(f"{name} ended with exit code {process.returncode}:\n{last}")
+    return run_dir
+
+
+def one_run(name, knobs, port, preset="toy"):
+    """A run to its end, as above."""
+    run_dir = run_to_its_end(name, knobs, port, preset)
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     lines = [json.loads(line) for line in lines]
     steps = [line for line in lines if "step" in line]
@@ -159,7 +172,7 @@ def one_run(name, knobs, port, preset="toy"):
         found.append([x["version"], float(mean_of_sets)])
     if config.task == "tail":
         found = scores(run_dir / "checkpoints", config.seed, config.eval_data)
-    return dict(curve=curve_of(steps), scores=found, by_lag=lag_table(steps))
+    return dict(curve=curve_of(steps), scores=found)
 
 
 def curve_of(steps):
@@ -172,17 +185,6 @@ def curve_of(steps):
         tokens = [t["tokens"] * t["samples"] for t in x["by_task"].values()]
         curve["sampled"].append(round(sum(tokens)))
     return curve
-
-
-def lag_table(steps):
-    """{lag: [tokens, their mean KL]} over all steps."""
-    tokens = Counter()
-    kl = Counter()
-    for x in steps:
-        for lag, row in x["by_lag"].items():
-            tokens[lag] += row["tokens"]
-            kl[lag] += row["tokens"] * row["kl"]
-    return {lag: [n, kl[lag] / n] for lag, n in tokens.items()}
 
 
 def scores(folder, seed, eval_data=""):

@@ -270,6 +270,28 @@ def one_group(run_dir, model, answer, problem=PROBLEM, attempts=4, **knobs):
     return actor, record, calls, sampler.told
 
 
+def test_while_an_attempt_is_judged_its_place_is_another_groups(tmp_path, base_model):
+    async def work(actor):
+        judged = asyncio.Event()
+        score = actor.sandbox.score
+
+        async def late(*args):
+            await judged.wait()
+            return await score(*args)
+
+        actor.sandbox.score = late
+        actor.wanted = 4
+        draws = SimpleNamespace(sampler=Recorder(), records={})
+        group = asyncio.create_task(actor.group(0, actor.tasks[0], 0, PROBLEM, draws))
+        while actor.wanted:
+            await asyncio.sleep(0.01)
+        assert not group.done()
+        judged.set()
+        await group
+
+    with_fake_engine(tmp_path, base_model, good, work, attempts=4)
+
+
 def test_an_environment_that_says_nothing_gives_the_model_its_next_turn(tmp_path, monkeypatch):
     from test_tasks import prompter
 

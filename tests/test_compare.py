@@ -1,5 +1,6 @@
 """What bench/compare.py makes of its runs, on made-up curves; its command line; its task. Nothing here is timed."""
 
+import functools
 import importlib
 import json
 import re
@@ -11,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench import common, compare, runs, studies
+from bench import common, compare, curves, runs
 from conftest import ROOT
 from tasks import tail
 from tools import base_model
@@ -33,7 +34,7 @@ def made_up(scores, step_s=2.0):
         gen_idle=[0.25] * n,
     )
     scores = [[i + 1, float(x)] for i, x in enumerate(scores)]
-    return dict(curve=curve, scores=scores, by_lag={"0": [100, 1e-5], "1": [50, 1e-4]})
+    return dict(curve=curve, scores=scores)
 
 
 RISING = np.linspace(0, 1, 20)
@@ -43,21 +44,42 @@ FALLEN = np.r_[np.linspace(0, 1, 5), np.zeros(15)]
 # ---- statistics
 
 
+def times(scores, level, step_s=2.0):
+    """Of one run, and of its resamples, which are all the same."""
+    grid, lines = curves.lines({"a": [made_up(scores, step_s)]})
+    found = curves.times_to(grid, lines["a"], level)
+    assert len(found) == 1 + curves.RESAMPLES and len(set(found)) == 1
+    return found[0]
+
+
 def test_time_to_a_score():
-    # 0.1 at step 2, 4 s, and 0.1 more per step of 2 s
-    run = made_up(np.arange(10) / 10)
-    assert compare.time_to(run, 0.1) == pytest.approx(4)
-    assert compare.time_to(run, 0.15) == pytest.approx(5)
-    assert compare.time_to(run, 0.9) == pytest.approx(20)
-    assert compare.time_to(run, 0.91) is None
-    assert compare.time_to(run, 0.0) == 2
-    assert compare.time_to(made_up([0.2, 0, 0, 0, 0, 1, 1, 1]), 0.3) == pytest.approx(10.6)
+    # 0.1 at step 2, 4 s, and 0.1 more per step of 2 s; points are 20 s / 1,000 apart
+    rising = np.arange(10) / 10
+    close = functools.partial(pytest.approx, abs=0.03)
+    assert times(rising, 0.1) == close(4)
+    assert times(rising, 0.15) == close(5)
+    assert times(rising, 0.899) == close(20)
+    assert times(rising, 0.91) == np.inf
+    assert times([0.2, 0, 0, 0, 0, 1, 1, 1], 0.3) == close(10.6)
 
 
-def test_stable_settings():
-    assert compare.stable([made_up(RISING), made_up(RISING)])
-    assert not compare.stable([made_up(RISING), made_up(FALLEN)])
-    assert not compare.stable([made_up(np.full(20, 0.5))])
+def test_the_mean_over_seeds_keeps_what_has_ended():
+    grid, lines = curves.lines({"a": [made_up([0, 1], 1.0), made_up([0, 1], 5.0)]})
+    assert grid[-1] == 10
+    assert np.allclose(lines["a"][0][grid >= 2], 1)
+    mean = lines["a"].mean(0)
+    assert np.interp(2, grid, mean) == pytest.approx(0.5, abs=0.01)
+    assert np.interp(7.5, grid, mean) == pytest.approx(0.75, abs=0.01)
+
+
+def test_unstable_runs():
+    settings = {
+        "pipeline": [made_up(RISING)] * 4,
+        "G=1": [made_up(RISING)] * 3 + [made_up(FALLEN)],
+        "G=2": [made_up(RISING)] * 2 + [made_up(FALLEN), made_up(np.full(20, 0.5))],
+    }
+    assert [compare.unstable(found) for found in settings.values()] == [0, 1, 2]
+    assert list(compare.comparable(settings)) == ["pipeline", "G=1"]
 
 
 def test_the_ratio_is_that_of_the_best_stable_setting(capsys):
@@ -70,10 +92,21 @@ def test_the_ratio_is_that_of_the_best_stable_setting(capsys):
         }
     )
     assert found["scores"] == pytest.approx([0.5, 0.75, 0.9])
-    for best, faster, by_seed in found["ratios"]:
+    for share, (best, faster) in zip(compare.SHARES, found["ratios"]):
         assert best == "G=2"
-        assert faster == pytest.approx(2.0)
-        assert by_seed == pytest.approx([3.0, 1.5])
+        value, low, high = curves.interval(faster)
+        # every resample has two runs of either kind, or one of both
+        assert (low, high) == pytest.approx((1.5, 3.0), rel=0.03)
+        # the mean of both runs: the fast one has ended by then
+        assert 1.5 < value < 3.0
+    value, low, high = curves.interval(found["ratios"][0][1])
+    both = [made_up(RISING, step) for step in (1.0, 2.0)]
+    mean = lambda t: np.mean(
+        [np.interp(t, runs.places(r, "time"), runs.scores_of(r)) for r in both]
+    )
+    ours = next(t for t in np.arange(0, 40, 0.01) if mean(t) >= 0.5)
+    level = np.interp(0.5, RISING, 3.0 * np.arange(1, 21))
+    assert value == pytest.approx(level / ours, rel=0.03)
     row = found["rows"]["pipeline"]
     assert row["tok/s"] == pytest.approx((100 + 50) / 2)
     assert row["trainer waits"] == pytest.approx((0.5 + 0.25) / 2)
@@ -81,20 +114,31 @@ def test_the_ratio_is_that_of_the_best_stable_setting(capsys):
     assert row["max lag"] == 3
     compare.say(found)
     text = capsys.readouterr().out
-    assert "2.00 times as fast as the best stable conventional setting (G=2)" in text
-    assert "3.00 1.50" in text
+    assert re.search(r"to 90%: the pipeline is \d\.\d\d \(1\.\d\d-[23]\.\d\d\) times", text)
+    assert "per sample: the pipeline ends +0.000" in text
 
 
-def test_a_pipeline_that_never_gets_there_has_no_ratio(capsys):
-    fallen = np.r_[np.linspace(0, 0.6, 5), np.zeros(15)]
-    found = compare.summary({"pipeline": [made_up(fallen)], "G=1": [made_up(RISING)]})
-    row = found["rows"]["pipeline"]
-    assert not row["stable"]
-    assert [None in times for times in row["times"]] == [False, True, True]
-    assert found["ratios"][0]
-    assert found["ratios"][1:] == [None, None]
+def test_intervals_are_over_seeds_and_paired():
+    rng = np.random.default_rng(0)
+    speeds = rng.uniform(1, 10, 8)
+    settings = {
+        "pipeline": [made_up(RISING, s) for s in speeds],
+        "G=1": [made_up(RISING, 2 * s) for s in speeds],
+    }
+    for _, faster in compare.summary(settings)["ratios"]:
+        # a slow seed is slow for both: all resamples have the same ratio
+        assert curves.interval(faster) == pytest.approx((2.0, 2.0, 2.0), rel=0.05)
+
+
+def test_a_pipeline_that_never_gets_there_is_not_faster(capsys):
+    short = np.linspace(0, 0.6, 20)
+    found = compare.summary({"pipeline": [made_up(short)] * 2, "G=1": [made_up(RISING)] * 2})
+    assert curves.interval(found["ratios"][0][1])[0] > 0
+    assert [curves.interval(faster)[0] for _, faster in found["ratios"][1:]] == [0, 0]
+    best, difference = found["per_sample"]
+    assert best == "G=1" and curves.interval(difference) == pytest.approx((-0.4, -0.4, -0.4))
     compare.say(found)
-    assert "to 90%: the pipeline, or every stable" in capsys.readouterr().out
+    assert "never" in capsys.readouterr().out
 
 
 def test_time_starts_with_the_sampling_of_the_first_step():
@@ -106,17 +150,6 @@ def test_time_starts_with_the_sampling_of_the_first_step():
     assert curve["sampled"] == [256] * 3
     times = runs.places(dict(curve=curve, scores=[[0, 0.2], [3, 0.4]]), "time")
     assert times.tolist() == [0, pytest.approx(7.5)]
-
-
-def test_kl_by_lag_is_a_mean_over_tokens():
-    rows = [
-        {"0": dict(tokens=10, kl=1.0)},
-        {"0": dict(tokens=30, kl=2.0), "9+": dict(tokens=1, kl=5)},
-    ]
-    table = runs.lag_table([dict(by_lag=row) for row in rows])
-    assert table == {"0": [40, 1.75], "9+": [1, 5.0]}
-    found = [dict(by_lag=table), dict(by_lag={"0": [40, 0.25]})]
-    assert studies.kl_by_lag(found) == {"0": 1.0, "9+": 5.0}
 
 
 def test_the_score_is_the_probability_of_the_right_answer(tmp_path):
@@ -164,12 +197,23 @@ def test_an_interrupted_comparison_goes_on(started, tmp_path):
     compare.main([*command, "--seeds", "1"])
     compare.main([*command, "--seeds", "2"])
     names = [name for name, _, _ in started]
-    assert names == [f"compare-tail-{s}-seed-{k}" for k in (0, 1) for s in ("pipeline", "G-2")]
+    for seed in (0, 1):
+        of_seed = {f"compare-tail-{s}-seed-{seed}" for s in ("pipeline", "G-2")}
+        assert set(names[2 * seed : 2 * seed + 2]) == of_seed
     compare.main([*command, "--seeds", "2", "--plot"])
     assert len(started) == 4
     assert (tmp_path / "compare-tail.png").stat().st_size > 10000
     kept = json.loads((tmp_path / "compare-tail.json").read_text())
-    assert list(kept) == [f"{s}, seed {k}" for k in (0, 1) for s in ("pipeline", "G=2")]
+    assert set(kept) == {f"{s}, seed {k}" for k in (0, 1) for s in ("pipeline", "G=2")}
+
+
+def test_every_seed_has_its_own_order(started, tmp_path):
+    command = ["--settings", "pipeline,G=1,G=2,G=4", "--out", str(tmp_path)]
+    compare.main([*command, "--seeds", "4", "--first_seed", "10"])
+    names = [name.rpartition("-seed-") for name, _, _ in started]
+    assert [seed for _, _, seed in names] == [str(10 + k // 4) for k in range(16)]
+    orders = {tuple(setting for setting, _, _ in names[k : k + 4]) for k in range(0, 16, 4)}
+    assert len(orders) > 1
 
 
 def test_other_knobs_are_measured_anew(started, tmp_path, monkeypatch):
@@ -187,7 +231,8 @@ def test_another_preset_keeps_its_own_knobs(started, tmp_path):
     command = ["--preset", "math", "--settings", "pipeline,G=32", "--seeds", "1", "--model", "a/b"]
     compare.main([*command, "--out", str(tmp_path)])
     knobs = dict(model="a/b", seed=0)
-    assert [x[1:] for x in started] == [("math", knobs), ("math", knobs | dict(conventional_g=32))]
+    by_setting = {x[2].get("conventional_g"): x[1:] for x in started}
+    assert by_setting == {None: ("math", knobs), 32: ("math", knobs | dict(conventional_g=32))}
 
 
 @pytest.mark.parametrize("wrong", (["--settings", "G=0"], ["--steps"], ["steps", "9"]))
@@ -197,17 +242,7 @@ def test_a_wrong_command_line_starts_nothing(started, tmp_path, wrong):
     assert not started
 
 
-def test_a_study_has_its_table_and_figure(started, tmp_path, capsys):
-    studies.main(["kl", "--out", str(tmp_path), "--seeds", "2"])
-    assert len(started) == 2 * len(studies.STUDIES["kl"])
-    assert (tmp_path / "study-kl.png").stat().st_size > 10000
-    row = next(
-        x for x in capsys.readouterr().out.splitlines() if x.startswith("conventional, G = 12 ")
-    )
-    assert "1.0e-05" in row and "1.0e-04" in row
-
-
-SCRIPTS = "actor against_trl compare generation pace preprocess queues rewards studies train weights".split()
+SCRIPTS = "actor against_trl compare generation kl pace preprocess queues rewards train utilisation weights".split()
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

