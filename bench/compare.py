@@ -7,7 +7,8 @@ Task `tail`: answers of 5 to 397 tokens, 35 on average, most of them short; `--l
 control, 37 tokens all. Every run is `bash run.sh toy ...` with the real vLLM: pipeline and G = 1, 2, 4,
 8, 16, 32 for every seed, in an order drawn anew for each seed. What is done is kept in
 bench/results/compare-<lengths>.json, so the same command goes on after an interruption. What a run is, its
-time and its score: bench/runs.py. Other divisions of the machine are knobs: `--settings G=4 --engines 2`.
+time and its score: bench/runs.py. A knob may be a setting's own: `--settings pipeline,pipeline+late=wait`; any
+other flag is a knob of all runs: `--settings G=4 --engines 2`.
 
 learning rate  the same for all: of 1.5e-4 and 3e-4 (6e-4 collapses) the one with which G = 1,
                on-policy, ends with the better score (--settings G=1 --lr 3e-4)
@@ -17,6 +18,8 @@ to n%          seconds until the mean over seeds is n% of the way from where the
                begin (on average) to where the best stable conventional setting ends, and 95% of resamples
                of the seeds; of each resample the pipeline is compared with the conventional setting that is
                there first
+mean score     over the samples of a run: less noisy than its last score; then its difference from the
+               pipeline's, seed by seed
 engine idle    share of its places for sequences that were empty; of conventional RL's 1,024 most always are
 trainer waits  for samples; sends: for weights to be on their way; shares of all its time
 
@@ -115,8 +118,8 @@ def summary(by_setting):
     """{setting: [run per seed]} -> dict(scores, rows {setting: row}, ratios, per_sample).
 
     row: `times`, for every score that of the runs' mean and of resamples; `end`, their mean last score,
-    likewise; unstable, runs; the means of figures_of. ratios: see `ratio`. per_sample: of the pipeline and
-    the best of AS_GOOD, see `per_sample`.
+    likewise; `mean score`, over samples, likewise; unstable, runs; the means of figures_of. ratios: see
+    `ratio`. per_sample: of the pipeline and the best of AS_GOOD, see `per_sample`.
     """
     levels = fixed_scores(by_setting)
     grid, lines = curves.lines(by_setting)
@@ -137,9 +140,16 @@ def row_of(found):
     for name in FORMATS:
         row[name] = float(np.mean([of_run[name] for of_run in figures]))
     row["unstable"] = unstable(found)
-    ends = np.array([scores_of(run)[-1] for run in found])
-    row["end"] = ends[curves.resamples(len(ends))].mean(1)
+    drawn = curves.resamples(len(found))
+    row["end"] = np.array([scores_of(run)[-1] for run in found])[drawn].mean(1)
+    row["mean score"] = np.array([mean_score(run) for run in found])[drawn].mean(1)
     return row
+
+
+def mean_score(run):
+    """The score, averaged over a run's samples."""
+    samples = places(run, "samples")
+    return float(np.trapezoid(scores_of(run), samples) / samples[-1])
 
 
 def ratio(rows, others, k):
@@ -157,12 +167,15 @@ def ratio(rows, others, k):
 
 
 def per_sample(rows, others):
-    """(best of AS_GOOD, the pipeline's last score - its, of resamples, too); None without both."""
-    ends = {setting: rows[setting]["end"] for setting in others if setting in AS_GOOD}
-    if "pipeline" not in rows or not ends:
-        return None
-    best = max(ends, key=lambda setting: ends[setting][0])
-    return best, rows["pipeline"]["end"] - ends[best]
+    """{what: (best of AS_GOOD, the pipeline's - its, of resamples, too)} of last and mean score; {} without both."""
+    others = [setting for setting in others if setting in AS_GOOD]
+    if "pipeline" not in rows or not others:
+        return {}
+    found = {}
+    for what in ("end", "mean score"):
+        best = max(others, key=lambda setting: rows[setting][what][0])
+        found[what] = best, rows["pipeline"][what] - rows[best][what]
+    return found
 
 
 # ---- what is said of it
@@ -173,12 +186,16 @@ def say(found):
     levels = [f"{y:.3f} ({share:.0%})" for share, y in zip(SHARES, found["scores"])]
     print(f"seconds to a held-out score of {', '.join(levels)}: of the mean over seeds (95%)")
     rows = []
+    first = found["rows"].get("pipeline") or next(iter(found["rows"].values()))
     for setting, row in found["rows"].items():
         cells = [setting, *(written(times, ".1f") for times in row["times"])]
-        cells += [written(row["end"], ".3f"), row["unstable"]]
+        cells += [written(row["end"], ".3f"), written(row["mean score"], ".3f")]
+        cells += [signed(row["mean score"] - first["mean score"]), row["unstable"]]
         rows.append(cells + [format(row[name], form) for name, form in FORMATS.items()])
     shares = [f"to {share:.0%}" for share in SHARES]
-    table(["", *shares, "score at the end", "unstable", *FORMATS], rows)
+    table(
+        ["", *shares, "score at the end", "mean score", "- pipeline's", "unstable", *FORMATS], rows
+    )
     for share, answer in zip(SHARES, found["ratios"]):
         words = "there is nothing to compare the pipeline with"
         if answer is not None:
@@ -188,13 +205,17 @@ def say(found):
                 f"conventional setting ({best})"
             )
         print(f"to {share:.0%}: {words}")
-    if found["per_sample"]:
-        best, difference = found["per_sample"]
-        value, low, high = interval(difference)
+    for what, (best, difference) in found["per_sample"].items():
         print(
-            f"per sample: the pipeline ends {value:+.3f} ({low:+.3f} to {high:+.3f}) from {best}, "
-            f"the best of {', '.join(AS_GOOD)}"
+            f"per sample, {what}: the pipeline's is {signed(difference)} from {best}'s, the best of "
+            f"{', '.join(AS_GOOD)}"
         )
+
+
+def signed(values):
+    """+0.02 (-0.01 to +0.05)."""
+    value, low, high = interval(values)
+    return f"{value:+.3f} ({low:+.3f} to {high:+.3f})"
 
 
 def draw(by_setting, path):
@@ -226,6 +247,8 @@ def draw(by_setting, path):
 def knobs_of(setting, arguments, more):
     """All knobs of a setting's runs; more: {name: value} from the command line."""
     toy = arguments.preset == "toy"
+    setting, *own = setting.split("+")
+    own = dict(pair.split("=") for pair in own)
     g = 0 if setting == "pipeline" else int(setting.removeprefix("G="))
     knobs = dict(COMMON) if toy else {}
     if toy:
@@ -236,7 +259,7 @@ def knobs_of(setting, arguments, more):
         knobs |= dict(train_data="equal", eval_data="equal")
     if arguments.quick:
         knobs |= QUICK
-    return knobs | more
+    return knobs | more | own
 
 
 def read_arguments(argv):
@@ -254,8 +277,8 @@ def read_arguments(argv):
     if arguments.settings:
         settings = arguments.settings.split(",")
     for setting in settings:
-        if not re.fullmatch("pipeline|G=[1-9][0-9]*", setting):
-            p.error(f"--settings {setting}: there are {', '.join(SETTINGS)}, and any other G=n")
+        if not re.fullmatch(r"(pipeline|G=[1-9][0-9]*)(\+\w+=[^+=]+)*", setting):
+            p.error(f"--settings {setting}: pipeline or G=n, and knobs of its own, as G=4+lr=1e-4")
     more = {name.removeprefix("--"): value for name, value in zip(names, rest[1::2])}
     return arguments, settings, more
 

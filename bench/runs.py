@@ -37,7 +37,8 @@ MODEL = ROOT / "out" / "models" / "tail-seed0"
 PROBLEMS = 250
 COMMON = dict(
     task="tail",
-    model=str(MODEL),
+    # relative: what is kept is good for every clone
+    model=str(MODEL.relative_to(ROOT)),
     steps=96,
     batch_size=64,
     attempts=4,

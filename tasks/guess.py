@@ -12,6 +12,8 @@ import re
 LARGEST, TURNS = 1024, 13
 # an attempt with this reward or more counts as solved
 SUCCESS = 2 - TURNS / 10
+# no text can keep its functions busy
+INSTANT = True
 # chance that the tiny model's teacher guesses anywhere
 SLOPPINESS = 0.15
 PROMPT = (

@@ -15,6 +15,8 @@ from string import ascii_lowercase as LETTERS
 
 # rounds: the most, median and spread of the long-tailed counts; all of the equal ones
 LONGEST, MEDIAN, SIGMA, EQUAL = 99, 2.8, 1.6, 9
+# no text can keep its functions busy
+INSTANT = True
 # chance of a mistake, per number and per letter, in the teacher's answers
 SLOPPINESS = 0.06
 TINY = dict(layers=3, steps=300, positions=512)

@@ -13,6 +13,8 @@ import string
 LETTERS = sorted(string.ascii_letters)
 # letters; the answer has one more token, the end
 SHORTEST, LONGEST = 3, 39
+# no text can keep its functions busy
+INSTANT = True
 # chance of a wrong letter in the teacher's answers
 SLOPPINESS = 0.08
 

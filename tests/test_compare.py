@@ -115,7 +115,7 @@ def test_the_ratio_is_that_of_the_best_stable_setting(capsys):
     compare.say(found)
     text = capsys.readouterr().out
     assert re.search(r"to 90%: the pipeline is \d\.\d\d \(1\.\d\d-[23]\.\d\d\) times", text)
-    assert "per sample: the pipeline ends +0.000" in text
+    assert "per sample, end: the pipeline's is +0.000 (+0.000 to +0.000) from G=1's" in text
 
 
 def test_intervals_are_over_seeds_and_paired():
@@ -135,8 +135,10 @@ def test_a_pipeline_that_never_gets_there_is_not_faster(capsys):
     found = compare.summary({"pipeline": [made_up(short)] * 2, "G=1": [made_up(RISING)] * 2})
     assert curves.interval(found["ratios"][0][1])[0] > 0
     assert [curves.interval(faster)[0] for _, faster in found["ratios"][1:]] == [0, 0]
-    best, difference = found["per_sample"]
-    assert best == "G=1" and curves.interval(difference) == pytest.approx((-0.4, -0.4, -0.4))
+    for what, expected in {"end": -0.4, "mean score": -0.4 * 0.5}.items():
+        best, difference = found["per_sample"][what]
+        assert best == "G=1"
+        assert curves.interval(difference) == pytest.approx([expected] * 3, rel=0.1)
     compare.say(found)
     assert "never" in capsys.readouterr().out
 
@@ -225,6 +227,21 @@ def test_other_knobs_are_measured_anew(started, tmp_path, monkeypatch):
     monkeypatch.setitem(runs.COMMON, "lr", 1.0)
     compare.main(command)
     assert len(started) == 3
+
+
+def test_a_setting_may_have_knobs_of_its_own(started, tmp_path, capsys):
+    settings = "pipeline,pipeline+late=wait+clip_high=1.5,G=4+lr=1e-4"
+    command = ["--settings", settings, "--seeds", "1", "--max_lag", "2", "--out", str(tmp_path)]
+    compare.main(command)
+    found = {name.partition("2-")[2]: knobs for name, _, knobs in started}
+    plain = found["pipeline-seed-0"]
+    assert plain["max_lag"] == "2"
+    assert found["pipeline-late-wait-clip_high-1-5-seed-0"] == plain | dict(
+        late="wait", clip_high="1.5"
+    )
+    conventional = found["G-4-lr-1e-4-seed-0"]
+    assert conventional["conventional_g"] == 4 and conventional["lr"] == "1e-4"
+    assert re.search(r"pipeline\+late=wait\+clip_high=1.5 .*\+0.000 \(", capsys.readouterr().out)
 
 
 def test_another_preset_keeps_its_own_knobs(started, tmp_path):

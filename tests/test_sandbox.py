@@ -226,6 +226,48 @@ def test_what_is_large_or_no_json_stays_in_the_worker_and_names_the_task(
     assert len(said.out + said.err) < 5000
 
 
+@pytest.fixture
+def instant(odd, monkeypatch):
+    """The task `odd`, as one that is called in the actor itself."""
+    with open(odd / "tasks" / "odd.py", "a") as file:
+        file.write("INSTANT = True\n")
+    monkeypatch.delitem(sys.modules, "tasks.odd", raising=False)
+    yield
+    # the next test's is another one
+    del sys.modules["tasks.odd"]
+
+
+def test_an_instant_task_needs_no_worker_and_is_checked_alike(instant, sandboxed):
+    async def work(s):
+        words = ["number", "one", "outcome", "bug", "deep", "memory"]
+        found = [await s.score("odd", {"prompt": "a"}, word, True) for word in words]
+        turns = [await s.respond("odd", {}, ["x"] * n) for n in (1, 2)]
+        return found, turns, dict(s.counts), workers(), s.pool
+
+    before = workers()
+    found, turns, counts, after, pool = sandboxed(work)
+    assert [verdict["reward"] for verdict in found] == [0.25, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert [v["outcome"] for v in found[3:]] == ["unparsable"] * 3
+    assert turns == ["turn 1: x", None]
+    assert counts == dict(verdicts=6, error=1, limit=2)
+    assert pool is None and after == before
+
+
+@pytest.mark.parametrize("wrong", ["nan", "none", "object", "deep_list", "infinite"])
+def test_what_is_no_reward_is_refused_of_an_instant_task_too(instant, sandboxed, wrong):
+    with pytest.raises(RuntimeError, match="tasks/odd.py"):
+        sandboxed(lambda s: s.score("odd", {}, wrong, True))
+
+
+def test_an_instant_task_that_is_not_is_named(instant, sandboxed, capfd):
+    async def work(s):
+        return [await s.score("odd", {"seconds": 0.11}, "one", True) for _ in range(2)], s.counts
+
+    verdicts, counts = sandboxed(work)
+    assert verdicts == [RIGHT] * 2 and counts["slow"] == 2
+    assert capfd.readouterr().out.count("take INSTANT out of tasks/odd.py") == 1
+
+
 def test_deadlines_of_rewards_do_not_mind_the_wall_clock(sandboxed, monkeypatch):
     """Somebody sets it a day ahead, then two days back, while rewards are computed."""
     days = itertools.cycle([20000, 20001, 19999])

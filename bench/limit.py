@@ -1,0 +1,170 @@
+"""Which speed-up could a perfect pipeline reach on two CPU cores, over perfect conventional RL? Appendix A with this machine's own figures.
+
+    python bench/limit.py [--quick] [--plot] [--port 8960]
+
+On the task and with the knobs of bench/compare.py, measured here, one after the other:
+
+    r(h)    tokens/s of one vLLM engine of one thread that always has h sequences; its clients have the other core
+    core    CPU s a sample of what cannot be divided: the engine's scheduler and worker, 64 sequences in progress
+    beside  likewise, of vLLM's HTTP server and of the actor with its rewards (bench/cost.py)
+    train   s a sample of train.py's step, on one core and on two, while nothing else runs
+
+    conventional  all S = 64 G samples are started at once, so that h falls as the short ones end; then both
+                  cores train them: s a sample = sum over tokens l of (h(l) / r(h(l))) / S + train on two
+    pipeline      both cores are always busy: s a sample = (core + beside + train on one) / 2, at least core
+
+What no system could have for nothing, weight updates, preprocessing, waits, is left out of both. `equal cost`: the same
+with training as dear as generation. The speed-up is over the best G of 1 to 8, up to which a sample teaches as much as
+on-policy (the paper, section 5).
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from transformers import AutoTokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from bench import cost, runs
+from bench.common import measured, result_file, table
+from bench.engines import Load, bodies, make_run
+from bench.runs import COMMON, PIPELINE, conventional
+from plumbing import secret
+from plumbing.hardware import urls
+from tasks import tail
+from tools.evaluate import start_engines, stop_engines
+from tools.simulate import conventional as throughput
+
+SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+GENERATIONS = (1, 2, 4, 8, 16, 32)
+# up to here a sample teaches as much
+AS_GOOD = 8
+# tokens of each sequence, while rates are measured
+LENGTH = 200
+WARM = 4.0
+
+
+def rates(seconds, port):
+    """{sequences in progress: tokens/s}."""
+    knobs = dict(task="tail", model=COMMON["model"], max_new_tokens=410, max_model_len=416)
+    config, run_dir = make_run(
+        "limit", port=port, engine_threads=1, concurrency=max(SEQUENCES), **knobs
+    )
+    tokenizer = AutoTokenizer.from_pretrained(config.model)
+    problems = tail.problems("train", 0)[:512]
+    prompts = [tokenizer(problem["prompt"])["input_ids"] for problem in problems]
+    headers = secret.header(run_dir)
+    engines = start_engines(config)
+    found = {}
+    try:
+        for h in SEQUENCES:
+            requests = bodies(prompts, [LENGTH], ignore_eos=True)
+            load = Load(urls(config, 0)[0], headers, requests, h)
+            time.sleep(WARM)
+            start = time.monotonic()
+            time.sleep(seconds)
+            end = time.monotonic()
+            load.stop()
+            found[h] = load.rate(start, end)
+    finally:
+        stop_engines(engines)
+    return found
+
+
+def training(threads, steps, port):
+    """Seconds a sample of the trainer's step, in a conventional run, whose engine rests meanwhile."""
+    knobs = COMMON | conventional(8) | dict(trainer_threads=threads, steps=steps, save_every=0)
+    run_dir = runs.run_to_its_end(f"limit-{threads}", knobs | dict(seed=0), port)
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    found = [line for line in map(json.loads, lines) if "step" in line]
+    # the first ones also warm up; medians, as some steps meet an evaluation
+    own = [line["step_s"] - line["wait_data_s"] - line["wait_sync_s"] for line in found[8:]]
+    return float(np.median(own)) / COMMON["batch_size"]
+
+
+def lengths():
+    """Of right answers of the task, tokens with the end, [N]."""
+    tokenizer = AutoTokenizer.from_pretrained(runs.MODEL)
+    answers = [problem["answer"] for problem in tail.problems("train", 0)[:2000]]
+    return np.array([len(tokenizer(answer)["input_ids"]) + 1 for answer in answers])
+
+
+def of_task(found, drawn):
+    """{r: {h: tokens/s}, core, beside, train1, train2: s a sample} -> rows of the table: G, s a sample, speed-up."""
+    h = np.array([0, *map(int, found["r"])])
+    speed = np.array([0.0, *found["r"].values()])
+
+    def tokens_s(sequences):
+        return np.interp(sequences, h, speed)
+
+    ours = max((found["core"] + found["beside"] + found["train1"]) / 2, found["core"])
+    rows = []
+    for g in GENERATIONS:
+        # one device, whose unit of time is a second
+        r_gen, _, _ = throughput(g, 1, COMMON["batch_size"], drawn, 1.0, tokens_s)
+        theirs = drawn.mean() / r_gen + found["train2"]
+        rows.append((g, theirs, ours, theirs / ours))
+    return rows
+
+
+def equal_cost(found):
+    """The same machine, with a trainer as dear as generation."""
+    factor = (found["core"] + found["beside"]) / found["train1"]
+    return found | {k: found[k] * factor for k in ("train1", "train2")}
+
+
+def say(found):
+    drawn = lengths()
+    table(["sequences", "tokens/s"], [[h, f"{rate:.0f}"] for h, rate in found["r"].items()])
+    names = ("core", "beside", "train1", "train2")
+    table(
+        ["ms a sample", *names],
+        [
+            [name, *(f"{1000 * costs[k]:.2f}" for k in names)]
+            for name, costs in cases(found).items()
+        ],
+    )
+    for name, costs in cases(found).items():
+        rows = of_task(costs, drawn)
+        table(
+            [name, "conventional /s", "pipeline /s", "speed-up"],
+            [[f"G = {g}", f"{1 / a:.0f}", f"{1 / b:.0f}", f"{x:.2f}"] for g, a, b, x in rows],
+        )
+        limit = min(x for g, _, _, x in rows if g <= AS_GOOD)
+        print(
+            f"{name}: at most {limit:.2f} times the best G up to {AS_GOOD}; {rows[0][3]:.2f} times on-policy\n"
+        )
+
+
+def cases(found):
+    return {"this task": found, "equal cost": equal_cost(found)}
+
+
+def main(argv=None):
+    p = runs.run_parser(__doc__, seeds=1, port=8960)
+    a = p.parse_args(argv)
+    runs.make_model()
+    seconds = 3.0 if a.quick else 10.0
+
+    def measure(*_):
+        cpu = cost.measure("tail", a.port, 3 * seconds, dict(model=COMMON["model"]))
+        steps = 16 if a.quick else 40
+        return dict(
+            r=rates(seconds, a.port + 1),
+            core=cpu["core"] / 1000,
+            beside=(cpu["server"] + cpu["actor"]) / 1000,
+            train1=training(1, steps, a.port + 2),
+            train2=training(2, steps, a.port + 3),
+        )
+
+    wanted = {"limit": dict(COMMON | PIPELINE, quick=a.quick)}
+    path = result_file(a, "limit")
+    found = measured(path, wanted, None if a.plot else measure, not a.quick)["limit"]
+    print(found["machine"])
+    say(found)
+
+
+if __name__ == "__main__":
+    main()
