@@ -481,6 +481,7 @@ def train(config, run_dir, ranks):
         wait_until_loaded(config, f"{run_dir}/queues", "train")
     ranks.listen_for_stop()
     loop_start = step_start = time.monotonic()
+    save_s = 0.0
     try:
         while state["version"] < config.steps:
             batches = reader.step(state["version"])
@@ -493,7 +494,7 @@ def train(config, run_dir, ranks):
             state["wall_s"] = time.monotonic() - run_start
             if ranks.rank == 0:
                 times = {"step_s": now - step_start, "wait_data_s": reader.waited}
-                times |= sender.take_timing()
+                times |= {"save_s": save_s} | sender.take_timing()
                 per_step = (now - loop_start) / (version - first_version)
                 eta = (config.steps - version) * per_step
                 log.step(config, state, metrics, reader.last, times, eta)
@@ -504,8 +505,9 @@ def train(config, run_dir, ranks):
                 sender.push(version, state["position"])
             else:
                 sender.announce(version, state["position"])
+            save_s = 0.0
             if version == config.steps or (config.save_every and version % config.save_every == 0):
-                checkpoints.save(config, run_dir, model, optimizers, state, ranks)
+                save_s = checkpoints.save(config, run_dir, model, optimizers, state, ranks)
                 saved = version
         sender.wait()
         reader.wait_for_evaluation(config.steps)

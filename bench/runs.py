@@ -2,7 +2,9 @@
 
 Not a program. A run is {curve, scores}: columns of one number a step, and [[version, score]].
 
-time    from the moment at which the engines have the first weights and sampling begins: no start-up
+time    from the moment at which the engines have the first weights and sampling begins: no start-up. What
+        checkpoints take is not counted for conventional RL, all of which stands still meanwhile; it is for
+        the pipeline, whose engines go on
 score   of a checkpoint, afterwards: probability that it gives exactly the right answer, mean over 250
         held-out problems. As that answer is known, nothing is sampled, and evaluations take no engine
         time, of which conventional RL has to spare while it trains. The reward of what is trained is
@@ -61,7 +63,7 @@ QUICK = dict(steps=12, max_new_tokens=64)
 PIPELINE = dict(max_lag=4, trainer_threads=1, concurrency=64)
 # a generation phase starts all it can at once; as phases take turns, each may have both cores
 CONVENTIONAL = dict(trainer_threads=2, concurrency=1024)
-COLUMNS = "samples lag_max lag_mean ess kl_behavior wait_data_s wait_sync_s gen_idle".split()
+COLUMNS = "samples lag_max lag_mean ess kl_behavior wait_data_s wait_sync_s save_s gen_idle".split()
 
 
 def conventional(g):
@@ -173,14 +175,15 @@ def one_run(name, knobs, port, preset="toy"):
         found.append([x["version"], float(mean_of_sets)])
     if config.task == "tail":
         found = scores(run_dir / "checkpoints", config.seed, config.eval_data)
-    return dict(curve=curve_of(steps), scores=found)
+    return dict(curve=curve_of(steps, config.conventional_g), scores=found)
 
 
-def curve_of(steps):
-    """Lines of metrics.jsonl -> columns; time: at each step's end, since sampling began."""
+def curve_of(steps, conventional_g):
+    """Lines of metrics.jsonl -> columns; time: at each step's end, since sampling began, see above."""
     begin = steps[0]["wall_s"] - steps[0]["step_s"]
     curve = {k: [x[k] for x in steps] for k in COLUMNS}
-    curve["time"] = [x["wall_s"] - begin for x in steps]
+    saved = np.cumsum(curve["save_s"]) if conventional_g else np.zeros(len(steps))
+    curve["time"] = [x["wall_s"] - begin - off for x, off in zip(steps, saved.tolist())]
     curve["sampled"] = []
     for x in steps:
         tokens = [t["tokens"] * t["samples"] for t in x["by_task"].values()]

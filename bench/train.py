@@ -1,6 +1,6 @@
 """What train.py's step costs, against a bare Hugging Face loop, the same with padding, and TRL, in turn.
 
-    python bench/train.py [--shape small|tail|1.5b] [--rounds 5] [--contenders train.py bare padded sorted trl]
+    python bench/train.py [--shape small|tail|heavy|1.5b] [--rounds 5] [--contenders train.py bare padded sorted trl]
 
 Every contender has its own process and the same random weights, and takes one optimizer step a round, in
 turn, on the same samples. `of bare`, `of sorted`: median over the rounds of that contender's seconds / its
@@ -16,7 +16,7 @@ the process has beyond its imports. Queues, generation and weight updates take n
     sorted    padded, the step's samples sorted by length first
     trl       GRPOTrainer.training_step (its _compute_loss and backward), its clipping, its own fused AdamW, old logprobs given
 
-Lengths are log-normal: of `small` and `1.5b` with sigma 0.9, of `tail` with sigma 1.6, which is the law of
+Lengths are log-normal: of `small` and `1.5b` with sigma 0.9, of `tail` and `heavy` with sigma 1.6, which is the law of
 tasks/tail.py, up to as long as a row. How much sorting helps depends on how many batches there are to choose
 from: the fewer, the more a batch pads.
 
@@ -82,6 +82,8 @@ SHAPES = {
     "small": SMALL,
     # the same mean length
     "tail": SMALL | dict(row_tokens=2048, completions=(26, 1.6, 4, 2032)),
+    # longer rows, hence fewer batches to sort into
+    "heavy": SMALL | dict(row_tokens=4096, completions=(26, 1.6, 4, 4080)),
     # Qwen2.5-1.5B
     "1.5b": dict(
         vocab_size=151936,

@@ -39,7 +39,7 @@ def last_state(run_dir):
 
 
 def save(config, run_dir, model, optimizers, state, ranks):
-    """Write the checkpoint of state["version"] and drop old ones. Collective over all ranks.
+    """Write the checkpoint of state["version"] and drop old ones; returns the seconds it took. Collective over all ranks.
 
     ranks: plumbing.ranks.Ranks, whose group's deadline is what writing may take.
     Raises RuntimeError with the reason on one line; earlier checkpoints stay intact.
@@ -58,11 +58,13 @@ def save(config, run_dir, model, optimizers, state, ranks):
             f"train: checkpoint {state['version']} cannot be written to {run_dir}/checkpoints ({lines[-1]}; {free:.0f} MB are "
             f"free there); {kept.name if kept else 'none'} is intact: see to space and permissions, then the same command continues"
         ) from e
+    seconds = time.monotonic() - start
     if ranks.rank == 0:
         # for run.sh, which has to know how long a stop may take
         file = Path(run_dir, "queues", "save_seconds")
         file.parent.mkdir(exist_ok=True)
-        file.write_text(f"{round(time.monotonic() - start)}\n")
+        file.write_text(f"{round(seconds)}\n")
+    return seconds
 
 
 def _write(config, run_dir, model, optimizers, state, ranks):

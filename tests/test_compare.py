@@ -31,6 +31,7 @@ def made_up(scores, step_s=2.0):
         kl_behavior=[1e-3] * n,
         wait_data_s=[0.5] * n,
         wait_sync_s=[0.1] * n,
+        save_s=[0.0] * n,
         gen_idle=[0.25] * n,
     )
     scores = [[i + 1, float(x)] for i, x in enumerate(scores)]
@@ -147,8 +148,10 @@ def test_time_starts_with_the_sampling_of_the_first_step():
     same = dict.fromkeys(runs.COLUMNS, 0.5)
     by_task = {"a": dict(tokens=3.0, samples=32), "b": dict(tokens=5.0, samples=32)}
     lines = [same | dict(wall_s=40.0 + 2 * i, step_s=3.5, by_task=by_task) for i in range(3)]
-    curve = runs.curve_of(lines)
+    curve = runs.curve_of(lines, 0)
     assert curve["time"] == pytest.approx([3.5, 5.5, 7.5])
+    # all of conventional RL stands still while a checkpoint is written
+    assert runs.curve_of(lines, 4)["time"] == pytest.approx([3.0, 4.5, 6.0])
     assert curve["sampled"] == [256] * 3
     times = runs.places(dict(curve=curve, scores=[[0, 0.2], [3, 0.4]]), "time")
     assert times.tolist() == [0, pytest.approx(7.5)]

@@ -17,7 +17,7 @@ from fake_engine import fake_vllm
 
 KEYS = (
     "step version samples tokens wall_s reward success loss grad_norm lr entropy ess kl_behavior mismatch lag_mean lag_max clip_frac dropped "
-    "train_tok_s gen_tok_s gen_idle wait_data_s step_s sync_s gather_s wait_sync_s send_s ready_s pause_s late skipped kl_ref by_lag problems drops"
+    "train_tok_s gen_tok_s gen_idle wait_data_s step_s sync_s gather_s wait_sync_s save_s send_s ready_s pause_s late skipped kl_ref by_lag problems drops"
 ).split()
 
 
