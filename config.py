@@ -72,7 +72,7 @@ class Config:
     attempts: int = 16
     # the gate: groups are started at most this many steps ahead of the trainer; 0: synchronous.
     # Bounds starts, not ages: a long sequence may be older when it is trained (see `late`)
-    max_lag: int = 4
+    max_lag: int = 1
     # 0: pipeline; G > 0: conventional RL, G optimizer steps per generation phase (ablation)
     conventional_g: int = 0
     # trainer slower than actors: stall them, or keep only the freshest groups, two steps' worth
@@ -246,7 +246,7 @@ TOY = dict(
     lr_schedule="linear",
     eval_every=54,
     save_every=90,
-    max_lag=4,
+    max_lag=1,
     start_timeout=300.0,
     stall_timeout=300.0,
     request_timeout=120.0,

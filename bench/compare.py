@@ -82,6 +82,11 @@ def comparable(by_setting):
     return chosen or by_setting
 
 
+def conventional_of(settings):
+    """Those of the settings that are conventional RL."""
+    return [setting for setting in settings if not setting.startswith("pipeline")]
+
+
 def fixed_scores(by_setting):
     """{setting: [run]} -> the scores that times are compared at, one per share of SHARES."""
     begins = []
@@ -89,10 +94,8 @@ def fixed_scores(by_setting):
     for setting, found in comparable(by_setting).items():
         begins += [scores_of(run)[0] for run in found]
         ends[setting] = np.mean([scores_of(run)[-1] for run in found])
-    if len(ends) > 1:
-        ends.pop("pipeline", None)
     begin = np.mean(begins)
-    end = max(ends.values())
+    end = max(ends[setting] for setting in conventional_of(ends) or ends)
     return [float(begin + share * (end - begin)) for share in SHARES]
 
 
@@ -128,7 +131,7 @@ def summary(by_setting):
         row = row_of(found)
         row["times"] = [curves.times_to(grid, lines[setting], level) for level in levels]
         rows[setting] = row
-    others = [setting for setting in comparable(by_setting) if setting != "pipeline"]
+    others = conventional_of(comparable(by_setting))
     by_level = [ratio(rows, others, k) for k in range(len(levels))]
     return dict(scores=levels, rows=rows, ratios=by_level, per_sample=per_sample(rows, others))
 

@@ -60,10 +60,10 @@ COMMON = dict(
 )
 QUICK = dict(steps=12, max_new_tokens=64)
 # as many sequences in progress as a step has samples keep the data fresh
-PIPELINE = dict(max_lag=4, trainer_threads=1, concurrency=64)
+PIPELINE = dict(max_lag=1, trainer_threads=1, concurrency=64)
 # a generation phase starts all it can at once; as phases take turns, each may have both cores
 CONVENTIONAL = dict(trainer_threads=2, concurrency=1024)
-COLUMNS = "samples lag_max lag_mean ess kl_behavior wait_data_s wait_sync_s save_s gen_idle".split()
+COLUMNS = "samples tokens lag_max lag_mean ess kl_behavior wait_data_s wait_sync_s save_s gen_idle".split()
 
 
 def conventional(g):
@@ -129,8 +129,8 @@ def run_all(arguments, name, settings, start):
     return by_setting, path
 
 
-def run_to_its_end(name, knobs, port, preset="toy"):
-    """`bash run.sh <preset> --knob value ...` to its end, in out/bench/runs/<name>; returns that.
+def run_to_its_end(name, knobs, port, preset="toy", root=ROOT):
+    """`bash run.sh <preset> --knob value ...` of a checkout to its end, in out/bench/runs/<name>; returns that.
 
     RuntimeError with its last lines if it fails.
     """
@@ -142,7 +142,7 @@ def run_to_its_end(name, knobs, port, preset="toy"):
     with open(log, "w") as output:
         process = subprocess.Popen(
             ["bash", "run.sh", preset, *flags(knobs)],
-            cwd=ROOT,
+            cwd=root,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -161,9 +161,9 @@ def run_to_its_end(name, knobs, port, preset="toy"):
     return run_dir
 
 
-def one_run(name, knobs, port, preset="toy"):
+def one_run(name, knobs, port, preset="toy", root=ROOT):
     """A run to its end, as above."""
-    run_dir = run_to_its_end(name, knobs, port, preset)
+    run_dir = run_to_its_end(name, knobs, port, preset, root)
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     lines = [json.loads(line) for line in lines]
     steps = [line for line in lines if "step" in line]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench import common, compare, curves, runs
+from bench import common, compare, curves, old_tokens, runs
 from conftest import ROOT
 from tasks import tail
 from tools import base_model
@@ -25,6 +25,7 @@ def made_up(scores, step_s=2.0):
         time=[step_s * (i + 1) for i in range(n)],
         samples=[64 * (i + 1) for i in range(n)],
         sampled=[100] * n,
+        tokens=[100] * n,
         lag_max=[3] * n,
         lag_mean=[1.0] * n,
         ess=[0.9] * n,
@@ -117,6 +118,17 @@ def test_the_ratio_is_that_of_the_best_stable_setting(capsys):
     text = capsys.readouterr().out
     assert re.search(r"to 90%: the pipeline is \d\.\d\d \(1\.\d\d-[23]\.\d\d\) times", text)
     assert "per sample, end: the pipeline's is +0.000 (+0.000 to +0.000) from G=1's" in text
+
+
+def test_another_pipeline_is_nothing_to_be_compared_with():
+    settings = {
+        "pipeline": [made_up(RISING, 2.0)] * 2,
+        "pipeline+max_lag=1": [made_up(RISING + 0.5, 1.0)] * 2,
+        "G=8": [made_up(RISING, 4.0)] * 2,
+    }
+    found = compare.summary(settings)
+    assert found["scores"][0] == pytest.approx(np.mean([0, 0.5, 0]) / 2 + 0.5)
+    assert [best for best, _ in found["ratios"]] == ["G=8"] * 3
 
 
 def test_intervals_are_over_seeds_and_paired():
@@ -262,7 +274,7 @@ def test_a_wrong_command_line_starts_nothing(started, tmp_path, wrong):
     assert not started
 
 
-SCRIPTS = "actor against_trl compare generation kl pace preprocess queues rewards train utilisation weights".split()
+SCRIPTS = "actor against_trl compare generation kl limit old_tokens pace preprocess queues rewards train utilisation weights".split()
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -273,6 +285,51 @@ def test_every_script_keeps_its_numbers(name, capsys):
     assert end.value.code == 0
     assert "--out" in capsys.readouterr().out
     assert f"python bench/{name}.py" in script.__doc__
+
+
+def test_the_choice_of_tokens_is_by_age_or_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(old_tokens, "WORK", tmp_path)
+    folder = old_tokens.patched_copy()
+    # in a process of its own: its config and train are others
+    command = [sys.executable, "-c", CHOICE]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        "": 6,
+        "recent 1": 4,
+        "old 1": 2,
+        "late 1": 2,
+        "early 1": 4,
+    }
+
+
+CHOICE = """
+import json
+import numpy as np, torch
+import config as cfg, train
+lengths = np.array([5, 3])
+batch = dict(
+    tokens=np.ones(8, int),
+    mask=np.array([0, 1, 1, 1, 1, 0, 1, 1], bool),
+    versions=np.array([-1, 0, 1, 3, 3, -1, 3, 3]),
+    logprobs=np.zeros(8, np.float32),
+    lengths=lengths,
+    temperature=np.ones(2, np.float32),
+    advantage=np.ones(2, np.float32),
+    reward=np.ones(2, np.float32),
+    outcome=np.zeros(2, int),
+    num_versions=np.ones(2, int),
+)
+class Model:
+    def token_logprobs(self, tokens, positions, temperature, mask):
+        return torch.zeros(8, requires_grad=True), torch.zeros(8)
+found = {}
+for chosen in ("", "recent 1", "old 1", "late 1", "early 1"):
+    c = cfg.Config(tokens_trained=chosen, clip_low=0.0, clip_high=5.0)
+    _, sums = train.micro_batch(Model(), batch, 3, c, torch.device("cpu"))
+    found[chosen] = int(sums["tokens"])
+print(json.dumps(found))
+"""
 
 
 # ---- whole runs
