@@ -106,7 +106,7 @@ def sample(models, prompts, uniforms, updates, recompute, end):
         logits = models[version](inputs, past_key_values=cache).logits[:, -1]
         logprobs = torch.log_softmax(logits, -1)
         # the inverse of the distribution function; the last word has whatever rounding leaves
-        below = logprobs.exp().cumsum(-1)[:, :-1]
+        below = logprobs.exp().cumsum(-1)[:, :-1].contiguous()
         chosen = torch.searchsorted(below, uniforms[rows, t : t + 1], right=True)[:, 0]
         found.tokens[rows, here] = chosen
         found.logprobs[rows, t] = logprobs

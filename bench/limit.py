@@ -7,10 +7,12 @@ On the task and with the knobs of bench/compare.py, measured here, one after the
     r(h)    tokens/s of one vLLM engine of one thread that always has h sequences; its clients have the other core
     core    CPU s a sample of what cannot be divided: the engine's scheduler and worker, 64 sequences in progress
     beside  likewise, of vLLM's HTTP server and of the actor with its rewards (bench/cost.py)
+    request what a request costs the engine beside its tokens: core - tokens / r(64)
     train   s a sample of train.py's step, on one core and on two, while nothing else runs
 
-    conventional  all S = 64 G samples are started at once, so that h falls as the short ones end; then both
-                  cores train them: s a sample = sum over tokens l of (h(l) / r(h(l))) / S + train on two
+    conventional  all S = 64 G samples are started at once, so that h falls as the short ones end; then they are
+                  trained, on one core or two, whichever is faster:
+                  s a sample = sum over tokens l of (h(l) / r(h(l))) / S + request + train
     pipeline      both cores are always busy: s a sample = (core + beside + train on one) / 2, at least core
 
 What no system could have for nothing, weight updates, preprocessing, waits, is left out of both. `equal cost`: the same
@@ -92,7 +94,7 @@ def lengths():
 
 
 def of_task(found, drawn):
-    """{r: {h: tokens/s}, core, beside, train1, train2: s a sample} -> rows of the table: G, s a sample, speed-up."""
+    """{r: {h: tokens/s}, core, beside, train1, train2: s a sample, tokens} -> rows of the table: G, s a sample, speed-up."""
     h = np.array([0, *map(int, found["r"])])
     speed = np.array([0.0, *found["r"].values()])
 
@@ -100,13 +102,20 @@ def of_task(found, drawn):
         return np.interp(sequences, h, speed)
 
     ours = max((found["core"] + found["beside"] + found["train1"]) / 2, found["core"])
+    train = min(found["train1"], found["train2"])
     rows = []
     for g in GENERATIONS:
         # one device, whose unit of time is a second
         r_gen, _, _ = throughput(g, 1, COMMON["batch_size"], drawn, 1.0, tokens_s)
-        theirs = drawn.mean() / r_gen + found["train2"]
+        theirs = drawn.mean() / r_gen + request(found) + train
         rows.append((g, theirs, ours, theirs / ours))
     return rows
+
+
+def request(found):
+    """CPU s of the engine for a request, beside its tokens; its rate was found with many tokens a request."""
+    in_progress = str(cost.TAIL["concurrency"])
+    return max(found["core"] - found["tokens"] / found["r"][in_progress], 0.0)
 
 
 def equal_cost(found):
@@ -120,9 +129,9 @@ def say(found):
     table(["sequences", "tokens/s"], [[h, f"{rate:.0f}"] for h, rate in found["r"].items()])
     names = ("core", "beside", "train1", "train2")
     table(
-        ["ms a sample", *names],
+        ["ms a sample", *names, "request"],
         [
-            [name, *(f"{1000 * costs[k]:.2f}" for k in names)]
+            [name, *(f"{1000 * costs[k]:.2f}" for k in names), f"{1000 * request(costs):.2f}"]
             for name, costs in cases(found).items()
         ],
     )
@@ -152,7 +161,9 @@ def main(argv=None):
         cpu = cost.measure("tail", a.port, 3 * seconds, dict(model=COMMON["model"]))
         steps = 16 if a.quick else 40
         return dict(
-            r=rates(seconds, a.port + 1),
+            # names of JSON are strings
+            r={str(h): rate for h, rate in rates(seconds, a.port + 1).items()},
+            tokens=cpu["tokens"],
             core=cpu["core"] / 1000,
             beside=(cpu["server"] + cpu["actor"]) / 1000,
             train1=training(1, steps, a.port + 2),

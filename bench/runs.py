@@ -61,8 +61,9 @@ COMMON = dict(
 QUICK = dict(steps=12, max_new_tokens=64)
 # as many sequences in progress as a step has samples keep the data fresh
 PIPELINE = dict(max_lag=1, trainer_threads=1, concurrency=64)
-# a generation phase starts all it can at once; as phases take turns, each may have both cores
-CONVENTIONAL = dict(trainer_threads=2, concurrency=1024)
+# a generation phase starts all it can at once; with rows as small as these a second thread of the trainer makes
+# its steps slower
+CONVENTIONAL = dict(trainer_threads=1, concurrency=1024)
 COLUMNS = "samples tokens lag_max lag_mean ess kl_behavior wait_data_s wait_sync_s save_s gen_idle".split()
 
 

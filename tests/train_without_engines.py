@@ -85,7 +85,9 @@ def main(optimizers, run_dirs):
     for run_dir in run_dirs:
         path = Path(run_dir, "gradients.safetensors")
         torch.nn.utils.clip_grad_norm_ = functools.partial(clip_and_keep, path)
-        announce_loaded(f"{run_dir}/queues")
+        # the actor's notice, which has one writer
+        if os.environ.get("RANK", "0") == "0":
+            announce_loaded(f"{run_dir}/queues")
         train.main(run_dir)
 
 
