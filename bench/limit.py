@@ -5,36 +5,41 @@
 On the task and with the knobs of bench/compare.py, measured here, one after the other:
 
     r(h)    tokens/s of one vLLM engine of one thread that always has h sequences; its clients have the other core
-    core    CPU s a sample of what cannot be divided: the engine's scheduler and worker, 64 sequences in progress
-    beside  likewise, of vLLM's HTTP server and of the actor with its rewards (bench/cost.py)
+    core    CPU s a sample of vLLM's scheduler and worker, 64 sequences in progress, while no trainer runs (bench/cost.py)
     request what a request costs the engine beside its tokens: core - tokens / r(64)
     train   s a sample of train.py's step, on one core and on two, while nothing else runs
+    busy    CPU s a sample of all processes of a pipeline run: both cores at work cost each other time
+    two     what two processes that only compute get done together, in units of one alone
 
     conventional  all S = 64 G samples are started at once, so that h falls as the short ones end; then they are
                   trained, on one core or two, whichever is faster:
                   s a sample = sum over tokens l of (h(l) / r(h(l))) / S + request + train
-    pipeline      both cores are always busy: s a sample = (core + beside + train on one) / 2, at least core
+    pipeline      both cores are always busy: s a sample = busy / 2
 
-What no system could have for nothing, weight updates, preprocessing, waits, is left out of both. `equal cost`: the same
-with training as dear as generation. The speed-up is over the best G of 1 to 8, up to which a sample teaches as much as
+Weight updates, preprocessing and waits are left out of conventional RL's time. `equal cost`: the same with training as
+dear as generation. The speed-up is over the best G of 1 to 8, up to which a sample teaches as much as
 on-policy (the paper, section 5).
 """
 
 import json
 import sys
+import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import psutil
 from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import cost, runs
-from bench.common import measured, result_file, table
+from bench.common import WORK, measured, result_file, table
 from bench.engines import Load, bodies, make_run
 from bench.runs import COMMON, PIPELINE, conventional
 from plumbing import secret
 from plumbing.hardware import urls
+from plumbing.queues import noticed
 from tasks import tail
 from tools.evaluate import start_engines, stop_engines
 from tools.simulate import conventional as throughput
@@ -86,6 +91,65 @@ def training(threads, steps, port):
     return float(np.median(own)) / COMMON["batch_size"]
 
 
+def pipeline(steps, port):
+    """{busy, train_busy: CPU s a sample of a pipeline run, of all processes and of the trainer; samples_s}."""
+    run_dir = WORK / "runs" / "limit-pipeline"
+    seen = []
+    ended = threading.Event()
+
+    def look():
+        while not ended.wait(0.2):
+            version = noticed(run_dir / "queues" / "version.json").get("version", 0)
+            seen.append((version, time.monotonic(), busy_so_far(), trainer_so_far()))
+
+    watch = threading.Thread(target=look, daemon=True)
+    watch.start()
+    knobs = COMMON | PIPELINE | dict(steps=steps, save_every=0, seed=0)
+    runs.run_to_its_end("limit-pipeline", knobs, port)
+    ended.set()
+    watch.join()
+    # the first ones also warm up
+    within = [row for row in seen if 8 <= row[0] < steps]
+    versions, seconds, cpu, trainer = (np.ptp(column) for column in zip(*within))
+    samples = versions * COMMON["batch_size"]
+    return dict(busy=cpu / samples, train_busy=trainer / samples, samples_s=samples / seconds)
+
+
+def busy_so_far():
+    """CPU seconds of this machine that were not idle."""
+    times = psutil.cpu_times()
+    return times.user + times.nice + times.system + times.irq + times.softirq
+
+
+def trainer_so_far():
+    """CPU seconds of train.py, 0 if it does not run."""
+    for process in psutil.process_iter(["cmdline"]):
+        if "train.py" in (process.info["cmdline"] or []):
+            return sum(process.cpu_times()[:2])
+    return 0.0
+
+
+def together(seconds):
+    """What two processes get done, in units of one alone; the median of three tries."""
+    found = []
+    for _ in range(3):
+        with ProcessPoolExecutor(2) as pool:
+            alone = pool.submit(compute, seconds).result()
+            both = list(pool.map(compute, [seconds] * 2))
+        found.append(sum(both) / alone)
+    return float(np.median(found))
+
+
+def compute(seconds):
+    """How many rounds of Python's arithmetic go into so many seconds."""
+    end = time.monotonic() + seconds
+    rounds = 0
+    while time.monotonic() < end:
+        sum(i * i for i in range(20000))
+        rounds += 1
+    return rounds
+
+
 def lengths():
     """Of right answers of the task, tokens with the end, [N]."""
     tokenizer = AutoTokenizer.from_pretrained(runs.MODEL)
@@ -94,14 +158,14 @@ def lengths():
 
 
 def of_task(found, drawn):
-    """{r: {h: tokens/s}, core, beside, train1, train2: s a sample, tokens} -> rows of the table: G, s a sample, speed-up."""
+    """{r: {h: tokens/s}, core, train1, train2, busy: s a sample, tokens} -> rows of the table: G, s a sample, speed-up."""
     h = np.array([0, *map(int, found["r"])])
     speed = np.array([0.0, *found["r"].values()])
 
     def tokens_s(sequences):
         return np.interp(sequences, h, speed)
 
-    ours = max((found["core"] + found["beside"] + found["train1"]) / 2, found["core"])
+    ours = found["busy"] / 2
     train = min(found["train1"], found["train2"])
     rows = []
     for g in GENERATIONS:
@@ -119,21 +183,27 @@ def request(found):
 
 
 def equal_cost(found):
-    """The same machine, with a trainer as dear as generation."""
-    factor = (found["core"] + found["beside"]) / found["train1"]
-    return found | {k: found[k] * factor for k in ("train1", "train2")}
+    """The same machine, with a trainer as dear as the engine."""
+    more = found["core"] / found["train1"]
+    # in a pipeline's run training costs more than alone, like all the rest
+    busy = found["busy"] + (more - 1) * found["train_busy"]
+    return found | dict(busy=busy, train1=more * found["train1"], train2=more * found["train2"])
 
 
 def say(found):
     drawn = lengths()
     table(["sequences", "tokens/s"], [[h, f"{rate:.0f}"] for h, rate in found["r"].items()])
-    names = ("core", "beside", "train1", "train2")
+    names = ("core", "train1", "train2", "busy")
     table(
         ["ms a sample", *names, "request"],
         [
             [name, *(f"{1000 * costs[k]:.2f}" for k in names), f"{1000 * request(costs):.2f}"]
             for name, costs in cases(found).items()
         ],
+    )
+    print(
+        f"two processes do {found['two']:.2f} of what one does; the pipeline made {found['samples_s']:.0f} samples/s, "
+        f"{found['samples_s'] * found['busy'] / 2:.0%} of what its CPU time allows"
     )
     for name, costs in cases(found).items():
         rows = of_task(costs, drawn)
@@ -165,9 +235,10 @@ def main(argv=None):
             r={str(h): rate for h, rate in rates(seconds, a.port + 1).items()},
             tokens=cpu["tokens"],
             core=cpu["core"] / 1000,
-            beside=(cpu["server"] + cpu["actor"]) / 1000,
             train1=training(1, steps, a.port + 2),
             train2=training(2, steps, a.port + 3),
+            two=together(seconds / 3),
+            **pipeline(steps, a.port + 4),
         )
 
     wanted = {"limit": dict(COMMON | PIPELINE, quick=a.quick)}
