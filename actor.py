@@ -289,7 +289,7 @@ class Actor:
         if not said:
             return None
         self.version = said["version"]
-        self.engines.serve(said["engines"])
+        self.engines.serve(said["engines"], said.get("served", 0))
         self.engines.look()
         return said["position"]
 

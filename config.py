@@ -190,6 +190,8 @@ class Config:
     keep_last: int = 2
     # decoded rollouts per step in samples.jsonl
     samples_logged: int = 2
+    # what was trained in the last so many steps is kept, for tools/replay.py
+    keep_steps: int = 0
 
     # ---- machine
 
@@ -393,7 +395,7 @@ def need(ok, message):
 AT_LEAST_1 = "steps batch_size attempts concurrency row_tokens max_new_tokens tensor_parallel bucket_mb eval_attempts".split()
 NOT_NEGATIVE = (
     "max_lag conventional_g engines trainers eval_every eval_problems save_every keep_last "
-    "engine_threads trainer_threads overlong_buffer samples_logged mismatch_limit"
+    "engine_threads trainer_threads overlong_buffer samples_logged mismatch_limit keep_steps"
 ).split()
 
 

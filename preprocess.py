@@ -22,6 +22,7 @@ import numpy as np
 import config as cfg
 from plumbing.checkpoints import last_state
 from plumbing.doors import NewestVersion, RolloutCheck, lost_records
+from plumbing.kept import group_file
 from plumbing.ledger import Ledger
 from plumbing.log import last_words
 from plumbing.problems import wait_until_loaded
@@ -205,12 +206,18 @@ class Ring:
                 self.take(arrived)
             if drop_oldest and len(self.groups) > self.room:
                 self.drop(self.groups.popleft(), "ring_full")
-            self.rollouts.ack(seq)
+            self.rollouts.ack(seq, self.kept_as(record["index"]))
         if time.monotonic() - self.last_input > self.config.stall_timeout and not self.groups:
             seconds = self.config.stall_timeout
             raise TimeoutError(
                 f"preprocess: no rollouts in {self.rollouts.path} for {seconds:.0f} s"
             )
+
+    def kept_as(self, draw):
+        """Which file the record of a group becomes; None: it is deleted."""
+        if self.config.keep_steps:
+            run_dir = self.rollouts.path.parent.parent
+            return group_file(self.config, run_dir, draw)
 
     def in_order(self, record):
         """The records whose turn it is, now that this one is here."""

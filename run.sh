@@ -4,6 +4,7 @@
 #   bash run.sh [toy|countdown|guess|math|math-1x80|math-1x24] [--knob value ...]     train; the same command continues a stopped run
 #   bash run.sh serve --run NAME [--engines N]    engines of this machine for a run that is in progress; Ctrl-C takes them away
 #   bash run.sh --help                            every knob
+#   bash run.sh doctor [preset] [--knob value ...]    is what this configuration computes here what it should be? Minutes
 #   bash run.sh setup                             install only
 #
 # On several nodes: the same command on each, with NNODES, NODE_RANK and MASTER_ADDR set (or under srun, torchrun), and --out on
@@ -54,6 +55,7 @@ else
   [ "${1:-}" = --list ] || setup
 fi
 [ "${1:-}" = setup ] && exit 0
+[ "${1:-}" != doctor ] || { shift; exec "$PY" tools/doctor.py "$@"; }
 
 # ---- configuration: checked, written to out/<run>/config.json, turned into a list of processes
 # python -m plumbing.launch does that, takes the run's lock, and becomes `run.sh --list`: the lock is held until all has ended

@@ -272,6 +272,8 @@ def micro_batch(model, batch, version, config, device):
             "samples": is_sample.sum(),
             "reward": b["reward"].sum(),
             "success": (b["outcome"] == 0).sum(),
+            "signal": (b["advantage"] != 0).sum(),
+            "cut_off": (~b["finished"] & is_sample).sum(),
             "loss": loss,
             "entropy": (entropy * mask).sum(),
             "w": w.sum(),
@@ -358,6 +360,8 @@ def train_step(model, optimizers, batches, version, config, device):
         "tokens": int(total["row_tokens"]),
         "reward": total["reward"] / samples,
         "success": total["success"] / samples,
+        "signal": total["signal"] / samples,
+        "cut_off": total["cut_off"] / samples,
         "loss": total["loss"] / samples,
         "grad_norm": float(grad_norm),
         "lr": lr,
@@ -500,7 +504,9 @@ def train(config, run_dir, ranks):
                 log.step(config, state, metrics, reader.last, times, eta)
                 log.evaluations(reader.evaluations(), run_start)
             step_start = now
-            guards.look(version, metrics)
+            alarms = guards.look(version, metrics)
+            if ranks.rank == 0:
+                log.alarms(version, alarms)
             if updates_engines(config, version):
                 sender.push(version, state["position"])
             else:

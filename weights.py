@@ -75,7 +75,9 @@ class Sender:
         self.deliveries = 0
         # what queues/version.json says, under its lock
         vocabulary = model.get_input_embeddings().weight.shape[0]
-        self.said = dict(version=-1, engines=[], position={}, done=False, vocabulary=vocabulary)
+        self.said = dict(
+            version=-1, served=-1, engines=[], position={}, done=False, vocabulary=vocabulary
+        )
         self.said_lock = threading.Lock()
         # the weights in `flats`, under their lock, and what is known of them
         self.flats_lock = threading.Lock()
@@ -184,7 +186,7 @@ class Sender:
         with self.said_lock:
             if values["version"] < self.said["version"]:
                 # the trainer is ahead of what has just been delivered
-                values = dict(engines=values["engines"])
+                values = dict(engines=values["engines"], served=values["served"])
             self.said |= values
             notice(self.version_file, **self.said)
 
@@ -304,5 +306,10 @@ class Sender:
         urls = [url for url, _ in answers]
         if urls:
             # else all go on with the weights they have, and are asked again
-            self._say(version=self.version, engines=urls, position=self.position)
+            self._say(
+                version=self.version,
+                served=self.version,
+                engines=urls,
+                position=self.position,
+            )
         return [answer["pause_s"] for answer in answers.values()]

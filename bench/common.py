@@ -69,6 +69,20 @@ def measured(path, wanted, measure, reuse=True):
     return {key: kept[key] for key in wanted if key in kept}
 
 
+def copy_sources(folder):
+    """The sources in this folder, anew, for what changes them; it shares the models. Returns it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for part in ("plumbing", "tasks", "tools"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    top = [ROOT / name for name in ("run.sh", "pyproject.toml", "requirements.txt")]
+    for path in (*ROOT.glob("*.py"), *top):
+        shutil.copy(path, folder)
+    (folder / "out").mkdir()
+    (folder / "out" / "models").symlink_to(ROOT / "out" / "models")
+    return folder
+
+
 def _interrupted(*_):
     sys.exit(f"{sys.argv[0]}: terminated; the same command does what is missing")
 

@@ -16,7 +16,6 @@ a copy of the repository: it is no knob of the project. Runs and scores: bench/r
 
 import functools
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +24,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import runs
-from bench.common import ROOT, WORK, band, panels, save_figure, table
+from bench.common import ROOT, WORK, band, copy_sources, panels, save_figure, table
 from bench.compare import row_of, signed
 from bench.curves import written
 from bench.runs import COMMON, PIPELINE, QUICK, conventional, places, scores_of
@@ -47,16 +46,7 @@ SETTINGS = {
 
 def patched_copy():
     """The sources in out/bench/old_tokens, with the patch; returns that folder."""
-    folder = WORK / "old_tokens"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    for part in ("plumbing", "tasks", "tools"):
-        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
-    top = [ROOT / name for name in ("run.sh", "pyproject.toml", "requirements.txt")]
-    for path in (*ROOT.glob("*.py"), *top):
-        shutil.copy(path, folder)
-    (folder / "out").mkdir()
-    (folder / "out" / "models").symlink_to(ROOT / "out" / "models")
+    folder = copy_sources(WORK / "old_tokens")
     # not as part of the repository around it
     environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
     subprocess.run(["git", "apply", str(PATCH)], cwd=folder, env=environment, check=True)

@@ -33,8 +33,11 @@ def newest(run_dir):
 def last_state(run_dir):
     """Where a run goes on from: the newest checkpoint's state.json, or that of a new run."""
     path = newest(run_dir)
-    if path is None:
-        return dict(NEW_RUN)
+    return state_of(path) if path else dict(NEW_RUN)
+
+
+def state_of(path):
+    """The run's state as a checkpoint keeps it."""
     return NEW_RUN | json.loads((path / "trainer" / "state.json").read_text())
 
 
@@ -122,15 +125,15 @@ def _write_hugging_face(config, model, full, folder):
     AutoTokenizer.from_pretrained(config.model).save_pretrained(folder)
 
 
-def restore(run_dir, model, optimizers, rank):
-    """Load the newest checkpoint into model and optimizers; returns `last_state`."""
+def restore(run_dir, model, optimizers, rank, path=None):
+    """Load a checkpoint, the newest one by default, into model and optimizers; returns its state, as `last_state`."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    path = newest(run_dir)
+    path = path or newest(run_dir)
     if path is None:
-        return last_state(run_dir)
+        return dict(NEW_RUN)
     weights, optimizer_state = get_state_dict(model, optimizers)
     states = {"model": weights, "optimizer": optimizer_state}
     dcp.load(states, checkpoint_id=path / "trainer")
@@ -147,7 +150,7 @@ def restore(run_dir, model, optimizers, rank):
         torch.set_rng_state(saved["cpu"])
         if "cuda" in saved and torch.cuda.is_available():
             torch.cuda.set_rng_state(saved["cuda"])
-    return last_state(run_dir)
+    return state_of(path)
 
 
 def _random_state():

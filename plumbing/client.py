@@ -48,6 +48,8 @@ class Engines:
         self.vocabulary = vocabulary
         self.newest = newest
         self.serving = []
+        # the version that all of them have, at least
+        self.served = 0
         # by url: sequences in progress; before this time no work; HTTP connections
         self.load = Counter()
         self.rest_until = Counter()
@@ -69,8 +71,9 @@ class Engines:
         """Sequences that all engines together hold."""
         return len(self.serving) * self.config.concurrency
 
-    def serve(self, urls):
-        """These engines serve the trainer's weights now. Requests of one that does no more move."""
+    def serve(self, urls, version=0):
+        """These engines serve the trainer's weights of this version now. Requests of one that does no more move."""
+        self.served = version
         for url in self.serving:
             if url not in urls:
                 self._drop(url, "was dropped by the trainer")
@@ -185,6 +188,7 @@ class Engines:
     async def _ask(self, url, body):
         """One request and its answer, checked. Raises BadAnswer, EngineGone, and what aiohttp does."""
         asked = body["sampling_params"]["max_tokens"]
+        served = self.served
         try:
             async with self._session(url).post(
                 url + "/inference/v1/generate",
@@ -202,6 +206,10 @@ class Engines:
         if answer.status != 200:
             raise ValueError(f"{answer.status} {words}")
         sampled = read_answer(content, asked, self.stop, self.vocabulary, self.newest)
+        if sampled["versions"][0] < served:
+            raise BadAnswer(
+                "old_weights", f"version {sampled['versions'][0]}, all engines have {served}"
+            )
         self.tokens += len(sampled["tokens"])
         return sampled | dict(engine=url)
 

@@ -1,55 +1,70 @@
-"""What ends a run that has gone wrong without a crash.
+"""What ends a run that has gone wrong without a crash, and what it warns of.
 
-Deliberately absent: anything that changes a step; train.py leaves the weights as they are when a
-gradient is not finite, whether or not somebody looks.
+`Guards` looks at the metrics of every step, on every rank alike. Two things end a run: gradients that are not finite,
+and a trainer that computes other logprobs than the engines did. The others may be what somebody wants: they are said
+once, when they have lasted, and are in metrics.jsonl as `alarms`. Deliberately absent: anything that changes a step;
+train.py leaves the weights as they are when a gradient is not finite, whether or not somebody looks.
 """
 
 import math
+from collections import Counter
 
+# steps in a row after which a run ends, and after which an alarm is given
 IN_A_ROW = 3
+LASTING = 10
+LOWEST_ESS = 0.3
+MOST_CUT_OFF = 0.95
 
 
 class Guards:
-    """Looks at the metrics of every step, on every rank alike."""
+    """Counts steps in a row in which the same thing was wrong."""
 
     def __init__(self, config):
         self.limit = config.highest_mismatch
-        # steps in a row
-        self.not_finite = 0
-        self.mismatched = 0
+        self.in_a_row = Counter()
 
     def look(self, version, metrics):
-        """Raise RuntimeError at the third step in a row that went wrong in the same way."""
-        self._look_at_gradient(version, metrics)
-        self._look_at_mismatch(metrics["mismatch"])
-
-    def _look_at_gradient(self, version, metrics):
-        if math.isfinite(metrics["grad_norm"]):
-            self.not_finite = 0
-            return
-        self.not_finite += 1
-        print(
-            f"train: step {version} has a gradient that is not finite (loss {metrics['loss']}): "
-            "weights left as they are",
-            flush=True,
-        )
-        if self.not_finite == IN_A_ROW:
+        """What lasts too long, as words; most often none. Raises RuntimeError at what ends the run."""
+        if not math.isfinite(metrics["grad_norm"]):
+            print(
+                f"train: step {version} has a gradient that is not finite (loss {metrics['loss']}): "
+                "weights left as they are",
+                flush=True,
+            )
+        if self._lasts("not_finite", not math.isfinite(metrics["grad_norm"]), IN_A_ROW):
             raise RuntimeError(
                 f"train: {IN_A_ROW} steps in a row had gradients that are not finite: lower --lr, or look at the samples"
             )
-
-    def _look_at_mismatch(self, mismatch):
-        # a step without a sample of lag 0 says nothing
-        if mismatch is None:
-            return
-        if mismatch <= self.limit:
-            self.mismatched = 0
-            return
-        # above it, or not a number
-        self.mismatched += 1
-        if self.mismatched == IN_A_ROW:
+        mismatch = metrics["mismatch"]
+        # a step without a sample of lag 0 says nothing; a difference may also be no number
+        differs = mismatch is not None and not mismatch <= self.limit
+        if mismatch is not None and self._lasts("mismatch", differs, IN_A_ROW):
             raise RuntimeError(
                 f"train: mismatch was above {self.limit:g} nats in {IN_A_ROW} steps, it is {mismatch:.1e}: what samples is not what "
                 "is trained. Look at the model's family (README), at --dtype and --head_float32, at logs/engine*.log; "
-                "--mismatch_limit moves the limit"
+                "--mismatch_limit moves the limit; `bash run.sh doctor` looks closer"
             )
+        return self._alarms(metrics)
+
+    def _alarms(self, metrics):
+        found = []
+        if self._lasts("ess", metrics["ess"] < LOWEST_ESS, IN_A_ROW):
+            found.append(
+                f"effective sample size {metrics['ess']:.2f}: data is too old for this learning rate: lower --max_lag or --lr"
+            )
+        if self._lasts("signal", metrics["signal"] == 0, LASTING):
+            found.append(
+                f"no group of {LASTING} steps had two different rewards (mean {metrics['reward']:.3g}): the reward function is "
+                "constant, or problems are all too easy or too hard"
+            )
+        if self._lasts("cut_off", metrics["cut_off"] > MOST_CUT_OFF, LASTING):
+            found.append(
+                f"{metrics['cut_off']:.0%} of the answers of {LASTING} steps were cut off: raise --max_new_tokens, or the model "
+                "does not know how to stop"
+            )
+        return found
+
+    def _lasts(self, name, is_wrong, steps):
+        """Has it been wrong in exactly so many steps in a row by now?"""
+        self.in_a_row[name] = self.in_a_row[name] + 1 if is_wrong else 0
+        return self.in_a_row[name] == steps

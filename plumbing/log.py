@@ -101,6 +101,12 @@ class MetricsLog:
             flush=True,
         )
 
+    def alarms(self, version, alarms):
+        """Say what lasts too long, and write it down."""
+        for words in alarms:
+            print(f"train: ALARM: {words}", flush=True)
+            self._write({"alarm": words, "version": version})
+
     def evaluations(self, lines, run_start):
         """Write evaluations of the actor; they come late, so that they have no step of their own.
 

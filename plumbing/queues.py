@@ -12,6 +12,7 @@ misses a name lists the directory before it believes it. Deliberately absent: a 
     python bench/queues.py
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -127,9 +128,14 @@ class Queue:
                 )
             time.sleep(POLL)
 
-    def ack(self, seq: int) -> None:
-        """The record of this number is dealt with: delete it."""
-        self._file(seq).unlink(missing_ok=True)
+    def ack(self, seq: int, keep: Path | None = None) -> None:
+        """The record of this number is dealt with: delete it, or make it this file of the same file system."""
+        if keep is None:
+            self._file(seq).unlink(missing_ok=True)
+            return
+        keep.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(self._file(seq), keep)
 
     def _file(self, number: int) -> Path:
         return self.path / f"{number:010d}.safetensors"
@@ -163,7 +169,7 @@ class Queue:
     def _read(self, file: Path) -> dict:
         """Raises Refused, or FileNotFoundError."""
         try:
-            return _unpack(_content(file, self.largest))
+            return read_record(file, self.largest)
         except FileNotFoundError:
             raise
         except OSError as e:
@@ -200,6 +206,11 @@ def _pack(record: dict) -> dict:
     rest = {k: v for k, v in record.items() if k not in arrays}
     arrays["json"] = np.frombuffer(json.dumps(rest).encode(), dtype=np.uint8)
     return arrays
+
+
+def read_record(file: Path, largest: int = 1 << 30) -> dict:
+    """The record in a file. Raises ValueError and others if it is none."""
+    return _unpack(_content(file, largest))
 
 
 def _unpack(content: bytes) -> dict:

@@ -7,6 +7,7 @@ more, or the run is to stop, rank 0 decides for all. Every wait has a deadline.
 import time
 from pathlib import Path
 
+from plumbing import kept
 from plumbing.queues import Queue
 from plumbing.ranks import Stopped
 from plumbing.samples import most_bytes
@@ -28,6 +29,7 @@ class Reader:
 
         queues = Path(run_dir, "queues")
         self.config = config
+        self.run_dir = run_dir
         self.ranks = ranks
         self.check = check
         self.batch_check = BatchCheck(config, vocabulary)
@@ -57,7 +59,16 @@ class Reader:
             if record["last"]:
                 self.last = record
             yield record
-            self.batches.ack(seq)
+            self.batches.ack(seq, self._kept_as(record))
+
+    def _kept_as(self, record):
+        """Which file a micro-batch becomes that is dealt with; None: it is deleted."""
+        if not self.config.keep_steps:
+            return None
+        step = record["step"] + 1
+        if record["row"] == 0:
+            kept.begin_step(self.config, self.run_dir, step, self.ranks.rank)
+        return kept.batch_file(self.run_dir, step, self.ranks.rank, record["row"])
 
     def _next(self):
         """The next record of this rank, (seq, record). Collective; raises Stopped on all ranks."""

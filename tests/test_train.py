@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import subprocess
 import sys
 import types
@@ -580,6 +581,7 @@ def test_the_state_counts_steps_that_were_skipped_too():
 
 
 GOOD = {"grad_norm": 1.0, "loss": 0.0, "mismatch": 1e-3}
+GOOD |= {"ess": 1.0, "signal": 0.5, "cut_off": 0.0, "reward": 0.3}
 
 
 @pytest.mark.parametrize(
@@ -608,6 +610,31 @@ def test_a_step_without_a_measured_mismatch_says_nothing():
     lenient = Guards(knobs(dtype="float32", mismatch_limit=2.0))
     for _ in range(4):
         lenient.look(1, bad)
+
+
+@pytest.mark.parametrize(
+    "wrong,steps,words",
+    [
+        ({"ess": 0.29}, 3, "effective sample size 0.29: .*--max_lag"),
+        ({"signal": 0.0}, 10, "no group of 10 steps had two different rewards .mean 0.3."),
+        (
+            {"cut_off": 0.96},
+            10,
+            "96% of the answers of 10 steps were cut off: raise --max_new_tokens",
+        ),
+    ],
+)
+def test_what_lasts_is_said_once(wrong, steps, words):
+    guards = Guards(knobs(dtype="float32"))
+    said = [guards.look(k, GOOD | wrong) for k in range(steps - 1)]
+    # one good step, and it begins again
+    said += [
+        guards.look(k, metrics) for k, metrics in enumerate([GOOD] + [GOOD | wrong] * (steps - 1))
+    ]
+    assert said == [[]] * len(said)
+    [alarm] = guards.look(99, GOOD | wrong)
+    assert re.match(words, alarm)
+    assert guards.look(100, GOOD | wrong) == []
 
 
 # ---- attention

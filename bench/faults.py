@@ -1,0 +1,255 @@
+"""Which silent faults do the doctor and a run's own guards find? Each one put into a copy of the sources, by a few changed words.
+
+    python bench/faults.py [--only mask_shifted,top_k] [--steps 20] [--port 8940]
+
+Every fault: `bash run.sh doctor toy` (or what the fault needs), and a run of 20 steps whose alarms and end are looked at.
+`none`, the sources as they are, on three seeds, must raise nothing. Prints a table and leaves bench/results/faults.json.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from bench.common import WORK, copy_sources, measured, parser, result_file, table
+
+# name: (file, words, what they become, knobs that show it)
+FAULTS = {
+    "none": None,
+    "none, seed 1": (None, None, None, "--seed 1"),
+    "none, seed 2": (None, None, None, "--seed 2"),
+    "none, guess": (
+        None,
+        None,
+        None,
+        "--task guess --max_new_tokens 90 --max_model_len 256 --row_tokens 1024",
+    ),
+    "none, two engines": (None, None, None, "--engines 2"),
+    "update skipped in one engine": (
+        "plumbing/engine.py",
+        "        if inbox.plan:\n            inbox.plan.swap()\n",
+        "        if self.rank == 2:\n            return\n        if inbox.plan:\n            inbox.plan.swap()\n",
+        "--engines 2",
+    ),
+    "update skipped in one worker": (
+        "plumbing/engine.py",
+        "        if inbox.plan:\n            inbox.plan.swap()\n",
+        "        if self.rank == 2:\n            return\n        if inbox.plan:\n            inbox.plan.swap()\n",
+        "--tensor_parallel 2",
+    ),
+    "temperature of the engine": (
+        "plumbing/client.py",
+        "            temperature=temperature,\n",
+        "            temperature=0.8 * temperature,\n",
+        "",
+    ),
+    "temperature of the trainer": (
+        "train.py",
+        '    temperature = batch["temperature"][sequence_ids]\n',
+        '    temperature = 0.8 * batch["temperature"][sequence_ids]\n',
+        "",
+    ),
+    "top-k of the engine": (
+        "plumbing/client.py",
+        "            temperature=temperature,\n",
+        "            temperature=temperature,\n            top_k=3,\n",
+        "",
+    ),
+    "raw logprobs": (
+        "plumbing/launch.py",
+        "--logprobs-mode processed_logprobs",
+        "--logprobs-mode raw_logprobs",
+        "--temperature 0.8",
+    ),
+    "versions off by one": (
+        "plumbing/engine.py",
+        "            engine.update_weight_version(version),\n",
+        "            engine.update_weight_version(str(max(int(version) - 1, 0))),\n",
+        "",
+    ),
+    "stale prefix": (
+        "plumbing/generate.py",
+        '    salt = request if order.cache_salt is None else f"{group}/{order.cache_salt}"\n',
+        '    salt = "0"\n',
+        "--task guess --max_new_tokens 90 --max_model_len 256 --row_tokens 1024",
+    ),
+    "tied head not updated": (
+        "plumbing/plan.py",
+        "        for layer, ready in zip(self.packed, self.ready):\n",
+        "        for layer, ready in list(zip(self.packed, self.ready))[:-1]:\n",
+        "",
+    ),
+    "mask shifted": (
+        "plumbing/samples.py",
+        "        mask = np.array(self.mask, bool)\n",
+        "        mask = np.roll(np.array(self.mask, bool), -1)\n        mask[0] = False\n",
+        "",
+    ),
+    "mask shifted in the trainer": (
+        "train.py",
+        '    mask = b["mask"] & ~late  # [T] bool: tokens the engine sampled, and recently enough\n',
+        '    mask = b["mask"].roll(-1) & b["mask"] & ~late\n',
+        "",
+    ),
+    "stop token untrained": (
+        "plumbing/samples.py",
+        "        mask = np.array(self.mask, bool)\n",
+        "        mask = np.array(self.mask, bool)\n        mask[-1] = False\n",
+        "",
+    ),
+    "separator lost between turns": (
+        "plumbing/prompts.py",
+        '        return self.tokenizer(text, add_special_tokens=False)["input_ids"]\n',
+        '        return self.tokenizer(text.strip(), add_special_tokens=False)["input_ids"]\n',
+        "--task guess --max_new_tokens 90 --max_model_len 256 --row_tokens 1024",
+    ),
+    "advantages with the wrong sign": (
+        "preprocess.py",
+        '            sample["advantage"] = advantage\n',
+        '            sample["advantage"] = -advantage\n',
+        "",
+    ),
+    "advantages of the neighbour": (
+        "preprocess.py",
+        "        for sample, advantage in zip(samples, of_group):\n",
+        "        for sample, advantage in zip(samples, np.roll(of_group, 1)):\n",
+        "",
+    ),
+    "loss divided twice": (
+        "train.py",
+        '            p.grad /= tokens if config.normalizer == "tokens" else samples\n',
+        "            p.grad /= 2 * samples\n",
+        "",
+    ),
+    "reference of other weights": (
+        "preprocess.py",
+        "    model = load_model(config, getattr(torch, config.dtype)).to(device).eval()\n",
+        "    model = load_model(config, getattr(torch, config.dtype)).to(device).eval()\n"
+        "    with torch.no_grad():\n        for p in model.parameters():\n            p.mul_(1.01)\n",
+        "--kl_coef 0.01",
+    ),
+    "optimizer state lost on resume": (
+        "plumbing/checkpoints.py",
+        '        optim_state_dict=states["optimizer"],\n',
+        "        optim_state_dict=get_state_dict(model, optimizers)[1],\n",
+        "",
+    ),
+    "one seed for all requests": (
+        "plumbing/client.py",
+        "            seed=seed,\n",
+        "            seed=0,\n",
+        "",
+    ),
+    "one seed for all engines": (
+        "plumbing/launch.py",
+        '            "--seed": c.seed + i,\n',
+        '            "--seed": c.seed,\n',
+        "--engines 2",
+    ),
+    "problems repeated after resume": (
+        "actor.py",
+        "        sampler = Sampler(problems, cfg.task_weights(c.task), c.seed, saved)\n",
+        "        sampler = Sampler(problems, cfg.task_weights(c.task), c.seed, None)\n",
+        "",
+    ),
+    "reward arguments swapped": (
+        "actor.py",
+        "        verdict = await self.sandbox.score(task, problem, text, finished)\n",
+        '        verdict = await self.sandbox.score(task, problem | {"answer": text}, problem["answer"] * 2, finished)\n',
+        "",
+    ),
+    "rewards of another problem": (
+        "actor.py",
+        "        verdict = await self.sandbox.score(task, problem, text, finished)\n",
+        "        self.last, problem = problem, getattr(self, 'last', problem)\n"
+        "        verdict = await self.sandbox.score(task, problem, text, finished)\n",
+        "",
+    ),
+    "evaluation on training problems": (
+        "tasks/toy.py",
+        '    if split == "test":\n        return test\n',
+        '    if split == "test":\n        return problems("train", seed)[:1000]\n',
+        "",
+    ),
+}
+
+
+def copy_with(fault):
+    """The sources in out/bench/faults, with the fault; returns that folder. RuntimeError if its words are not there once."""
+    folder = copy_sources(WORK / "faults")
+    name, words, become, _ = fault or (None,) * 4
+    if name:
+        text = (folder / name).read_text()
+        if text.count(words) != 1:
+            raise RuntimeError(f"faults: {name} has {words!r} {text.count(words)} times")
+        (folder / name).write_text(text.replace(words, become))
+    return folder
+
+
+def run(folder, arguments, log):
+    """`bash run.sh ...` there: (exit code, its output)."""
+    command = ["bash", "run.sh", *arguments]
+    environment = os.environ | {"PIPELINE_PYTHON": sys.executable}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    (folder / "out" / log).write_text(done.stdout + done.stderr)
+    return done.returncode, done.stdout + done.stderr
+
+
+def look(name, steps, port):
+    """What the doctor and a run say of a fault."""
+    fault = FAULTS[name]
+    folder = copy_with(fault)
+    knobs = fault[3].split() if fault else []
+    start = time.monotonic()
+    code, said = run(folder, ["doctor", "toy", *knobs, "--port", str(port)], "doctor.log")
+    report = folder / "out" / "doctor-toy" / "doctor.json"
+    failed = []
+    if report.exists():
+        findings = json.loads(report.read_text())["findings"]
+        failed = [f["check"] for f in findings if f["ok"] is False]
+    found = dict(doctor=failed, code=code, seconds=time.monotonic() - start)
+    if not report.exists():
+        # a run's own end, before there was anything to examine
+        found["doctor"] = [" ".join(said.strip().splitlines()[-1:])[:200] or "ended"]
+    again = ["toy", *knobs, "--steps", str(steps), "--eval_every", "0", "--eval_problems", "8"]
+    code, said = run(folder, [*again, "--port", str(port), "--run", "guards"], "guards.log")
+    alarms = re.findall(r"ALARM: (.{0,60})|(mismatch was above)", said)
+    metrics = folder / "out" / "guards" / "metrics.jsonl"
+    lines = [json.loads(x) for x in metrics.read_text().splitlines()] if metrics.exists() else []
+    reached = max((line["step"] for line in lines if "step" in line), default=0)
+    found["guards"] = [a or b for a, b in alarms] or (["the run ended"] if code else [])
+    found["step"] = reached
+    return found
+
+
+def main(argv=None):
+    p = parser(__doc__)
+    p.add_argument("--only", help="names, with commas between them")
+    p.add_argument("--steps", type=int, default=20)
+    p.add_argument("--port", type=int, default=8940)
+    p.add_argument("--plot", action="store_true", help="no runs: what is there")
+    a = p.parse_args(argv)
+    names = a.only.split(",") if a.only else list(FAULTS)
+    wanted = {name: dict(fault=FAULTS[name], steps=a.steps) for name in names}
+
+    def measure(name, _):
+        found = look(name, a.steps, a.port)
+        print(f"{name}: doctor {found['doctor']}, guards {found['guards']}", flush=True)
+        return found
+
+    results = measured(result_file(a, "faults"), wanted, None if a.plot else measure, True)
+    rows = []
+    for name, found in results.items():
+        guards = f"{found['guards'][0]} (step {found['step']})" if found["guards"] else "-"
+        rows.append(
+            [name, "; ".join(found["doctor"]) or "-", guards, f"{found['seconds'] / 60:.1f}"]
+        )
+    table(["fault", "doctor", "guards of a run", "min"], rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""A step again: --keep_steps, and tools/replay.py on runs of the real trainer."""
+
+import json
+
+import pytest
+from test_ranks import run_trainer, write_run
+
+from plumbing import kept
+from tools import replay
+
+# as run.sh fills it in
+ALONE = dict(nodes=("127.0.0.1",), engines=1, trainer_threads=1)
+
+
+@pytest.fixture(scope="module")
+def kept_run(tmp_path_factory, base_model):
+    """Six steps of one rank, checkpoints at 3 and 6, micro-batches of the last four kept."""
+    run_dir = write_run(tmp_path_factory.mktemp("kept"), "kept", base_model, keep_steps=4, **ALONE)
+    run_trainer(run_dir)
+    return run_dir
+
+
+def test_micro_batches_of_the_last_steps_are_kept(kept_run):
+    folders = sorted(path.name for path in (kept_run / "kept").glob("step_*"))
+    assert folders == ["step_000003", "step_000004", "step_000005", "step_000006"]
+    lines = [json.loads(x) for x in (kept_run / "metrics.jsonl").read_text().splitlines()]
+    samples = {line["step"]: line["samples"] for line in lines if "step" in line}
+    for step in range(3, 7):
+        found = sum(len(batch["lengths"]) for batch in kept.batches(kept_run, step))
+        assert found == samples[step] - samples.get(step - 1, 0)
+    assert not any((kept_run / "queues" / "batches" / "rank_0").iterdir())
+
+
+@pytest.mark.parametrize("step", [4, 6])
+def test_a_step_comes_out_alike_bit_for_bit(kept_run, step, capsys):
+    assert replay.main([str(kept_run), "--step", str(step)]) == []
+    said = capsys.readouterr().out
+    assert "step_000003" in said
+    assert ("are the same, bit for bit" in said) == (step == 6)
+
+
+def test_another_loss_is_shown_token_by_token(kept_run, capsys):
+    replay.main([str(kept_run), "--step", "4", "--loss", "icepop", "--samples", "2"])
+    said = capsys.readouterr().out
+    assert "reinforce [0, 5] and icepop [0.5, 5]: the loss of" in said
+    assert said.count("advantage") == 2
+
+
+def test_a_step_that_was_not_kept_is_named(kept_run):
+    with pytest.raises(
+        SystemExit, match="replay: .*step_000002: nothing is kept of step 2: --keep_steps"
+    ):
+        replay.main([str(kept_run), "--step", "2"])
+
+
+def test_several_ranks_come_out_alike(tmp_path, base_model):
+    run_dir = write_run(tmp_path, "two", base_model, 2, keep_steps=9, **ALONE)
+    run_trainer(run_dir, ranks=2)
+    assert replay.main([str(run_dir), "--step", "5"]) == []

@@ -1,0 +1,267 @@
+"""Five minutes on your machine, with your model, before you spend a week: is what a run computes what it should be?
+
+    bash run.sh doctor [preset] [--any knob]
+
+Two short real runs of that configuration, with its engines, trainer ranks and tasks, in out/doctor-<run>: in the first
+one an engine is killed, then it is interrupted; the second one continues it, with --recompute_kv. Everything that the
+stages handed on is kept (--keep_steps), and computed once more by tools/plain.py: sequence by sequence, with Hugging
+Face's own model. The newest checkpoint is evaluated by an engine of its own. Prints a table and leaves
+out/doctor-<run>/doctor.json; exit code 1 if something FAILs.
+
+The checks are in tools/checks.py. Deliberately absent: whether anything is learnt; tasks' own correctness.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import psutil
+import torch
+from transformers.utils import logging
+
+import config as cfg
+from plumbing import checkpoints, hardware
+from plumbing.queues import noticed
+from tools import plain
+from tools.checks import CHECKS, Case, Finding
+
+# versions that the two runs make, at least
+FIRST, SECOND = 3, 3
+# groups of a step at most
+GROUPS = 8
+
+logging.disable_progress_bar()
+
+
+# ---- the two runs
+
+
+class Watch:
+    """A short run from outside: its processes' memory, and where it is."""
+
+    def __init__(self, command, run_dir):
+        self.run_dir = run_dir
+        self.process = subprocess.Popen(
+            command, cwd=cfg.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        os.set_blocking(self.process.stdout.fileno(), False)
+        self.memory = {}
+        self.said = []
+
+    @property
+    def version(self):
+        return noticed(self.run_dir / "queues" / "version.json").get("version", -1)
+
+    def look(self):
+        """Once a second; the run's lines are kept, for when it fails."""
+        for line in self.process.stdout.readlines():
+            self.said.append(line.rstrip())
+        for name, used, total in memory_of(self.process.pid):
+            before = self.memory.get(name, (0, total))[0]
+            self.memory[name] = (max(before, used), total)
+
+    def until(self, condition, seconds, what):
+        """Wait. Raises RuntimeError with the run's last lines if it ends, or that does not come."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            self.look()
+            ended = self.process.poll() is not None
+            if ended or time.monotonic() > deadline:
+                self.stop()
+                why = "the run ended" if ended else f"not within {seconds:.0f} s"
+                last = "\n  ".join(self.said[-15:])
+                raise RuntimeError(f"doctor: {what}: {why}; its last lines:\n  {last}")
+            time.sleep(0.2)
+
+    def end(self, seconds):
+        """Wait for its end; returns the exit code."""
+        deadline = time.monotonic() + seconds
+        while self.process.poll() is None and time.monotonic() < deadline:
+            self.look()
+            time.sleep(0.2)
+        self.look()
+        if self.process.poll() is None:
+            self.stop()
+        return self.process.returncode
+
+    def stop(self):
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGINT)
+            self.process.wait(120)
+
+
+def memory_of(pid):
+    """[(role or GPU, bytes used, bytes there are)] now."""
+    found = []
+    if hardware.gpu_count():
+        ask = [
+            "nvidia-smi",
+            "--query-gpu=index,memory.used,memory.total",
+            "--format=csv,noheader,nounits",
+        ]
+        for line in subprocess.run(ask, capture_output=True, text=True).stdout.splitlines():
+            index, used, total = (int(x) for x in line.split(","))
+            found.append((f"GPU {index}", used << 20, total << 20))
+        return found
+    used = 0
+    # processes end while they are looked at
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(pid).children(recursive=True):
+            used += process.memory_info().rss
+    return [("all processes", used, psutil.virtual_memory().total)]
+
+
+def kill_engine(run_dir, port):
+    """SIGKILL to the engine that listens there; returns its process id."""
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        serves = "vllm.entrypoints.openai.api_server" in words and "plumbing.supervise" not in words
+        if serves and words[words.index("--port") + 1] == str(port):
+            process.kill()
+            return process.pid
+
+
+def run_twice(c, argv):
+    """The two runs; returns what was seen from outside, and the version of the interruption."""
+    run_dir = Path(c.out, c.run)
+    command = ["bash", "run.sh", *argv]
+    watched = {}
+    first = Watch([*command, "--fresh", "True"], run_dir)
+    first.until(lambda: first.version >= 1, 2 * c.start_timeout, "the first weights")
+    listed = run_dir / "engines" / "engine0.json"
+    before = noticed(listed).get("started")
+    kill_engine(run_dir, c.port)
+    killed = time.monotonic()
+
+    def is_back():
+        entry = noticed(listed)
+        serving = noticed(run_dir / "queues" / "version.json").get("engines", [])
+        return entry and entry["started"] != before and entry["url"] in serving
+
+    first.until(
+        lambda: is_back() and first.version >= FIRST,
+        2 * c.start_timeout,
+        "a killed engine's return",
+    )
+    watched["killed"] = f"served again after {time.monotonic() - killed:.0f} s"
+    watched["back"] = True
+    os.killpg(first.process.pid, signal.SIGINT)
+    first.end(c.start_timeout)
+    continued = checkpoints.last_state(run_dir)["version"]
+    steps = continued + SECOND
+    second = Watch([*command, "--steps", str(steps), "--recompute_kv", "True"], run_dir)
+    code = second.end(2 * c.start_timeout)
+    if code:
+        last = "\n  ".join(second.said[-15:])
+        raise RuntimeError(
+            f"doctor: the continued run ended with exit code {code}; its last lines:\n  {last}"
+        )
+    memory = {}
+    for seen in (first.memory, second.memory):
+        for name, (used, total) in seen.items():
+            memory[name] = (max(used, memory.get(name, (0, 0))[0]), total)
+    return watched | {"memory": memory}, continued
+
+
+def knobs_of(argv, gpus):
+    """(Config, arguments of run.sh): the user's, made short. Raises ConfigError."""
+    c = cfg.parse(argv, gpus, gpu_gb=hardware.gpu_memory_gb() or 80.0)
+    groups = min(GROUPS, c.groups_per_step)
+    own = dict(
+        run=f"doctor-{c.run}",
+        steps=10000,
+        batch_size=groups * c.attempts,
+        # bfloat16 hides what a small step changes
+        lr=c.lr if c.dtype == "float32" or not gpus else max(c.lr, 1e-4),
+        warmup_steps=0,
+        lr_schedule="constant",
+        no_signal="keep",
+        eval_every=0,
+        eval_problems=4,
+        save_every=1,
+        keep_last=0,
+        keep_steps=10000,
+    )
+    words = list(argv)
+    for knob, value in own.items():
+        words += [f"--{knob}", str(value)]
+    return cfg.parse(words, gpus, gpu_gb=hardware.gpu_memory_gb() or 80.0), words
+
+
+def examine(c, watched, continued):
+    """All checks -> [Finding]. A check that breaks off has failed."""
+    run_dir = Path(c.out, c.run)
+    c = cfg.load(str(run_dir))
+    lines = [json.loads(text) for text in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = {line["step"]: line for line in lines if "step" in line}
+    # torch's, of loading a checkpoint in one process
+    warnings.filterwarnings("ignore", module="torch")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    weights = plain.Weights(c, run_dir, device)
+    case = Case(c, run_dir, plain.Recording(c, run_dir, steps, weights), continued, watched)
+    findings = []
+    for check in CHECKS:
+        name = check.__name__.removeprefix("check_").replace("_", " ")
+        print(f"doctor: {name} ...", flush=True)
+        try:
+            findings += check(case)
+        except Exception as e:
+            findings.append(
+                Finding(
+                    name, f"{type(e).__name__}: {e}"[:150], "", False, "the check itself broke off"
+                )
+            )
+    return findings
+
+
+def show(findings):
+    """The table; what to do for what fails."""
+    width = max(len(f.check) for f in findings)
+    for f in findings:
+        limit = f" (limit {f.limit})" if f.limit else ""
+        print(f"{f.word:>4}  {f.check:<{width}}  {f.figure}{limit}")
+    for f in findings:
+        if f.ok is False:
+            print(f"FAIL {f.check}: {f.advice}")
+
+
+def main(argv):
+    gpus = hardware.gpu_count()
+    start = time.monotonic()
+    try:
+        c, words = knobs_of(argv, gpus)
+        print(
+            f"doctor: two short runs in {Path(c.out, c.run)}, then everything is computed again",
+            flush=True,
+        )
+        watched, continued = run_twice(c, words)
+    except (cfg.ConfigError, RuntimeError) as e:
+        sys.exit(f"{e}")
+    ran = time.monotonic() - start
+    findings = examine(c, watched, continued)
+    show(findings)
+    failed = [f.check for f in findings if f.ok is False]
+    path = Path(c.out, c.run, "doctor.json")
+    saved = dict(
+        findings=[dataclasses.asdict(f) for f in findings], seconds=time.monotonic() - start
+    )
+    path.write_text(json.dumps(saved, indent=1) + "\n")
+    print(
+        f"doctor: {len(failed)} of {len(findings)} FAIL after {(time.monotonic() - start) / 60:.1f} min, of which the runs took "
+        f"{ran / 60:.1f}; {path}"
+    )
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
