@@ -319,6 +319,7 @@ batch = dict(
     reward=np.ones(2, np.float32),
     outcome=np.zeros(2, int),
     num_versions=np.ones(2, int),
+    finished=np.ones(2, bool),
 )
 class Model:
     def token_logprobs(self, tokens, positions, temperature, mask):
