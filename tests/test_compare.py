@@ -274,7 +274,7 @@ def test_a_wrong_command_line_starts_nothing(started, tmp_path, wrong):
     assert not started
 
 
-SCRIPTS = "actor against_trl compare generation kl limit old_tokens pace preprocess queues rewards train utilisation weights".split()
+SCRIPTS = "actor against_trl compare faults generation kl limit old_tokens pace preprocess queues rewards train utilisation weights".split()
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
