@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 import config as cfg
-from plumbing import secret
+from plumbing import attribution, secret
 from plumbing.checkpoints import last_state
 from plumbing.client import Engines
 from plumbing.doors import NewestVersion
@@ -239,6 +239,8 @@ class Actor:
         record |= dict(run_id=c.run_id, index=i, failed=failed)
         sent = await asyncio.to_thread(self.rollouts.put, record, c.stall_timeout)
         draws.records[sent] = i
+        if attribution.is_due(c, i):
+            await attribution.after_sampling(self.engines, samples, c, self.queues)
         if samples:
             draws.sampler.update(task, number, [s["reward"] for s in samples])
             self.samples_log.write(self.version, i, task, problem, samples[0])

@@ -192,6 +192,9 @@ class Config:
     samples_logged: int = 2
     # what was trained in the last so many steps is kept, for tools/replay.py
     keep_steps: int = 0
+    # every so many steps a few sequences are computed again, to tell the age of data from a stale KV cache
+    # and from numerics: `attribution` in metrics.jsonl. 0: never
+    attribute_every: int = 0
 
     # ---- machine
 
@@ -395,7 +398,8 @@ def need(ok, message):
 AT_LEAST_1 = "steps batch_size attempts concurrency row_tokens max_new_tokens tensor_parallel bucket_mb eval_attempts".split()
 NOT_NEGATIVE = (
     "max_lag conventional_g engines trainers eval_every eval_problems save_every keep_last "
-    "engine_threads trainer_threads overlong_buffer samples_logged mismatch_limit keep_steps"
+    "engine_threads trainer_threads overlong_buffer samples_logged mismatch_limit keep_steps "
+    "attribute_every"
 ).split()
 
 
@@ -430,6 +434,10 @@ def check(c: Config) -> Config:
     need(
         c.max_new_tokens < c.max_model_len,
         f"--max_new_tokens {c.max_new_tokens} leaves no room for a prompt in --max_model_len {c.max_model_len}",
+    )
+    need(
+        not c.attribute_every or c.temperature == 1,
+        f"--attribute_every needs --temperature 1, not {c.temperature:g}: at others vLLM tells no logprobs of prompts",
     )
     low, high = CLIP[c.loss]
     c.clip_low = low if c.clip_low < 0 else c.clip_low

@@ -31,6 +31,7 @@ from transformers.utils import logging
 import config as cfg
 from plumbing import checkpoints
 from plumbing.attention import to_device
+from plumbing.attribution import after_update
 from plumbing.families import check_model, finish_logits
 from plumbing.guards import Guards
 from plumbing.log import MetricsLog, last_words
@@ -504,13 +505,15 @@ def train(config, run_dir, ranks):
                 log.step(config, state, metrics, reader.last, times, eta)
                 log.evaluations(reader.evaluations(), run_start)
             step_start = now
-            alarms = guards.look(version, metrics)
-            if ranks.rank == 0:
-                log.alarms(version, alarms)
+            log.alarms(version, guards.look(version, metrics))
             if updates_engines(config, version):
                 sender.push(version, state["position"])
             else:
                 sender.announce(version, state["position"])
+            if config.attribute_every and version % config.attribute_every == 0:
+                sender.wait()
+                parts = after_update(model, reader.last, version, config, run_dir, ranks.rank)
+                log.attribution(version, parts)
             save_s = 0.0
             if version == config.steps or (config.save_every and version % config.save_every == 0):
                 save_s = checkpoints.save(config, run_dir, model, optimizers, state, ranks)

@@ -1,20 +1,20 @@
 """The pipeline against what one would pick instead: TRL's GRPOTrainer, on the same task, base model, machine and sampling parameters.
 
     pip install -r bench/requirements.txt
-    python bench/against_trl.py [--seeds 3] [--steps 64] [--quick] [--plot] [--port 8970]
+    python bench/against_trl.py [--max_new_tokens 64] [--seeds 3] [--steps 64] [--quick] [--plot] [--port 8970]
 
 Task, pipeline and scores are those of bench/runs.py. Both: 64 samples a step, 4 a problem, temperature 1,
-top-p 1, top-k off, at most 410 new tokens, AdamW (0.9, 0.95), the same learning rate after 3 steps of
-warm-up, gradients clipped at 1, no KL term, rewards not divided by their standard deviation. TRL has the
+top-p 1, top-k off, at most 410 new tokens (with 64 there are no long answers to wait for, which suits
+TRL), AdamW (0.9, 0.95), the same learning rate after 3 steps of warm-up, gradients clipped at 1, no KL term, rewards not divided by their standard deviation. TRL has the
 whole machine for either of its phases, its default loss (`dapo`, on-policy here), and generates with
 Transformers: its ways to use vLLM need a GPU (its server wants NCCL; in its own process,
 vllm_mode="colocate", loading new weights fails in vLLM's CPU build: 'Parameter' object has no attribute
 'weight_loader'), and its continuous batching is three times slower here. Both write a checkpoint
 every 8 steps; start-up does not count.
 
-The scores that times are compared at are 50, 75 and 90% of the way to where TRL ends on average; intervals as in
-bench/curves.py. What is done is
-kept in bench/results/against-trl.json: the same command goes on.
+The scores that times are compared at are 50, 75 and 90% of the way to where TRL ends on average; intervals
+as in bench/curves.py. What is done is kept in bench/results/against-trl.json (against-trl-64.json): the
+same command goes on.
 """
 
 import functools
@@ -173,14 +173,18 @@ def draw(by_setting, levels, path):
 def main(argv=None):
     p = runs.run_parser(__doc__, seeds=3, port=8970)
     p.add_argument("--steps", type=int, default=64)
+    p.add_argument("--max_new_tokens", type=int, default=COMMON["max_new_tokens"])
     a = p.parse_args(argv)
-    common = COMMON | dict(steps=a.steps)
+    common = COMMON | dict(steps=a.steps, max_new_tokens=a.max_new_tokens)
+    name = "against-trl"
+    if a.max_new_tokens != COMMON["max_new_tokens"]:
+        name += f"-{a.max_new_tokens}"
     if a.quick:
         common |= QUICK
     settings = {"pipeline": common | PIPELINE, "trl": {name: common[name] for name in TRL}}
     runs.make_model()
     start = functools.partial(one_run, port=a.port)
-    found, path = runs.run_all(a, "against-trl", settings, start)
+    found, path = runs.run_all(a, name, settings, start)
     if len(found) < 2:
         sys.exit(f"bench/against_trl.py: {path} has no runs of both")
     levels = fixed_scores({"trl": found["trl"]})

@@ -47,7 +47,19 @@ class Answer(msgspec.Struct):
     choices: Annotated[list[Choice], msgspec.Meta(min_length=1, max_length=1)]
 
 
+class Stamped(msgspec.Struct):
+    weight_versions: Annotated[list[Span], msgspec.Meta(min_length=1)]
+
+
+class Prefilled(msgspec.Struct):
+    """What is read of the answer to a prompt whose own logprobs are wanted."""
+
+    choices: Annotated[list[Stamped], msgspec.Meta(min_length=1, max_length=1)]
+    prompt_logprobs: list[float]
+
+
 ANSWERS = msgspec.json.Decoder(Answer)
+PREFILLED = msgspec.json.Decoder(Prefilled)
 
 
 def largest_answer(max_tokens):
@@ -76,7 +88,7 @@ def read_answer(body, max_tokens, stop, vocabulary, newest):
     largest = max(tokens)
     need(length <= max_tokens, "token_ids", f"{length} of {max_tokens} asked for")
     need(largest < vocabulary, "token_ids", f"id {largest}, the vocabulary has {vocabulary}")
-    logprobs = _logprobs(choice)
+    logprobs = _logprobs(choice.logprobs, length)
     versions = token_versions(choice.weight_versions, length)
     newest_here = versions[-1]
     need(newest.reaches(newest_here), "weight_versions", f"{newest_here} is not trained yet")
@@ -89,11 +101,19 @@ def read_answer(body, max_tokens, stop, vocabulary, newest):
     return dict(tokens=tokens, logprobs=logprobs, versions=versions, finished=finished)
 
 
-def _logprobs(choice):
-    """Of every token sampled; BadAnswer if they are not possible."""
-    logprobs = choice.logprobs
+def read_prefilled(body, prompt):
+    """The answer to a prompt of so many tokens, bytes -> {logprobs of all but its first, versions}. Raises BadAnswer."""
+    try:
+        answer = PREFILLED.decode(body)
+    except (msgspec.DecodeError, RecursionError) as e:
+        raise _not_of_the_contract(e) from None
+    versions = token_versions(answer.choices[0].weight_versions, 1)
+    return dict(logprobs=_logprobs(answer.prompt_logprobs, prompt - 1), versions=versions)
+
+
+def _logprobs(logprobs, tokens):
+    """Of every token; BadAnswer if they are not possible."""
     told = len(logprobs)
-    tokens = len(choice.token_ids)
     need(told == tokens, "logprobs", f"{told} of {tokens} tokens")
     low = min(logprobs)
     high = max(logprobs)

@@ -12,7 +12,7 @@ from collections import Counter
 import aiohttp
 import msgspec
 
-from plumbing.answers import BadAnswer, largest_answer, read_answer
+from plumbing.answers import BadAnswer, largest_answer, read_answer, read_prefilled
 
 # a failed request is tried again this often, with back-off, before the attempt is given up
 RETRIES = 3
@@ -169,11 +169,42 @@ class Engines:
             stop_token_ids=self.stop,
         )
         body = dict(token_ids=prompt, sampling_params=params, cache_salt=salt)
+
+        def read(content):
+            return read_answer(content, max_tokens, self.stop, self.vocabulary, self.newest)
+
+        sampled = await self._ask_until_answered(body, max_tokens, read, engine)
+        if sampled:
+            self.tokens += len(sampled["tokens"])
+        return sampled
+
+    async def prefill(self, tokens, engine=None):
+        """A sequence as a prompt: {logprobs [T-1] of all tokens but the first, versions [1], engine}.
+
+        By the weights that the engine has now, at temperature 1, with nothing of a KV cache from before
+        (an update while a long prompt is computed chunk by chunk goes unseen). None as of `generate`.
+        """
+        params = dict(max_tokens=1, prompt_logprobs=0)
+        body = dict(token_ids=tokens, sampling_params=params, cache_salt=None)
+
+        def read(content):
+            return read_prefilled(content, len(tokens))
+
+        return await self._ask_until_answered(body, len(tokens), read, engine)
+
+    async def _ask_until_answered(self, body, tokens, read, engine):
+        """read(answer) | {engine}; None when the retries are used up. tokens: the answer tells of so many."""
         tries = 0
         while tries <= RETRIES:
             async with self._place(engine) as url:
                 try:
-                    return await self._ask(url, body)
+                    served = self.served
+                    answer = read(await self._ask(url, body, largest_answer(tokens)))
+                    version = answer["versions"][0]
+                    if version < served:
+                        words = f"version {version}, all engines have {served}"
+                        raise BadAnswer("old_weights", words)
+                    return answer | dict(engine=url)
                 except EngineGone as e:
                     self.rest_until[url] = time.monotonic() + REST
                     self._count("moved", url, e, tries)
@@ -185,17 +216,15 @@ class Engines:
             await asyncio.sleep(min(0.5 * 2**tries, 10) * random.uniform(0.5, 1.5))
         return None
 
-    async def _ask(self, url, body):
-        """One request and its answer, checked. Raises BadAnswer, EngineGone, and what aiohttp does."""
-        asked = body["sampling_params"]["max_tokens"]
-        served = self.served
+    async def _ask(self, url, body, largest):
+        """One request -> its answer, bytes. Raises BadAnswer, EngineGone, and what aiohttp does."""
         try:
             async with self._session(url).post(
                 url + "/inference/v1/generate",
                 data=msgspec.json.encode(body),
                 allow_redirects=False,
             ) as answer:
-                content = await _body(answer, largest_answer(asked))
+                content = await _body(answer, largest)
         except asyncio.TimeoutError:
             raise
         except aiohttp.ClientConnectionError as e:
@@ -205,13 +234,7 @@ class Engines:
             raise EngineGone(words)
         if answer.status != 200:
             raise ValueError(f"{answer.status} {words}")
-        sampled = read_answer(content, asked, self.stop, self.vocabulary, self.newest)
-        if sampled["versions"][0] < served:
-            raise BadAnswer(
-                "old_weights", f"version {sampled['versions'][0]}, all engines have {served}"
-            )
-        self.tokens += len(sampled["tokens"])
-        return sampled | dict(engine=url)
+        return content
 
     def _count(self, event, url, error, tries):
         """Count an event, with a line now and then: hundreds of requests may fail at once."""

@@ -12,6 +12,7 @@ from collections import Counter
 # steps in a row after which a run ends, and after which an alarm is given
 IN_A_ROW = 3
 LASTING = 10
+UNMEASURED = 50
 LOWEST_ESS = 0.3
 MOST_CUT_OFF = 0.95
 
@@ -21,17 +22,19 @@ class Guards:
 
     def __init__(self, config):
         self.limit = config.highest_mismatch
+        self.attributes = config.attribute_every > 0
         self.in_a_row = Counter()
 
     def look(self, version, metrics):
         """What lasts too long, as words; most often none. Raises RuntimeError at what ends the run."""
-        if not math.isfinite(metrics["grad_norm"]):
+        not_finite = not math.isfinite(metrics["grad_norm"])
+        if not_finite:
             print(
                 f"train: step {version} has a gradient that is not finite (loss {metrics['loss']}): "
                 "weights left as they are",
                 flush=True,
             )
-        if self._lasts("not_finite", not math.isfinite(metrics["grad_norm"]), IN_A_ROW):
+        if self._lasts("not_finite", not_finite, IN_A_ROW):
             raise RuntimeError(
                 f"train: {IN_A_ROW} steps in a row had gradients that are not finite: lower --lr, or look at the samples"
             )
@@ -48,6 +51,12 @@ class Guards:
 
     def _alarms(self, metrics):
         found = []
+        unmeasured = metrics["mismatch"] is None and not self.attributes
+        if self._lasts("unmeasured", unmeasured, UNMEASURED):
+            found.append(
+                f"no sample of {UNMEASURED} steps was sampled by the version that it trained: whether engines compute what the "
+                "trainer does is not known; --attribute_every 50 measures it"
+            )
         if self._lasts("ess", metrics["ess"] < LOWEST_ESS, IN_A_ROW):
             found.append(
                 f"effective sample size {metrics['ess']:.2f}: data is too old for this learning rate: lower --max_lag or --lr"

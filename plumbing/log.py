@@ -55,6 +55,7 @@ class MetricsLog:
     """Appends to out/<run>/metrics.jsonl, on rank 0; version: what a continued run goes on from."""
 
     def __init__(self, config, run_dir, version, rank=0):
+        self.rank = rank
         if rank != 0:
             return
         path = Path(run_dir, "metrics.jsonl")
@@ -102,10 +103,21 @@ class MetricsLog:
         )
 
     def alarms(self, version, alarms):
-        """Say what lasts too long, and write it down."""
+        """Rank 0: say what lasts too long, and write it down."""
+        if self.rank != 0:
+            return
         for words in alarms:
             print(f"train: ALARM: {words}", flush=True)
             self._write({"alarm": words, "version": version})
+
+    def attribution(self, version, parts):
+        """Rank 0: write down what the distance between behaviour and trained policy is made of."""
+        if self.rank != 0:
+            return
+        self._write({"attribution": parts, "version": version})
+        known = {name: part for name, part in parts.items() if part}
+        said = " | ".join(f"{name} {part['kl']:.1e}" for name, part in known.items())
+        print(f"attribution: version {version} | KL, nats a token: {said or 'none'}", flush=True)
 
     def evaluations(self, lines, run_start):
         """Write evaluations of the actor; they come late, so that they have no step of their own.

@@ -616,6 +616,7 @@ def test_a_step_without_a_measured_mismatch_says_nothing():
     "wrong,steps,words",
     [
         ({"ess": 0.29}, 3, "effective sample size 0.29: .*--max_lag"),
+        ({"mismatch": None}, 50, "no sample of 50 steps was sampled by .*--attribute_every"),
         ({"signal": 0.0}, 10, "no group of 10 steps had two different rewards .mean 0.3."),
         (
             {"cut_off": 0.96},

@@ -1,9 +1,11 @@
 """Weight updates into a real vLLM server: right values, exact stamps, requests in progress go on, failures end in time."""
 
+import asyncio
 import copy
 import math
 import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,10 +18,11 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import weights
 from conftest import PORT, register, resolved, with_knobs
-from plumbing import group, launch, secret, wire
+from plumbing import attribution, client, group, launch, secret, wire
 from plumbing.answers import Span, token_versions
 from plumbing.queues import noticed
 from plumbing.ranks import Ranks
+from plumbing.samples import Transcript, join
 from plumbing.wire import buckets
 from tasks import toy
 from tools import base_model as base_models
@@ -90,7 +93,9 @@ def sender_to(config, model):
 @pytest.fixture(scope="module")
 def model(engine):
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_pretrained(engine.model)
+    model = AutoModelForCausalLM.from_pretrained(engine.model)
+    model.token_logprobs = types.MethodType(token_logprobs, model)
+    return model
 
 
 @pytest.fixture
@@ -281,6 +286,91 @@ def test_no_token_is_sampled_from_kv_of_another_version_than_its_salts(engine, s
     assert np.mean([answer["cached_tokens"] for _, _, answer in pure]) > 64
     for salt, prompt, answer in pure:
         assert from_scratch(models[salt], prompt, answer) < 1e-4
+
+
+# ---- what the distance between behaviour and trained policy is made of (plumbing/attribution.py)
+
+
+def sampled(config, n=100, **fields):
+    """One sample from the engine, as the actor makes it."""
+    choice = ask(config, PROMPT, n)["choices"][0]
+    transcript = Transcript(PROMPT)
+    spans = [Span(**s) for s in choice["weight_versions"]]
+    transcript.add_turn(
+        dict(
+            tokens=choice["token_ids"],
+            logprobs=choice["logprobs"],
+            versions=token_versions(spans, n),
+        )
+    )
+    return transcript.fields() | dict(outcome=0) | fields
+
+
+def parts_of_trainer(config, model, samples, version):
+    run_dir = Path(config.out, config.run)
+    return attribution.after_update(model, join(samples), version, config, run_dir, 0)
+
+
+def parts_of_actor(config, samples):
+    """As actor.py calls it."""
+    queues = Path(config.out, config.run, "queues")
+
+    async def look():
+        engines = client.Engines(config, [], 0, None, secret.header(queues.parent))
+        engines.serve([url_of(config)])
+        await attribution.after_sampling(engines, samples, config, queues)
+        await engines.close()
+
+    asyncio.run(look())
+    return noticed(queues / "attribution.json")
+
+
+def test_age_alone_is_found_as_age(engine, sender):
+    update(sender, 190)
+    samples = [sampled(engine) for _ in range(6)]
+    before = parts_of_trainer(engine, sender.model, samples, 190)
+    assert before["age"]["tokens"] == 600
+    assert max(before[kind]["nats"] for kind in ("age", "numerics", "all")) < 1e-4
+    perturb(sender.model)
+    update(sender, 191)
+    parts = parts_of_trainer(engine, sender.model, samples, 191)
+    assert parts["numerics"]["nats"] < 1e-4 < 1e-2 < parts["age"]["nats"]
+    assert parts["all"]["kl"] == pytest.approx(parts["age"]["kl"], rel=0.01)
+    # it is the engines that have to have this version
+    assert parts_of_trainer(engine, sender.model, samples, 192)["all"] is None
+
+
+def test_another_computation_alone_is_found_as_numerics(engine, sender):
+    update(sender, 193)
+    samples = [sampled(engine) for _ in range(6)]
+    other = copy.deepcopy(sender.model)
+    other.token_logprobs = types.MethodType(token_logprobs, other)
+    perturb(other, 0.003)
+    parts = parts_of_trainer(engine, other, samples, 193)
+    assert parts["age"]["nats"] < 1e-4 < 1e-3 < parts["numerics"]["nats"]
+    assert parts["all"]["nats"] == pytest.approx(parts["numerics"]["nats"], rel=0.05)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_stale_cache_alone_is_found_as_stale(engine, sender, recompute):
+    sender.config.recompute_kv = recompute
+    version = 195 + 3 * recompute
+    update(sender, version)
+    perturb(sender.model)
+    with ThreadPoolExecutor(32) as pool:
+        running = [pool.submit(sampled, engine, 120) for _ in range(96)]
+        while sum(r.done() for r in running) < 16:
+            time.sleep(0.01)
+        update(sender, version + 1)
+        samples = [r.result(60) for r in running]
+    mixed = [sample for sample in samples if sample["num_versions"] == 2]
+    assert mixed, "no sequence was in progress during the update"
+    stale = parts_of_actor(engine, mixed)["stale"]
+    assert (stale["nats"] > 1e-3) == (not recompute) and stale["tokens"] > 0
+    assert recompute is (stale["nats"] < 1e-4)
+    pure = [sampled(engine) for _ in range(4)]
+    parts = parts_of_actor(engine, pure)
+    assert parts["stale"] is None and parts["decode"]["nats"] < 1e-4
 
 
 def test_zeros_and_back(engine, sender):

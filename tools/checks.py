@@ -51,6 +51,16 @@ class Finding:
         return {True: "ok", False: "FAIL", None: "-"}[self.ok]
 
 
+def count_wrong(check, wrong, seen, advice):
+    """The row of a check that none of what was seen may fail."""
+    return Finding(check, f"{wrong} of {seen} differ", "0", wrong == 0, advice)
+
+
+def not_looked(check, why):
+    """The row of a check that had nothing to look at."""
+    return Finding(check, why, "", None)
+
+
 @dataclasses.dataclass
 class Case:
     """What the two runs have left. found: plain.Recording; continued: first version of the second run."""
@@ -79,10 +89,8 @@ def kinds(case):
         "across one, KV again": [],
     }
     for _, sample in case.found.samples():
-        versions = sorted(set(sample["versions"][sample["mask"]].tolist()))
-        if not plain.one_kv(sample):
-            continue
-        if any(case.found.weights.folder(v) is None for v in versions):
+        versions = plain.versions_of(sample)
+        if not plain.one_kv(sample) or not case.found.weights.there(versions):
             continue
         if versions == [0]:
             found["version 0"].append(sample)
@@ -134,17 +142,13 @@ def check_sampling(case):
     -log p of what was sampled must be the distribution's entropy on average. Only of the first groups, all of which
     came back: what comes back first is short.
     """
-    z = 0.0
     tokens = 0
     surprise = 0.0
     variance = 0.0
     for _, sample in case.found.samples(case.found.first_draws()):
-        versions = set(sample["versions"][sample["mask"]].tolist())
-        if (
-            len(versions) > 1
-            or case.found.weights.folder(*versions) is None
-            or not plain.one_kv(sample)
-        ):
+        versions = plain.versions_of(sample)
+        pure = len(versions) == 1 and plain.one_kv(sample)
+        if not pure or not case.found.weights.there(versions):
             continue
         own = plain.expected(case.found.weights, sample, True)
         surprise += (-own.logprobs - own.entropy).sum()
@@ -153,7 +157,7 @@ def check_sampling(case):
         if tokens > 20000:
             break
     if not tokens:
-        return [Finding("sampled = told distribution", "none", "", None)]
+        return [not_looked("sampled = told distribution", "no sequence of one version")]
     z = surprise / max(variance, 1e-9) ** 0.5
     return [
         Finding(
@@ -206,15 +210,8 @@ def check_prompts(case):
         _, given = case.found.turns(sample)
         expected = case.found.prompt(case.found.groups[draw]["problem"])
         wrong += given[0] != list(expected)
-    return [
-        Finding(
-            "prompts are those of the problems drawn",
-            f"{wrong} of {len(samples)} differ",
-            "0",
-            wrong == 0,
-            "are templates, seed or the sampler's state after a continuation in order?",
-        )
-    ]
+    advice = "are templates, seed or the sampler's state after a continuation in order?"
+    return [count_wrong("prompts are those of the problems drawn", wrong, len(samples), advice)]
 
 
 def check_turns(case):
@@ -236,16 +233,9 @@ def check_turns(case):
             wrong += words is None or case.found.between(words, said) != between
             said.append(words)
     if not seen:
-        return [Finding("borders of turns", "the tasks have none", "", None)]
-    return [
-        Finding(
-            "borders of turns",
-            f"{wrong} of {seen} differ",
-            "0",
-            wrong == 0,
-            "a separator is lost, or the template puts something else between turns",
-        )
-    ]
+        return [not_looked("borders of turns", "the tasks have none")]
+    advice = "a separator is lost, or the template puts something else between turns"
+    return [count_wrong("borders of turns", wrong, seen, advice)]
 
 
 def check_ends(case):
@@ -263,14 +253,10 @@ def check_ends(case):
         turns = len(case.found.turns(sample)[0])
         wrong += not ends if sample["finished"] else not (no_room or turns > 1)
         cut_off += not sample["finished"]
+    name = "answers end as they say, and the end is trained"
+    advice = "the stop token must be the last token that is sampled and trained"
     return [
-        Finding(
-            "answers end as they say, and the end is trained",
-            f"{wrong} of {len(samples)} do not",
-            "0",
-            wrong == 0,
-            "the stop token must be the last token that is sampled and trained",
-        ),
+        count_wrong(name, wrong, len(samples), advice),
         Finding(
             "answers cut off",
             f"{cut_off} of {len(samples)}",
@@ -313,6 +299,9 @@ def form(sample, advantage):
 
 def check_packing(case):
     """What is trained is not what was sampled: a shifted mask, lost samples, wrong signs, another group's advantages."""
+    name = "trained = sampled, with plain advantages"
+    if case.config.overlong_mask or case.config.no_signal == "drop":
+        return [not_looked(name, "not with these knobs")]
     wrong = 0
     samples = 0
     for step in known_steps(case):
@@ -326,21 +315,11 @@ def check_packing(case):
                 if sample["outcome"] >= 0:
                     found[form(sample, sample["advantage"])] += 1
         samples += sum(expected.values())
-        # with over-length filtering the mask is taken away
         wrong += sum(((expected - found) + (found - expected)).values())
-    if case.config.overlong_mask or case.config.no_signal == "drop":
-        return [
-            Finding("trained = sampled, with plain advantages", "not with these knobs", "", None)
-        ]
-    return [
-        Finding(
-            "trained = sampled, with plain advantages",
-            f"{wrong} of {samples} differ",
-            "0",
-            wrong == 0 and samples > 0,
-            "masks, order or advantages change between actor.py and train.py",
-        )
-    ]
+    if not samples:
+        return [Finding(name, "no step was kept", "", False, "--keep_steps, logs/train.log")]
+    advice = "masks, order or advantages change between actor.py and train.py"
+    return [count_wrong(name, wrong, samples, advice)]
 
 
 def check_first_step(case):
@@ -348,20 +327,16 @@ def check_first_step(case):
     c = case.config
     name = "first step: loss, gradient"
     line = case.found.steps.get(1)
-    if (
-        1 not in known_steps(case)
-        or c.kl_coef
-        or c.overlong_mask
-        or case.found.weights.folder(1) is None
-    ):
-        return [Finding(name, "not with these knobs", "", None)]
+    known = 1 in known_steps(case) and case.found.weights.there([1])
+    if not known or c.kl_coef or c.overlong_mask:
+        return [not_looked(name, "not with these knobs")]
     samples, advantages = zip(*trained(case, 1))
     try:
         loss, norm, gradients = plain.gradient_of_first_step(
             case.found.weights, samples, advantages
         )
     except torch.OutOfMemoryError:
-        return [Finding(name, "one device has too little memory for it", "", None)]
+        return [not_looked(name, "one device has too little memory for it")]
     limit = RELATIVE[c.dtype]
     # a sum of terms of both signs: compared with the size of a gradient's step
     scale = max(abs(loss), 0.05)
@@ -411,8 +386,9 @@ def movement(weights, gradients):
 
 def check_reference(case):
     """--kl_coef holds the policy to another model than --model, or at another temperature."""
+    name = "reference = plain logprobs of --model"
     if not case.config.kl_coef:
-        return [Finding("reference = plain logprobs of --model", "--kl_coef is 0", "", None)]
+        return [not_looked(name, "--kl_coef is 0")]
     differences = []
     for step in known_steps(case)[:1]:
         for batch in kept.batches(case.run_dir, step):
@@ -425,7 +401,7 @@ def check_reference(case):
     tokens = np.concatenate(differences)
     return [
         Finding(
-            "reference = plain logprobs of --model",
+            name,
             f"{tokens.mean():.1e} nats",
             f"{case.limit:.0e}",
             bool(tokens.mean() <= case.limit),
@@ -570,10 +546,7 @@ def check_engine_killed(case):
     return [
         Finding(
             "an engine killed and back",
-            case.watched.get("killed", "not tried"),
-            "",
-            case.watched.get("back"),
-            "logs/engine0.log says why it did not come back",
+            f"served again after {case.watched['back']:.0f} s",
         )
     ]
 
@@ -599,7 +572,7 @@ def check_evaluation(case):
 
 
 def check_memory(case):
-    """Peak memory is above what tools/memory.py says, so that a longer answer or a fuller cache ends the run."""
+    """Next to nothing is left of a device's memory, so that a longer answer or a fuller cache ends the run."""
     rows = []
     for name, (used, total) in sorted(case.watched["memory"].items()):
         rows.append(

@@ -46,63 +46,78 @@ logging.disable_progress_bar()
 
 
 class Watch:
-    """A short run from outside: its processes' memory, and where it is."""
+    """A short run from outside: its processes' memory, and where it is. Leaving ends it."""
 
     def __init__(self, command, run_dir):
         self.run_dir = run_dir
         self.process = subprocess.Popen(
-            command, cwd=cfg.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            command,
+            cwd=cfg.ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
             start_new_session=True,
-        )  # fmt: skip
+        )
         os.set_blocking(self.process.stdout.fileno(), False)
         self.memory = {}
         self.said = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.stop()
 
     @property
     def version(self):
         return noticed(self.run_dir / "queues" / "version.json").get("version", -1)
 
-    def look(self):
-        """Once a second; the run's lines are kept, for when it fails."""
-        for line in self.process.stdout.readlines():
-            self.said.append(line.rstrip())
-        for name, used, total in memory_of(self.process.pid):
-            before = self.memory.get(name, (0, total))[0]
-            self.memory[name] = (max(before, used), total)
+    @property
+    def ended(self):
+        return self.process.poll() is not None
 
     def until(self, condition, seconds, what):
-        """Wait. Raises RuntimeError with the run's last lines if it ends, or that does not come."""
+        """Wait. Raises RuntimeError with the run's last lines if it ends before, or that does not come."""
         deadline = time.monotonic() + seconds
         while not condition():
-            self.look()
-            ended = self.process.poll() is not None
-            if ended or time.monotonic() > deadline:
+            self._look()
+            if self.ended and not condition():
+                raise self.failure(f"{what}: the run ended with {self.process.returncode}")
+            if time.monotonic() > deadline:
                 self.stop()
-                why = "the run ended" if ended else f"not within {seconds:.0f} s"
-                last = "\n  ".join(self.said[-15:])
-                raise RuntimeError(f"doctor: {what}: {why}; its last lines:\n  {last}")
-            time.sleep(0.2)
+                raise self.failure(f"{what}: not within {seconds:.0f} s")
+            time.sleep(1)
 
-    def end(self, seconds):
-        """Wait for its end; returns the exit code."""
-        deadline = time.monotonic() + seconds
-        while self.process.poll() is None and time.monotonic() < deadline:
-            self.look()
-            time.sleep(0.2)
-        self.look()
-        if self.process.poll() is None:
-            self.stop()
-        return self.process.returncode
+    def _look(self):
+        """Keep the run's lines, for when it fails, and the most memory that was taken."""
+        for line in self.process.stdout.readlines():
+            self.said.append(line.rstrip())
+        self.memory = most_of(self.memory, memory_of(self.process.pid))
+
+    def failure(self, what):
+        """An error with the run's last lines."""
+        self._look()
+        last = "\n  ".join(self.said[-15:])
+        return RuntimeError(f"doctor: {what}; its last lines:\n  {last}")
 
     def stop(self):
-        if self.process.poll() is None:
+        """As Ctrl-C."""
+        if not self.ended:
             os.killpg(self.process.pid, signal.SIGINT)
             self.process.wait(120)
 
 
+def most_of(a, b):
+    """{where: (bytes used, bytes there are)} of two: what was more."""
+    found = dict(a)
+    for name, (used, total) in b.items():
+        found[name] = (max(used, found.get(name, (0, 0))[0]), total)
+    return found
+
+
 def memory_of(pid):
-    """[(role or GPU, bytes used, bytes there are)] now."""
-    found = []
+    """{GPU, or all processes: (bytes used, bytes there are)} now."""
+    found = {}
     if hardware.gpu_count():
         ask = [
             "nvidia-smi",
@@ -111,71 +126,60 @@ def memory_of(pid):
         ]
         for line in subprocess.run(ask, capture_output=True, text=True).stdout.splitlines():
             index, used, total = (int(x) for x in line.split(","))
-            found.append((f"GPU {index}", used << 20, total << 20))
+            found[f"GPU {index}"] = (used << 20, total << 20)
         return found
     used = 0
     # processes end while they are looked at
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in psutil.Process(pid).children(recursive=True):
             used += process.memory_info().rss
-    return [("all processes", used, psutil.virtual_memory().total)]
+    return {"all processes": (used, psutil.virtual_memory().total)}
 
 
-def kill_engine(run_dir, port):
-    """SIGKILL to the engine that listens there; returns its process id."""
+def kill_engine(c, run_dir, watch):
+    """SIGKILL to the first engine; returns the seconds until it serves again."""
+    listed = run_dir / "engines" / "engine0.json"
+    before = noticed(listed).get("started")
+    start = time.monotonic()
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
         serves = "vllm.entrypoints.openai.api_server" in words and "plumbing.supervise" not in words
-        if serves and words[words.index("--port") + 1] == str(port):
+        if serves and words[words.index("--port") + 1] == str(c.port):
             process.kill()
-            return process.pid
-
-
-def run_twice(c, argv):
-    """The two runs; returns what was seen from outside, and the version of the interruption."""
-    run_dir = Path(c.out, c.run)
-    command = ["bash", "run.sh", *argv]
-    watched = {}
-    first = Watch([*command, "--fresh", "True"], run_dir)
-    first.until(lambda: first.version >= 1, 2 * c.start_timeout, "the first weights")
-    listed = run_dir / "engines" / "engine0.json"
-    before = noticed(listed).get("started")
-    kill_engine(run_dir, c.port)
-    killed = time.monotonic()
 
     def is_back():
         entry = noticed(listed)
         serving = noticed(run_dir / "queues" / "version.json").get("engines", [])
         return entry and entry["started"] != before and entry["url"] in serving
 
-    first.until(
-        lambda: is_back() and first.version >= FIRST,
-        2 * c.start_timeout,
-        "a killed engine's return",
-    )
-    watched["killed"] = f"served again after {time.monotonic() - killed:.0f} s"
-    watched["back"] = True
-    os.killpg(first.process.pid, signal.SIGINT)
-    first.end(c.start_timeout)
+    watch.until(is_back, 2 * c.start_timeout, "a killed engine's return")
+    return time.monotonic() - start
+
+
+def run_twice(c, argv):
+    """The two runs; returns what was seen from outside, and the version of the interruption."""
+    run_dir = Path(c.out, c.run)
+    command = ["bash", "run.sh", *argv]
+    with Watch([*command, "--fresh", "True"], run_dir) as first:
+        first.until(lambda: first.version >= 1, 2 * c.start_timeout, "the first weights")
+        back = kill_engine(c, run_dir, first)
+        first.until(lambda: first.version >= FIRST, c.start_timeout, f"version {FIRST}")
     continued = checkpoints.last_state(run_dir)["version"]
     steps = continued + SECOND
-    second = Watch([*command, "--steps", str(steps), "--recompute_kv", "True"], run_dir)
-    code = second.end(2 * c.start_timeout)
-    if code:
-        last = "\n  ".join(second.said[-15:])
-        raise RuntimeError(
-            f"doctor: the continued run ended with exit code {code}; its last lines:\n  {last}"
-        )
-    memory = {}
-    for seen in (first.memory, second.memory):
-        for name, (used, total) in seen.items():
-            memory[name] = (max(used, memory.get(name, (0, 0))[0]), total)
-    return watched | {"memory": memory}, continued
+    with Watch([*command, "--steps", str(steps), "--recompute_kv", "True"], run_dir) as second:
+        second.until(lambda: second.ended, 2 * c.start_timeout, "the end of the continued run")
+    if second.process.returncode:
+        raise second.failure(f"the continued run ended with {second.process.returncode}")
+    return dict(back=back, memory=most_of(first.memory, second.memory)), continued
+
+
+def parse(words, gpus):
+    return cfg.parse(words, gpus, gpu_gb=hardware.gpu_memory_gb() or 80.0)
 
 
 def knobs_of(argv, gpus):
     """(Config, arguments of run.sh): the user's, made short. Raises ConfigError."""
-    c = cfg.parse(argv, gpus, gpu_gb=hardware.gpu_memory_gb() or 80.0)
+    c = parse(argv, gpus)
     groups = min(GROUPS, c.groups_per_step)
     own = dict(
         run=f"doctor-{c.run}",
@@ -195,7 +199,7 @@ def knobs_of(argv, gpus):
     words = list(argv)
     for knob, value in own.items():
         words += [f"--{knob}", str(value)]
-    return cfg.parse(words, gpus, gpu_gb=hardware.gpu_memory_gb() or 80.0), words
+    return parse(words, gpus), words
 
 
 def examine(c, watched, continued):
@@ -236,6 +240,8 @@ def show(findings):
 
 
 def main(argv):
+    # as by Ctrl-C: whoever leaves a run ends it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("doctor: terminated"))
     gpus = hardware.gpu_count()
     start = time.monotonic()
     try:
@@ -245,20 +251,21 @@ def main(argv):
             flush=True,
         )
         watched, continued = run_twice(c, words)
-    except (cfg.ConfigError, RuntimeError) as e:
+    except (cfg.ConfigError, RuntimeError, subprocess.TimeoutExpired) as e:
         sys.exit(f"{e}")
+    except KeyboardInterrupt:
+        sys.exit("doctor: interrupted, its run is stopped")
     ran = time.monotonic() - start
     findings = examine(c, watched, continued)
+    seconds = time.monotonic() - start
     show(findings)
     failed = [f.check for f in findings if f.ok is False]
     path = Path(c.out, c.run, "doctor.json")
-    saved = dict(
-        findings=[dataclasses.asdict(f) for f in findings], seconds=time.monotonic() - start
-    )
+    saved = dict(findings=[dataclasses.asdict(f) for f in findings], seconds=seconds)
     path.write_text(json.dumps(saved, indent=1) + "\n")
     print(
-        f"doctor: {len(failed)} of {len(findings)} FAIL after {(time.monotonic() - start) / 60:.1f} min, of which the runs took "
-        f"{ran / 60:.1f}; {path}"
+        f"doctor: {len(failed)} of {len(findings)} FAIL after {seconds / 60:.1f} min, of which the runs "
+        f"took {ran / 60:.1f}; {path}"
     )
     sys.exit(bool(failed))
 

@@ -29,6 +29,19 @@ class Expected:
     variance: np.ndarray
 
 
+class HeadInFloat32(torch.nn.Module):
+    """A model's head as --head_float32 has it; what the family does to its output stays the model's."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.head = head
+
+    def forward(self, hidden):
+        bias = getattr(self.head, "bias", None)
+        bias = bias if bias is None else bias.float()
+        return torch.nn.functional.linear(hidden.float(), self.head.weight.float(), bias)
+
+
 class Weights:
     """The model of every version that a run has left, loaded when it is asked for; the last two stay."""
 
@@ -45,9 +58,15 @@ class Weights:
         path = Path(self.run_dir, "checkpoints", f"step_{version:06d}")
         return path if path.exists() else None
 
+    def there(self, versions):
+        """Are the weights of all of these versions there?"""
+        return all(self.folder(version) is not None for version in versions)
+
     def load(self, version):
         dtype = getattr(torch, self.config.dtype)
         model = AutoModelForCausalLM.from_pretrained(self.folder(version), dtype=dtype)
+        if self.config.head_float32:
+            model.set_output_embeddings(HeadInFloat32(model.get_output_embeddings()))
         return model.to(self.device).eval()
 
     def logits(self, version, tokens, cache=None, first=0):
@@ -60,12 +79,8 @@ class Weights:
             position_ids=places,
             past_key_values=cache,
             use_cache=cache is not None,
-            output_hidden_states=self.config.head_float32,
         )
-        if not self.config.head_float32:
-            return out.logits[0].float()
-        head = model.get_output_embeddings().weight.float()
-        return out.hidden_states[-1][0].float() @ head.T
+        return out.logits[0].float()
 
 
 @torch.no_grad()
@@ -102,11 +117,15 @@ def expected(weights, sample, recompute):
     return Expected(*joined)
 
 
+def versions_of(sample):
+    """The versions that sampled its tokens, ascending."""
+    return sorted(set(sample["versions"][sample["mask"]].tolist()))
+
+
 def one_kv(sample):
     """Was all of its KV cache computed by the versions that sampled its tokens, turn by turn alike?"""
-    mask = sample["mask"]
-    of_tokens = len(set(sample["versions"][mask].tolist()))
-    turns = int((np.diff(mask.astype(int)) == 1).sum())
+    of_tokens = len(versions_of(sample))
+    turns = int((np.diff(sample["mask"].astype(int)) == 1).sum())
     return sample["num_versions"] == of_tokens and (turns == 1 or of_tokens == 1)
 
 
@@ -147,7 +166,7 @@ def loss_on_policy(config, logprobs, advantage, entropy):
 def gradient_of_first_step(weights, samples, advantages):
     """(loss, norm of the gradient, {parameter: gradient}) of the step that made version 1, sample by sample.
 
-    samples: what it trained, all by version 0. None if a sample is of another version.
+    samples: what it trained, all by version 0, as nothing else can have sampled it.
     """
     config = weights.config
     model = weights.load(0)
@@ -197,7 +216,6 @@ class Recording:
             task, number = drawn[draw]
             group["samples"] = split(group)
             group["task_name"] = task
-            group["number"] = number
             group["problem"] = self.train_problems[task][number]
 
     def prompt(self, problem):

@@ -73,7 +73,7 @@ def per_token(model, batch, version, config):
 
 
 def rollouts(model, batches, version, ours, theirs, tokenizer):
-    """Every sample of the step: {text, advantage, difference, tokens: [(text, trained, weight, clipped, differs)]}."""
+    """Every sample of the step: {advantage, reward, difference, tokens: [(text, trained, weight, clipped, differs)]}."""
     found = []
     for batch in batches:
         a = per_token(model, batch, version, ours)

@@ -60,6 +60,19 @@ def read(run_dir):
     return steps, evals
 
 
+def attributions(run_dir):
+    """{part of the distance: ([version], [KL])} of a run with --attribute_every, see plumbing/attribution.py."""
+    found = {}
+    for text in Path(run_dir, "metrics.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        for name, part in line.get("attribution", {}).items():
+            if part:
+                versions, values = found.setdefault(name, ([], []))
+                versions.append(line["version"])
+                values.append(part["kl"])
+    return found
+
+
 def column(lines, key):
     """One value a line, as floats [lines]; null is not a number."""
     return np.array([line[key] for line in lines], dtype=float)
@@ -178,10 +191,25 @@ def draw_updates(ax, steps):
     ax.legend(loc="upper right")
 
 
+def draw_attribution(ax, parts):
+    """What the distance between behaviour and trained policy is made of."""
+    for name, (versions, values) in parts.items():
+        ax.plot(versions, values, "o-", label=name)
+    ax.set(title="KL(behaviour || trained) and its parts, nats a token", yscale="log")
+    ax.legend()
+
+
 def draw(run_dir, steps, evals):
-    """report.png: reward against time and samples, lag, ESS (whole and by lag), tokens/s, where the time of trainer and updates goes."""
-    figure, axes = plt.subplots(2, 4, figsize=(20, 8), constrained_layout=True)
-    (by_time, by_samples, lag, by_lag), (ess, speed, trainer_time, updates) = axes
+    """report.png: reward against time and samples, lag, ESS (whole and by lag), tokens/s, where the time of trainer and
+    updates goes; with --attribute_every also the parts of the KL.
+    """
+    parts = attributions(run_dir)
+    columns = 5 if parts else 4
+    figure, axes = plt.subplots(2, columns, figsize=(5 * columns, 8), constrained_layout=True)
+    (by_time, by_samples, lag, by_lag), (ess, speed, trainer_time, updates) = axes[:, :4]
+    if parts:
+        draw_attribution(axes[0, 4], parts)
+        axes[1, 4].set_axis_off()
     draw_rewards(by_time, by_samples, steps, evals)
     draw_lag(lag, steps)
     draw_ess_by_lag(by_lag, steps)
