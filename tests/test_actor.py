@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 from aiohttp import web
@@ -402,14 +403,15 @@ def test_kv_that_is_shared_counts_as_a_version(tmp_path, base_model, caching):
 
 
 def test_attempts_and_turns_prefer_the_engine_that_has_their_beginning(monkeypatch):
-    engines = Engines(cfg.Config(concurrency=4), {1}, 50, None)
+    newest = SimpleNamespace(reaches=lambda version: True)
+    engines = Engines(cfg.Config(concurrency=4), {1}, 50, newest)
     engines.serving = ["a", "b", "c"]
-    asked = []
+    span = dict(version="0", start=0, end=1)
+    choice = dict(token_ids=[1], logprobs=[-1.0], weight_versions=[span], finish_reason="stop")
 
-    async def ask(url, body):
-        asked.append(url)
+    async def ask(url, body, largest):
         await asyncio.sleep(0)
-        return {"tokens": [], "engine": url}
+        return msgspec.json.encode(dict(choices=[choice]))
 
     monkeypatch.setattr(engines, "_ask", ask)
 
