@@ -505,7 +505,7 @@ def train(config, run_dir, ranks):
                 log.step(config, state, metrics, reader.last, times, eta)
                 log.evaluations(reader.evaluations(), run_start)
             step_start = now
-            log.alarms(version, guards.look(version, metrics))
+            log.alarms(version, guards.look(version, metrics, sender.unchanged))
             if updates_engines(config, version):
                 sender.push(version, state["position"])
             else:

@@ -9,12 +9,16 @@ train.py leaves the weights as they are when a gradient is not finite, whether o
 import math
 from collections import Counter
 
+import torch
+
 # steps in a row after which a run ends, and after which an alarm is given
 IN_A_ROW = 3
 LASTING = 10
 UNMEASURED = 50
 LOWEST_ESS = 0.3
 MOST_CUT_OFF = 0.95
+# of each parameter so many values tell whether an update brings anything new
+PROBED = 64
 
 
 class Guards:
@@ -25,8 +29,11 @@ class Guards:
         self.attributes = config.attribute_every > 0
         self.in_a_row = Counter()
 
-    def look(self, version, metrics):
-        """What lasts too long, as words; most often none. Raises RuntimeError at what ends the run."""
+    def look(self, version, metrics, unchanged=0):
+        """What lasts too long, as words; most often none. Raises RuntimeError at what ends the run.
+
+        unchanged: updates in a row that brought the engines the weights that they had.
+        """
         not_finite = not math.isfinite(metrics["grad_norm"])
         if not_finite:
             print(
@@ -47,10 +54,15 @@ class Guards:
                 "is trained. Look at the model's family (README), at --dtype and --head_float32, at logs/engine*.log; "
                 "--mismatch_limit moves the limit; `bash run.sh doctor` looks closer"
             )
-        return self._alarms(metrics)
+        return self._alarms(metrics, unchanged)
 
-    def _alarms(self, metrics):
+    def _alarms(self, metrics, unchanged):
         found = []
+        if self._lasts("unchanged", unchanged >= LASTING, 1):
+            found.append(
+                f"{LASTING} updates in a row brought the engines the weights that they had: is --lr too small for --dtype, or "
+                "is nothing trained?"
+            )
         unmeasured = metrics["mismatch"] is None and not self.attributes
         if self._lasts("unmeasured", unmeasured, UNMEASURED):
             found.append(
@@ -77,3 +89,23 @@ class Guards:
         """Has it been wrong in exactly so many steps in a row by now?"""
         self.in_a_row[name] = self.in_a_row[name] + 1 if is_wrong else 0
         return self.in_a_row[name] == steps
+
+
+class Repeats:
+    """Counts updates in a row that bring nothing new. sizes: of the parameters; plan: plumbing.wire.buckets."""
+
+    def __init__(self, sizes, plan):
+        self.sizes = [sizes[first:last] for first, last, _ in plan]
+        self.before = None
+        self.in_a_row = 0
+
+    def look(self, flats):
+        """flats: the parameters in their buckets, in host memory. Returns the count."""
+        parts = []
+        for flat, sizes in zip(flats, self.sizes):
+            parts += [part[:PROBED] for part in flat[: sum(sizes)].split(sizes)]
+        probe = torch.cat(parts)
+        same = self.before is not None and torch.equal(probe, self.before)
+        self.in_a_row = self.in_a_row + 1 if same else 0
+        self.before = probe
+        return self.in_a_row

@@ -638,6 +638,13 @@ def test_what_lasts_is_said_once(wrong, steps, words):
     assert guards.look(100, GOOD | wrong) == []
 
 
+def test_updates_that_bring_nothing_new_are_said_once():
+    guards = Guards(knobs(dtype="float32"))
+    said = [guards.look(k, GOOD, k) for k in range(13)]
+    assert [k for k, alarms in enumerate(said) if alarms] == [10]
+    assert "the weights that they had" in said[10][0]
+
+
 # ---- attention
 
 

@@ -159,6 +159,16 @@ def test_engine_equals_trainer_after_an_update(engine, sender, bucket_mb):
         assert worst < 1e-4 and versions == {version}
 
 
+def test_updates_that_bring_nothing_new_are_counted(engine, sender):
+    for version in (5, 6, 7):
+        update(sender, version)
+    assert sender.unchanged == 2
+    with torch.no_grad():
+        sender.model.model.norm.weight[0] += 1e-3
+    update(sender, 8)
+    assert sender.unchanged == 0
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_requests_in_progress_continue_across_updates(engine, sender, recompute):
     sender.config.recompute_kv, first = recompute, 2000 if recompute else 1000
