@@ -18,10 +18,10 @@ import torch
 
 import config as cfg
 from actor import overlong_penalty
-from plumbing import checkpoints, kept
+from plumbing import checkpoints, hardware, kept
 from plumbing.samples import split
 from plumbing.sandbox import Sandbox
-from tools import plain
+from tools import memory, plain
 from tools.report import advice_on
 
 # answers that are judged again
@@ -587,6 +587,26 @@ def check_memory(case):
     return rows
 
 
+def check_memory_estimate(case):
+    """tools/memory.py says that less is taken than is: it lets runs start that cannot fit."""
+    name = "memory as tools/memory.py has it"
+    if not hardware.gpu_count() or memory.model_config(case.config.model) is None:
+        return [not_looked(name, "no GPU, or no config.json of the model")]
+    seen = case.watched["memory"].values()
+    total = min(total for _, total in seen) / memory.GB
+    taken = max(used for used, _ in seen) / memory.GB
+    estimated = max(memory.Placed(case.config, len(seen), total).totals.values())
+    return [
+        Finding(
+            name,
+            f"{taken:.1f} GB of the fullest GPU, estimated {estimated:.1f}",
+            "110%",
+            taken <= 1.1 * estimated,
+            "believe the figure, and leave more room than `python tools/memory.py` says",
+        )
+    ]
+
+
 def check_speed(case):
     """No faults: what to change so that nobody waits."""
     steps = [line for _, line in sorted(case.found.steps.items())]
@@ -624,6 +644,7 @@ CHECKS = (
     check_continuation,
     check_engine_killed,
     check_memory,
+    check_memory_estimate,
     check_speed,
     check_evaluation,
 )
