@@ -192,8 +192,8 @@ class Config:
     samples_logged: int = 2
     # what was trained in the last so many steps is kept, for tools/replay.py
     keep_steps: int = 0
-    # every so many steps a few sequences are computed again, to tell the age of data from a stale KV cache
-    # and from numerics: `attribution` in metrics.jsonl. 0: never
+    # every so many updates a few sequences are computed again, to tell the age of data from a stale KV cache
+    # and from numerics: `attribution` in metrics.jsonl (plumbing/attribution.py). 0: never
     attribute_every: int = 0
 
     # ---- machine

@@ -31,7 +31,7 @@ from transformers.utils import logging
 import config as cfg
 from plumbing import checkpoints
 from plumbing.attention import to_device
-from plumbing.attribution import after_update
+from plumbing.attribution import Attribution
 from plumbing.families import check_model, finish_logits
 from plumbing.guards import Guards
 from plumbing.log import MetricsLog, last_words
@@ -468,6 +468,7 @@ def train(config, run_dir, ranks):
     reader = Reader(config, run_dir, ranks, vocabulary, sender.check)
     first_version = saved = state["version"]
     guards = Guards(config)
+    attribution = Attribution(config, run_dir, model, ranks, sender, log)
     run_start = time.monotonic() - state["wall_s"]
 
     # engines start from the base model; a continued run's need other weights
@@ -489,7 +490,7 @@ def train(config, run_dir, ranks):
     save_s = 0.0
     try:
         while state["version"] < config.steps:
-            batches = reader.step(state["version"])
+            batches = attribution.watch(reader.step(state["version"]), state["version"])
             metrics, samples = train_step(
                 model, optimizers, batches, state["version"], config, device
             )
@@ -510,10 +511,6 @@ def train(config, run_dir, ranks):
                 sender.push(version, state["position"])
             else:
                 sender.announce(version, state["position"])
-            if config.attribute_every and version % config.attribute_every == 0:
-                sender.wait()
-                parts = after_update(model, reader.last, version, config, run_dir, ranks.rank)
-                log.attribution(version, parts)
             save_s = 0.0
             if version == config.steps or (config.save_every and version % config.save_every == 0):
                 save_s = checkpoints.save(config, run_dir, model, optimizers, state, ranks)

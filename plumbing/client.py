@@ -38,10 +38,11 @@ class Engines:
     """The engines that serve the trainer's weights.
 
     stop: token ids that end a completion; vocabulary: how many ids there are; newest:
-    plumbing.doors.NewestVersion; headers: of every request.
+    plumbing.doors.NewestVersion; headers: of every request; who: asks, for lines on the terminal.
     """
 
-    def __init__(self, config, stop, vocabulary, newest, headers=None):
+    def __init__(self, config, stop, vocabulary, newest, headers=None, who="actor"):
+        self.who = who
         self.config = config
         self.headers = headers
         self.stop = sorted(stop)
@@ -84,7 +85,7 @@ class Engines:
         self.rest_until[url] = time.monotonic() + REST
         if self.load[url]:
             print(
-                f"actor: engine {url} {why}: its {self.load[url]} sequences start again elsewhere",
+                f"{self.who}: engine {url} {why}: its {self.load[url]} sequences start again elsewhere",
                 flush=True,
             )
         session = self.sessions.pop(url, None)
@@ -181,8 +182,8 @@ class Engines:
     async def prefill(self, tokens, engine=None):
         """A sequence as a prompt: {logprobs [T-1] of all tokens but the first, versions [1], engine}.
 
-        By the weights that the engine has now, at temperature 1, with nothing of a KV cache from before
-        (an update while a long prompt is computed chunk by chunk goes unseen). None as of `generate`.
+        By the weights that the engine has now, at temperature 1, with nothing of a KV cache from before.
+        None as of `generate`.
         """
         params = dict(max_tokens=1, prompt_logprobs=0)
         body = dict(token_ids=tokens, sampling_params=params, cache_salt=None)
@@ -243,7 +244,7 @@ class Engines:
             self.next_warning = time.monotonic() + 5
             words = " ".join(str(error)[:200].split())
             print(
-                f"actor: request to {url} failed ({type(error).__name__}: {words}), "
+                f"{self.who}: request to {url} failed ({type(error).__name__}: {words}), "
                 f"{tries} of {RETRIES + 1} tries used; so far {dict(self.counts)}",
                 flush=True,
             )

@@ -67,7 +67,7 @@ class Guards:
         if self._lasts("unmeasured", unmeasured, UNMEASURED):
             found.append(
                 f"no sample of {UNMEASURED} steps was sampled by the version that it trained: whether engines compute what the "
-                "trainer does is not known; --attribute_every 50 measures it"
+                "trainer does is not known: --attribute_every 50 measures it, and `bash run.sh doctor`"
             )
         if self._lasts("ess", metrics["ess"] < LOWEST_ESS, IN_A_ROW):
             found.append(

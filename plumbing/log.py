@@ -56,6 +56,7 @@ class MetricsLog:
 
     def __init__(self, config, run_dir, version, rank=0):
         self.rank = rank
+        self.highest_mismatch = config.highest_mismatch
         if rank != 0:
             return
         path = Path(run_dir, "metrics.jsonl")
@@ -116,8 +117,13 @@ class MetricsLog:
             return
         self._write({"attribution": parts, "version": version})
         known = {name: part for name, part in parts.items() if part}
-        said = " | ".join(f"{name} {part['kl']:.1e}" for name, part in known.items())
-        print(f"attribution: version {version} | KL, nats a token: {said or 'none'}", flush=True)
+        said = [f"{name} {part['nats']:.1e} (KL {part['kl']:.1e})" for name, part in known.items()]
+        words = " | ".join(said) or "no engine had this version in time"
+        print(f"attribution: version {version} | nats a token: {words}", flush=True)
+        numerics = parts.get("numerics")
+        if numerics and not numerics["nats"] <= self.highest_mismatch:
+            words = f"engines and trainer differ by {numerics['nats']:.1e} nats a token at equal weights: see `mismatch`"
+            self.alarms(version, [words])
 
     def evaluations(self, lines, run_start):
         """Write evaluations of the actor; they come late, so that they have no step of their own.

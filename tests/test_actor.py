@@ -10,17 +10,19 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
+import torch
 from aiohttp import web
 
 import config as cfg
 from actor import Actor, Sampler, allowed_groups, overlong_penalty
 from plumbing import client, secret
 from plumbing.answers import Span, token_versions
+from plumbing.attribution import Attribution
 from plumbing.checkpoints import NEW_RUN
 from plumbing.client import Engines
 from plumbing.ledger import Draws
 from plumbing.queues import Queue, notice, noticed
-from plumbing.samples import split
+from plumbing.samples import join, split
 from plumbing.sandbox import Sandbox
 
 # ---- the gate
@@ -425,6 +427,26 @@ def test_attempts_and_turns_prefer_the_engine_that_has_their_beginning(monkeypat
     assert Counter(asyncio.run(attempts("b", 6))) == {"b": 4, "a": 1, "c": 1}
     # and where it is gone
     assert Counter(asyncio.run(attempts("x", 6))) == {"a": 2, "b": 2, "c": 2}
+
+
+@pytest.mark.parametrize("told_to_stop", [False, True])
+def test_a_trainer_does_not_wait_for_engines_that_say_nothing(tmp_path, told_to_stop):
+    """As long as no engine serves; a run that is to stop does not wait at all."""
+    config = cfg.Config(sync_timeout=0.5 if not told_to_stop else 60.0, attribute_every=1)
+    (tmp_path / "queues").mkdir()
+    secret.make(tmp_path)
+    notice(tmp_path / "queues" / "version.json", version=3, engines=[])
+    stop = SimpleNamespace(is_set=lambda: told_to_stop)
+    ranks = SimpleNamespace(rank=0, stop=stop)
+    said = []
+    log = SimpleNamespace(attribution=lambda version, parts: said.append(parts))
+    model = SimpleNamespace(token_logprobs=lambda tokens, *_: (torch.zeros(len(tokens)), None))
+    sender = SimpleNamespace(wait=lambda: None)
+    looks_on = Attribution(config, tmp_path, model, ranks, sender, log)
+    sample = dict(tokens=np.arange(5), mask=np.arange(5) > 2, logprobs=np.zeros(5))
+    sample |= dict(versions=np.full(5, 3), temperature=1.0, outcome=0)
+    assert len(list(looks_on.watch([join([sample])], 3))) == 1
+    assert said == [dict(age=None, numerics=None, all=None)]
 
 
 @pytest.fixture()

@@ -222,9 +222,13 @@ def test_packing_and_order_change_nothing(tmp_path, base_model):
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_change_nothing(ranks, tmp_path, base_model):
     """Likewise, also where some ranks train fillers."""
-    run_dir = write_run(tmp_path, "r", base_model, ranks, steps=1)
+    run_dir = write_run(tmp_path, "r", base_model, ranks, steps=1, attribute_every=1)
     run_trainer(run_dir, ranks=ranks)
     assert_same_step(run_dir, *plain_step(base_model))
+    # what is learnt on the way takes no part in it
+    lines = [json.loads(x) for x in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    [parts] = [line["attribution"] for line in lines if "attribution" in line]
+    assert parts["numerics"]["nats"] == 0 < parts["all"]["nats"] and parts["age"]["tokens"] > 20
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -9,6 +9,7 @@ import types
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -313,12 +314,21 @@ def sampled(config, n=100, **fields):
             versions=token_versions(spans, n),
         )
     )
-    return transcript.fields() | dict(outcome=0) | fields
+    return transcript.fields() | dict(outcome=0, temperature=1.0) | fields
 
 
-def parts_of_trainer(config, model, samples, version):
+def parts_of_trainer(config, sender, model, samples, version):
+    """As train.py calls it; each sample is a micro-batch."""
+    config = with_knobs(config, attribute_every=1)
+    said = []
+    log = SimpleNamespace(attribution=lambda version, parts: said.append((version, parts)))
     run_dir = Path(config.out, config.run)
-    return attribution.after_update(model, join(samples), version, config, run_dir, 0)
+    looks_on = attribution.Attribution(config, run_dir, model, sender.ranks, sender, log)
+    batches = [join([sample]) for sample in samples]
+    assert list(looks_on.watch(batches, version)) == batches
+    [(of, parts)] = said
+    assert of == version
+    return parts
 
 
 def parts_of_actor(config, samples):
@@ -332,22 +342,22 @@ def parts_of_actor(config, samples):
         await engines.close()
 
     asyncio.run(look())
-    return noticed(queues / "attribution.json")
+    return noticed(queues / "attribution.json")["parts"]
 
 
 def test_age_alone_is_found_as_age(engine, sender):
     update(sender, 190)
     samples = [sampled(engine) for _ in range(6)]
-    before = parts_of_trainer(engine, sender.model, samples, 190)
+    before = parts_of_trainer(engine, sender, sender.model, samples, 190)
     assert before["age"]["tokens"] == 600
     assert max(before[kind]["nats"] for kind in ("age", "numerics", "all")) < 1e-4
     perturb(sender.model)
     update(sender, 191)
-    parts = parts_of_trainer(engine, sender.model, samples, 191)
+    parts = parts_of_trainer(engine, sender, sender.model, samples, 191)
     assert parts["numerics"]["nats"] < 1e-4 < 1e-2 < parts["age"]["nats"]
     assert parts["all"]["kl"] == pytest.approx(parts["age"]["kl"], rel=0.01)
     # it is the engines that have to have this version
-    assert parts_of_trainer(engine, sender.model, samples, 192)["all"] is None
+    assert parts_of_trainer(engine, sender, sender.model, samples, 192)["all"] is None
 
 
 def test_another_computation_alone_is_found_as_numerics(engine, sender):
@@ -356,7 +366,7 @@ def test_another_computation_alone_is_found_as_numerics(engine, sender):
     other = copy.deepcopy(sender.model)
     other.token_logprobs = types.MethodType(token_logprobs, other)
     perturb(other, 0.003)
-    parts = parts_of_trainer(engine, other, samples, 193)
+    parts = parts_of_trainer(engine, sender, other, samples, 193)
     assert parts["age"]["nats"] < 1e-4 < 1e-3 < parts["numerics"]["nats"]
     assert parts["all"]["nats"] == pytest.approx(parts["numerics"]["nats"], rel=0.05)
 

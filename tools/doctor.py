@@ -38,6 +38,8 @@ from tools.checks import CHECKS, Case, Finding
 FIRST, SECOND = 3, 3
 # groups of a step at most
 GROUPS = 8
+# seconds
+LONGEST_SAVE = 900
 
 logging.disable_progress_bar()
 
@@ -101,10 +103,16 @@ class Watch:
         return RuntimeError(f"doctor: {what}; its last lines:\n  {last}")
 
     def stop(self):
-        """As Ctrl-C."""
-        if not self.ended:
-            os.killpg(self.process.pid, signal.SIGINT)
-            self.process.wait(120)
+        """As Ctrl-C; waits as long as a run may take to save."""
+        if self.ended:
+            return
+        os.killpg(self.process.pid, signal.SIGINT)
+        deadline = time.monotonic() + LONGEST_SAVE
+        while not self.ended:
+            self._look()
+            if time.monotonic() > deadline:
+                raise self.failure(f"the run has not stopped within {LONGEST_SAVE} s of Ctrl-C")
+            time.sleep(0.2)
 
 
 def most_of(a, b):
@@ -121,6 +129,7 @@ def memory_of(pid):
     if hardware.gpu_count():
         ask = [
             "nvidia-smi",
+            f"--id={','.join(hardware.gpu_names(hardware.gpu_count()))}",
             "--query-gpu=index,memory.used,memory.total",
             "--format=csv,noheader,nounits",
         ]
@@ -251,7 +260,7 @@ def main(argv):
             flush=True,
         )
         watched, continued = run_twice(c, words)
-    except (cfg.ConfigError, RuntimeError, subprocess.TimeoutExpired) as e:
+    except (cfg.ConfigError, RuntimeError) as e:
         sys.exit(f"{e}")
     except KeyboardInterrupt:
         sys.exit("doctor: interrupted, its run is stopped")
