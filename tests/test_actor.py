@@ -434,7 +434,7 @@ def test_a_trainer_does_not_wait_for_engines_that_say_nothing(tmp_path, told_to_
     """As long as no engine serves; a run that is to stop does not wait at all."""
     config = cfg.Config(sync_timeout=0.5 if not told_to_stop else 60.0, attribute_every=1)
     (tmp_path / "queues").mkdir()
-    secret.make(tmp_path)
+    secret.create(tmp_path)
     notice(tmp_path / "queues" / "version.json", version=3, engines=[])
     stop = SimpleNamespace(is_set=lambda: told_to_stop)
     ranks = SimpleNamespace(rank=0, stop=stop)
