@@ -199,31 +199,39 @@ def run(folder, arguments, log):
     return done.returncode, done.stdout + done.stderr
 
 
+def by_doctor(folder, knobs):
+    """{doctor: checks that FAIL, code, seconds} of the doctor there."""
+    start = time.monotonic()
+    code, said = run(folder, ["doctor", "toy", *knobs], "doctor.log")
+    report = folder / "out" / "doctor-toy" / "doctor.json"
+    if report.exists():
+        findings = json.loads(report.read_text())["findings"]
+        failed = [f["check"] for f in findings if f["ok"] is False]
+    else:
+        # its run ended before there was anything to examine
+        failed = [said.strip().splitlines()[-1][:200]]
+    return dict(doctor=failed, code=code, seconds=time.monotonic() - start)
+
+
+def by_guards(folder, knobs, steps):
+    """{guards: alarms, and why the run ended if it did; step: the last one} of a run there."""
+    knobs = [*knobs, "--steps", str(steps), "--eval_every", "0", "--eval_problems", "8"]
+    code, said = run(folder, ["toy", *knobs, "--run", "guards"], "guards.log")
+    metrics = folder / "out" / "guards" / "metrics.jsonl"
+    lines = [json.loads(x) for x in metrics.read_text().splitlines()] if metrics.exists() else []
+    found = [line["alarm"][:60] for line in lines if "alarm" in line]
+    found += re.findall(r"RuntimeError: train: (.{0,60})", said)[:1]
+    if code and not found:
+        found = ["the run ended"]
+    return dict(guards=found, step=max((line.get("step", 0) for line in lines), default=0))
+
+
 def look(name, steps, port):
     """What the doctor and a run say of a fault."""
     fault = FAULTS[name]
     folder = copy_with(fault)
-    knobs = fault[3].split() if fault else []
-    start = time.monotonic()
-    code, said = run(folder, ["doctor", "toy", *knobs, "--port", str(port)], "doctor.log")
-    report = folder / "out" / "doctor-toy" / "doctor.json"
-    failed = []
-    if report.exists():
-        findings = json.loads(report.read_text())["findings"]
-        failed = [f["check"] for f in findings if f["ok"] is False]
-    found = dict(doctor=failed, code=code, seconds=time.monotonic() - start)
-    if not report.exists():
-        # a run's own end, before there was anything to examine
-        found["doctor"] = [" ".join(said.strip().splitlines()[-1:])[:200] or "ended"]
-    again = ["toy", *knobs, "--steps", str(steps), "--eval_every", "0", "--eval_problems", "8"]
-    code, said = run(folder, [*again, "--port", str(port), "--run", "guards"], "guards.log")
-    alarms = re.findall(r"ALARM: (.{0,60})|(mismatch was above)", said)
-    metrics = folder / "out" / "guards" / "metrics.jsonl"
-    lines = [json.loads(x) for x in metrics.read_text().splitlines()] if metrics.exists() else []
-    reached = max((line["step"] for line in lines if "step" in line), default=0)
-    found["guards"] = [a or b for a, b in alarms] or (["the run ended"] if code else [])
-    found["step"] = reached
-    return found
+    knobs = [*(fault[3].split() if fault else []), "--port", str(port)]
+    return by_doctor(folder, knobs) | by_guards(folder, knobs, steps)
 
 
 def main(argv=None):

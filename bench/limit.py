@@ -22,6 +22,7 @@ on-policy (the paper, section 5).
 """
 
 import json
+import shutil
 import sys
 import threading
 import time
@@ -94,6 +95,8 @@ def training(threads, steps, port):
 def pipeline(steps, port):
     """{busy, train_busy: CPU s a sample of a pipeline run, of all processes and of the trainer; samples_s}."""
     run_dir = WORK / "runs" / "limit-pipeline"
+    # an earlier run's versions are not to be seen
+    shutil.rmtree(run_dir, ignore_errors=True)
     seen = []
     ended = threading.Event()
 
