@@ -4,8 +4,8 @@
 
 The pipeline with twice as many sequences in progress as bench/compare.py has, and `--max_lag 4`, so that long answers
 meet up to some 20 versions. Old tokens are also early tokens of long answers: what only they teach may be bad for that
-reason alone. So every choice of tokens by age has a twin that is on-policy (G = 1) and chooses by place, as many tokens
-before the answer's end as a token of that age usually has:
+reason alone. So every choice of tokens by age has a twin that is on-policy (G = 1) and chooses by place, the same share of
+all tokens, those farthest from their answers' ends:
 
     all, recent, old    tokens in the loss: all; of lag up to AGE; of lag above it
     late, early         on-policy: all of lag 0; less than LEFT tokens before the end; LEFT or more
@@ -30,8 +30,8 @@ from bench.curves import written
 from bench.runs import COMMON, PIPELINE, QUICK, conventional, places, scores_of
 
 PATCH = ROOT / "bench" / "edits" / "tokens_trained.patch"
-# steps; and about the tokens that a sequence gets meanwhile, 128 being in progress
-AGE, LEFT = 4, 100
+# steps; and tokens before the end, so many that `early` has the share of all tokens that `old` has (37%)
+AGE, LEFT = 4, 46
 CROWDED = COMMON | PIPELINE | dict(concurrency=128, max_lag=4)
 ON_POLICY = COMMON | conventional(1)
 SETTINGS = {

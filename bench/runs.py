@@ -169,14 +169,15 @@ def one_run(name, knobs, port, preset="toy", root=ROOT):
     lines = [json.loads(line) for line in lines]
     steps = [line for line in lines if "step" in line]
     evaluations = [line for line in lines if "eval" in line]
-    config = cfg.load(run_dir)
+    # not cfg.load: a copy of the sources may have knobs of its own
+    config = json.loads((run_dir / "config.json").read_text())["config"]
     found = []
     for x in evaluations:
         mean_of_sets = np.mean(list(x["eval"].values()))
         found.append([x["version"], float(mean_of_sets)])
-    if config.task == "tail":
-        found = scores(run_dir / "checkpoints", config.seed, config.eval_data)
-    return dict(curve=curve_of(steps, config.conventional_g), scores=found)
+    if config["task"] == "tail":
+        found = scores(run_dir / "checkpoints", config["seed"], config["eval_data"])
+    return dict(curve=curve_of(steps, config["conventional_g"]), scores=found)
 
 
 def curve_of(steps, conventional_g):
