@@ -60,7 +60,7 @@ def say(by_setting):
     for setting, row in found.items():
         whole = found.get("on-policy, all" if "on-policy" in setting else "all", row)
         trained = [
-            sum(run["curve"]["tokens"]) / sum(run["curve"]["sampled"])
+            1 - sum(run["curve"]["late"]) / sum(run["curve"]["sampled"])
             for run in by_setting[setting]
         ]
         rows.append(
@@ -91,7 +91,7 @@ def say(by_setting):
 def draw(by_setting, path):
     figure, axes = panels(["pipeline: score against samples", "on-policy: score against samples"])
     for i, (setting, found) in enumerate(by_setting.items()):
-        ax = axes["on-policy" in setting]
+        ax = axes[int("on-policy" in setting)]
         band(ax, [(places(run, "samples"), scores_of(run)) for run in found], f"C{i % 3}", setting)
     for ax in axes:
         ax.set_xlabel("samples")

@@ -64,7 +64,7 @@ PIPELINE = dict(max_lag=1, trainer_threads=1, concurrency=64)
 # a generation phase starts all it can at once; with rows as small as these a second thread of the trainer makes
 # its steps slower
 CONVENTIONAL = dict(trainer_threads=1, concurrency=1024)
-COLUMNS = "samples tokens lag_max lag_mean ess kl_behavior wait_data_s wait_sync_s save_s gen_idle".split()
+COLUMNS = "samples tokens lag_max lag_mean ess kl_behavior wait_data_s wait_sync_s save_s gen_idle late".split()
 
 
 def conventional(g):
