@@ -239,11 +239,11 @@ class Actor:
         record |= dict(run_id=c.run_id, index=i, failed=failed)
         sent = await asyncio.to_thread(self.rollouts.put, record, c.stall_timeout)
         draws.records[sent] = i
-        if attribution.is_due(c, i):
-            await attribution.after_sampling(self.engines, samples, c, self.queues)
         if samples:
             draws.sampler.update(task, number, [s["reward"] for s in samples])
             self.samples_log.write(self.version, i, task, problem, samples[0])
+        if samples and attribution.is_due(c, i):
+            await attribution.after_sampling(self.engines, samples, c, self.queues)
 
     # ---- evaluation
 
