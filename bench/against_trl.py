@@ -5,8 +5,9 @@
 
 Task, pipeline and scores are those of bench/runs.py. Both: 64 samples a step, 4 a problem, temperature 1,
 top-p 1, top-k off, at most 410 new tokens (with 64 there are no long answers to wait for, which suits
-TRL), AdamW (0.9, 0.95), the same learning rate after 3 steps of warm-up, gradients clipped at 1, no KL term, rewards not divided by their standard deviation. TRL has the
-whole machine for either of its phases, its default loss (`dapo`, on-policy here), and generates with
+TRL), AdamW (0.9, 0.95), the same learning rate after 3 steps of warm-up, gradients clipped at 1, no KL
+term, rewards not divided by their standard deviation. TRL has the whole machine for either of its
+phases, its default loss (`dapo`, on-policy here), and generates with
 Transformers: its ways to use vLLM need a GPU (its server wants NCCL; in its own process,
 vllm_mode="colocate", loading new weights fails in vLLM's CPU build: 'Parameter' object has no attribute
 'weight_loader'), and its continuous batching is three times slower here. Both write a checkpoint

@@ -105,9 +105,8 @@ class Attribution:
         self.ranks = ranks
         self.sender = sender
         self.log = log
-        # versions from one update of the engines to the next
-        self.stride = config.conventional_g or 1
-        self.every = config.attribute_every * self.stride
+        # versions; conventional RL's engines get every G-th
+        self.every = config.attribute_every * (config.conventional_g or 1)
 
     def watch(self, batches, version):
         """The micro-batches that this version trains, passed on; of some steps more is learnt on the way. Collective."""
@@ -131,8 +130,8 @@ class Attribution:
 
         positions, _ = layout(batch["lengths"])
         with torch.no_grad():
-            logprobs = self.model.token_logprobs(batch["tokens"], positions, 1.0)[0].cpu().numpy()
-        parts = np.split(logprobs, np.cumsum(batch["lengths"])[:-1])
+            logprobs, _ = self.model.token_logprobs(batch["tokens"], positions, 1.0, batch["mask"])
+        parts = np.split(logprobs.cpu().numpy(), np.cumsum(batch["lengths"])[:-1])
         samples = [
             sample | {"trainers": own}
             for sample, own in zip(split(batch), parts)

@@ -2,7 +2,7 @@
 
 `Guards` looks at the metrics of every step, on every rank alike. Two things end a run: gradients that are not finite,
 and a trainer that computes other logprobs than the engines did. The others may be what somebody wants: they are said
-once, when they have lasted, and are in metrics.jsonl as `alarms`. Deliberately absent: anything that changes a step;
+once, when they have lasted, and are in metrics.jsonl as `alarm`. Deliberately absent: anything that changes a step;
 train.py leaves the weights as they are when a gradient is not finite, whether or not somebody looks.
 """
 

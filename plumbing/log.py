@@ -112,9 +112,7 @@ class MetricsLog:
             self._write({"alarm": words, "version": version})
 
     def attribution(self, version, parts):
-        """Rank 0: write down what the distance between behaviour and trained policy is made of."""
-        if self.rank != 0:
-            return
+        """Write down what the distance between behaviour and trained policy is made of."""
         self._write({"attribution": parts, "version": version})
         known = {name: part for name, part in parts.items() if part}
         said = [f"{name} {part['nats']:.1e} (KL {part['kl']:.1e})" for name, part in known.items()]

@@ -31,7 +31,7 @@ from transformers.utils import logging
 import config as cfg
 from plumbing import checkpoints, hardware
 from plumbing.queues import noticed
-from tools import plain
+from tools import plain, report
 from tools.checks import CHECKS, Case, Finding
 
 # versions that the two runs make, at least
@@ -215,8 +215,7 @@ def examine(c, watched, continued):
     """All checks -> [Finding]. A check that breaks off has failed."""
     run_dir = Path(c.out, c.run)
     c = cfg.load(str(run_dir))
-    lines = [json.loads(text) for text in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = {line["step"]: line for line in lines if "step" in line}
+    steps = {line["step"]: line for line in report.read(run_dir)[0]}
     # torch's, of loading a checkpoint in one process
     warnings.filterwarnings("ignore", module="torch")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
