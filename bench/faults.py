@@ -3,7 +3,7 @@
     python bench/faults.py [--only mask_shifted,top_k] [--steps 20] [--port 8940]
 
 Every fault: `bash run.sh doctor toy` (or what the fault needs), and a run of 20 steps whose alarms and end are looked at.
-`none`, the sources as they are, on three seeds, must raise nothing. Prints a table and leaves bench/results/faults.json.
+`clean`, the sources as they are, on three seeds, must raise nothing. Prints a table and leaves bench/results/faults.json.
 """
 
 import json
@@ -19,16 +19,16 @@ from bench.common import WORK, copy_sources, measured, parser, result_file, tabl
 
 # name: (file, words, what they become, knobs that show it)
 FAULTS = {
-    "none": None,
-    "none, seed 1": (None, None, None, "--seed 1"),
-    "none, seed 2": (None, None, None, "--seed 2"),
-    "none, guess": (
+    "clean": (None, None, None, ""),
+    "clean seed 1": (None, None, None, "--seed 1"),
+    "clean seed 2": (None, None, None, "--seed 2"),
+    "clean guess": (
         None,
         None,
         None,
         "--task guess --max_new_tokens 90 --max_model_len 256 --row_tokens 1024",
     ),
-    "none, two engines": (None, None, None, "--engines 2"),
+    "clean two engines": (None, None, None, "--engines 2"),
     "update skipped in one engine": (
         "plumbing/engine.py",
         "        if inbox.plan:\n            inbox.plan.swap()\n",
@@ -178,10 +178,10 @@ FAULTS = {
 }
 
 
-def copy_with(fault):
-    """The sources in out/bench/faults, with the fault; returns that folder. RuntimeError if its words are not there once."""
-    folder = copy_sources(WORK / "faults")
-    name, words, become, _ = fault or (None,) * 4
+def copy_with(called, fault):
+    """The sources in out/bench/faults/<called>, with the fault; that folder. RuntimeError if its words are not there once."""
+    folder = copy_sources(WORK / "faults" / called.replace(" ", "-"))
+    name, words, become, _ = fault
     if name:
         text = (folder / name).read_text()
         if text.count(words) != 1:
@@ -214,23 +214,24 @@ def by_doctor(folder, knobs):
 
 
 def by_guards(folder, knobs, steps):
-    """{guards: alarms, and why the run ended if it did; step: the last one} of a run there."""
+    """{guards: [(what was said, step)], and why the run ended if it did} of a run there."""
     knobs = [*knobs, "--steps", str(steps), "--eval_every", "0", "--eval_problems", "8"]
     code, said = run(folder, ["toy", *knobs, "--run", "guards"], "guards.log")
     metrics = folder / "out" / "guards" / "metrics.jsonl"
     lines = [json.loads(x) for x in metrics.read_text().splitlines()] if metrics.exists() else []
-    found = [line["alarm"][:60] for line in lines if "alarm" in line]
-    found += re.findall(r"RuntimeError: train: (.{0,60})", said)[:1]
+    last = max((line.get("step", 0) for line in lines), default=0)
+    found = [(line["alarm"][:60], line["version"]) for line in lines if "alarm" in line]
+    found += [(words, last) for words in re.findall(r"RuntimeError: train: (.{0,60})", said)[:1]]
     if code and not found:
-        found = ["the run ended"]
-    return dict(guards=found, step=max((line.get("step", 0) for line in lines), default=0))
+        found = [("the run ended", last)]
+    return dict(guards=found)
 
 
 def look(name, steps, port):
     """What the doctor and a run say of a fault."""
     fault = FAULTS[name]
-    folder = copy_with(fault)
-    knobs = [*(fault[3].split() if fault else []), "--port", str(port)]
+    folder = copy_with(name, fault)
+    knobs = [*fault[3].split(), "--port", str(port)]
     return by_doctor(folder, knobs) | by_guards(folder, knobs, steps)
 
 
@@ -242,7 +243,7 @@ def main(argv=None):
     p.add_argument("--plot", action="store_true", help="no runs: what is there")
     a = p.parse_args(argv)
     names = a.only.split(",") if a.only else list(FAULTS)
-    wanted = {name: dict(fault=FAULTS[name], steps=a.steps) for name in names}
+    wanted = {name: dict(fault=list(FAULTS[name]), steps=a.steps) for name in names}
 
     def measure(name, _):
         found = look(name, a.steps, a.port)
@@ -252,9 +253,14 @@ def main(argv=None):
     results = measured(result_file(a, "faults"), wanted, None if a.plot else measure, True)
     rows = []
     for name, found in results.items():
-        guards = f"{found['guards'][0]} (step {found['step']})" if found["guards"] else "-"
+        guards = [f"{words} (step {step})" for words, step in found["guards"]]
         rows.append(
-            [name, "; ".join(found["doctor"]) or "-", guards, f"{found['seconds'] / 60:.1f}"]
+            [
+                name,
+                "; ".join(found["doctor"]) or "-",
+                "; ".join(guards) or "-",
+                f"{found['seconds'] / 60:.1f}",
+            ]
         )
     table(["fault", "doctor", "guards of a run", "min"], rows)
 

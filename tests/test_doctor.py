@@ -96,14 +96,14 @@ def test_another_temperature_of_sampling_is_seen(temperature, wrong, weights):
 def test_every_fault_is_one_of_todays_sources(tmp_path, monkeypatch):
     monkeypatch.setattr(faults, "WORK", tmp_path)
     for fault in faults.FAULTS.values():
-        faults.copy_with(fault)
+        faults.copy_with("test", fault)
 
 
 @pytest.mark.slow
 def test_the_doctor_finds_a_wrong_sign_and_nothing_else(tmp_path, monkeypatch, base_model):
     """Real engines, a kill, an interruption, a continuation."""
     monkeypatch.setattr(faults, "WORK", tmp_path)
-    folder = faults.copy_with(faults.FAULTS["advantages with the wrong sign"])
+    folder = faults.copy_with("test", faults.FAULTS["advantages with the wrong sign"])
     command = ["bash", "run.sh", "doctor", "toy", "--port", "9700"]
     environment = os.environ | {"PIPELINE_PYTHON": sys.executable}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
