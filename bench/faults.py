@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.common import WORK, copy_sources, measured, parser, result_file, table
+from tools import report
 
 # name: (file, words, what they become, knobs that show it)
 FAULTS = {
@@ -203,9 +204,9 @@ def by_doctor(folder, knobs):
     """{doctor: checks that FAIL, code, seconds} of the doctor there."""
     start = time.monotonic()
     code, said = run(folder, ["doctor", "toy", *knobs], "doctor.log")
-    report = folder / "out" / "doctor-toy" / "doctor.json"
-    if report.exists():
-        findings = json.loads(report.read_text())["findings"]
+    saved = folder / "out" / "doctor-toy" / "doctor.json"
+    if saved.exists():
+        findings = json.loads(saved.read_text())["findings"]
         failed = [f["check"] for f in findings if f["ok"] is False]
     else:
         # its run ended before there was anything to examine
@@ -217,10 +218,12 @@ def by_guards(folder, knobs, steps):
     """{guards: [(what was said, step)], and why the run ended if it did} of a run there."""
     knobs = [*knobs, "--steps", str(steps), "--eval_every", "0", "--eval_problems", "8"]
     code, said = run(folder, ["toy", *knobs, "--run", "guards"], "guards.log")
-    metrics = folder / "out" / "guards" / "metrics.jsonl"
-    lines = [json.loads(x) for x in metrics.read_text().splitlines()] if metrics.exists() else []
-    last = max((line.get("step", 0) for line in lines), default=0)
-    found = [(line["alarm"][:60], line["version"]) for line in lines if "alarm" in line]
+    steps = alarms = []
+    if (folder / "out" / "guards" / "metrics.jsonl").exists():
+        steps = report.lines_with("step", folder / "out" / "guards")
+        alarms = report.lines_with("alarm", folder / "out" / "guards")
+    last = max((line["step"] for line in steps), default=0)
+    found = [(line["alarm"][:60], line["version"]) for line in alarms]
     found += [(words, last) for words in re.findall(r"RuntimeError: train: (.{0,60})", said)[:1]]
     if code and not found:
         found = [("the run ended", last)]

@@ -21,7 +21,6 @@ dear as generation. The speed-up is over the best G of 1 to 8, up to which a sam
 on-policy (the paper, section 5).
 """
 
-import json
 import shutil
 import sys
 import threading
@@ -42,6 +41,7 @@ from plumbing import secret
 from plumbing.hardware import urls
 from plumbing.queues import noticed
 from tasks import tail
+from tools import report
 from tools.evaluate import start_engines, stop_engines
 from tools.simulate import conventional as throughput
 
@@ -85,8 +85,7 @@ def training(threads, steps, port):
     """Seconds a sample of the trainer's step, in a conventional run, whose engine rests meanwhile."""
     knobs = COMMON | conventional(8) | dict(trainer_threads=threads, steps=steps, save_every=0)
     run_dir = runs.run_to_its_end(f"limit-{threads}", knobs | dict(seed=0), port)
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    found = [line for line in map(json.loads, lines) if "step" in line]
+    found = report.lines_with("step", run_dir)
     # the first ones also warm up; medians, as some steps meet an evaluation
     own = [line["step_s"] - line["wait_data_s"] - line["wait_sync_s"] for line in found[8:]]
     return float(np.median(own)) / COMMON["batch_size"]

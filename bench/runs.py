@@ -31,7 +31,7 @@ from bench.common import ROOT, WORK, flags, machine, measured, parser, result_fi
 from plumbing.samples import layout
 from preprocess import pack
 from tasks import tail
-from tools import base_model
+from tools import base_model, report
 from train import load_model, token_logprobs
 
 # seeds differ in problems and sampling; some seeds' base models (1, for one) get nothing right
@@ -165,10 +165,7 @@ def run_to_its_end(name, knobs, port, preset="toy", root=ROOT):
 def one_run(name, knobs, port, preset="toy", root=ROOT):
     """A run to its end, as above."""
     run_dir = run_to_its_end(name, knobs, port, preset, root)
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    lines = [json.loads(line) for line in lines]
-    steps = [line for line in lines if "step" in line]
-    evaluations = [line for line in lines if "eval" in line]
+    steps, evaluations = report.read(run_dir)
     # not cfg.load: a copy of the sources may have knobs of its own
     config = json.loads((run_dir / "config.json").read_text())["config"]
     found = []

@@ -250,6 +250,8 @@ def show(findings):
 def main(argv):
     # as by Ctrl-C: whoever leaves a run ends it
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("doctor: terminated"))
+    # in the background of a script SIGINT is ignored, also by the run that is interrupted by it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     gpus = hardware.gpu_count()
     start = time.monotonic()
     try:

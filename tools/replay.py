@@ -11,7 +11,6 @@ reverse where two losses differ. Deliberately absent: engines; samples are what 
 """
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -31,6 +30,7 @@ from plumbing.hardware import gpu_count, share_cores
 from plumbing.log import short
 from plumbing.ranks import Ranks
 from plumbing.samples import layout
+from tools import report
 from tools.show import GREY, harmless, paint
 
 LOW, HIGH = 0.8, 1.25
@@ -118,11 +118,8 @@ def in_colour(rollout, colour):
 
 def line_of(run_dir, step):
     """What the run itself said of the step, {} if nothing."""
-    for text in Path(run_dir, "metrics.jsonl").read_text().splitlines():
-        line = json.loads(text)
-        if line.get("step") == step:
-            return line
-    return {}
+    of_step = {line["step"]: line for line in report.lines_with("step", run_dir)}
+    return of_step.get(step, {})
 
 
 def compare_numbers(metrics, line, exact):

@@ -47,25 +47,23 @@ held-out {task:<5} {before:.3f} (version {first}) -> {after:.3f} (version {last}
 """
 
 
+def lines_with(key, run_dir):
+    """Lines of a run's metrics.jsonl that have this: `step`, `eval`, `alarm` or `attribution`. The last one may be torn."""
+    path = Path(run_dir, "metrics.jsonl")
+    whole = [text for text in path.read_text().splitlines(True) if text.endswith("\n")]
+    return [line for line in map(json.loads, whole) if key in line]
+
+
 def read(run_dir):
-    """(step lines, evaluation lines) of a run's metrics.jsonl."""
-    steps = []
-    evals = []
-    for text in Path(run_dir, "metrics.jsonl").read_text().splitlines():
-        line = json.loads(text)
-        if "step" in line:
-            steps.append(line)
-        if "eval" in line:
-            evals.append(line)
-    return steps, evals
+    """(step lines, evaluation lines) of a run."""
+    return lines_with("step", run_dir), lines_with("eval", run_dir)
 
 
 def attributions(run_dir):
     """{part of the distance: ([version], [KL])} of a run with --attribute_every, see plumbing/attribution.py."""
     found = {}
-    for text in Path(run_dir, "metrics.jsonl").read_text().splitlines():
-        line = json.loads(text)
-        for name, part in line.get("attribution", {}).items():
+    for line in lines_with("attribution", run_dir):
+        for name, part in line["attribution"].items():
             if part:
                 versions, values = found.setdefault(name, ([], []))
                 versions.append(line["version"])
