@@ -172,7 +172,7 @@ def check_sampling(case):
 
 
 def check_independence(case):
-    """Attempts are copies of each other: one seed for all engines."""
+    """Attempts are copies of each other: requests with the same seed, or engines with the same one."""
     pairs = 0
     equal = 0
     expected = 0.0
@@ -188,14 +188,22 @@ def check_independence(case):
                 equal += a == b
                 expected += (of_a + of_b) / 2
     spread = max(expected, 1.0) ** 0.5
+    seeds = case.watched["seeds"]
     return [
         Finding(
             "attempts are independent",
             f"{equal} equal pairs of {pairs}, {expected:.0f} expected",
             f"{UNLIKELY:g} deviations",
             bool(equal <= expected + UNLIKELY * 2 * spread),
-            "do engines share a seed, or do requests carry one?",
-        )
+            "do requests carry a seed?",
+        ),
+        Finding(
+            "engines' seeds",
+            " ".join(seeds),
+            "all different",
+            len(set(seeds)) == len(seeds),
+            "engines that sample with the same random numbers: --seed in plumbing/launch.py",
+        ),
     ]
 
 

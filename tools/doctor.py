@@ -25,11 +25,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import psutil
+import requests
 import torch
 from transformers.utils import logging
 
 import config as cfg
-from plumbing import checkpoints, hardware
+from plumbing import checkpoints, hardware, secret
 from plumbing.queues import noticed
 from tools import plain, report
 from tools.checks import CHECKS, Case, Finding
@@ -145,21 +146,44 @@ def memory_of(pid):
     return {"all processes": (used, psutil.virtual_memory().total)}
 
 
-def kill_engine(c, run_dir, watch):
-    """SIGKILL to the first engine; returns the seconds until it serves again."""
-    listed = run_dir / "engines" / "engine0.json"
-    before = noticed(listed).get("started")
-    start = time.monotonic()
+def engine_processes(c):
+    """{port: (process, its command line)} of the run's engines on this host."""
+    found = {}
+    ports = range(c.port, c.port + c.engines)
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
         serves = "vllm.entrypoints.openai.api_server" in words and "plumbing.supervise" not in words
-        if serves and words[words.index("--port") + 1] == str(c.port):
-            process.kill()
+        if serves and int(words[words.index("--port") + 1]) in ports:
+            found[int(words[words.index("--port") + 1])] = (process, words)
+    return found
+
+
+def samples_tokens(url, run_dir):
+    """Does the engine answer a request for a token? One without the trainer's weights refuses it."""
+    body = dict(token_ids=[0], sampling_params=dict(max_tokens=1))
+    try:
+        answer = requests.post(
+            url + "/inference/v1/generate", json=body, headers=secret.header(run_dir), timeout=60
+        )
+    except requests.RequestException:
+        return False
+    return answer.ok
+
+
+def kill_engine(c, run_dir, watch):
+    """SIGKILL to the first engine; returns the seconds until it samples again. RuntimeError if it is not there."""
+    listed = run_dir / "engines" / "engine0.json"
+    before = noticed(listed)
+    process, _ = engine_processes(c).get(c.port, (None, None))
+    if process is None:
+        raise RuntimeError(f"doctor: no engine on port {c.port} of this host to kill")
+    start = time.monotonic()
+    process.kill()
 
     def is_back():
         entry = noticed(listed)
-        serving = noticed(run_dir / "queues" / "version.json").get("engines", [])
-        return entry and entry["started"] != before and entry["url"] in serving
+        is_new = bool(entry) and entry["started"] != before["started"]
+        return is_new and samples_tokens(entry["url"], run_dir)
 
     watch.until(is_back, 2 * c.start_timeout, "a killed engine's return")
     return time.monotonic() - start
@@ -171,6 +195,8 @@ def run_twice(c, argv):
     command = ["bash", "run.sh", *argv]
     with Watch([*command, "--fresh", "True"], run_dir) as first:
         first.until(lambda: first.version >= 1, 2 * c.start_timeout, "the first weights")
+        # of each engine, as it was started
+        seeds = [words[words.index("--seed") + 1] for _, words in engine_processes(c).values()]
         back = kill_engine(c, run_dir, first)
         first.until(lambda: first.version >= FIRST, c.start_timeout, f"version {FIRST}")
     continued = checkpoints.last_state(run_dir)["version"]
@@ -179,7 +205,8 @@ def run_twice(c, argv):
         second.until(lambda: second.ended, 2 * c.start_timeout, "the end of the continued run")
     if second.process.returncode:
         raise second.failure(f"the continued run ended with {second.process.returncode}")
-    return dict(back=back, memory=most_of(first.memory, second.memory)), continued
+    memory = most_of(first.memory, second.memory)
+    return dict(back=back, memory=memory, seeds=seeds), continued
 
 
 def parse(words, gpus):
