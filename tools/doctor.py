@@ -35,8 +35,8 @@ from plumbing.queues import noticed
 from tools import plain, report
 from tools.checks import CHECKS, Case, Finding
 
-# versions that the two runs make, at least
-FIRST, SECOND = 3, 3
+# versions that the two runs make, at least; more where a version could read what an older one has computed
+FIRST, SECOND, SHARED = 3, 3, 4
 # groups of a step at most
 GROUPS = 8
 # seconds
@@ -200,7 +200,8 @@ def run_twice(c, argv):
         back = kill_engine(c, run_dir, first)
         first.until(lambda: first.version >= FIRST, c.start_timeout, f"version {FIRST}")
     continued = checkpoints.last_state(run_dir)["version"]
-    steps = continued + SECOND
+    shares = cfg.load(str(run_dir)).prefix_caching == "on"
+    steps = continued + SECOND + SHARED * shares
     with Watch([*command, "--steps", str(steps), "--recompute_kv", "True"], run_dir) as second:
         second.until(lambda: second.ended, 2 * c.start_timeout, "the end of the continued run")
     if second.process.returncode:
@@ -231,6 +232,8 @@ def knobs_of(argv, gpus):
         save_every=1,
         keep_last=0,
         keep_steps=10000,
+        # what differs is to be looked at, and must not end the run
+        mismatch_limit=1e9,
     )
     words = list(argv)
     for knob, value in own.items():
