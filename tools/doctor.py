@@ -195,13 +195,14 @@ def run_twice(c, argv):
     command = ["bash", "run.sh", *argv]
     with Watch([*command, "--fresh", "True"], run_dir) as first:
         first.until(lambda: first.version >= 1, 2 * c.start_timeout, "the first weights")
+        # with what start-up has filled in
+        c = cfg.load(str(run_dir))
         # of each engine, as it was started
         seeds = [words[words.index("--seed") + 1] for _, words in engine_processes(c).values()]
         back = kill_engine(c, run_dir, first)
         first.until(lambda: first.version >= FIRST, c.start_timeout, f"version {FIRST}")
     continued = checkpoints.last_state(run_dir)["version"]
-    shares = cfg.load(str(run_dir)).prefix_caching == "on"
-    steps = continued + SECOND + SHARED * shares
+    steps = continued + SECOND + SHARED * (c.prefix_caching == "on")
     with Watch([*command, "--steps", str(steps), "--recompute_kv", "True"], run_dir) as second:
         second.until(lambda: second.ended, 2 * c.start_timeout, "the end of the continued run")
     if second.process.returncode:
