@@ -195,9 +195,16 @@ def run(folder, arguments, log):
     """`bash run.sh ...` there: (exit code, its output)."""
     command = ["bash", "run.sh", *arguments]
     environment = os.environ | {"PIPELINE_PYTHON": sys.executable}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    (folder / "out" / log).write_text(done.stdout + done.stderr)
-    return done.returncode, done.stdout + done.stderr
+    path = folder / "out" / log
+    with open(path, "w") as out:
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=out)
+        try:
+            code = process.wait()
+        finally:
+            # whoever ends this ends the run
+            process.terminate()
+            process.wait()
+    return code, path.read_text()
 
 
 def by_doctor(folder, knobs):
