@@ -549,12 +549,12 @@ def check_continuation(case):
     ]
 
 
-def check_engine_killed(case):
-    """An engine that dies is not started again, or not given the newest weights."""
+def check_engines_killed(case):
+    """An engine that dies is not started again, or not given weights."""
     return [
         Finding(
-            "an engine killed and back",
-            f"served again after {case.watched['back']:.0f} s",
+            "engines killed and back",
+            f"all sampled again after {case.watched['back']:.0f} s",
         )
     ]
 
@@ -650,7 +650,7 @@ CHECKS = (
     check_rewards,
     check_data,
     check_continuation,
-    check_engine_killed,
+    check_engines_killed,
     check_memory,
     check_memory_estimate,
     check_speed,

@@ -170,22 +170,26 @@ def samples_tokens(url, run_dir):
     return answer.ok
 
 
-def kill_engine(c, run_dir, watch):
-    """SIGKILL to the first engine; returns the seconds until it samples again. RuntimeError if it is not there."""
-    listed = run_dir / "engines" / "engine0.json"
-    before = noticed(listed)
-    process, _ = engine_processes(c).get(c.port, (None, None))
-    if process is None:
-        raise RuntimeError(f"doctor: no engine on port {c.port} of this host to kill")
+def kill_engines(c, run_dir, watch):
+    """SIGKILL to the engines of this host, all at once, as nobody need go on meanwhile.
+
+    Returns the seconds until all sample again. Raises RuntimeError if there are none.
+    """
+    processes = engine_processes(c)
+    if not processes:
+        raise RuntimeError(f"doctor: no engine on port {c.port} and on of this host to kill")
+    files = [run_dir / "engines" / f"engine{port - c.port}.json" for port in processes]
+    before = {noticed(file).get("started") for file in files}
     start = time.monotonic()
-    process.kill()
+    for process, _ in processes.values():
+        process.kill()
 
-    def is_back():
-        entry = noticed(listed)
-        is_new = bool(entry) and entry["started"] != before["started"]
-        return is_new and samples_tokens(entry["url"], run_dir)
+    def are_back():
+        entries = [noticed(file) for file in files]
+        are_new = all(entry and entry["started"] not in before for entry in entries)
+        return are_new and all(samples_tokens(entry["url"], run_dir) for entry in entries)
 
-    watch.until(is_back, 2 * c.start_timeout, "a killed engine's return")
+    watch.until(are_back, 2 * c.start_timeout, "the killed engines' return")
     return time.monotonic() - start
 
 
@@ -199,7 +203,7 @@ def run_twice(c, argv):
         c = cfg.load(str(run_dir))
         # of each engine, as it was started
         seeds = [words[words.index("--seed") + 1] for _, words in engine_processes(c).values()]
-        back = kill_engine(c, run_dir, first)
+        back = kill_engines(c, run_dir, first)
         first.until(lambda: first.version >= FIRST, c.start_timeout, f"version {FIRST}")
     continued = checkpoints.last_state(run_dir)["version"]
     steps = continued + SECOND + SHARED * (c.prefix_caching == "on")
