@@ -3,7 +3,7 @@
     bash run.sh doctor [preset] [--any knob]
 
 Two short real runs of that configuration, with its engines, trainer ranks and tasks, in out/doctor-<run>: in the first
-one an engine is killed, then it is interrupted; the second one continues it, with --recompute_kv. Everything that the
+one the engines are killed, then it is interrupted; the second one continues it, with --recompute_kv. Everything that the
 stages handed on is kept (--keep_steps), and computed once more by tools/plain.py: sequence by sequence, with Hugging
 Face's own model. The newest checkpoint is evaluated by an engine of its own. Prints a table and leaves
 out/doctor-<run>/doctor.json; exit code 1 if something FAILs.
