@@ -208,9 +208,9 @@ class Ring:
                 self.drop(self.groups.popleft(), "ring_full")
             self.rollouts.ack(seq, self.kept_as(record["index"]))
         if time.monotonic() - self.last_input > self.config.stall_timeout and not self.groups:
-            seconds = self.config.stall_timeout
             raise TimeoutError(
-                f"preprocess: no rollouts in {self.rollouts.path} for {seconds:.0f} s"
+                f"preprocess: no rollouts in {self.rollouts.path} for {self.config.stall_timeout:.0f} s; "
+                f"refused so far: {dict(self.rollouts.refused) or 'none'}"
             )
 
     def kept_as(self, draw):

@@ -207,6 +207,13 @@ def run(folder, arguments, log):
     return code, path.read_text()
 
 
+def why(said):
+    """A stage's error, or what went before the end, from what a run has said."""
+    errors = re.findall(r"Error: (\w+: .{0,100})", said)
+    lines = [line for line in said.strip().splitlines() if "run.sh:" not in line]
+    return errors[-1] if errors else lines[-1].strip()[:100]
+
+
 def by_doctor(folder, knobs):
     """{doctor: checks that FAIL, code, seconds} of the doctor there."""
     start = time.monotonic()
@@ -217,7 +224,7 @@ def by_doctor(folder, knobs):
         failed = [f["check"] for f in findings if f["ok"] is False]
     else:
         # its run ended before there was anything to examine
-        failed = [said.strip().splitlines()[-1][:200]]
+        failed = ["its run ended: " + why(said)]
     return dict(doctor=failed, code=code, seconds=time.monotonic() - start)
 
 
@@ -231,9 +238,8 @@ def by_guards(folder, knobs, steps):
         alarms = report.lines_with("alarm", folder / "out" / "guards")
     last = max((line["step"] for line in steps), default=0)
     found = [(line["alarm"][:60], line["version"]) for line in alarms]
-    found += [(words, last) for words in re.findall(r"RuntimeError: train: (.{0,60})", said)[:1]]
-    if code and not found:
-        found = [("the run ended", last)]
+    if code:
+        found.append(("it ended: " + why(said), last))
     return dict(guards=found)
 
 
