@@ -223,7 +223,7 @@ def check_prompts(case):
 
 
 def check_turns(case):
-    """What stands between two turns is not what the environment said, in the form that the template gives it."""
+    """What stands between two turns is not what the environment said, in the template's form, or stands nowhere."""
     wrong = 0
     seen = 0
     for draw, sample in case.found.samples():
@@ -240,6 +240,10 @@ def check_turns(case):
             said.append(texts[k - 1])
             wrong += words is None or case.found.between(words, said) != between
             said.append(words)
+        if sample["finished"]:
+            # over when the environment says so, and not before
+            seen += 1
+            wrong += task.respond(group["problem"], texts) is not None
     if not seen:
         return [not_looked("borders of turns", "the tasks have none")]
     advice = "a separator is lost, or the template puts something else between turns"
