@@ -35,8 +35,9 @@ from plumbing.queues import noticed
 from tools import plain, report
 from tools.checks import CHECKS, Case, Finding
 
-# versions that the two runs make, at least; more where a version could read what an older one has computed
-FIRST, SECOND, SHARED = 3, 3, 4
+# versions that the two runs make, at least; in the first one more where a version could read what an older one has
+# computed: the second one's --recompute_kv would hide that
+FIRST, SECOND, SHARED = 3, 3, 5
 # groups of a step at most
 GROUPS = 8
 # seconds
@@ -204,9 +205,10 @@ def run_twice(c, argv):
         # of each engine, as it was started
         seeds = [words[words.index("--seed") + 1] for _, words in engine_processes(c).values()]
         back = kill_engines(c, run_dir, first)
-        first.until(lambda: first.version >= FIRST, c.start_timeout, f"version {FIRST}")
+        until = FIRST + SHARED * (c.prefix_caching == "on")
+        first.until(lambda: first.version >= until, c.start_timeout, f"version {until}")
     continued = checkpoints.last_state(run_dir)["version"]
-    steps = continued + SECOND + SHARED * (c.prefix_caching == "on")
+    steps = continued + SECOND
     with Watch([*command, "--steps", str(steps), "--recompute_kv", "True"], run_dir) as second:
         second.until(lambda: second.ended, 2 * c.start_timeout, "the end of the continued run")
     if second.process.returncode:
