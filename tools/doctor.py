@@ -256,6 +256,8 @@ def examine(c, watched, continued):
     # torch's, of loading a checkpoint in one process
     warnings.filterwarnings("ignore", module="torch")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    # single sequences of small models: threads that wait for each other took 15 times as long beside other work
+    torch.set_num_threads(1)
     weights = plain.Weights(c, run_dir, device)
     case = Case(c, run_dir, plain.Recording(c, run_dir, steps, weights), continued, watched)
     findings = []
