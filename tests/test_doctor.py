@@ -93,6 +93,42 @@ def test_another_temperature_of_sampling_is_seen(temperature, wrong, weights):
     assert row.ok is not wrong, row
 
 
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_one_sequence_of_hundred_with_other_weights_is_found(weights, wrong):
+    """As one whose beginning came from an older version's KV cache."""
+    rng = np.random.default_rng(4)
+    samples = []
+    for k in range(100):
+        one = sample(rng, [0] * 5)
+        by = one if k != 37 else one | {"versions": np.where(one["mask"], wrong, -1)}
+        one["logprobs"][4:] = plain.expected(weights, by, True).logprobs
+        samples.append((k, one))
+    found = SimpleNamespace(weights=weights, samples=lambda: samples)
+    case = checks.Case(weights.config, None, found, 0, {})
+    assert checks.check_engine_logprobs(case)[0].ok is (wrong == 0)
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_an_episode_that_ends_before_its_environment_is_found(monkeypatch, over):
+    task = SimpleNamespace(respond=lambda problem, turns: None if over else "go on")
+    monkeypatch.setitem(sys.modules, "tasks.fake", task)
+    one = sample(np.random.default_rng(5), [0] * 5)
+    found = SimpleNamespace(
+        groups={0: dict(task_name="fake", problem=dict(prompt="?"))},
+        samples=lambda: [(0, one)],
+        turns=lambda one: ([one["tokens"][4:].tolist()], [one["tokens"][:4].tolist()]),
+        prompter=SimpleNamespace(decode=str),
+    )
+    [row] = checks.check_turns(SimpleNamespace(found=found))
+    assert row.ok is over, row
+
+
+@pytest.mark.parametrize("seeds", [["0", "1"], ["0", "0"]])
+def test_engines_of_one_seed_are_found(seeds):
+    case = SimpleNamespace(found=SimpleNamespace(groups={}), watched=dict(seeds=seeds))
+    assert checks.check_independence(case)[-1].ok is (seeds == ["0", "1"])
+
+
 def test_every_fault_is_one_of_todays_sources(tmp_path, monkeypatch):
     monkeypatch.setattr(faults, "WORK", tmp_path)
     for fault in faults.FAULTS.values():
