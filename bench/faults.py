@@ -1,6 +1,6 @@
 """Which silent faults do the doctor and a run's own guards find? Each one put into a copy of the sources, by a few changed words.
 
-    python bench/faults.py [--only mask_shifted,top_k] [--steps 20] [--port 8940]
+    python bench/faults.py [--only "mask shifted,stale prefix"] [--steps 20] [--port 8940]
 
 Every fault: `bash run.sh doctor toy` (or what the fault needs), and a run of 20 steps whose alarms and end are looked at.
 `clean`, the sources as they are, on three seeds, must raise nothing. Prints a table and leaves bench/results/faults.json.
@@ -232,11 +232,10 @@ def by_guards(folder, knobs, steps):
     """{guards: [(what was said, step)], and why the run ended if it did} of a run there."""
     knobs = [*knobs, "--steps", str(steps), "--eval_every", "0", "--eval_problems", "8"]
     code, said = run(folder, ["toy", *knobs, "--run", "guards"], "guards.log")
-    steps = alarms = []
+    done = alarms = []
     if (folder / "out" / "guards" / "metrics.jsonl").exists():
-        steps = report.lines_with("step", folder / "out" / "guards")
-        alarms = report.lines_with("alarm", folder / "out" / "guards")
-    last = max((line["step"] for line in steps), default=0)
+        done, alarms = report.lines_with(folder / "out" / "guards", "step", "alarm")
+    last = max((line["step"] for line in done), default=0)
     found = [(line["alarm"][:60], line["version"]) for line in alarms]
     if code:
         found.append(("it ended: " + why(said), last))
@@ -259,6 +258,7 @@ def main(argv=None):
     p.add_argument("--plot", action="store_true", help="no runs: what is there")
     a = p.parse_args(argv)
     names = a.only.split(",") if a.only else list(FAULTS)
+    # a list, as it is when read back
     wanted = {name: dict(fault=list(FAULTS[name]), steps=a.steps) for name in names}
 
     def measure(name, _):

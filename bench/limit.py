@@ -85,7 +85,7 @@ def training(threads, steps, port):
     """Seconds a sample of the trainer's step, in a conventional run, whose engine rests meanwhile."""
     knobs = COMMON | conventional(8) | dict(trainer_threads=threads, steps=steps, save_every=0)
     run_dir = runs.run_to_its_end(f"limit-{threads}", knobs | dict(seed=0), port)
-    found = report.lines_with("step", run_dir)
+    found, _ = report.read(run_dir)
     # the first ones also warm up; medians, as some steps meet an evaluation
     own = [line["step_s"] - line["wait_data_s"] - line["wait_sync_s"] for line in found[8:]]
     return float(np.median(own)) / COMMON["batch_size"]

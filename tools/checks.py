@@ -75,6 +75,7 @@ class Case:
 
     @property
     def limit(self):
+        """Nats a token, on average."""
         return NATS[self.config.dtype]
 
 
@@ -414,15 +415,15 @@ def check_reference(case):
     name = "reference = plain logprobs of --model"
     if not case.config.kl_coef:
         return [not_looked(name, "--kl_coef is 0")]
-    differences = []
+    samples = []
     for step in known_steps(case)[:1]:
         for batch in kept.batches(case.run_dir, step):
-            for sample in split(batch):
-                if sample["outcome"] < 0:
-                    continue
-                first = sample | {"versions": np.where(sample["mask"], 0, -1)}
-                own = plain.expected(case.found.weights, first, True).logprobs
-                differences.append(np.abs(own - sample["ref_logprobs"][sample["mask"]]))
+            samples += [sample for sample in split(batch) if sample["outcome"] >= 0]
+    differences = []
+    for sample in recomputed(samples):
+        first = sample | {"versions": np.where(sample["mask"], 0, -1)}
+        own = plain.expected(case.found.weights, first, True).logprobs
+        differences.append(np.abs(own - sample["ref_logprobs"][sample["mask"]]))
     tokens = np.concatenate(differences)
     return [
         Finding(

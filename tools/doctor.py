@@ -147,15 +147,15 @@ def memory_of(pid):
     return {"all processes": (used, psutil.virtual_memory().total)}
 
 
-def engine_processes(c):
-    """{port: (process, its command line)} of the run's engines on this host."""
+def engine_processes(pid):
+    """{port: (process, its command line)} of the engines that a run has on this host."""
     found = {}
-    ports = range(c.port, c.port + c.engines)
-    for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or []
-        serves = "vllm.entrypoints.openai.api_server" in words and "plumbing.supervise" not in words
-        if serves and int(words[words.index("--port") + 1]) in ports:
-            found[int(words[words.index("--port") + 1])] = (process, words)
+    for process in psutil.Process(pid).children(recursive=True):
+        # those that end meanwhile are no engines that could be killed
+        with contextlib.suppress(psutil.NoSuchProcess):
+            words = process.cmdline()
+            if "vllm.entrypoints.openai.api_server" in words and "plumbing.supervise" not in words:
+                found[int(words[words.index("--port") + 1])] = (process, words)
     return found
 
 
@@ -171,14 +171,13 @@ def samples_tokens(url, run_dir):
     return answer.ok
 
 
-def kill_engines(c, run_dir, watch):
-    """SIGKILL to the engines of this host, all at once, as nobody need go on meanwhile.
+def kill_engines(c, run_dir, watch, processes):
+    """SIGKILL to these engines, all at once, as nobody need go on meanwhile; the seconds until all sample again.
 
-    Returns the seconds until all sample again. Raises RuntimeError if there are none.
+    Raises RuntimeError if there are none.
     """
-    processes = engine_processes(c)
     if not processes:
-        raise RuntimeError(f"doctor: no engine on port {c.port} and on of this host to kill")
+        raise RuntimeError("doctor: the run has no engine on this host to kill")
     files = [run_dir / "engines" / f"engine{port - c.port}.json" for port in processes]
     before = {noticed(file).get("started") for file in files}
     start = time.monotonic()
@@ -200,11 +199,12 @@ def run_twice(c, argv):
     command = ["bash", "run.sh", *argv]
     with Watch([*command, "--fresh", "True"], run_dir) as first:
         first.until(lambda: first.version >= 1, 2 * c.start_timeout, "the first weights")
+        processes = engine_processes(first.process.pid)
+        # of each engine, as it was started
+        seeds = [words[words.index("--seed") + 1] for _, words in processes.values()]
+        back = kill_engines(c, run_dir, first, processes)
         # with what start-up has filled in
         c = cfg.load(str(run_dir))
-        # of each engine, as it was started
-        seeds = [words[words.index("--seed") + 1] for _, words in engine_processes(c).values()]
-        back = kill_engines(c, run_dir, first)
         until = FIRST + SHARED * (c.prefix_caching == "on")
         first.until(lambda: first.version >= until, c.start_timeout, f"version {until}")
     continued = checkpoints.last_state(run_dir)["version"]
@@ -252,12 +252,14 @@ def examine(c, watched, continued):
     """All checks -> [Finding]. A check that breaks off has failed."""
     run_dir = Path(c.out, c.run)
     c = cfg.load(str(run_dir))
-    steps = {line["step"]: line for line in report.read(run_dir)[0]}
+    lines, _ = report.read(run_dir)
+    steps = {line["step"]: line for line in lines}
     # torch's, of loading a checkpoint in one process
     warnings.filterwarnings("ignore", module="torch")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    # single sequences of small models: threads that wait for each other took 15 times as long beside other work
-    torch.set_num_threads(1)
+    if device.type == "cpu":
+        # single sequences of small models: threads that wait for each other took 15 times as long beside other work
+        torch.set_num_threads(1)
     weights = plain.Weights(c, run_dir, device)
     case = Case(c, run_dir, plain.Recording(c, run_dir, steps, weights), continued, watched)
     findings = []

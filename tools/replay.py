@@ -118,8 +118,8 @@ def in_colour(rollout, colour):
 
 def line_of(run_dir, step):
     """What the run itself said of the step, {} if nothing."""
-    of_step = {line["step"]: line for line in report.lines_with("step", run_dir)}
-    return of_step.get(step, {})
+    steps, _ = report.read(run_dir)
+    return {line["step"]: line for line in steps}.get(step, {})
 
 
 def compare_numbers(metrics, line, exact):

@@ -47,22 +47,27 @@ held-out {task:<5} {before:.3f} (version {first}) -> {after:.3f} (version {last}
 """
 
 
-def lines_with(key, run_dir):
-    """Lines of a run's metrics.jsonl that have this: `step`, `eval`, `alarm` or `attribution`. The last one may be torn."""
+def lines_with(run_dir, *keys):
+    """Of each key, `step`, `eval`, `alarm` or `attribution`, the lines of a run's metrics.jsonl that have it.
+
+    The last line may be torn; it is left out.
+    """
     path = Path(run_dir, "metrics.jsonl")
     whole = [text for text in path.read_text().splitlines(True) if text.endswith("\n")]
-    return [line for line in map(json.loads, whole) if key in line]
+    lines = [json.loads(text) for text in whole]
+    return [[line for line in lines if key in line] for key in keys]
 
 
 def read(run_dir):
     """(step lines, evaluation lines) of a run."""
-    return lines_with("step", run_dir), lines_with("eval", run_dir)
+    return lines_with(run_dir, "step", "eval")
 
 
 def attributions(run_dir):
     """{part of the distance: ([version], [KL])} of a run with --attribute_every, see plumbing/attribution.py."""
     found = {}
-    for line in lines_with("attribution", run_dir):
+    [lines] = lines_with(run_dir, "attribution")
+    for line in lines:
         for name, part in line["attribution"].items():
             if part:
                 versions, values = found.setdefault(name, ([], []))
