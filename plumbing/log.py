@@ -42,13 +42,21 @@ def open_wandb(config, run_dir):
         return NoWandb()
     import wandb
 
-    return wandb.init(
+    log = wandb.init(
         project="pipeline-rl",
         name=config.run,
+        # a run that continues goes on with its curves
+        id=config.run_id,
+        resume="allow",
         config=vars(config),
         mode=config.wandb,
         dir=run_dir,
     )
+    # all is drawn over the version: evaluations come late, a continued run does some steps again,
+    # and wandb's own count of lines knows of neither
+    log.define_metric("version")
+    log.define_metric("*", step_metric="version")
+    return log
 
 
 class MetricsLog:
@@ -113,7 +121,9 @@ class MetricsLog:
 
     def attribution(self, version, parts):
         """Write down what the distance between behaviour and trained policy is made of."""
-        self._write({"attribution": parts, "version": version})
+        line = {"attribution": parts, "version": version}
+        self._write(line)
+        self.wandb.log(line)
         known = {name: part for name, part in parts.items() if part}
         said = [f"{name} {part['nats']:.1e} (KL {part['kl']:.1e})" for name, part in known.items()]
         words = " | ".join(said) or "no engine had this version in time"
