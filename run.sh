@@ -22,13 +22,14 @@ venv=$(realpath -ms "${PIPELINE_VENV:-.venv}")
 requirements=${PIPELINE_REQUIREMENTS:-requirements.txt}
 
 setup() {
-  local python=""
+  local python="" lock
   for p in python3 python3.12 python3.11; do
     if "$p" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; then python=$p; break; fi
   done
   [ -n "$python" ] || die "needs Python 3.11 or 3.12 on the PATH, or PIPELINE_PYTHON=/path/to/python of an environment that has requirements.txt installed"
-  exec 9>.setup.lock
-  flock -w 1800 9 || die "another set-up has held .setup.lock for 30 minutes"
+  lock=$(dirname "$venv")/.setup.lock
+  exec 9>"$lock"
+  flock -w 1800 9 || die "another set-up has held $lock for 30 minutes"
   if [ "$(cat "$venv"/.ready 2>/dev/null)" != "$stamp" ]; then
     echo "run.sh: installing $requirements into $venv (a few minutes, once)"
     [ -x "$venv"/bin/pip ] || "$python" -m venv "$venv" || die "'$python -m venv' failed: install your system's python3-venv package"

@@ -82,6 +82,10 @@ def test_passes():
 def test_fails():
     assert 1 == 2, "one line\\\\nand another"
 
+def test_runs():
+    lines = ["run: begins", *["[train] step"] * 99, "[actor] ValueError: no field x", "run: ends"]
+    assert False, "\\n".join(lines)
+
 @pytest.mark.skip
 def test_is_skipped():
     pass
@@ -107,6 +111,7 @@ def test_pytests_report_is_read(tmp_path):
     errors = dict(failed)
     assert errors.pop("test_imports").startswith("ImportError: cannot import name 'not_there'")
     assert errors.pop("test_outcomes::test_fails").startswith("AssertionError: one line")
+    assert errors.pop("test_outcomes::test_runs") == "[actor] ValueError: no field x"
     (line,) = errors.values()
     assert "RuntimeError: the engine ended: see its log" in line
     assert "\n" not in line
@@ -115,14 +120,13 @@ def test_pytests_report_is_read(tmp_path):
 def test_the_table_groups_what_breaks_by_its_error():
     have = {"torch": "2.13.0", "transformers": "5.19.0"}
     good = Trial("0.32.0", True, have, passed=9, skipped=1)
-    bad = Trial(
-        "0.33.0", True, have, passed=1, failed=[("a", "no x"), ("b", "no y"), ("c", "no x")]
-    )
+    failed = [("a", "no x"), ("b", "no y"), *((name, "no x") for name in "cdef")]
+    bad = Trial("0.33.0", True, have, passed=1, failed=failed)
     nothing = Trial("0.34.0", True, have)
     assert [t.works for t in (good, bad, nothing)] == [True, False, False]
     lines = try_vllm.table([good, bad, nothing])
     assert lines[1].endswith("yes | 9 passed, 0 failed, 1 skipped")
-    assert lines[3:7] == ["    no x", "        2: a, c", "    no y", "        1: b"]
+    assert lines[3:7] == ["    no x", "        5: a, c, d and 2 more", "    no y", "        1: b"]
 
 
 def test_no_other_vllm_is_in_the_way(tmp_path, monkeypatch):

@@ -47,7 +47,9 @@ def ask(config, prompt, n, salt=None, **sampling):
     )
     url = f"{url_of(config)}/inference/v1/generate"
     headers = secret.header(f"{config.out}/{config.run}")
-    return requests.post(url, timeout=60, headers=headers, json=order).json()
+    answer = requests.post(url, timeout=60, headers=headers, json=order).json()
+    assert "choices" in answer, answer
+    return answer
 
 
 def generate(config, n=8, **sampling):

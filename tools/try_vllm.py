@@ -37,6 +37,9 @@ SLOW_TESTS = ["tests/test_families.py", "tests/test_failures.py", "tests/test_ru
 # pip's answer to a question may take so long, s; a set-up, or all tests
 ASK_TIMEOUT = 600
 WORK_TIMEOUT = 7200
+# of the table: characters of an error, tests named for each
+LINE = 300
+NAMED = 3
 COLUMNS = "{:>10} | {:>12} | {:>12} | {:>8} | {}"
 
 
@@ -52,11 +55,15 @@ def ask_pip(*words):
     return done.stdout
 
 
+def errors_in(text):
+    """Its lines that look like errors."""
+    lines = [line.strip() for line in text.splitlines()]
+    return [line for line in lines if re.search(r"(\bERROR|Error|Exception)\b.*:", line)]
+
+
 def last_error(text):
     """The last line that looks like an error, or the last one at all."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if re.search(r"(\bERROR\b|Error|Exception)\b.*:", line)]
-    return (errors or lines or ["no words"])[-1]
+    return (errors_in(text) or text.strip().splitlines() or ["no words"])[-1]
 
 
 def available(package):
@@ -127,7 +134,7 @@ class Trial:
     have: dict = field(default_factory=dict)
     passed: int = 0
     skipped: int = 0
-    # [(test, first line of its error)]
+    # [(test, a line of its error)]
     failed: list = field(default_factory=list)
     # why there was no result
     why: str = ""
@@ -214,7 +221,7 @@ def read_report(xml):
         where = case.get("classname", "").removeprefix("tests.")
         name = "::".join(filter(None, [where, case.get("name")]))
         if trouble:
-            failed.append((name, first_line(trouble[0])))
+            failed.append((name, reason(trouble[0])))
         elif case.find("skipped") is not None:
             skipped += 1
         else:
@@ -222,13 +229,14 @@ def read_report(xml):
     return passed, skipped, failed
 
 
-def first_line(trouble):
-    """Of an error; where pytest only says that something went wrong, the last error that it shows."""
-    line = (trouble.get("message") or "").strip().partition("\n")[0]
-    shown = re.findall(r"^E\s+(\w[\w.]*(?:Error|Exception)\b.*)", trouble.text or "", re.M)
-    if line == "collection failure" and shown:
-        return shown[-1]
-    return line or "no words"
+def reason(trouble):
+    """A line of what pytest shows of a failure: the last that looks like an error, as a run's last
+    words may be all of it; else the first.
+    """
+    # lines with a + explain what was compared
+    shown = re.findall(r"^E +([^+\s].*)", trouble.text or "", re.M)
+    lines = errors_in("\n".join(shown)) or shown[:1] or [trouble.get("message") or "no words"]
+    return lines[-1].strip()[:LINE]
 
 
 # ---- the table
@@ -249,7 +257,8 @@ def table(trials):
             errors.setdefault(error, []).append(name)
         for error, names in errors.items():
             lines.append(f"    {error}")
-            lines.append(f"        {len(names)}: {', '.join(names)}")
+            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            lines.append(f"        {len(names)}: {', '.join(names[:NAMED])}{more}")
     return lines
 
 
