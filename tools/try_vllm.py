@@ -186,10 +186,10 @@ def install(trial, package, folder):
         raise LookupError(f"{last_error(log.read_text())} ({log})")
     python = folder / "venv" / "bin" / "python"
     names = [package, "torch", "transformers"]
-    asked = subprocess.run([python, "-c", HAVE, *names], capture_output=True, text=True)
-    if asked.returncode:
-        raise LookupError(last_error(asked.stderr))
-    trial.have = json.loads(asked.stdout)
+    listed = subprocess.run([python, "-c", HAVE, *names], capture_output=True, text=True)
+    if listed.returncode:
+        raise LookupError(last_error(listed.stderr))
+    trial.have = json.loads(listed.stdout)
     trial.installed = trial.have[package] == trial.version
     if not trial.installed:
         raise LookupError(f"{trial.have[package]} is what pip has installed")
@@ -200,6 +200,7 @@ def test(trial, folder, slow):
     python = str(folder / "venv" / "bin" / "python")
     report = folder / "tests.xml"
     report.unlink(missing_ok=True)
+    # all of a file's tests are among them once
     which = [*TESTS[:-1], *SLOW_TESTS] if slow else ["-m", "not slow", *TESTS]
     command = [python, "-m", "pytest", "-v", f"--junitxml={report}"]
     # engines' logs lie there
