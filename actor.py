@@ -257,15 +257,20 @@ class Actor:
                 if counts[source] <= self.config.eval_problems:
                     yield task, source, number, problem
 
+    def eval_seed(self, number, k):
+        """Of attempt k at held-out problem `number`: the same whichever engine samples it, and in every run."""
+        return hash((self.config.seed, number, k)) & 0x7FFFFFFF
+
     async def evaluate(self, version):
         """Held-out problems through the same engines, while training goes on -> queues/evals."""
         c = self.config
         sources = []
         attempts = []
-        for task, source, _, problem in self.held_out():
-            for _ in range(c.eval_attempts):
+        for task, source, number, problem in self.held_out():
+            for k in range(c.eval_attempts):
+                seed = self.eval_seed(number, k)
                 sources.append(source)
-                attempts.append(self.rollout(task, problem, c.eval_temperature))
+                attempts.append(self.rollout(task, problem, c.eval_temperature, seed))
         by_source = {source: [] for source in sources}
         versions = []
         for source, sample in zip(sources, await asyncio.gather(*attempts)):

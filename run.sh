@@ -3,7 +3,8 @@
 #
 #   bash run.sh [toy|countdown|guess|math|math-1x80|math-1x24] [--knob value ...]     train; the same command continues a stopped run
 #   bash run.sh serve --run NAME [--engines N]    engines of this machine for a run that is in progress; Ctrl-C takes them away
-#   bash run.sh --help                            every knob
+#   bash run.sh status [out/toy]                  what a run is doing, or where it stopped; default: the newest
+#   bash run.sh [preset] --help [WORD]            every knob; all about those of that name
 #   bash run.sh doctor [preset] [--knob value ...]    is what this configuration computes here what it should be? Minutes
 #   bash run.sh setup                             install only
 #
@@ -60,6 +61,7 @@ else
 fi
 [ "${1:-}" = setup ] && exit 0
 [ "${1:-}" != doctor ] || { shift; exec "$PY" tools/doctor.py "$@"; }
+[ "${1:-}" != status ] || { shift; exec "$PY" tools/status.py "$@"; }
 
 # ---- configuration: checked, written to out/<run>/config.json, turned into a list of processes
 # python -m plumbing.launch does that, takes the run's lock, and becomes `run.sh --list`: the lock is held until all has ended
@@ -98,7 +100,19 @@ stop_all() {
   for n in "${names[@]}"; do signal KILL "$n" || true; done
   rm -f "$list" "$list.pids" "$list.why"
 }
-trap 'stop_all' EXIT
+# ---- on a terminal, a line that says what the run is doing stays below what its processes say
+if [ -t 1 ]; then
+  exec 3>&1 4>&2 > >(trap '' INT TERM; exec 3>&- 4>&-; "$PY" tools/status.py --screen "$run_dir" || exec cat) 2>&1
+  screen=$!
+fi
+close_screen() {
+  [ -n "${screen:-}" ] || return 0
+  exec 1>&3 2>&4 3>&- 4>&-
+  local i
+  for ((i = 0; i < 50; i++)); do kill -0 "$screen" 2>/dev/null || break; sleep 0.1; done
+  screen=
+}
+trap 'stop_all; close_screen' EXIT
 trap 'why=interrupted; echo "run.sh: interrupted, stopping; the same command continues"; exit 130' INT
 trap 'why=terminated; echo "run.sh: terminated, stopping; the same command continues"; exit 143' TERM
 
@@ -156,4 +170,5 @@ done
 why=done
 stop_all
 names=() pid_of=()
+close_screen
 [ "$node" != 0 ] || "$PY" tools/report.py "$run_dir"

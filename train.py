@@ -471,18 +471,17 @@ def train(config, run_dir, ranks):
     attribution = Attribution(config, run_dir, model, ranks, sender, log)
     run_start = time.monotonic() - state["wall_s"]
 
+    if ranks.rank == 0:
+        size = sum(p.numel() for p in model.parameters()) / 1e6
+        where = f"{ranks.world} x {device.type}"
+        print(f"train: {size:.2f}M parameters on {where}; waiting for engines", flush=True)
     # engines start from the base model; a continued run's need other weights
     sender.push(state["version"], state["position"])
     sender.wait()
     # it waited for engines to start: no update like the others
     sender.take_timing()
     if ranks.rank == 0:
-        size = sum(p.numel() for p in model.parameters()) / 1e6
-        where = f"{ranks.world} x {device.type}"
-        print(
-            f"train: {size:.2f}M parameters on {where}, version {saved} is in the engines",
-            flush=True,
-        )
+        print(f"train: version {saved} is in the engines", flush=True)
         # its wait for data is one for rollouts, not for the actor's start
         wait_until_loaded(config, f"{run_dir}/queues", "train")
     ranks.listen_for_stop()

@@ -194,6 +194,22 @@ def find_model(c: Config) -> None:
     )
 
 
+def check_hub(model: str) -> None:
+    """Raise ConfigError if a model is neither a directory nor a hub's, on this disk or within reach."""
+    if Path(model).parent == MODELS or Path(model, "config.json").exists():
+        return
+    # only here: it takes half a second
+    from huggingface_hub import hf_hub_download
+
+    try:
+        hf_hub_download(model, "config.json")
+    except (OSError, ValueError) as e:
+        reason = " ".join(str(e).split()).split(". ")[0][:200]
+        raise cfg.ConfigError(
+            f"--model {model}: no such directory, and no model of this name can be had from the hub ({reason})"
+        ) from None
+
+
 def keep_freed_memory() -> None:
     """Memory that this process frees stays with it, for what it allocates next.
 
@@ -237,13 +253,43 @@ def port_trouble(host: str, port: int) -> str:
     return ""
 
 
+def own_ports(c: Config, gpus: int, node: int) -> dict[int, str]:
+    """{port: who listens there} of a node."""
+    places = enumerate(spread(c, gpus))
+    found = {c.port + i: f"engine {i}" for i, (where, _) in places if where == node}
+    if c.trainers > 1 and node == 0:
+        found[c.port + c.engines] = "the first trainer rank"
+    return found
+
+
 def check_ports(c: Config, gpus: int, node: int) -> None:
-    """Raise ConfigError if an engine of this node could not listen on its port."""
+    """Raise ConfigError if somebody of this node could not listen on its port."""
     host = c.nodes[node]
-    for port, (where, _) in enumerate(spread(c, gpus), c.port):
-        trouble = port_trouble(host, port) if where == node else ""
+    for port, who in own_ports(c, gpus, node).items():
+        trouble = port_trouble(host, port)
         need(
             not trouble,
-            f"--port {c.port}: engine {port - c.port} cannot listen on {host}:{port} ({trouble}); "
+            f"--port {c.port}: {who} cannot listen on {host}:{port} ({trouble}); "
             "stop what uses it or choose another --port",
         )
+
+
+def hold_ports(c: Config, gpus: int, node: int) -> None:
+    """Keep the ports of this node from other runs, until the last process of this one has ended: an
+    engine does not listen before it has loaded its model.
+
+    What keeps them are abstract sockets (unix(7)), names that the kernel frees by itself. Raises
+    ConfigError if another run has them.
+    """
+    host = c.nodes[node]
+    for port, who in own_ports(c, gpus, node).items():
+        name = socket.socket(socket.AF_UNIX)
+        try:
+            name.bind(f"\0pipeline-rl {host}:{port}")
+        except OSError:
+            raise cfg.ConfigError(
+                f"--port {c.port}: {who} cannot have {host}:{port}: another run on this machine is about to "
+                "listen there; choose another --port"
+            ) from None
+        # it lives as long as this process and those that it starts or becomes
+        os.set_inheritable(name.detach(), True)

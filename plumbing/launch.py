@@ -253,7 +253,8 @@ def open_run(c: Config) -> str:
     old = cfg.load(str(run_dir))
     newest = checkpoints.newest(run_dir)
     done = complete(run_dir, old.steps)
-    if c.fresh or done or newest is None:
+    extended = done and c.steps > old.steps
+    if c.fresh or newest is None or (done and not extended):
         what = "complete" if done else "stopped"
         return f"new run {run_dir}; the {what} one before it is now {_move_aside(run_dir)}"
     changed = changes(old, c, FILLED_IN)
@@ -267,8 +268,10 @@ def open_run(c: Config) -> str:
     # what was sampled but not trained is drawn again
     for folder in ("queues", "engines"):
         shutil.rmtree(run_dir / folder, ignore_errors=True)
-    words = f"; changed: {', '.join(changed)}" if changed else ""
-    return f"continuing {run_dir} from step {int(newest.name[5:])}{words}"
+    words = [f"{name} ({getattr(old, name)} -> {getattr(c, name)})" for name in changed]
+    words = f"; changed: {', '.join(words)}" if words else ""
+    what = "complete " if done else ""
+    return f"continuing the {what}run {run_dir} from step {int(newest.name[5:])}{words}"
 
 
 def hold(c: Config) -> None:
@@ -343,6 +346,8 @@ def begin(c: Config, gpus: int) -> str:
     cfg.check(c)
     hold(c)
     resolve(c, gpus)
+    hardware.hold_ports(c, gpus, 0)
+    hardware.check_hub(c.model)
     check_memory(c, gpus)
     problems = load_problems(c, "train")
     load_problems(c, "test")
@@ -397,6 +402,7 @@ def meet(c, gpus, node, n, command, list_file):
     nodes.join(node, host, port, c.start_timeout, card)
     c = cfg.load(str(Path(c.out, c.run)))
     check_ports(c, gpus, node)
+    hardware.hold_ports(c, gpus, node)
     return c, "as node 0 says", ["follow", host, str(port)]
 
 
@@ -425,6 +431,7 @@ def serve(argv, list_file):
         f"--engines {c.engines} x {c.tensor_parallel} GPUs: this machine has {gpus}",
     )
     hardware.find_model(c)
+    hardware.hold_ports(c, gpus, 0)
     print(f"run.sh: {c.engines} engines for {run_dir}; Ctrl-C takes them away, the run goes on")
     processes = supervised(c, gpus, prefix="serve-")
     show(processes, c.dry_run)
@@ -500,6 +507,7 @@ def main(list_file, argv):
     except OSError as e:
         sys.exit(f"run.sh: {type(e).__name__}: {e}")
     except KeyboardInterrupt:
+        print("run.sh: interrupted, nothing was started", file=sys.stderr)
         sys.exit(130)
 
 

@@ -10,6 +10,7 @@ Deliberately absent: anything that knows vLLM, torch or the configuration.
 import contextlib
 import ctypes
 import http.client
+import itertools
 import secrets
 import signal
 import subprocess
@@ -43,18 +44,27 @@ def watch(engine, url, start_timeout, file):
     start = time.monotonic()
     healthy_since = None
     failures = 0
+    # seconds of loading after which it says so
+    due = itertools.chain((10, 30), itertools.count(60, 60))
+    next_word = next(due)
     while engine.poll() is None:
         # a continued run clears the list; a run directory out of reach for a moment is tried again
         with contextlib.suppress(OSError):
             if not file.exists():
                 file.parent.mkdir(exist_ok=True)
                 notice(file, **entry)
+        seconds = time.monotonic() - start
         if healthy(url):
-            healthy_since = healthy_since or time.monotonic()
+            if not healthy_since:
+                healthy_since = time.monotonic()
+                print(f"{file.stem}: answers after {seconds:.0f} s", flush=True)
             failures = 0
         elif healthy_since:
             failures += 1
-        too_late = not healthy_since and time.monotonic() > start + start_timeout
+        if not healthy_since and seconds > next_word:
+            print(f"{file.stem}: loading, {seconds:.0f} s", flush=True)
+            next_word = next(due)
+        too_late = not healthy_since and seconds > start_timeout
         if too_late or failures == HANGS:
             print(f"{file.stem} does not answer {url}/health: it is killed", flush=True)
             engine.kill()

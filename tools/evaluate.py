@@ -1,6 +1,7 @@
 """Offline evaluation: a model on held-out problems, through vLLM engines of its own.
 
-    python tools/evaluate.py out/toy/checkpoints/step_000270 --eval_attempts 8    # task and knobs of the run it is from
+    python tools/evaluate.py out/toy --eval_attempts 8    # its newest checkpoint, with the run's task and knobs; or one of
+                                                          # them: out/toy/checkpoints/step_000180
     python tools/evaluate.py Qwen/Qwen2.5-7B-Instruct --task maths --eval_data math500,aime24 --chat True --eval_temperature 0.6
 
 Takes every knob of config.py. Prints pass@1, pass@k and maj@k with 95% intervals; every answer goes to
@@ -28,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import config as cfg  # noqa: E402
 from actor import Actor  # noqa: E402
-from plumbing import launch  # noqa: E402
+from plumbing import checkpoints, hardware, launch  # noqa: E402
 
 # ---- engines
 
@@ -171,10 +172,14 @@ def configure(argv, gpus):
     """`MODEL [--knob value ...]` -> resolved Config. Raises ConfigError."""
     cfg.need(
         argv and not argv[0].startswith("-"),
-        "the first argument must be a model: a checkpoint directory or a hub name",
+        "the first argument must be a model: a run, a checkpoint directory or a hub name",
     )
     model = argv[0].rstrip("/")
     path = Path(model)
+    if (path / "metrics.jsonl").exists() or (path / "checkpoints").exists():
+        path = checkpoints.newest(path)
+        cfg.need(path, f"{model}: this run has no checkpoint yet")
+        model = str(path)
     trained_in = path.parent.parent
     names = path.parts[-2:]
     default = None
@@ -210,8 +215,8 @@ async def voted(actor, task, problem, text):
 async def attempt(actor, out, task, source, number, problem, k):
     """Attempt k at a problem -> its line of answers.jsonl."""
     c = actor.config
-    seed = hash((c.seed, number, k)) & 0x7FFFFFFF
-    sample = await actor.rollout(task, problem, c.eval_temperature, seed=seed)
+    seed = actor.eval_seed(number, k)
+    sample = await actor.rollout(task, problem, c.eval_temperature, seed)
     if sample is None:
         raise RuntimeError(
             f"evaluate: problem {number} of {source}: the engines failed every try, see {_logs(c)}"
@@ -301,7 +306,9 @@ def print_results(results, seed):
 def prepare(argv, gpus):
     """Everything that can be found wrong before engines start; returns the actor. Raises ConfigError."""
     c = configure(argv, gpus)
+    hardware.check_hub(c.model)
     launch.hold(c)
+    hardware.hold_ports(c, gpus, 0)
     done = launch.open_run(c)
     actor = Actor(c, launch.write(c))
     problems = {}
