@@ -229,7 +229,10 @@ class Actor:
         # all on one engine where the prompt is computed once
         engine = self.engines.least_loaded() if c.prefix_caching == "on" else None
         attempts = [self.attempt(task, problem, k, engine) for k in range(c.attempts)]
-        samples = [s for s in await asyncio.gather(*attempts) if s is not None]
+        samples = []
+        for k, sample in enumerate(await asyncio.gather(*attempts)):
+            if sample is not None:
+                samples.append(sample | {"number": i * c.attempts + k})
         failed = c.attempts - len(samples)
         if failed:
             print(
@@ -241,7 +244,8 @@ class Actor:
         draws.records[sent] = i
         if samples:
             draws.sampler.update(task, number, [s["reward"] for s in samples])
-            self.samples_log.write(self.version, i, task, problem, samples[0])
+            for sample in samples:
+                self.samples_log.write(self.version, task, problem, sample)
         if samples and attribution.is_due(c, i):
             await attribution.after_sampling(self.engines, samples, c, self.queues)
 

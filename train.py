@@ -34,7 +34,7 @@ from plumbing.attention import to_device
 from plumbing.attribution import Attribution
 from plumbing.families import check_model, finish_logits
 from plumbing.guards import Guards
-from plumbing.log import MetricsLog, last_words
+from plumbing.log import MetricsLog, TrainedLog, last_words
 from plumbing.problems import wait_until_loaded
 from plumbing.ranks import Ranks, Stopped, Sums
 from plumbing.reader import Reader
@@ -260,6 +260,8 @@ def micro_batch(model, batch, version, config, device):
 
     with torch.no_grad():
         log_w = logprobs - behavior
+        # for who looks on (plumbing/log.py)
+        batch["log_ratios"] = log_w
         w = log_w.exp() * mask
         kl_behavior = kl(behavior, logprobs) * mask
         is_sample = b["outcome"] >= 0  # [S]; not so: a filler
@@ -463,6 +465,7 @@ def train(config, run_dir, ranks):
     state = checkpoints.restore(run_dir, model, optimizers, ranks.rank)
     check_model(model, device, config.highest_mismatch)
     log = MetricsLog(config, run_dir, state["version"], ranks.rank)
+    trained_log = TrainedLog(config, run_dir, state["version"], ranks.rank)
     sender = Sender(config, model, ranks, run_dir)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     reader = Reader(config, run_dir, ranks, vocabulary, sender.check)
@@ -489,7 +492,9 @@ def train(config, run_dir, ranks):
     save_s = 0.0
     try:
         while state["version"] < config.steps:
-            batches = attribution.watch(reader.step(state["version"]), state["version"])
+            batches = reader.step(state["version"])
+            batches = attribution.watch(batches, state["version"])
+            batches = trained_log.watch(batches, state["version"])
             metrics, samples = train_step(
                 model, optimizers, batches, state["version"], config, device
             )

@@ -32,11 +32,12 @@ TIMEOUT = 300.0
 def group(config, index, lengths):
     """A group as actor.py puts it, of answers of these lengths [G]."""
     samples = []
-    for length in lengths:
+    for k, length in enumerate(lengths):
         n = PROMPT + length
         mask = np.arange(n) >= PROMPT
         sample = dict(tokens=np.arange(n) % 50, mask=mask, logprobs=np.where(mask, -0.5, 0.0))
         sample |= dict(versions=np.where(mask, 0, -1), num_versions=1)
+        sample |= dict(number=index * len(lengths) + k)
         sample |= dict(task=0, temperature=1.0, reward=index % 2, outcome=0, finished=True)
         samples.append(sample)
     record = join(samples) | dict(run_id=config.run_id, index=index, failed=0)

@@ -132,6 +132,7 @@ def draw(shape, seed):
                 outcome=int(reward == 0),
                 finished=True,
                 num_versions=1,
+                number=len(samples),
                 advantage=advantage,
             )
             samples.append(sample)

@@ -26,6 +26,22 @@ def last_words(kind, error, trace):
     print(line[:1000], flush=True)
 
 
+def keep_lines(path, wanted):
+    """Drop the lines of a .jsonl file that are not wanted, and a last one that a crash has cut short."""
+    kept = []
+    for text in path.read_text().splitlines(keepends=True):
+        if text.endswith("\n") and wanted(json.loads(text)):
+            kept.append(text)
+    # all of it is there, or all as it was
+    path.with_suffix(".tmp").write_text("".join(kept))
+    path.with_suffix(".tmp").replace(path)
+
+
+def came_before(line, version):
+    """Was a line of metrics.jsonl written before the checkpoint of this version?"""
+    return line["version"] < version or (line["version"] == version and "step" in line)
+
+
 class NoWandb:
     """Stands for Weights & Biases where it is off."""
 
@@ -69,23 +85,10 @@ class MetricsLog:
             return
         path = Path(run_dir, "metrics.jsonl")
         if path.exists():
-            self._keep_history(path, version)
+            # a continued run does again what came after the checkpoint
+            keep_lines(path, lambda line: came_before(line, version))
         self.file = open(path, "a")
         self.wandb = open_wandb(config, run_dir)
-
-    def _keep_history(self, path, version):
-        """Drop what came after the checkpoint: a continued run does it again."""
-        kept = []
-        for text in path.read_text().splitlines(keepends=True):
-            # a crash may have cut the last one short
-            if not text.endswith("\n"):
-                continue
-            line = json.loads(text)
-            if line["version"] < version or (line["version"] == version and "step" in line):
-                kept.append(text)
-        # all of the curves are there, or all as they were
-        path.with_suffix(".tmp").write_text("".join(kept))
-        path.with_suffix(".tmp").replace(path)
 
     def step(self, config, state, metrics, record, times, eta):
         """Write the step's metrics, and one line for the terminal.
@@ -161,37 +164,64 @@ class MetricsLog:
         self.wandb.finish()
 
 
+def is_logged(config, number):
+    """Is this sample of the run one of the `samples_logged` of each step that people may look at? The first
+    attempts at its problems, then the second ones.
+    """
+    draw, attempt = divmod(number % config.batch_size, config.attempts)
+    return attempt * config.groups_per_step + draw < config.samples_logged
+
+
+def pieces(tokenizer, tokens):
+    """The text of each token [T]; of a character that several make up, the last one has all of it.
+
+    Joined they are the text. A token's own depends on the one before it: some tokenizers leave out a
+    first space.
+    """
+    texts = []
+    before = []
+    pending = []
+    for token in tokens:
+        pending.append(token)
+        known = tokenizer.decode(before)
+        text = tokenizer.decode(before + pending)[len(known) :]
+        # bytes of a character that is not complete; more than four are none
+        if text.endswith("\ufffd") and len(pending) < 4:
+            texts.append("")
+            continue
+        texts.append(text)
+        before = pending
+        pending = []
+    if pending:
+        texts[-1] = tokenizer.decode(pending)
+    return texts
+
+
 class SamplesLog:
-    """Decoded rollouts in out/<run>/samples.jsonl, for people; `python tools/show.py out/<run>`."""
+    """Decoded rollouts in out/<run>/samples.jsonl, for people: tools/show.py and report.html."""
 
     def __init__(self, config, run_dir, tokenizer):
-        self.limit = config.samples_logged
+        self.config = config
         self.tokenizer = tokenizer
         self.file = open(Path(run_dir, "samples.jsonl"), "a")
-        # of this version so many have been written
-        self.version = -1
-        self.written = 0
 
-    def write(self, version, index, task, problem, sample):
-        """Write a sample of draw `index`, unless there are enough of this version."""
-        if version != self.version:
-            self.version = version
-            self.written = 0
-        if self.written == self.limit:
+    def write(self, version, task, problem, sample):
+        """Write a sample, if it is one of those; version: the trainer's when it was done."""
+        number = sample["number"]
+        if not is_logged(self.config, number):
             return
-        self.written += 1
         versions = sample["versions"]
-        sampled = versions[sample["mask"]]
+        mask = sample["mask"]
+        texts = pieces(self.tokenizer, sample["tokens"].tolist())
         # the prompt and the environment's texts are spans, too, of version -1
         starts = np.flatnonzero(np.diff(versions, prepend=-2)).tolist()
         spans = []
         for start, end in zip(starts, [*starts[1:], len(versions)]):
-            text = self.tokenizer.decode(sample["tokens"][start:end].tolist())
-            spans.append([int(versions[start]), text])
-        changes = np.flatnonzero(np.diff(sampled, prepend=-1)).tolist()
+            spans.append([int(versions[start]), texts[start:end]])
         line = dict(
+            number=number,
             version=version,
-            index=index,
+            index=number // self.config.attempts,
             task=task,
             prompt=problem["prompt"],
             completion=sample["text"],
@@ -199,9 +229,47 @@ class SamplesLog:
             outcome=OUTCOMES[sample["outcome"]],
             finished=sample["finished"],
             answer=problem.get("answer"),
-            # [version, first sampled token of it]
-            versions=[[int(sampled[k]), k] for k in changes],
+            # [version, text of each of its tokens]
             spans=spans,
+            # of each sampled token
+            logprobs=sample["logprobs"][mask].round(4).tolist(),
         )
-        self.file.write(json.dumps(line) + "\n")
+        self.file.write(json.dumps(short(line)) + "\n")
+        self.file.flush()
+
+
+class TrainedLog:
+    """What became of the same rollouts in training: out/<run>/trained_<rank>.jsonl. Made on every trainer rank.
+
+    version: what a continued run goes on from.
+    """
+
+    def __init__(self, config, run_dir, version, rank):
+        self.config = config
+        path = Path(run_dir, f"trained_{rank}.jsonl")
+        if path.exists():
+            keep_lines(path, lambda line: line["step"] <= version)
+        self.file = open(path, "a")
+
+    def watch(self, batches, version):
+        """The micro-batches that this version trains, passed on."""
+        for batch in batches:
+            yield batch
+            logged = [is_logged(self.config, number) for number in batch["number"].tolist()]
+            chosen = np.flatnonzero(logged & (batch["outcome"] >= 0))
+            if len(chosen):
+                self._write(batch, version, chosen)
+
+    def _write(self, batch, version, chosen):
+        ends = np.cumsum(batch["lengths"])
+        log_ratios = batch["log_ratios"].cpu().numpy()
+        for i in chosen:
+            own = slice(ends[i] - batch["lengths"][i], ends[i])
+            line = dict(
+                number=int(batch["number"][i]),
+                step=version + 1,
+                advantage=float(batch["advantage"][i]),
+                log_ratios=log_ratios[own][batch["mask"][own]].round(5).tolist(),
+            )
+            self.file.write(json.dumps(short(line)) + "\n")
         self.file.flush()

@@ -34,6 +34,8 @@ SAMPLE_FIELDS = {
     "finished": np.bool_,
     # how many versions sampled it, or computed the KV cache of another attempt that it began from
     "num_versions": np.int16,
+    # which one of the run it is: draw * attempts + attempt
+    "number": np.int64,
     # from preprocess.py
     "advantage": np.float32,
 }
@@ -96,7 +98,7 @@ def filler():
 
 # what every record of samples has; a field that somebody adds is looked at where it is there
 SAMPLED = ("tokens", "mask", "logprobs", "versions")
-SAMPLED += ("task", "temperature", "reward", "outcome", "finished", "num_versions")
+SAMPLED += ("task", "temperature", "reward", "outcome", "finished", "num_versions", "number")
 # tokens of a sample: their sum over a record stays within int64
 LONGEST = 1 << 40
 
@@ -162,6 +164,7 @@ def _problem_with_values(record, vocabulary, tasks):
         "task": (0, tasks - 1),
         "outcome": (-1, len(OUTCOMES) - 1),
         "num_versions": (0, np.iinfo(np.int16).max),
+        "number": (0, np.iinfo(np.int64).max),
     }
     for name, (low, high) in ranges.items():
         values = record[name]

@@ -261,6 +261,8 @@ def with_fake_engine(run_dir, model, answer, work, **knobs):
 def one_group(run_dir, model, answer, problem=PROBLEM, attempts=4, **knobs):
     """Sample one group; returns (actor, the group's record, the calls, what the sampler was told)."""
     sampler = Recorder()
+    # draw 7 is written down, too
+    knobs["samples_logged"] = 1000
 
     async def work(actor):
         actor.wanted = attempts
@@ -362,7 +364,10 @@ def test_turns_keep_the_exact_tokens_that_were_sampled(tmp_path):
     shown = json.loads((tmp_path / "samples.jsonl").read_text())
     assert shown["completion"] == ["so5", "so9", "7"]
     spans = [[-1, "Guess.\n"], [1, "so"], [2, "5<|im_end|>"], [-1, "higher\n"]]
-    assert shown["spans"][:4] == spans
+    assert [[version, "".join(texts)] for version, texts in shown["spans"][:4]] == spans
+    # text by text, of one token each
+    assert [len(texts) for _, texts in shown["spans"][1:3]] == [2, 2]
+    assert shown["logprobs"] == pytest.approx(logprobs, abs=1e-4)
     from tools.show import show
 
     lines = show(shown, colour=False).splitlines()
@@ -388,7 +393,9 @@ def test_a_group_record_holds_what_the_engine_sampled(tmp_path, base_model):
     assert told == [("toy", 3, [1.0] * 4)]
     shown = json.loads((tmp_path / "samples.jsonl").read_text().splitlines()[0])
     assert shown["completion"] == "ab"
-    assert shown["versions"] == [[4, 0], [5, 2]]
+    assert shown["number"] == 28 and shown["index"] == 7
+    assert shown["spans"][1:] == [[4, ["a", "b"]], [5, ["<eos>"]]]
+    assert r["number"].tolist() == [28, 29, 30, 31]
 
 
 @pytest.mark.parametrize("caching", ["on", "off"])

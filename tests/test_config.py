@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -295,8 +296,14 @@ def test_presets_and_help_show_every_knob():
     assert cfg.parse(["math"], 0).model == "Qwen/Qwen2.5-7B"
     done = run_sh("--help")
     assert done.returncode == 0
-    for field in cfg.fields(cfg.Config):
-        assert f"--{field.name}" in done.stdout
+    shown = re.findall(r"^  --(\w+) ", done.stdout, re.M)
+    assert shown == [f.name for f in cfg.fields(cfg.Config) if f.name not in ("run_id", "nodes")]
+    # in their groups, a line each, with the preset's defaults
+    assert "\nloss\n  --advantage loo  " in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 120
+    assert "--batch_size 1024 " in run_sh("math", "--help").stdout
+    about = run_sh("toy", "--steps", "7", "--help", "lag").stdout
+    assert "--max_lag 1\n" in about and "may be older" in about and "--lr" not in about
 
 
 def test_a_stopped_run_continues_a_complete_one_makes_room_and_fixed_knobs_are_refused(tmp_path):

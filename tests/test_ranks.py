@@ -58,6 +58,7 @@ def make_sample(rng, step, k):
         "outcome": 0 if k % 2 else 1,
         "finished": True,
         "num_versions": len(set(versions[mask])),
+        "number": k,
         "advantage": float(rng.normal()),
     }
 

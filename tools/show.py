@@ -1,6 +1,6 @@
 """The latest rollouts of a run, in colour.
 
-    python tools/show.py out/toy [--n 5] [--follow] [--multi]
+    python tools/show.py [out/toy] [--n 5] [--follow] [--multi]      without a run: the newest
 
 Each version's tokens have a colour of their own, with |v12> where version 12 took over in the middle of the
 sequence; the prompt and an environment's texts are grey. --multi: only those that more than one version sampled.
@@ -9,9 +9,13 @@ sequence; the prompt and an environment's texts are grey. --multi: only those th
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tools.find import run_of  # noqa: E402
 
 # of a terminal: of the versions in turn, of what nobody sampled, of the first line
 COLOURS = (36, 33, 35, 32, 34, 31)
@@ -64,8 +68,8 @@ def show(line, colour=True):
     """One line of samples.jsonl as text for a terminal."""
     text = ""
     last = None
-    for version, part in line["spans"]:
-        part = harmless(part)
+    for version, tokens in line["spans"]:
+        part = harmless("".join(tokens))
         if version < 0:
             text += paint(GREY, part, colour)
             continue
@@ -98,14 +102,14 @@ def follow(file, multi, colour):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("run_dir")
+    p.add_argument("run", nargs="?", help="directory or name of a run; default: the newest")
     p.add_argument("--n", type=int, default=5)
     p.add_argument("--follow", action="store_true")
     p.add_argument("--multi", action="store_true")
     a = p.parse_args()
-    path = Path(a.run_dir, "samples.jsonl")
-    if not path.exists():
-        sys.exit(f"show: there is no {path}")
+    # `| head` is no error
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    path = run_of(a.run, "samples.jsonl") / "samples.jsonl"
     colour = sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR"))
     with open(path) as file:
         lines = [json.loads(text) for text in file]
