@@ -192,8 +192,10 @@ class Config:
     save_every: int = 100
     # checkpoints kept; 0: all
     keep_last: int = 2
-    # decoded rollouts per step in samples.jsonl
+    # decoded rollouts per step in samples.jsonl and report.html
     samples_logged: int = 2
+    # draw report.html anew every so many steps (always at the end); 0: only at the end
+    report_every: int = 50
     # what was trained in the last so many steps is kept, for tools/replay.py
     keep_steps: int = 0
     # every so many updates a few sequences are computed again, to tell the age of data from a stale KV cache
@@ -419,8 +421,8 @@ def help_text(preset: str, default: Config, about: str = "") -> str:
                     ),
                 ]
             else:
-                text.append(textwrap.shorten(comment, 120 - HELP_COLUMN, placeholder=" ..."))
-                text[-1] = f"{left:<{HELP_COLUMN - 1}} {text[-1]}"
+                left = f"{left:<{HELP_COLUMN - 1}} "
+                text.append(left + textwrap.shorten(comment, 120 - len(left), placeholder=" ..."))
     return "\n".join(text)
 
 
@@ -451,7 +453,7 @@ def need(ok, message):
 
 AT_LEAST_1 = "steps batch_size attempts concurrency row_tokens max_new_tokens tensor_parallel bucket_mb eval_attempts".split()
 NOT_NEGATIVE = (
-    "max_lag conventional_g engines trainers eval_every eval_problems save_every keep_last "
+    "max_lag conventional_g engines trainers eval_every eval_problems save_every keep_last report_every "
     "engine_threads trainer_threads overlong_buffer samples_logged mismatch_limit keep_steps "
     "attribute_every"
 ).split()

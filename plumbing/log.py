@@ -1,13 +1,14 @@
 """What a run says of itself: metrics.jsonl and the live line, samples.jsonl, Weights & Biases, its last words."""
 
 import json
+import subprocess
 import sys
 import traceback
 from pathlib import Path
 
 import numpy as np
 
-from config import OUTCOMES
+from config import OUTCOMES, ROOT
 
 
 def short(value):
@@ -17,6 +18,11 @@ def short(value):
     if isinstance(value, dict):
         return {k: short(v) for k, v in value.items()}
     return value
+
+
+def rounded(values):
+    """An array as a list, to four digits behind the point."""
+    return np.asarray(values, np.float64).round(4).tolist()
 
 
 def last_words(kind, error, trace):
@@ -75,6 +81,31 @@ def open_wandb(config, run_dir):
     return log
 
 
+class Report:
+    """Has report.html drawn every `report_every` steps, by a process of its own that nothing waits for."""
+
+    def __init__(self, config, run_dir):
+        self.every = config.report_every
+        command = [
+            "nice",
+            "-n",
+            "19",
+            sys.executable,
+            ROOT / "tools" / "report.py",
+            run_dir,
+            "--quiet",
+        ]
+        self.command = list(map(str, command))
+        self.process = None
+
+    def look(self, version):
+        """Is it time, and has the last one ended?"""
+        if not self.every or version % self.every:
+            return
+        if self.process is None or self.process.poll() is not None:
+            self.process = subprocess.Popen(self.command, stdin=subprocess.DEVNULL)
+
+
 class MetricsLog:
     """Appends to out/<run>/metrics.jsonl, on rank 0; version: what a continued run goes on from."""
 
@@ -89,6 +120,7 @@ class MetricsLog:
             keep_lines(path, lambda line: came_before(line, version))
         self.file = open(path, "a")
         self.wandb = open_wandb(config, run_dir)
+        self.report = Report(config, run_dir)
 
     def step(self, config, state, metrics, record, times, eta):
         """Write the step's metrics, and one line for the terminal.
@@ -104,6 +136,7 @@ class MetricsLog:
         self._write(line)
         # every problem would be a curve of its own
         self.wandb.log({k: v for k, v in line.items() if k not in ("problems", "drops")})
+        self.report.look(state["version"])
         wait = 100 * times["wait_data_s"] / times["step_s"]
         # a step may have no sample of lag 0
         mismatch = "-" if metrics["mismatch"] is None else f"{metrics['mismatch']:.1e}"
@@ -232,7 +265,7 @@ class SamplesLog:
             # [version, text of each of its tokens]
             spans=spans,
             # of each sampled token
-            logprobs=sample["logprobs"][mask].round(4).tolist(),
+            logprobs=rounded(sample["logprobs"][mask]),
         )
         self.file.write(json.dumps(short(line)) + "\n")
         self.file.flush()
@@ -269,7 +302,7 @@ class TrainedLog:
                 number=int(batch["number"][i]),
                 step=version + 1,
                 advantage=float(batch["advantage"][i]),
-                log_ratios=log_ratios[own][batch["mask"][own]].round(5).tolist(),
+                log_ratios=rounded(log_ratios[own][batch["mask"][own]]),
             )
             self.file.write(json.dumps(short(line)) + "\n")
         self.file.flush()

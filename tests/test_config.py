@@ -13,7 +13,7 @@ import pytest
 
 import config as cfg
 from conftest import ROOT
-from plumbing import launch
+from plumbing import hardware, launch
 from plumbing.problems import share_beginnings
 
 
@@ -181,6 +181,40 @@ def test_a_port_in_use_is_named():
             resolved("toy", "--port", str(port))
 
 
+def test_a_port_of_a_run_whose_engine_does_not_listen_yet_is_named():
+    code = "import sys; from plumbing import hardware; from conftest import resolved; c = resolved(*sys.argv[1:]); "
+    code += "hardware.hold_ports(c, 0, 0); print('held', flush=True); sys.stdin.read()"
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    argv = ["toy", "--engines", "2", "--trainers", "2", "--port", str(port)]
+    command = [sys.executable, "-c", code, *argv]
+    python_path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    other = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": python_path}, **pipes)
+    assert other.stdout.readline() == "held\n"
+    # nobody listens, and still neither the engines' ports nor the ranks' can be had
+    for taken in (port + 1, port + 2):
+        c = resolved("toy", "--port", str(taken))
+        with pytest.raises(
+            cfg.ConfigError, match=f"--port {taken}: engine 0 cannot have 127.0.0.1:{taken}"
+        ):
+            hardware.hold_ports(c, 0, 0)
+    # the kernel lets go of them when the last process ends
+    other.kill()
+    other.communicate()
+    hardware.hold_ports(resolved(*argv), 0, 0)
+
+
+def test_a_model_that_no_hub_has_is_one_line(tmp_path):
+    environment = dict(HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    done = run_sh("toy", "--out", tmp_path / "o", "--model", "some/model", **environment)
+    assert done.returncode == 1 and done.stdout == ""
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert "--model some/model: no such directory, and no model of this name" in done.stderr
+    assert not (tmp_path / "o" / "toy").exists()
+
+
 def run_sh(*argv, **environment):
     return subprocess.run(
         ["bash", "run.sh", *map(str, argv)],
@@ -333,6 +367,11 @@ def test_a_stopped_run_continues_a_complete_one_makes_room_and_fixed_knobs_are_r
         launch.hold(resolved(*argv))
     line = {"eval": {"toy": 0.5}, "problems": 8, "version": c.steps, "wall_s": 1.0}
     (run_dir / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    # a complete one goes on if there are more steps
+    more = resolved(*argv, "--steps", str(c.steps + 30))
+    words = f"continuing the complete run .* from step {c.steps}; changed: steps \\({c.steps} -> "
+    assert re.search(words, launch.open_run(more))
+    assert more.run_id == first
     assert "complete one before it is now" in launch.open_run(c)
     assert c.run_id != first
     assert (tmp_path / "toy.1" / "checkpoints").exists()

@@ -70,7 +70,9 @@ def test_nothing_is_measured_on_the_wall_clock():
     """It may be set at any time, and is another one on every host."""
     for path in [*FILES, *ROOT.glob("*.sh"), *ROOT.glob("*/*.sh")]:
         found = [x for x in path.read_text().splitlines() if re.search(WALL_CLOCK, x)]
-        assert not found or path == Path(__file__), (path, found)
+        # tools/status.py says how old files are, and nothing is decided from that
+        ages = path == ROOT / "tools" / "status.py"
+        assert not found or ages or path == Path(__file__), (path, found)
 
 
 def test_the_plumbing_has_no_circles():

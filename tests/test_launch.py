@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from bench.report import made_up_run
 from conftest import ROOT
 from plumbing import launch
 from plumbing.queues import notice, noticed
@@ -278,6 +279,18 @@ def test_ranks_are_told_to_save_or_end_at_once_when_one_of_them_is_dead(tmp_path
         assert process.wait(60) == 1
         assert "train1 died with exit code 3" in words()
         eventually(lambda: not marked(tmp_path), 40)
+
+
+def test_on_a_terminal_a_line_stays_below_what_is_said(tmp_path):
+    made_up_run(tmp_path, "run", rollouts=0)
+    with launched(tmp_path, [("train", TRAIN)]) as (process, words, terminal):
+        eventually(lambda: "[train] started" in words() and "step 60/270, eta" in words())
+        os.write(terminal, b"\x03")
+        assert process.wait(40) == 130
+        assert "run.sh: interrupted, stopping; the same command continues" in words()
+        assert "Traceback" not in words()
+        # the line is wiped away, and the cursor is there again
+        assert words().rstrip().endswith("\x1b[2K") and "\x1b[?25h" in words()
 
 
 @pytest.mark.parametrize("how", ["ctrl-c", "term", "kill"])

@@ -1,10 +1,13 @@
-"""Summary and picture of a run: prints the table that run.sh ends with and draws report.png.
+"""What came of a run, or of several: a table, report.png, and report.html to look closer.
 
-    python tools/report.py out/toy
+    python tools/report.py [out/toy]                 also of a run in progress; without a run: the newest
+    python tools/report.py out/a out/b out/c ...     compares them; runs that differ in their seed alone are one setting
 
-Reads metrics.jsonl, also of a run in progress. Deliberately absent: comparisons of runs (bench/compare.py).
+A comparison says what differs in the configurations, draws seeds as bands, and gives the differences from the first
+setting with the interval of a paired bootstrap; comparison.png and comparison.html lie beside the first run.
 """
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -17,16 +20,12 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import config as cfg  # noqa: E402
+from tools import comparison, page  # noqa: E402
+from tools.find import run_of  # noqa: E402
+from tools.panels import column, main_panels, more_panels  # noqa: E402
 
-# label -> key of metrics.jsonl, in the order in which they happen
-UPDATE_PARTS = {
-    "gathering": "gather_s",
-    "the wire": "send_s",
-    "engines getting ready": "ready_s",
-    "engines paused": "pause_s",
-}
-# means over steps, and shares of the whole time
-MEANS = ("lag_mean", "ess", "versions_2", "versions_3", "gen_tok_s", "train_tok_s")
+# means over steps, and shares of the time that steps took: starting is not among them
+MEANS = ("lag_mean", "ess", "versions_2", "versions_3", "gen_tok_s", "train_tok_s", "gen_idle")
 SHARES = ("pause_s", "wait_data_s", "wait_sync_s")
 # times the throughput: a move that brings less is not worth a restart
 WORTH = 1.05
@@ -39,11 +38,15 @@ reward         {first:.3f} -> {last:.3f} (first, last 5 steps)
 lag            mean {lag_mean:.2f}, max {lag_max} versions; ess {ess:.3f}
 versions       {versions_2:.0%} of the samples were sampled by two or more, {versions_3:.1%} by three or more
 tokens/s       {gen_tok_s:.0f} sampled, {train_tok_s:.0f} trained
-engines paused {pause_s:.1%} of the time; trainer waited {wait_data_s:.0%} for data, {wait_sync_s:.0%} sending weights
+waits          the trainer for data {wait_data_s:.0%} of the time, for weights to be sent {wait_sync_s:.1%}
+engines        {gen_idle:.0%} of their places empty, paused for weights {pause_s:.1%} of the time
 mismatch       {mismatch:.1e} nats at most ({measured} steps had lag-0 samples); dropped {dropped}
 """
 HELD_OUT = """\
 held-out {task:<5} {before:.3f} (version {first}) -> {after:.3f} (version {last}), {problems} problems
+"""
+HELD_OUT_ONCE = """\
+held-out {task:<5} {before:.3f} (version {first}), {problems} problems
 """
 
 
@@ -76,156 +79,41 @@ def attributions(run_dir):
     return found
 
 
-def column(lines, key):
-    """One value a line, as floats [lines]; null is not a number."""
-    return np.array([line[key] for line in lines], dtype=float)
+def draw_panel(ax, panel):
+    """With matplotlib."""
+    areas = [curve for curve in panel.curves if curve.style == "area"]
+    if areas:
+        labels = [curve.label for curve in areas]
+        ax.stackplot(areas[0].x, [curve.y for curve in areas], labels=labels, alpha=0.8)
+    for curve in panel.curves:
+        color = None if curve.color is None else f"C{curve.color}"
+        if curve.style == "faint":
+            ax.plot(curve.x, curve.y, color=color, alpha=0.25)
+        elif curve.style != "area":
+            marker = "o" if curve.style == "dots" else None
+            [line] = ax.plot(curve.x, curve.y, color=color, marker=marker, label=curve.label)
+            if curve.low is not None:
+                shade = dict(color=line.get_color(), alpha=0.15, linewidth=0)
+                ax.fill_between(curve.x, curve.low, curve.high, **shade)
+    ax.set(title=panel.title, xlabel=panel.xlabel, ylim=(panel.bottom, panel.top))
+    if panel.log:
+        ax.set_yscale("log")
+    ax.grid(alpha=0.3)
+    if len(panel.curves) > 1:
+        ax.legend()
 
 
-def minutes(lines):
-    return column(lines, "wall_s") / 60
-
-
-def smooth(y):
-    """Mean over nine neighbours, at the ends over copies of the last one."""
-    if len(y) <= 9:
-        return y
-    padded = np.pad(y, (4, 4), "edge")
-    return np.convolve(padded, np.ones(9) / 9, "valid")
-
-
-def draw_reward(ax, x, reward, title):
-    ax.plot(x, reward, color="C0", alpha=0.25)
-    ax.plot(x, smooth(reward), color="C0", label="training reward")
-    bottom = min(0, reward.min())
-    top = max(1.02, reward.max())
-    ax.set(title=title, ylim=(bottom, top))
-
-
-def draw_rewards(by_time, by_samples, steps, evals):
-    """Training reward and held-out scores against the time and against the samples."""
-    reward = column(steps, "reward")
-    samples = column(steps, "samples") / 1000
-    draw_reward(by_time, minutes(steps), reward, "reward against minutes")
-    draw_reward(by_samples, samples, reward, "reward against samples")
-    by_time.set_xlabel("minutes")
-    by_samples.set_xlabel("thousand samples")
-    # thousand samples that each version was trained on; before the first step: none
-    versions = column(steps, "version")
-    trained = dict(zip(versions, samples))
-    trained[versions[0] - 1] = 0.0
-    for task in tasks_of(evals):
-        have = [line for line in evals if task in line["eval"] and line["version"] in trained]
-        scores = [line["eval"][task] for line in have]
-        at_samples = [trained[line["version"]] for line in have]
-        style = dict(
-            marker="o",
-            color="C3",
-            label=f"held-out {task}",
-        )
-        by_time.plot(minutes(have), scores, **style)
-        by_samples.plot(at_samples, scores, **style)
-    by_time.legend(loc="lower right")
-
-
-def tasks_of(evals):
-    """Names of what was evaluated first."""
-    return list(evals[0]["eval"]) if evals else []
-
-
-def draw_lag(ax, steps):
-    step = column(steps, "step")
-    ax.plot(step, column(steps, "lag_max"), color="C1", alpha=0.6, label="max")
-    ax.plot(step, column(steps, "lag_mean"), color="C0", label="mean")
-    ax.set(title="lag of trained tokens, versions", ylim=(0, None))
-    ax.legend()
-
-
-def draw_ess(ax, steps):
-    ess = column(steps, "ess")
-    ax.plot(column(steps, "step"), ess, color="C0")
-    bottom = min(0.9, ess.min())
-    ax.set(title="effective sample size", ylim=(bottom, 1.005))
-
-
-def draw_ess_by_lag(ax, steps):
-    """At which lag do the data stop helping?"""
-    points = {}
-    for line in steps:
-        for bucket, row in line["by_lag"].items():
-            point = (line["step"], row["ess"], row["tokens"])
-            points.setdefault(bucket, []).append(point)
-    curves = {bucket: np.array(rows, float).T for bucket, rows in points.items()}
-    total = sum(tokens.sum() for _, _, tokens in curves.values())
-    for bucket, (step, ess, tokens) in curves.items():
-        share = tokens.sum() / total
-        label = f"lag {bucket} ({share:.0%} of tokens)"
-        ax.plot(step, smooth(ess), label=label)
-    ax.set(title="effective sample size by lag", ylim=(None, 1.005))
-    ax.legend(loc="lower left")
-
-
-def draw_speed(ax, steps):
-    step = column(steps, "step")
-    ax.plot(step, smooth(column(steps, "gen_tok_s")), label="sampled")
-    ax.plot(step, smooth(column(steps, "train_tok_s")), label="trained (with prompts)")
-    ax.set(title="tokens / s", ylim=(0, None))
-    ax.legend()
-
-
-def draw_trainer_time(ax, steps):
-    """Where the trainer's time goes; it sends weights in the background, but for gathering and waiting."""
-    waiting = column(steps, "wait_data_s")
-    sending = column(steps, "wait_sync_s")
-    rest = column(steps, "step_s") - waiting - sending
-    series = [smooth(waiting), smooth(sending), smooth(np.maximum(rest, 0))]
-    labels = ["waiting for data", "sending weights", "training"]
-    ax.stackplot(column(steps, "step"), series, labels=labels, alpha=0.8)
-    ax.set(title="the trainer's seconds per step", ylim=(0, None))
-    ax.legend(loc="upper right")
-
-
-def draw_updates(ax, steps):
-    updates = [line for line in steps if line["sync_s"]]
-    step = column(updates, "step")
-    series = [smooth(1000 * column(updates, key)) for key in UPDATE_PARTS.values()]
-    ax.stackplot(step, series, labels=list(UPDATE_PARTS), alpha=0.8)
-    ax.plot(step, smooth(1000 * column(updates, "sync_s")), color="k", label="all of it")
-    ax.set(title="a weight update, ms", ylim=(0, None))
-    ax.legend(loc="upper right")
-
-
-def draw_attribution(ax, parts):
-    """What the distance between behaviour and trained policy is made of."""
-    for name, (versions, values) in parts.items():
-        ax.plot(versions, values, "o-", label=name)
-    ax.set(title="KL(behaviour || trained) and its parts, nats a token", yscale="log")
-    ax.legend()
-
-
-def draw(run_dir, steps, evals):
-    """report.png: reward against time and samples, lag, ESS (whole and by lag), tokens/s, where the time of trainer and
-    updates goes; with --attribute_every also the parts of the KL.
-    """
-    parts = attributions(run_dir)
-    columns = 5 if parts else 4
+def draw(path, title, found):
+    """Panels in two rows, as a picture."""
+    columns = (len(found) + 1) // 2
     figure, axes = plt.subplots(2, columns, figsize=(5 * columns, 8), constrained_layout=True)
-    (by_time, by_samples, lag, by_lag), (ess, speed, trainer_time, updates) = axes[:, :4]
-    if parts:
-        draw_attribution(axes[0, 4], parts)
-        axes[1, 4].set_axis_off()
-    draw_rewards(by_time, by_samples, steps, evals)
-    draw_lag(lag, steps)
-    draw_ess_by_lag(by_lag, steps)
-    draw_ess(ess, steps)
-    draw_speed(speed, steps)
-    draw_trainer_time(trainer_time, steps)
-    draw_updates(updates, steps)
-    for ax in axes.flat:
-        ax.grid(alpha=0.3)
-        if not ax.get_xlabel():
-            ax.set_xlabel("step")
-    figure.suptitle(str(run_dir))
-    figure.savefig(Path(run_dir, "report.png"), dpi=80)
+    for ax in axes.flat[len(found) :]:
+        ax.set_axis_off()
+    for ax, panel in zip(axes.flat, found):
+        draw_panel(ax, panel)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=80)
+    plt.close(figure)
 
 
 def score_lines(evals):
@@ -241,14 +129,15 @@ def score_lines(evals):
     )
     for task, before in first["eval"].items():
         after = last["eval"].get(task)
-        if after is not None:
+        if last is first:
+            yield HELD_OUT_ONCE.format(task=task, before=before, **versions)
+        elif after is not None:
             yield HELD_OUT.format(task=task, before=before, after=after, **versions)
 
 
 def summary(steps, evals):
     """The numbers a run ends with, as text."""
     last = steps[-1]
-    wall = last["wall_s"]
     reward = column(steps, "reward")
     mismatch = column(steps, "mismatch")
     measured = mismatch[~np.isnan(mismatch)]
@@ -256,7 +145,7 @@ def summary(steps, evals):
         step=last["step"],
         samples=last["samples"],
         dropped=last["dropped"],
-        minutes=wall / 60,
+        minutes=last["wall_s"] / 60,
         held_out="".join(score_lines(evals)),
         first=reward[:5].mean(),
         last=reward[-5:].mean(),
@@ -267,7 +156,7 @@ def summary(steps, evals):
     for key in MEANS:
         values[key] = column(steps, key).mean()
     for key in SHARES:
-        values[key] = column(steps, key).sum() / wall
+        values[key] = column(steps, key).sum() / column(steps, "step_s").sum()
     return SUMMARY.format(**values)
 
 
@@ -330,15 +219,70 @@ def advice_on(config, steps):
     )
 
 
-def main(run_dir):
-    steps, evals = read(run_dir)
+def known(run_dir):
+    """(steps, evaluations, alarms) of a run; exits with a line if it has no step yet."""
+    if not Path(run_dir, "metrics.jsonl").exists():
+        sys.exit(f"report: there is no {run_dir}/metrics.jsonl: no step is done yet")
+    steps, evals, alarms = lines_with(run_dir, "step", "eval", "alarm")
     if not steps:
         sys.exit(f"report: {run_dir}/metrics.jsonl has no steps yet")
-    draw(run_dir, steps, evals)
-    print(summary(steps, evals), end="")
-    print(f"advice         {advice_on(cfg.load(run_dir), steps) or 'none'}")
-    print(f"picture        {Path(run_dir, 'report.png')}")
+    return steps, evals, alarms
+
+
+def of_run(run_dir, quiet):
+    """One run's table, report.png and report.html; quiet: report.html alone."""
+    steps, evals, alarms = known(run_dir)
+    text = summary(steps, evals)
+    text += f"advice         {advice_on(cfg.load(run_dir), steps) or 'none'}\n"
+    found = main_panels(steps, evals, attributions(run_dir))
+    page.write_run(run_dir, text, steps, alarms, found + more_panels(steps))
+    if quiet:
+        return
+    draw(Path(run_dir, "report.png"), str(run_dir), found)
+    print(text, end="")
+    print(f"pictures       {Path(run_dir, 'report.png')}, {Path(run_dir, 'report.html')}")
+
+
+def of_several(run_dirs):
+    """Runs beside each other: tables, comparison.png and comparison.html."""
+    runs = []
+    for run_dir in run_dirs:
+        steps, evals, _ = known(run_dir)
+        runs.append(comparison.Run(run_dir, steps, evals))
+    by_setting = comparison.settings(runs)
+    title = " against ".join(by_setting)
+    text = ""
+    for name, own in by_setting.items():
+        text += f"{name}: {', '.join(str(run.run_dir) for run in own)}\n"
+    knobs = [[name, *values] for name, values in comparison.differing(runs).items()]
+    header = ["knob", *(Path(run_dir).name for run_dir in run_dirs)]
+    of_difference = ["measure", "setting", "its mean", "first's", "difference (95%)", "seeds"]
+    rows = comparison.differences(by_setting) if len(by_setting) > 1 else []
+    print(f"{text}\n{comparison.written(header, knobs)}\n{comparison.written(of_difference, rows)}")
+    tables = [
+        page.table("What differs", header, knobs, "nothing but the seeds"),
+        page.table("Differences from the first", of_difference, rows, "there is one setting"),
+    ]
+    found = comparison.panels(by_setting)
+    beside = Path(run_dirs[0]).parent
+    draw(beside / "comparison.png", title, found)
+    page.write(beside / "comparison.html", title, text, tables, found)
+    print(f"pictures {beside / 'comparison.png'}, {beside / 'comparison.html'}")
+
+
+def main():
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("runs", nargs="*", help="directories or names of runs; default: the newest")
+    p.add_argument("--quiet", action="store_true", help="report.html alone, and no words")
+    a = p.parse_args()
+    found = [run_of(run) for run in a.runs or [None]]
+    if len(found) == 1:
+        of_run(found[0], a.quiet)
+    else:
+        of_several(found)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

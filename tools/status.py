@@ -219,6 +219,8 @@ def screen(run_dir):
         return Text(words, style="reverse", overflow="ellipsis", no_wrap=True)
 
     console = Console()
+    # a process may say what is no text
+    sys.stdin.reconfigure(errors="replace")
     with Live(console=console, get_renderable=now, refresh_per_second=1, transient=True):
         for line in sys.stdin:
             console.print(Text(line.rstrip("\n")), soft_wrap=True)

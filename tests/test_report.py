@@ -1,0 +1,349 @@
+"""What people look at: report.html in a real browser, comparisons, `run.sh status`, the line that stays."""
+
+import fcntl
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.report import BROWSERS, browser, made_up_run
+from conftest import ROOT
+from tools import comparison, page, report
+from tools.find import run_of
+from tools.panels import Curve, Panel, main_panels, more_panels
+from tools.status import Status
+
+# an open page takes its time on a busy machine, ms
+PATIENCE = 60_000
+
+
+def needs_browser():
+    if not any(map(shutil.which, BROWSERS)):
+        pytest.skip("there is no Chromium: apt install chromium")
+
+
+def tool(name, *arguments, **environment):
+    command = [sys.executable, str(ROOT / "tools" / f"{name}.py"), *map(str, arguments)]
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | environment,
+    )
+
+
+# ---- the page
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory):
+    """(page in a real browser, its rollouts as samples.jsonl has them, what the console said)."""
+    needs_browser()
+    run_dir = made_up_run(
+        tmp_path_factory.mktemp("report"), "shown", rollouts=300, samples_logged=8
+    )
+    lines = [json.loads(x) for x in (run_dir / "samples.jsonl").read_text().splitlines()]
+    # what must stay text
+    lines[-1]["spans"][1][1][0] = "</script><b id=injected>&amp;"
+    lines[-1]["prompt"] = "<img src=x onerror=alert(1)>"
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    # the last line of a run in progress may be torn
+    (run_dir / "samples.jsonl").write_text(text + '{"number": 9')
+    done = tool("report", run_dir, "--quiet")
+    assert done.returncode == 0 and not done.stdout, done.stdout + done.stderr
+    said = []
+    with browser() as chromium:
+        # offline: whatever it would fetch is an error
+        context = chromium.new_context(viewport={"width": 1300, "height": 900}, offline=True)
+        tab = context.new_page()
+        tab.set_default_timeout(PATIENCE)
+        tab.on("console", lambda message: said.append(message.text))
+        tab.on("pageerror", lambda error: said.append(str(error)))
+        tab.on("request", lambda request: said.append(request.url))
+        tab.goto((run_dir / "report.html").resolve().as_uri())
+        tab.wait_for_selector(".panel .main-svg")
+        yield tab, lines, said
+
+
+def shown_rows(tab):
+    return tab.locator("#list tbody tr")
+
+
+def count(tab):
+    """Of how many rollouts the list speaks."""
+    return int(tab.inner_text("#count").split()[0])
+
+
+def test_the_page_opens_without_a_word_on_the_console(opened):
+    tab, lines, said = opened
+    # all curves, also those further down
+    for i in range(tab.locator(".panel").count()):
+        tab.locator(".panel").nth(i).scroll_into_view_if_needed()
+    tab.wait_for_function(
+        "[...document.querySelectorAll('.panel')].every(p => p.querySelector('.main-svg'))"
+    )
+    assert tab.locator(".panel").count() == 17
+    assert [x for x in said if not x.startswith(("file:", "data:", "blob:"))] == []
+    assert count(tab) == len(lines)
+    words = tab.inner_text("body")
+    assert "held-out toy" in words and "no group of 10 steps had two different rewards" in words
+    assert "engine0 died with exit code 137" in words and "failed" in words
+    assert tab.locator("#injected").count() == 0
+
+
+def test_a_curve_can_be_zoomed_and_says_its_values(opened):
+    tab, _, _ = opened
+    panel = tab.locator(".panel").first
+    panel.scroll_into_view_if_needed()
+    span = "(() => { const r = document.querySelector('.panel').layout.xaxis.range; return r[1] - r[0]; })()"
+    before = tab.evaluate(span)
+    box = panel.locator(".nsewdrag").first.bounding_box()
+    middle = box["y"] + box["height"] / 2
+    tab.mouse.move(box["x"] + 0.3 * box["width"], middle)
+    tab.wait_for_selector(".hovertext, .hoverlayer .legend")
+    tab.mouse.down()
+    tab.mouse.move(box["x"] + 0.6 * box["width"], middle, steps=5)
+    tab.mouse.up()
+    tab.wait_for_function(f"{span} < {0.5 * before}")
+
+
+def test_filters_and_order(opened):
+    tab, lines, _ = opened
+    tab.select_option("#outcome", "correct")
+    assert count(tab) == sum(line["outcome"] == "correct" for line in lines)
+    tab.select_option("#outcome", "")
+    tab.fill("#length-low", "50")
+    lengths = [len(line["logprobs"]) for line in lines]
+    assert count(tab) == sum(n >= 50 for n in lengths) > 0
+    tab.fill("#length-low", "")
+    tab.fill("#step-low", "5")
+    tab.fill("#step-high", "6")
+    # what was not trained has no step
+    trained = [i for i in range(len(lines)) if i % 10 != 9]
+    assert count(tab) == sum(1 + i * 60 // 300 in (5, 6) for i in trained)
+    for name in ("#step-low", "#step-high"):
+        tab.fill(name, "")
+    text = lines[17]["prompt"]
+    tab.fill("#text", text)
+    assert count(tab) == 1 and text in shown_rows(tab).first.inner_text()
+    tab.fill("#text", "nowhere in it")
+    assert count(tab) == 0 and shown_rows(tab).count() == 0
+    tab.fill("#text", "")
+    tab.select_option("#sort", "length")
+    first = shown_rows(tab).first.locator("td").nth(3)
+    assert int(first.inner_text()) == max(lengths)
+    tab.uncheck("#descending")
+    assert int(first.inner_text()) == min(lengths)
+    tab.check("#several")
+    assert count(tab) == sum(len({v for v, _ in line["spans"]}) > 2 for line in lines)
+    tab.uncheck("#several")
+    assert shown_rows(tab).count() == 40
+    tab.click("#next")
+    assert "page 2 of 8" in tab.inner_text("#count")
+
+
+def test_a_rollout_and_the_colours_of_its_tokens(opened):
+    tab, lines, _ = opened
+    wrong = [line for line in lines[20:] if line["outcome"] == "wrong"]
+    line = next(line for line in wrong if line["number"] % 10 != 9 and len(line["logprobs"]) > 8)
+    tab.fill("#text", line["prompt"])
+    shown_rows(tab).first.click()
+    spans = tab.locator("#tokens span")
+    assert tab.inner_text("#tokens") == line["prompt"] + line["completion"]
+    n = len(line["logprobs"])
+    assert spans.count() == len(line["prompt"]) + n
+    title = spans.nth(len(line["prompt"])).get_attribute("title")
+    assert title.startswith(
+        f"version {line['spans'][1][0]}, logprob {line['logprobs'][0]:.3f}"[:-1]
+    )
+    assert "ratio " in title and "advantage -0.500" in tab.inner_text("#about")
+    background = (
+        "[...document.querySelectorAll('#tokens span')].map(s => s.style.background).filter(x => x)"
+    )
+    seen = {}
+    for kind in ("version", "ratio", "advantage", "logprob"):
+        tab.select_option("#colour", kind)
+        seen[kind] = tab.evaluate(background)
+        assert len(seen[kind]) == n
+    assert len(set(seen["version"])) == 2
+    assert len(set(seen["advantage"])) == 1
+    assert len(set(seen["logprob"])) > 2 and len(set(seen["ratio"])) > 2
+    # below the average of its group: blue
+    red, _, blue = map(int, seen["advantage"][0].split("(")[1].split(",")[:3])
+    assert blue > red
+    tab.fill("#text", "")
+
+
+def test_what_was_not_trained_says_so(opened):
+    tab, lines, _ = opened
+    tab.fill("#text", lines[9]["prompt"])
+    shown_rows(tab).first.click()
+    assert "not trained" in tab.inner_text("#about")
+    assert "ratio" not in tab.locator("#tokens span").last.get_attribute("title")
+    tab.fill("#text", "")
+
+
+def test_a_page_holds_the_newest_and_says_how_many_are_older(tmp_path, monkeypatch):
+    run_dir = made_up_run(tmp_path, "long", rollouts=50)
+    monkeypatch.setattr(page, "MOST_TOKENS", 400)
+    found, older = page.rollouts(run_dir)
+    assert 0 < len(found) < 50 and older == 50 - len(found)
+    assert [line["number"] for line in found] == list(range(49, older - 1, -1))
+
+
+def test_panels_without_evaluations_or_measurements(tmp_path):
+    run_dir = made_up_run(tmp_path, "short", steps=2, rollouts=0)
+    steps, _ = report.read(run_dir)
+    for line in steps:
+        line["mismatch"] = None
+        line["sync_s"] = 0.0
+    found = main_panels(steps, [], {}) + more_panels(steps)
+    for panel in found:
+        json.dumps(page.figure(panel), allow_nan=False)
+    report.draw(tmp_path / "some.png", "no evaluations", found)
+
+
+def test_numbers_are_json_and_not_too_many():
+    values = np.array([1.0, math.nan, math.inf, 123456.789])
+    assert page.numbers(values) == [1.0, None, None, 123460.0]
+    assert len(page.numbers(np.arange(10 * page.MOST_POINTS))) == page.MOST_POINTS
+    panel = Panel("t", curves=[Curve("a", np.arange(2), np.ones(2), "area")] * 2, bottom=0)
+    assert page.figure(panel)["layout"]["yaxis"]["range"] == [0, 2.1]
+
+
+# ---- comparisons
+
+
+def test_runs_are_compared_by_what_differs(tmp_path):
+    dirs = []
+    for lag, slope in ((1, 1.0), (8, 0.5)):
+        for seed in (0, 1, 2):
+            name = f"lag{lag}-{seed}"
+            own = dict(seed=seed, slope=slope, rollouts=0, max_lag=lag)
+            dirs.append(made_up_run(tmp_path, name, **own))
+    done = tool("report", *dirs)
+    assert done.returncode == 0, done.stderr
+    assert "max_lag 1: " in done.stdout and "lag8-2" in done.stdout
+    assert "no interval" not in done.stdout
+    rows = [line for line in done.stdout.splitlines() if line.startswith("held-out toy, last")]
+    # 0.9 and 0.55 at the end, with a little noise
+    assert len(rows) == 1 and "-0.3" in rows[0] and rows[0].endswith(" 3")
+    assert (tmp_path / "comparison.png").stat().st_size > 10000
+    assert (tmp_path / "comparison.html").exists()
+
+
+def test_seeds_alone_are_one_setting_and_have_a_band(tmp_path):
+    runs = []
+    for seed in (0, 1):
+        run_dir = made_up_run(tmp_path, f"a-{seed}", seed=seed, rollouts=0)
+        runs.append(comparison.Run(run_dir, *report.read(run_dir)))
+    assert comparison.differing(runs) == {}
+    by_setting = comparison.settings(runs)
+    assert list(by_setting) == ["a"]
+    for panel in comparison.panels(by_setting):
+        assert len(panel.curves) == 1
+        [curve] = panel.curves
+        assert curve.label == "a (2 seeds)" and (curve.low <= curve.high).all()
+
+
+def test_the_bootstrap_is_paired():
+    # seeds differ by far more than the settings do
+    ours = [0.1, 0.5, 0.9]
+    mean, low, high = comparison.paired(ours, [0.2, 0.6, 1.01])
+    assert 0.1 - 1e-9 <= low <= mean <= high < 0.12
+    assert comparison.paired([0.1], [0.3]) == (pytest.approx(0.2), None, None)
+
+
+def test_which_run_is_meant(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("tools.find.OUT", tmp_path)
+    with pytest.raises(SystemExit, match="no run in"):
+        run_of()
+    old = made_up_run(tmp_path, "old", rollouts=0)
+    new = made_up_run(tmp_path, "new", rollouts=0)
+    os.utime(old / "config.json", (1, 1))
+    assert run_of() == new and "the newest run" in capsys.readouterr().err
+    assert run_of("old") == old and run_of(str(old)) == old
+    with pytest.raises(SystemExit, match="nowhere: there is no config.json in nowhere"):
+        run_of("nowhere")
+
+
+@pytest.mark.parametrize("name", ["report", "show", "status"])
+def test_a_wrong_run_is_one_line(name):
+    done = tool(name, "out/no-such-run")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert "no-such-run" in done.stderr
+
+
+# ---- status
+
+
+def test_status_of_a_run_by_its_files(tmp_path):
+    run_dir = made_up_run(tmp_path, "s", rollouts=0, steps=60)
+    done = tool("status", run_dir)
+    assert done.returncode == 0, done.stderr
+    assert "stopped; the same command continues" in done.stdout
+    assert (
+        "step       60 of 270" in done.stdout and "alarms     version 12: no group" in done.stdout
+    )
+    assert "toy 0.2" in done.stdout and "(version 60)" in done.stdout
+    # somebody has the run's lock
+    with open(tmp_path / ".s.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert f"{run_dir}: running" in tool("status", run_dir).stdout
+
+
+def test_the_line_says_what_a_run_waits_for(tmp_path):
+    run_dir = made_up_run(tmp_path, "s", rollouts=0, steps=60)
+    whole = (run_dir / "metrics.jsonl").read_text()
+    (run_dir / "metrics.jsonl").unlink()
+    status = Status(run_dir)
+    status.look()
+    assert status.line() == "models are loaded"
+    engines = run_dir / "engines"
+    engines.mkdir()
+    (engines / "engine0.json").write_text('{"url": "http://127.0.0.1:1", "started": "x"}')
+    assert status.line().startswith("engine0 loading, ")
+    (run_dir / "queues").mkdir()
+    said = {"engines": ["http://127.0.0.1:1"], "served": 0, "version": 0}
+    (run_dir / "queues" / "version.json").write_text(json.dumps(said))
+    assert status.line() == "the first rollouts are sampled"
+    # a torn line is read when it is whole
+    (run_dir / "metrics.jsonl").write_text(whole[:100])
+    status.look()
+    assert not status.steps
+    (run_dir / "metrics.jsonl").write_text(whole)
+    status.look()
+    line = status.line()
+    assert line.startswith("step 60/270, eta 7m00s | reward 0.") and "1 alarms" in line
+    assert "trainer waits 30%, engines idle 10%" in line and "held-out toy 0." in line
+
+
+def test_what_a_run_says_passes_above_the_line_that_stays(tmp_path):
+    run_dir = made_up_run(tmp_path, "s", rollouts=0)
+    command = [sys.executable, str(ROOT / "tools" / "status.py"), "--screen", str(run_dir)]
+    # a stage may print what is no text, and markup that is none
+    words = b"[train] step 1/270 | reward\n\xff[/bold] not markup\n" + b"x" * 500 + b"\n"
+    done = subprocess.run(command, input=words, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.decode().splitlines()
+    assert "[train] step 1/270 | reward" in lines and "x" * 500 in lines
+    assert any("[/bold] not markup" in line for line in lines)
+
+
+# ---- seen from run.sh: tests/test_launch.py
+
+
+def test_show_ends_with_its_pipe(tmp_path):
+    run_dir = made_up_run(tmp_path, "s", rollouts=400)
+    show = f"{sys.executable} {ROOT}/tools/show.py {run_dir} --n 400 | head -n 1"
+    done = subprocess.run(["bash", "-c", show], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("problem ") and done.stderr == ""
+    assert Path(run_dir).exists()

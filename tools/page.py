@@ -1,0 +1,199 @@
+"""report.html: one file with curves to zoom into, rollouts to leaf through, alarms and drops; nothing is fetched.
+
+tools/page.html is the page, plotly.js (of the package plotly) draws its curves. Called by tools/report.py.
+"""
+
+import json
+import math
+import re
+from collections import Counter
+from html import escape
+from pathlib import Path
+
+import numpy as np
+
+# a page holds so many tokens of rollouts at most, the newest, and of each curve about so many points
+MOST_TOKENS = 500_000
+MOST_POINTS = 3000
+MOST_EVENTS = 300
+PALETTE = "#1f77b4 #ff7f0e #2ca02c #d62728 #9467bd #8c564b #e377c2 #7f7f7f #bcbd22 #17becf".split()
+# what the logs say of engines, records and attempts that were lost
+EVENT = re.compile(
+    r"died with exit code|was dropped|did not reach|is refused|failed for good|is killed|ALARM|told to stop|not finite"
+)
+
+
+# ---- curves
+
+
+def numbers(values):
+    """Array -> list of floats of five digits for JSON, which knows no NaN; about MOST_POINTS of them."""
+    stride = math.ceil(len(values) / MOST_POINTS) or 1
+    return [float(f"{v:.5g}") if np.isfinite(v) else None for v in values[::stride]]
+
+
+def colour(curve, i):
+    return PALETTE[(i if curve.color is None else curve.color) % len(PALETTE)]
+
+
+def traces(panel):
+    """The curves of a panel (tools/panels.py), as plotly's traces."""
+    found = []
+    for i, curve in enumerate(panel.curves):
+        own = colour(curve, i)
+        x = numbers(curve.x)
+        if curve.low is not None:
+            edge = dict(x=x, mode="lines", line={"width": 0}, hoverinfo="skip", showlegend=False)
+            edge |= dict(legendgroup=curve.label)
+            found.append(edge | dict(y=numbers(curve.low)))
+            found.append(edge | dict(y=numbers(curve.high), fill="tonexty", fillcolor=own + "26"))
+        trace = dict(x=x, y=numbers(curve.y), name=curve.label, legendgroup=curve.label)
+        trace |= dict(mode="lines", line=dict(color=own, width=1.5))
+        if curve.style == "faint":
+            trace |= dict(opacity=0.3, showlegend=False, line=dict(color=own, width=1))
+        elif curve.style == "dots":
+            trace["mode"] = "lines+markers"
+        elif curve.style == "area":
+            trace |= dict(stackgroup="one", line=dict(color=own, width=0))
+        found.append(trace)
+    return found
+
+
+def figure(panel):
+    """A panel as plotly's data and layout."""
+    ends = (panel.bottom, panel.top)
+    data = traces(panel)
+    yaxis = dict(exponentformat="power", type="log" if panel.log else "linear")
+    if ends != (None, None) and not panel.log:
+        yaxis["range"] = reach(data, *ends)
+    layout = dict(
+        title=dict(text=panel.title, font=dict(size=14)),
+        margin=dict(l=55, r=10, t=36, b=75),
+        xaxis=dict(title=dict(text=panel.xlabel, standoff=2, font=dict(size=12))),
+        yaxis=yaxis,
+        hovermode="x unified",
+        showlegend=sum(trace.get("showlegend", True) for trace in data) > 1,
+        legend=dict(orientation="h", yref="container", y=0, yanchor="bottom", font=dict(size=11)),
+    )
+    return dict(data=data, layout=layout)
+
+
+def reach(data, bottom, top):
+    """Where an axis begins and ends of which only one may be given."""
+    stacked = [trace["y"] for trace in data if "stackgroup" in trace]
+    plain = [trace["y"] for trace in data if "stackgroup" not in trace]
+    sums = [sum(v or 0 for v in column) for column in zip(*stacked)]
+    values = [v for y in [*plain, sums] for v in y if v is not None] or [0, 1]
+    low = min(values) if bottom is None else bottom
+    high = 1.05 * max(values) if top is None else top
+    return [low, high if high > low else low + 1]
+
+
+# ---- rollouts, events
+
+
+def read_lines(path):
+    """Whole lines of a .jsonl file; [] if it is not there."""
+    if not path.exists():
+        return []
+    texts = path.read_text().splitlines(keepends=True)
+    return [json.loads(text) for text in texts if text.endswith("\n")]
+
+
+def rollouts(run_dir):
+    """(the newest logged rollouts, joined with what became of them in training; how many older ones there are)."""
+    trained = {}
+    for path in Path(run_dir).glob("trained_*.jsonl"):
+        trained |= {line["number"]: line for line in read_lines(path)}
+    # a draw that was sampled again after a stop: what came last
+    by_number = {line["number"]: line for line in read_lines(Path(run_dir, "samples.jsonl"))}
+    found = []
+    tokens = 0
+    for number, line in reversed(by_number.items()):
+        tokens += sum(len(texts) for _, texts in line["spans"])
+        if tokens > MOST_TOKENS:
+            break
+        fate = trained.get(number, {})
+        names = "number index task reward outcome finished answer spans logprobs".split()
+        own = {name: line[name] for name in names}
+        own |= {name: fate.get(name) for name in ("step", "advantage", "log_ratios")}
+        found.append(own | {"prompt": prompt_of(line), "answer": shown(line["answer"])})
+    return found, len(by_number) - len(found)
+
+
+def prompt_of(line):
+    """A problem's prompt as one line of text; a chat's last message."""
+    prompt = line["prompt"]
+    if isinstance(prompt, list):
+        prompt = prompt[-1]["content"]
+    return " ".join(str(prompt).split())[:200]
+
+
+def shown(answer):
+    return None if answer is None else str(answer)
+
+
+def events(run_dir):
+    """[[log, line]] of what the logs say went wrong, the last ones."""
+    found = []
+    for path in sorted(Path(run_dir, "logs").glob("*.log")):
+        with open(path, errors="replace") as lines:
+            found += [[path.stem, line.strip()[:300]] for line in lines if EVENT.search(line)]
+    return found[-MOST_EVENTS:]
+
+
+def drops(steps):
+    """[[reason, samples, first step, last step]] of what was not trained."""
+    counts = Counter()
+    at = {}
+    for line in steps:
+        for reason, problems in line["drops"].items():
+            counts[reason] += sum(problems.values())
+            at.setdefault(reason, []).append(line["step"])
+    return [[reason, n, at[reason][0], at[reason][-1]] for reason, n in counts.most_common() if n]
+
+
+# ---- the page
+
+
+def table(title, header, rows, empty="none"):
+    """As page.html takes it."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    return dict(title=title, header=header, rows=cells, empty=empty)
+
+
+def write(path, title, summary, tables, found, shown_rollouts=()):
+    """Write the page: words, tables, panels (tools/panels.py), rollouts."""
+    # only here: half a second
+    from plotly.offline import get_plotlyjs
+
+    data = dict(
+        title=title,
+        summary=summary,
+        tables=tables,
+        panels=[figure(panel) for panel in found],
+        rollouts=list(shown_rollouts),
+    )
+    # nothing in a rollout may end the script that it is in
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    page = Path(__file__).with_suffix(".html").read_text()
+    parts = {"title": escape(title), "plotly": get_plotlyjs(), "data": text}
+    whole = re.sub(r"\{\{(title|plotly|data)\}\}", lambda match: parts[match[1]], page)
+    # who looks at the old one sees all of it
+    temporary = Path(path).with_suffix(".tmp")
+    temporary.write_text(whole)
+    temporary.replace(path)
+
+
+def write_run(run_dir, summary, steps, alarms, found):
+    """out/<run>/report.html."""
+    logged, older = rollouts(run_dir)
+    if older:
+        summary += f"rollouts       the newest {len(logged)} are below, {older} older ones in samples.jsonl\n"
+    said = [[line["version"], line["alarm"]] for line in alarms]
+    tables = [
+        table("Alarms", ["version", "what"], said),
+        table("Drops", ["reason", "samples", "first step", "last step"], drops(steps)),
+        table("Events in the logs", ["log", "line"], events(run_dir)),
+    ]
+    write(Path(run_dir, "report.html"), str(run_dir), summary, tables, found, logged)
