@@ -400,7 +400,7 @@ def help_text(preset: str, default: Config, about: str = "") -> str:
     """
     hints = get_type_hints(Config)
     text = [
-        f"bash run.sh [{'|'.join(PRESETS)}] [--knob value ...]      (serve, status, doctor: head of run.sh)",
+        f"bash run.sh [{'|'.join(PRESETS)}] [--knob value ...] (others: head of run.sh)",
         f"Knobs and what they are in preset {preset}; `--help WORD`: all about those of that name or heading",
     ]
     for heading, comments in knobs().items():
