@@ -182,8 +182,11 @@ def find_model(c: Config) -> None:
     c.model = os.path.expanduser(c.model)
     if Path(c.model).parent == MODELS or Path(c.model, "config.json").exists():
         return
+    is_path = c.model.startswith((".", "/")) or c.model.count("/") > 1
+    # out/toi is no hub name where there is an out/
+    is_path = is_path or ("/" in c.model and Path(c.model).parent.is_dir())
     need(
-        not c.model.startswith((".", "/")) and c.model.count("/") < 2,
+        not is_path,
         f"--model {c.model}: no config.json there, so it is not a Hugging Face model directory",
     )
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
