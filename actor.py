@@ -26,10 +26,11 @@ from plumbing.checkpoints import last_state
 from plumbing.client import Engines
 from plumbing.doors import NewestVersion
 from plumbing.ledger import Draws
-from plumbing.log import SamplesLog, last_words
+from plumbing.log import last_words
 from plumbing.problems import announce_loaded, load_problems
 from plumbing.prompts import Prompter
 from plumbing.queues import Queue, noticed
+from plumbing.rollouts import SamplesLog
 from plumbing.samples import Transcript, join
 from plumbing.sandbox import Sandbox
 

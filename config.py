@@ -8,18 +8,14 @@ process reads the one `out/<run>/config.json`.
 
 import contextlib
 import difflib
-import inspect
 import io
 import json
 import re
-import textwrap
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal
 
 ROOT = Path(__file__).resolve().parent
-# of `--help`: where comments begin
-HELP_COLUMN = 34
 
 
 class ConfigError(Exception):
@@ -357,6 +353,9 @@ def parse(
     _refuse_unknown_flags(argv)
     default = default or Config(run=name, **PRESETS[name])
     if "--help" in argv:
+        # only here: it imports this module
+        from plumbing.usage import help_text
+
         about = argv[argv.index("--help") + 1 :][:1]
         print(help_text(name, default, *about))
         raise SystemExit(0)
@@ -371,59 +370,6 @@ def parse(
             )
     except SystemExit:
         raise ConfigError(_one_line(captured.getvalue())) from None
-
-
-def knobs() -> dict[str, dict[str, str]]:
-    """What the source of Config says: {heading: {knob: its comment}}, in its order; without what is filled in."""
-    found = {}
-    comment = []
-    for line in inspect.getsource(Config).splitlines():
-        line = line.strip()
-        knob = re.match(r"(\w+): ", line)
-        if line.startswith("# ----"):
-            heading = line.strip("#- ")
-            found[heading] = {}
-        elif line.startswith("#"):
-            comment.append(line.strip("# "))
-        elif knob:
-            words = " ".join(comment)
-            if not words.startswith("filled in"):
-                found[heading][knob[1]] = words
-            comment = []
-    return found
-
-
-def help_text(preset: str, default: Config, about: str = "") -> str:
-    """Every knob under its heading, a line each: default, comment, the words that it takes.
-
-    about: part of a heading's or knob's name: these alone, with all of their comments.
-    """
-    hints = get_type_hints(Config)
-    text = [
-        f"bash run.sh [{'|'.join(PRESETS)}] [--knob value ...] (others: head of run.sh)",
-        f"Knobs and what they are in preset {preset}; `--help WORD`: all about those of that name or heading",
-    ]
-    for heading, comments in knobs().items():
-        chosen = {k: words for k, words in comments.items() if about in k or about in heading}
-        text += ["", heading] if chosen else []
-        for name, comment in chosen.items():
-            value = getattr(default, name)
-            if isinstance(value, tuple):
-                value = " ".join(map(str, value))
-            if get_origin(hints[name]) is Literal:
-                comment = f"{' | '.join(get_args(hints[name]))}: {comment}"
-            left = f"  --{name} {value}"
-            if about:
-                text += [
-                    left,
-                    *textwrap.wrap(
-                        comment, 94, initial_indent="      ", subsequent_indent="      "
-                    ),
-                ]
-            else:
-                left = f"{left:<{HELP_COLUMN - 1}} "
-                text.append(left + textwrap.shorten(comment, 120 - len(left), placeholder=" ..."))
-    return "\n".join(text)
 
 
 def _refuse_unknown_flags(argv):

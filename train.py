@@ -34,10 +34,11 @@ from plumbing.attention import to_device
 from plumbing.attribution import Attribution
 from plumbing.families import check_model, finish_logits
 from plumbing.guards import Guards
-from plumbing.log import MetricsLog, TrainedLog, last_words
+from plumbing.log import MetricsLog, last_words
 from plumbing.problems import wait_until_loaded
 from plumbing.ranks import Ranks, Stopped, Sums
 from plumbing.reader import Reader
+from plumbing.rollouts import TrainedLog
 from plumbing.samples import layout
 from weights import Sender
 
@@ -260,7 +261,7 @@ def micro_batch(model, batch, version, config, device):
 
     with torch.no_grad():
         log_w = logprobs - behavior
-        # for who looks on (plumbing/log.py)
+        # for who looks on (plumbing/rollouts.py)
         batch["log_ratios"] = log_w
         w = log_w.exp() * mask
         kl_behavior = kl(behavior, logprobs) * mask

@@ -214,6 +214,12 @@ def launched(folder, processes, node="0", grace=25, command="exec bash run.sh to
 
     try:
         yield process, words, terminal
+    except BaseException:
+        # what it looked like when it went wrong
+        print(words())
+        for p in marked(folder):
+            print(p.pid, p.ppid(), p.status(), p.cmdline())
+        raise
     finally:
         for p in marked(folder):
             with contextlib.suppress(psutil.NoSuchProcess):

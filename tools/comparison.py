@@ -3,7 +3,6 @@
 Runs that differ in nothing but their seed are one setting. Called by tools/report.py.
 """
 
-import itertools
 import os
 from dataclasses import fields
 from pathlib import Path
@@ -11,11 +10,29 @@ from pathlib import Path
 import numpy as np
 
 import config as cfg
-from tools.panels import Curve, Panel, column, evaluated, minutes, smooth, tasks_of
-from tools.panels import thousand_samples as samples_of
+from tools.panels import (
+    Curve,
+    Panel,
+    column,
+    evaluated,
+    minutes,
+    smooth,
+    tasks_of,
+    thousand_samples,
+)
 
 # two runs are the same setting whatever these are
 OWN = ("run", "out", "run_id", "seed", "port", "nodes", "fresh", "dry_run", "wandb", "report_every")
+# key of metrics.jsonl, its axis, what it is
+QUANTITIES = (
+    ("reward", "minutes", "training reward"),
+    ("reward", "step", "training reward"),
+    ("lag_mean", "step", "lag of trained tokens, mean, versions"),
+    ("ess", "step", "effective sample size"),
+    ("entropy", "step", "entropy, nats"),
+    ("gen_tok_s", "step", "tokens sampled / s"),
+    ("gen_idle", "step", "share of the engines' places empty"),
+)
 POINTS = 300
 RESAMPLES = 10000
 
@@ -82,52 +99,43 @@ def band(label, curves, color):
 
 
 def held_out(run, task, axis):
-    """(x, scores) of a run's evaluations of a task; axis 0: minutes, 1: thousand samples."""
-    found = evaluated(run.steps, run.evals, task)
-    return found[axis], found[2]
+    """(x, scores) of a run's evaluations of a task; x: minutes or thousand samples."""
+    at_minutes, at_samples, scores = evaluated(run.steps, run.evals, task)
+    return (at_minutes if axis == "minutes" else at_samples), scores
+
+
+def quantity(run, key, axis):
+    """(x, y) of a key of metrics.jsonl, smoothed; x: minutes or step."""
+    x = minutes(run.steps) if axis == "minutes" else column(run.steps, "step")
+    return x, smooth(column(run.steps, key))
+
+
+def one_panel(title, xlabel, by_setting):
+    """by_setting: {name: [(x, y) of each run]}; runs without points are left out."""
+    panel = Panel(title, xlabel)
+    for color, (name, curves) in enumerate(by_setting.items()):
+        curves = [(x, y) for x, y in curves if len(x)]
+        if curves:
+            panel.curves.append(band(name, curves, color))
+    return panel
 
 
 def panels(by_setting):
     """The same axes for all settings."""
-    tasks = {
-        task: None for runs in by_setting.values() for run in runs for task in tasks_of(run.evals)
-    }
-    wanted = []
-    for task, (axis, xlabel) in itertools.product(
-        tasks, enumerate(["minutes", "thousand samples"])
-    ):
-        wanted.append((f"held-out {task}", xlabel, lambda run, t=task, a=axis: held_out(run, t, a)))
-    keys = {
-        "reward": "training reward",
-        "lag_mean": "lag of trained tokens, mean, versions",
-        "ess": "effective sample size",
-        "entropy": "entropy, nats",
-        "gen_tok_s": "tokens sampled / s",
-        "gen_idle": "share of the engines' places empty",
-    }
-    for key, title in keys.items():
-        wanted.append(
-            (
-                title,
-                "step",
-                lambda run, k=key: (column(run.steps, "step"), smooth(column(run.steps, k))),
-            )
-        )
-    wanted.append(
-        (
-            "training reward",
-            "minutes",
-            lambda run: (minutes(run.steps), smooth(column(run.steps, "reward"))),
-        )
-    )
+    runs = sum(by_setting.values(), [])
+    tasks = {task: None for run in runs for task in tasks_of(run.evals)}
     found = []
-    for title, xlabel, points in wanted:
-        panel = Panel(title, xlabel)
-        for color, (name, runs) in enumerate(by_setting.items()):
-            curves = [curve for curve in map(points, runs) if len(curve[0])]
-            if curves:
-                panel.curves.append(band(name, curves, color))
-        found.append(panel)
+    for task in tasks:
+        for axis in ("minutes", "thousand samples"):
+            curves = {}
+            for name, own in by_setting.items():
+                curves[name] = [held_out(run, task, axis) for run in own]
+            found.append(one_panel(f"held-out {task}", axis, curves))
+    for key, axis, title in QUANTITIES:
+        curves = {}
+        for name, own in by_setting.items():
+            curves[name] = [quantity(run, key, axis) for run in own]
+        found.append(one_panel(title, axis, curves))
     return found
 
 
@@ -138,7 +146,7 @@ def measures(run):
     """{what is compared: its value} of a run."""
     found = {}
     for task in tasks_of(run.evals):
-        samples, scores = held_out(run, task, 1)
+        samples, scores = held_out(run, task, "thousand samples")
         found[f"held-out {task}, last"] = scores[-1]
         if len(scores) > 1:
             area = np.trapezoid(scores, samples) / (samples[-1] - samples[0])
@@ -146,7 +154,7 @@ def measures(run):
     tenth = max(len(run.steps) // 10, 1)
     found["reward, last tenth"] = column(run.steps, "reward")[-tenth:].mean()
     found["minutes"] = minutes(run.steps)[-1]
-    found["samples/s"] = 1000 * samples_of(run.steps)[-1] / (60 * found["minutes"])
+    found["samples/s"] = 1000 * thousand_samples(run.steps)[-1] / (60 * found["minutes"])
     return found
 
 
@@ -162,6 +170,13 @@ def paired(ours, theirs):
     return float(d.mean()), float(low), float(high)
 
 
+def with_interval(mean, low, high):
+    """Words for what `paired` gives."""
+    if low is None:
+        return f"{mean:+.3g} (one seed: no interval)"
+    return f"{mean:+.3g} ({low:+.3g} to {high:+.3g})"
+
+
 def differences(by_setting):
     """[[measure, setting, mean of it, mean of the first setting, difference with its interval, seeds]], of the seeds
     that a setting has in common with the first.
@@ -175,25 +190,14 @@ def differences(by_setting):
         if not seeds:
             rows.append(["-", name, "-", "-", f"no seed in common with {first}", 0])
             continue
-        for measure in own[seeds[0]]:
-            if any(measure not in found[seed] for found in (own, theirs) for seed in seeds):
+        known = [found[seed] for found in (own, theirs) for seed in seeds]
+        for measure in known[0]:
+            if not all(measure in values for values in known):
                 continue
             a = [own[seed][measure] for seed in seeds]
             b = [theirs[seed][measure] for seed in seeds]
-            mean, low, high = paired(a, b)
-            interval = "one seed: no interval"
-            if low is not None:
-                interval = f"{low:+.3g} to {high:+.3g}"
-            rows.append(
-                [
-                    measure,
-                    name,
-                    f"{np.mean(b):.3f}",
-                    f"{np.mean(a):.3f}",
-                    f"{mean:+.3g} ({interval})",
-                    len(seeds),
-                ]
-            )
+            means = [f"{np.mean(b):.3f}", f"{np.mean(a):.3f}"]
+            rows.append([measure, name, *means, with_interval(*paired(a, b)), len(seeds)])
     return rows
 
 

@@ -5,6 +5,7 @@ tools/page.html is the page, plotly.js (of the package plotly) draws its curves.
 
 import json
 import math
+import os
 import re
 from collections import Counter
 from html import escape
@@ -179,8 +180,8 @@ def write(path, title, summary, tables, found, shown_rollouts=()):
     page = Path(__file__).with_suffix(".html").read_text()
     parts = {"title": escape(title), "plotly": get_plotlyjs(), "data": text}
     whole = re.sub(r"\{\{(title|plotly|data)\}\}", lambda match: parts[match[1]], page)
-    # who looks at the old one sees all of it
-    temporary = Path(path).with_suffix(".tmp")
+    # who looks at the old one sees all of it, also while another process draws
+    temporary = Path(path).with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(whole)
     temporary.replace(path)
 
