@@ -262,6 +262,14 @@ def test_the_bootstrap_is_paired():
     assert comparison.paired([0.1], [0.3]) == (pytest.approx(0.2), None, None)
 
 
+def test_means_are_over_what_all_runs_have():
+    x = np.array([0.0, 10.0, 20.0])
+    y = np.array([0.0, 1.0, 1.0])
+    assert comparison.mean_until(x, y, 20.0) == pytest.approx(0.75)
+    assert comparison.mean_until(x, y, 10.0) == pytest.approx(0.5)
+    assert comparison.mean_until(x, y, 5.0) == pytest.approx(0.25)
+
+
 def test_which_run_is_meant(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("tools.find.OUT", tmp_path)
     with pytest.raises(SystemExit, match="no run in"):

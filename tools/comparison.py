@@ -142,15 +142,23 @@ def panels(by_setting):
 # ---- the difference
 
 
-def measures(run):
-    """{what is compared: its value} of a run."""
+def mean_until(x, y, end):
+    """Mean of a curve (straight lines between points) from its first x to `end`."""
+    inside = x < end
+    x_inside = np.append(x[inside], end)
+    y_inside = np.append(y[inside], np.interp(end, x, y))
+    return np.trapezoid(y_inside, x_inside) / (end - x[0])
+
+
+def measures(run, shared):
+    """{what is compared: its value} of a run; shared: thousand samples that all runs have."""
     found = {}
     for task in tasks_of(run.evals):
         samples, scores = held_out(run, task, "thousand samples")
         found[f"held-out {task}, last"] = scores[-1]
-        if len(scores) > 1:
-            area = np.trapezoid(scores, samples) / (samples[-1] - samples[0])
-            found[f"held-out {task}, mean over samples"] = area
+        if samples[0] < shared <= samples[-1]:
+            words = f"held-out {task}, mean of the first {shared:.1f}k samples"
+            found[words] = mean_until(samples, scores, shared)
     tenth = max(len(run.steps) // 10, 1)
     found["reward, last tenth"] = column(run.steps, "reward")[-tenth:].mean()
     found["minutes"] = minutes(run.steps)[-1]
@@ -182,10 +190,12 @@ def differences(by_setting):
     that a setting has in common with the first.
     """
     (first, ours), *others = by_setting.items()
-    own = {run.config.seed: measures(run) for run in ours}
+    all_runs = sum(by_setting.values(), [])
+    shared = min(thousand_samples(run.steps)[-1] for run in all_runs)
+    own = {run.config.seed: measures(run, shared) for run in ours}
     rows = []
     for name, runs in others:
-        theirs = {run.config.seed: measures(run) for run in runs}
+        theirs = {run.config.seed: measures(run, shared) for run in runs}
         seeds = sorted(own.keys() & theirs.keys())
         if not seeds:
             rows.append(["-", name, "-", "-", f"no seed in common with {first}", 0])

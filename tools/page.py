@@ -107,7 +107,8 @@ def rollouts(run_dir):
     for path in Path(run_dir).glob("trained_*.jsonl"):
         trained |= {line["number"]: line for line in read_lines(path)}
     # a draw that was sampled again after a stop: what came last
-    by_number = {line["number"]: line for line in read_lines(Path(run_dir, "samples.jsonl"))}
+    logged = read_lines(Path(run_dir, "samples.jsonl"))
+    by_number = {line["number"]: line for line in logged if "number" in line}
     found = []
     tokens = 0
     for number, line in reversed(by_number.items()):
