@@ -263,7 +263,7 @@ class Actor:
                     yield task, source, number, problem
 
     def eval_seed(self, number, k):
-        """Of attempt k at held-out problem `number`: the same whichever engine samples it, and in every run."""
+        """Of attempt k at held-out problem `number`: the same whichever engine samples it, and at every version."""
         return hash((self.config.seed, number, k)) & 0x7FFFFFFF
 
     async def evaluate(self, version):

@@ -352,6 +352,7 @@ def parse(
         raise ConfigError(f"unknown preset '{name}': choose from {', '.join(PRESETS)}")
     _refuse_unknown_flags(argv)
     default = default or Config(run=name, **PRESETS[name])
+    argv = ["--help" if word == "-h" else word for word in argv]
     if "--help" in argv:
         # only here: it imports this module
         from plumbing.usage import help_text

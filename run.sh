@@ -102,8 +102,9 @@ stop_all() {
 }
 # ---- on a terminal, a line that says what the run is doing stays below what its processes say
 if [ -t 1 ]; then
-  exec 3>&1 4>&2 > >(trap '' INT TERM; exec 3>&- 4>&-; "$PY" tools/status.py --screen "$run_dir" || exec cat) 2>&1
+  exec 3>&1 4>&2 > >(trap '' INT TERM TSTP; exec 3>&- 4>&-; "$PY" tools/status.py --screen "$run_dir" || exec cat)
   screen=$!
+  [ ! -t 2 ] || exec 2>&1
 fi
 close_screen() {
   [ -n "${screen:-}" ] || return 0
@@ -171,4 +172,4 @@ why=done
 stop_all
 names=() pid_of=()
 close_screen
-[ "$node" != 0 ] || "$PY" tools/report.py "$run_dir"
+[ "$node" != 0 ] || "$PY" tools/report.py "$run_dir" || echo "run.sh: the run is complete, its report could not be drawn" >&2

@@ -262,7 +262,7 @@ def micro_batch(model, batch, version, config, device):
     with torch.no_grad():
         log_w = logprobs - behavior
         # for who looks on (plumbing/rollouts.py)
-        batch["log_ratios"] = log_w
+        batch["log_ratios"] = logprobs - b["logprobs"]
         w = log_w.exp() * mask
         kl_behavior = kl(behavior, logprobs) * mask
         is_sample = b["outcome"] >= 0  # [S]; not so: a filler
@@ -466,7 +466,7 @@ def train(config, run_dir, ranks):
     state = checkpoints.restore(run_dir, model, optimizers, ranks.rank)
     check_model(model, device, config.highest_mismatch)
     log = MetricsLog(config, run_dir, state["version"], ranks.rank)
-    trained_log = TrainedLog(config, run_dir, state["version"], ranks.rank)
+    trained_log = TrainedLog(config, run_dir, state["version"], ranks.rank, ranks.world)
     sender = Sender(config, model, ranks, run_dir)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     reader = Reader(config, run_dir, ranks, vocabulary, sender.check)

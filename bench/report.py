@@ -9,6 +9,7 @@ be used; `drawn`: the curves in sight are there, too; both from the start of loa
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -83,15 +84,18 @@ def made_up_step(rng, c, step, done):
 def made_up_rollout(rng, c, i, steps, rollouts):
     """A line of samples.jsonl and one of trained_0.jsonl; every tenth was not trained."""
     step = 1 + i * steps // rollouts
-    number = (step - 1) * c.batch_size + c.attempts * (i % c.groups_per_step)
-    number += i * steps % rollouts // steps
+    # the how manieth of its step
+    k = i - math.ceil((step - 1) * rollouts / steps)
+    attempt, draw = divmod(k, c.groups_per_step)
+    draw += (step - 1) * c.groups_per_step
+    number = draw * c.attempts + attempt
     prompt = "".join(rng.choice(LETTERS, 8)) + "="
     n = int(rng.integers(4, 60))
     first = int(rng.integers(1, n))
     text = list(rng.choice(LETTERS, n))
     older = max(step - 2, 0)
     right = bool(rng.random() < 0.5)
-    sample = dict(number=i, version=step - 1, index=number // c.attempts, task="toy", prompt=prompt)
+    sample = dict(number=number, version=step - 1, index=draw, task="toy", prompt=prompt)
     sample |= dict(completion="".join(text), reward=float(right), finished=True, answer="abc")
     sample |= dict(outcome="correct" if right else "wrong")
     sample["spans"] = [[-1, list(prompt)], [older, text[:first]], [step - 1, text[first:]]]
@@ -99,7 +103,7 @@ def made_up_rollout(rng, c, i, steps, rollouts):
     if i % 10 == 9:
         return sample, None
     ratios = rng.normal(0, 0.05, n).round(4).tolist()
-    return sample, dict(number=i, step=step, advantage=right - 0.5, log_ratios=ratios)
+    return sample, dict(number=number, step=step, advantage=right - 0.5, log_ratios=ratios)
 
 
 @contextlib.contextmanager

@@ -247,6 +247,11 @@ def check_open_files(c: Config) -> None:
 
 def port_trouble(host: str, port: int) -> str:
     """What keeps a server from listening there; "" if nothing does."""
+    with socket.socket(socket.AF_UNIX) as name:
+        try:
+            name.bind(held_name(host, port))
+        except OSError:
+            return "another run on this machine is about to"
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -254,6 +259,11 @@ def port_trouble(host: str, port: int) -> str:
         except OSError as e:
             return e.strerror
     return ""
+
+
+def held_name(host, port):
+    """The abstract socket (unix(7)) that stands for a port which a run has, or is about to have."""
+    return f"\0pipeline-rl {host}:{port}"
 
 
 def own_ports(c: Config, gpus: int, node: int) -> dict[int, str]:
@@ -281,14 +291,13 @@ def hold_ports(c: Config, gpus: int, node: int) -> None:
     """Keep the ports of this node from other runs, until the last process of this one has ended: an
     engine does not listen before it has loaded its model.
 
-    What keeps them are abstract sockets (unix(7)), names that the kernel frees by itself. Raises
-    ConfigError if another run has them.
+    The kernel frees the names by itself. Raises ConfigError if another run has them.
     """
     host = c.nodes[node]
     for port, who in own_ports(c, gpus, node).items():
         name = socket.socket(socket.AF_UNIX)
         try:
-            name.bind(f"\0pipeline-rl {host}:{port}")
+            name.bind(held_name(host, port))
         except OSError:
             raise cfg.ConfigError(
                 f"--port {c.port}: {who} cannot have {host}:{port}: another run on this machine is about to "

@@ -40,6 +40,9 @@ from plumbing.problems import load_problems, share_beginnings
 # knobs that would make a continued run another run, and those that may differ without a word
 FIXED = ("task", "train_data", "model", "seed", "batch_size", "attempts", "dtype")
 FILLED_IN = ("fresh", "out", "run_id", "nodes")
+# a complete run goes on if there are more steps and nothing else than these has changed
+EXTENDS = (*FILLED_IN, "steps", "port", "wandb", "save_every", "keep_last", "eval_every")
+EXTENDS += ("samples_logged", "report_every", "keep_steps", "dry_run")
 # what `serve` may choose for its engines; the rest is the run's
 SERVE = (
     "run out engines port dry_run model concurrency kv_cache_gb gpu_memory_utilization "
@@ -253,7 +256,7 @@ def open_run(c: Config) -> str:
     old = cfg.load(str(run_dir))
     newest = checkpoints.newest(run_dir)
     done = complete(run_dir, old.steps)
-    extended = done and c.steps > old.steps
+    extended = done and c.steps > old.steps and not changes(old, c, EXTENDS)
     if c.fresh or newest is None or (done and not extended):
         what = "complete" if done else "stopped"
         return f"new run {run_dir}; the {what} one before it is now {_move_aside(run_dir)}"

@@ -136,7 +136,7 @@ class MetricsLog:
         print(
             f"step {state['version']}/{config.steps} | reward {metrics['reward']:.3f} | ess {metrics['ess']:.3f} | "
             f"lag {metrics['lag_mean']:.1f}/{metrics['lag_max']} | mismatch {mismatch} | "
-            f"{line['train_tok_s'] / 1000:.1f}k tok/s | wait {wait:.0f}% | idle {line['gen_idle']:.0%} | eta {eta / 60:.1f}m",
+            f"{line['train_tok_s'] / 1000:.1f}k tok/s | wait {wait:.0f}% | empty {line['gen_idle']:.0%} | eta {eta / 60:.1f}m",
             flush=True,
         )
 

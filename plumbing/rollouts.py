@@ -14,8 +14,9 @@ from plumbing.log import keep_lines, short
 
 
 def rounded(values):
-    """An array as a list, to four digits behind the point."""
-    return np.asarray(values, np.float64).round(4).tolist()
+    """An array as a list for JSON, to four digits behind the point; None where it is not finite."""
+    digits = np.asarray(values, np.float64).round(4).tolist()
+    return [value if np.isfinite(value) else None for value in digits]
 
 
 def is_logged(config, number):
@@ -29,8 +30,8 @@ def is_logged(config, number):
 def pieces(tokenizer, tokens):
     """The text of each token [T]; of a character that several make up, the last one has all of it.
 
-    Joined they are the text. A token's own depends on the one before it: some tokenizers leave out a
-    first space.
+    Joined they are the text, except where bytes are no character. A token's own depends on the one before
+    it: some tokenizers leave out a first space.
     """
     texts = []
     before = []
@@ -57,7 +58,11 @@ class SamplesLog:
     def __init__(self, config, run_dir, tokenizer):
         self.config = config
         self.tokenizer = tokenizer
-        self.file = open(Path(run_dir, "samples.jsonl"), "a")
+        path = Path(run_dir, "samples.jsonl")
+        if path.exists():
+            # a last line that a crash has cut short would spoil the next one
+            keep_lines(path, lambda line: True)
+        self.file = open(path, "a")
 
     def write(self, version, task, problem, sample):
         """Write a sample, if it is one of those; version: the trainer's when it was done."""
@@ -95,15 +100,15 @@ class SamplesLog:
 class TrainedLog:
     """What became of the same rollouts in training: out/<run>/trained_<rank>.jsonl. Made on every trainer rank.
 
-    version: what a continued run goes on from.
+    version: what a continued run goes on from; what came after it is dropped. There may have been more ranks then.
     """
 
-    def __init__(self, config, run_dir, version, rank):
+    def __init__(self, config, run_dir, version, rank, world):
         self.config = config
-        path = Path(run_dir, f"trained_{rank}.jsonl")
-        if path.exists():
-            keep_lines(path, lambda line: line["step"] <= version)
-        self.file = open(path, "a")
+        for path in Path(run_dir).glob("trained_*.jsonl"):
+            if int(path.stem.removeprefix("trained_")) % world == rank:
+                keep_lines(path, lambda line: line["step"] <= version)
+        self.file = open(Path(run_dir, f"trained_{rank}.jsonl"), "a")
 
     def watch(self, batches, version):
         """The micro-batches that this version trains, passed on."""

@@ -51,9 +51,19 @@ def opened(tmp_path_factory):
         tmp_path_factory.mktemp("report"), "shown", rollouts=300, samples_logged=8
     )
     lines = [json.loads(x) for x in (run_dir / "samples.jsonl").read_text().splitlines()]
-    # what must stay text
-    lines[-1]["spans"][1][1][0] = "</script><b id=injected>&amp;"
-    lines[-1]["prompt"] = "<img src=x onerror=alert(1)>"
+    # what must stay text, in the newest rollout that was trained: it is the first of the list
+    newest = lines[295]
+    newest["spans"][1][1][0] = "</script><b id=injected>&amp;"
+    newest["prompt"] = "<img id=injected src=x onerror=alert(1)>"
+    newest["answer"] = "<i id=injected>"
+    # its tokens have known versions and ratios
+    number = newest["number"]
+    trained = [json.loads(x) for x in (run_dir / "trained_0.jsonl").read_text().splitlines()]
+    for line in trained:
+        if line["number"] == number:
+            line["log_ratios"][0] = 0.5
+            line["log_ratios"][1] = None
+    (run_dir / "trained_0.jsonl").write_text("".join(json.dumps(x) + "\n" for x in trained))
     text = "".join(json.dumps(line) + "\n" for line in lines)
     # the last line of a run in progress may be torn
     (run_dir / "samples.jsonl").write_text(text + '{"number": 9')
@@ -96,7 +106,26 @@ def test_the_page_opens_without_a_word_on_the_console(opened):
     words = tab.inner_text("body")
     assert "held-out toy" in words and "no group of 10 steps had two different rewards" in words
     assert "engine0 died with exit code 137" in words and "failed" in words
-    assert tab.locator("#injected").count() == 0
+
+
+def test_text_stays_text_and_numbers_are_those_of_the_files(opened):
+    tab, lines, said = opened
+    newest = lines[295]
+    shown_rows(tab).first.click()
+    row = shown_rows(tab).first.locator("td").all_inner_texts()
+    n = len(newest["logprobs"])
+    # of step 60, made by version 59; its first tokens were sampled by version 58
+    assert row == ["60", "toy", f"{newest['reward']:.2f}", str(n), "1", newest["prompt"]]
+    assert newest["prompt"].startswith("<img") and tab.locator("#injected").count() == 0
+    assert "answer: <i id=injected>" in tab.inner_text("#answer")
+    first = tab.locator("#tokens span:not(.given)").nth(0)
+    assert first.inner_text() == "</script><b id=injected>&amp;"
+    assert first.get_attribute("title").startswith("version 58, ")
+    assert first.get_attribute("title").endswith("ratio 1.649")
+    second = tab.locator("#tokens span:not(.given)").nth(1).get_attribute("title")
+    assert second.endswith("ratio not finite")
+    assert tab.locator("#tokens span:not(.given)").last.get_attribute("title")[:11] == "version 59,"
+    assert not [x for x in said if "alert" in x]
 
 
 def test_a_curve_can_be_zoomed_and_says_its_values(opened):
@@ -194,9 +223,27 @@ def test_what_was_not_trained_says_so(opened):
 def test_a_page_holds_the_newest_and_says_how_many_are_older(tmp_path, monkeypatch):
     run_dir = made_up_run(tmp_path, "long", rollouts=50)
     monkeypatch.setattr(page, "MOST_TOKENS", 400)
-    found, older = page.rollouts(run_dir)
-    assert 0 < len(found) < 50 and older == 50 - len(found)
-    assert [line["number"] for line in found] == list(range(49, older - 1, -1))
+    numbers = [
+        json.loads(x)["number"] for x in (run_dir / "samples.jsonl").read_text().splitlines()
+    ]
+    found = [line["number"] for line in page.rollouts(run_dir)]
+    assert 0 < len(found) < 50 and found == numbers[::-1][: len(found)]
+    # of a large file the end alone is read
+    monkeypatch.setattr(page, "MOST_TOKENS", 10**9)
+    monkeypatch.setattr(page, "MOST_BYTES", 5000)
+    found = [line["number"] for line in page.rollouts(run_dir)]
+    assert 3 < len(found) < 50 and found == numbers[::-1][: len(found)]
+
+
+def test_lines_of_older_runs_are_no_obstacle(tmp_path):
+    run_dir = made_up_run(tmp_path, "old", rollouts=5)
+    lines = [json.loads(x) for x in (run_dir / "samples.jsonl").read_text().splitlines()]
+    del lines[0]["number"]
+    lines[0]["spans"] = [[-1, "abc="], [3, "abc"]]
+    (run_dir / "samples.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    assert len(page.rollouts(run_dir)) == 4
+    done = tool("show", run_dir)
+    assert done.returncode == 0 and "abc=abc" in done.stdout
 
 
 def test_panels_without_evaluations_or_measurements(tmp_path):
@@ -214,7 +261,12 @@ def test_panels_without_evaluations_or_measurements(tmp_path):
 def test_numbers_are_json_and_not_too_many():
     values = np.array([1.0, math.nan, math.inf, 123456.789])
     assert page.numbers(values) == [1.0, None, None, 123460.0]
-    assert len(page.numbers(np.arange(10 * page.MOST_POINTS))) == page.MOST_POINTS
+    x = np.arange(9 * page.MOST_POINTS) + 123456
+    y = np.zeros(len(x))
+    y[777] = 1e3
+    [trace] = page.traces(Panel("t", curves=[Curve("spike", x, y)]))
+    assert len(trace["x"]) <= page.MOST_POINTS and max(trace["y"]) == 1e3
+    assert trace["x"][trace["y"].index(1e3)] == 123456 + 777
     panel = Panel("t", curves=[Curve("a", np.arange(2), np.ones(2), "area")] * 2, bottom=0)
     assert page.figure(panel)["layout"]["yaxis"]["range"] == [0, 2.1]
 
@@ -232,10 +284,11 @@ def test_runs_are_compared_by_what_differs(tmp_path):
     done = tool("report", *dirs)
     assert done.returncode == 0, done.stderr
     assert "max_lag 1: " in done.stdout and "lag8-2" in done.stdout
-    assert "no interval" not in done.stdout
+    assert "one seed" not in done.stdout
     rows = [line for line in done.stdout.splitlines() if line.startswith("held-out toy, last")]
     # 0.9 and 0.55 at the end, with a little noise
     assert len(rows) == 1 and "-0.3" in rows[0] and rows[0].endswith(" 3")
+    assert "held-out toy, mean of the first 26.9k samples" in done.stdout
     assert (tmp_path / "comparison.png").stat().st_size > 10000
     assert (tmp_path / "comparison.html").exists()
 
@@ -257,9 +310,39 @@ def test_seeds_alone_are_one_setting_and_have_a_band(tmp_path):
 def test_the_bootstrap_is_paired():
     # seeds differ by far more than the settings do
     ours = [0.1, 0.5, 0.9]
-    mean, low, high = comparison.paired(ours, [0.2, 0.6, 1.01])
+    mean, (low, high), _ = comparison.paired(ours, [0.2, 0.6, 1.01])
     assert 0.1 - 1e-9 <= low <= mean <= high < 0.12
     assert comparison.paired([0.1], [0.3]) == (pytest.approx(0.2), None, None)
+
+
+def test_the_t_interval_holds_the_truth_in_95_of_100():
+    """And the bootstrap of three seeds does not, which is why both are given."""
+    rng = np.random.default_rng(0)
+    holds = np.zeros(2)
+    for _ in range(400):
+        _, *intervals = comparison.paired(np.zeros(3), rng.normal(size=3))
+        holds += [low <= 0 <= high for low, high in intervals]
+    assert 0.7 < holds[0] / 400 < 0.82
+    assert 0.92 < holds[1] / 400 < 0.98
+
+
+def test_runs_that_were_stopped_are_compared_over_what_all_have(tmp_path):
+    runs = []
+    for name, steps, lag in (("long", 60, 1), ("short", 24, 8)):
+        run_dir = made_up_run(tmp_path, name, steps=steps, rollouts=0, max_lag=lag)
+        runs.append(comparison.Run(run_dir, *report.read(run_dir)))
+    rows = {row[0]: row for row in comparison.differences(comparison.settings(runs))}
+    assert rows["steps"][2:5] == ["24.000", "60.000", "-36"]
+    # 24 steps of 448 samples, evaluated at 0, 4, ... 24
+    assert "held-out toy, mean of the first 10.8k samples" in rows
+    # both take 2 s a step
+    assert rows["samples/s of the steps"][4] == "+0"
+
+
+def test_the_same_setting_and_seed_twice_is_refused(tmp_path):
+    dirs = [made_up_run(tmp_path, name, rollouts=0) for name in ("x", "x.1")]
+    done = tool("report", *dirs)
+    assert done.returncode == 1 and "are the same setting and seed" in done.stderr
 
 
 def test_means_are_over_what_all_runs_have():
@@ -277,6 +360,11 @@ def test_which_run_is_meant(tmp_path, monkeypatch, capsys):
     old = made_up_run(tmp_path, "old", rollouts=0)
     new = made_up_run(tmp_path, "new", rollouts=0)
     os.utime(old / "config.json", (1, 1))
+    # an evaluation is no run
+    evaluation = made_up_run(tmp_path, "eval-x", rollouts=0)
+    values = json.loads((evaluation / "config.json").read_text())
+    values["config"]["trainers"] = 0
+    (evaluation / "config.json").write_text(json.dumps(values))
     assert run_of() == new and "the newest run" in capsys.readouterr().err
     assert run_of("old") == old and run_of(str(old)) == old
     with pytest.raises(SystemExit, match="nowhere: there is no config.json in nowhere"):
@@ -323,6 +411,13 @@ def test_the_line_says_what_a_run_waits_for(tmp_path):
     said = {"engines": ["http://127.0.0.1:1"], "served": 0, "version": 0}
     (run_dir / "queues" / "version.json").write_text(json.dumps(said))
     assert status.line() == "the first rollouts are sampled"
+    # a run that continues has steps before its engines have weights
+    (run_dir / "queues" / "version.json").rename(run_dir / "queues" / "v")
+    (run_dir / "metrics.jsonl").write_text(whole)
+    continued = Status(run_dir)
+    continued.look()
+    assert continued.line().startswith("engine0 loading, ")
+    (run_dir / "queues" / "v").rename(run_dir / "queues" / "version.json")
     # a torn line is read when it is whole
     (run_dir / "metrics.jsonl").write_text(whole[:100])
     status.look()
@@ -331,7 +426,7 @@ def test_the_line_says_what_a_run_waits_for(tmp_path):
     status.look()
     line = status.line()
     assert line.startswith("step 60/270, eta 7m00s | reward 0.") and "1 alarms" in line
-    assert "trainer waits 30%, engines idle 10%" in line and "held-out toy 0." in line
+    assert "trainer waits 30%, engine places 10% empty" in line and "held-out toy 0." in line
 
 
 def test_what_a_run_says_passes_above_the_line_that_stays(tmp_path):

@@ -151,6 +151,19 @@ def test_the_pipeline_end_to_end(tmp_path, base_model):
     assert "step 12/12 | reward" in done.stdout and "held-out toy" in done.stdout
     assert re.search(r"step 1/12 .* \| mismatch \d\.\de-\d\d \| ", done.stdout)
     samples = [json.loads(x) for x in (run_dir / "samples.jsonl").read_text().splitlines()]
+    # what is shown of rollouts: two a step, as the actor and as the trainer saw them
+    trained = [json.loads(x) for x in (run_dir / "trained_0.jsonl").read_text().splitlines()]
+    sampled = {s["number"]: s for s in samples}
+    assert [t["step"] for t in trained] == [step for step in range(1, 13) for _ in range(2)]
+    for t in trained:
+        s = sampled[t["number"]]
+        assert len(t["log_ratios"]) == len(s["logprobs"]) and t["number"] // 16 == s["index"]
+        versions = [version for version, _ in s["spans"] if version >= 0]
+        # sampled by what was there, and at lag 0 with the trainer's own probabilities
+        assert max(versions) < t["step"] <= min(versions) + 4
+        if min(versions) == t["step"] - 1:
+            assert np.abs(t["log_ratios"]).max() < 1e-3
+        assert (t["advantage"] > 0) <= (s["reward"] > 0)
     assert samples and all(
         s["reward"] == float(s["finished"] and s["completion"] == s["answer"]) for s in samples
     )

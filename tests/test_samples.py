@@ -1,15 +1,20 @@
 """The schema of a sample: records and back, fillers, new fields, and what is refused."""
 
+import json
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from test_train import knobs, packed_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import train
 from plumbing import samples as schema
 from plumbing.ledger import Ledger
 from plumbing.queues import Queue
+from plumbing.rollouts import TrainedLog, is_logged, pieces, rounded
 from plumbing.samples import filler, join, layout, problem_with, split
 from preprocess import Packer, Ring
 
@@ -45,6 +50,81 @@ def same(a, b):
     assert a.keys() == b.keys()
     for name in a:
         assert np.array_equal(a[name], b[name]), name
+
+
+def test_what_is_logged_of_a_step():
+    config = SimpleNamespace(batch_size=12, attempts=3, groups_per_step=4, samples_logged=6)
+    # the first attempts at its four problems, then two second ones
+    assert [n for n in range(12) if is_logged(config, n)] == [0, 1, 3, 4, 6, 9]
+    assert [n for n in range(24, 36) if is_logged(config, n)] == [24, 25, 27, 28, 30, 33]
+    config.samples_logged = 0
+    assert not any(is_logged(config, n) for n in range(12))
+
+
+def test_what_became_of_logged_samples(tmp_path):
+    config = SimpleNamespace(batch_size=4, attempts=2, groups_per_step=2, samples_logged=2)
+    samples = [
+        make_sample(4, reward=1.0, number=9),
+        make_sample(5, number=8),
+        make_sample(6, number=10),
+    ]
+    batch = join(samples)
+    batch["log_ratios"] = torch.arange(15, dtype=torch.float32) / 10
+    batch["log_ratios"][5] = torch.nan
+    (tmp_path / "trained_0.jsonl").write_text(
+        '{"number": 1, "step": 4}\n{"number": 3, "step": 5}\n{"num'
+    )
+    (tmp_path / "trained_3.jsonl").write_text('{"number": 2, "step": 5}\n')
+    log = TrainedLog(config, tmp_path, 4, 0, 3)
+    assert list(log.watch([batch], 7)) == [batch]
+    lines = [json.loads(x) for x in (tmp_path / "trained_0.jsonl").read_text().splitlines()]
+    # two of each sample's tokens were given; sample 9 is a second attempt
+    eight = dict(number=8, step=8, advantage=0.0, log_ratios=[0.6, 0.7, 0.8])
+    ten = dict(number=10, step=8, advantage=0.0, log_ratios=[1.1, 1.2, 1.3, 1.4])
+    assert lines == [{"number": 1, "step": 4}, eight, ten]
+    # there were four ranks, and the run goes on from step 4
+    assert (tmp_path / "trained_3.jsonl").read_text() == ""
+    assert rounded(np.array([1.23456, np.nan, -np.inf])) == [1.2346, None, None]
+
+
+def byte_level():
+    """Tokens are bytes and pairs of them, as GPT-2's; of "né" the é is two."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    model = models.BPE({letter: i for i, letter in enumerate(letters)}, [])
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def word_pieces():
+    """Tokens with a mark for the space before them, as Llama's; decoding drops the first one."""
+    words = ["▁a", "▁b", "c", "<0xC3>", "<0xA9>", "<unk>"]
+    model = models.BPE(
+        {w: i for i, w in enumerate(words)}, [], byte_fallback=True, unk_token="<unk>"
+    )
+    tokenizer = Tokenizer(model)
+    steps = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def test_the_text_of_each_token():
+    tokenizer = byte_level()
+    text = " né 日本\n"
+    ids = tokenizer(text)["input_ids"]
+    texts = pieces(tokenizer, ids)
+    assert "".join(texts) == text and len(texts) == len(ids)
+    assert texts[:5] == [" ", "n", "", "é", " "]
+    # cut off within a character: what the tokenizer says of the whole
+    cut = ids[:-2]
+    assert len(pieces(tokenizer, cut)) == len(cut)
+    assert pieces(word_pieces(), [0, 1, 2, 3, 4, 0]) == ["a", " b", "c", "", "é", " a"]
 
 
 def test_samples_survive_a_record():

@@ -3,6 +3,7 @@
 Runs that differ in nothing but their seed are one setting. Called by tools/report.py.
 """
 
+import math
 import os
 from dataclasses import fields
 from pathlib import Path
@@ -34,7 +35,11 @@ QUANTITIES = (
     ("gen_idle", "step", "share of the engines' places empty"),
 )
 POINTS = 300
+# characters of what differs that still make a name
+LONGEST_NAME = 60
 RESAMPLES = 10000
+# of Student's t, 97.5%, by degrees of freedom from 1 on
+T_QUANTILES = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
 
 
 class Run:
@@ -65,21 +70,28 @@ def differing(runs):
 
 
 def settings(runs):
-    """{name of a setting: its runs, by seed}; named by what differs, or by the runs' names."""
+    """{name of a setting: its runs, by seed}; named by what differs, or by the runs' names.
+
+    Raises ValueError if two runs are the same setting and seed.
+    """
     knobs = differing(runs)
     found = {}
     for i, run in enumerate(runs):
         words = [f"{name} {values[i]}" for name, values in knobs.items()]
-        found.setdefault(", ".join(words), []).append(run)
-    # many knobs make no name
+        of_setting = found.setdefault(", ".join(words), {})
+        twin = of_setting.setdefault(run.config.seed, run)
+        if twin is not run:
+            raise ValueError(
+                f"{twin.run_dir} and {run.run_dir} are the same setting and seed: leave one out"
+            )
     named = {}
-    for words, own in found.items():
-        own.sort(key=lambda run: run.config.seed)
-        short = os.path.commonprefix([Path(run.run_dir).name for run in own]).rstrip(
-            "-_.0123456789"
-        )
-        name = words if words and len(words) <= 60 else short or Path(own[0].run_dir).name
-        named[name if name not in named else f"{name} ({len(named)})"] = own
+    for words, by_seed in found.items():
+        own = [by_seed[seed] for seed in sorted(by_seed)]
+        names = [Path(run.run_dir).name for run in own]
+        short = os.path.commonprefix(names).rstrip("-_.") or names[0]
+        # many knobs make no name
+        name = words if words and len(words) <= LONGEST_NAME else short
+        named[name if name not in named else f"{name} ({names[0]})"] = own
     return named
 
 
@@ -151,54 +163,85 @@ def mean_until(x, y, end):
 
 
 def measures(run, shared):
-    """{what is compared: its value} of a run; shared: thousand samples that all runs have."""
-    found = {}
+    """{what is compared: its value} of a run; shared: {task: thousand samples at which all runs were still evaluated}."""
+    found = {"steps": run.steps[-1]["step"]}
     for task in tasks_of(run.evals):
         samples, scores = held_out(run, task, "thousand samples")
         found[f"held-out {task}, last"] = scores[-1]
-        if samples[0] < shared <= samples[-1]:
-            words = f"held-out {task}, mean of the first {shared:.1f}k samples"
-            found[words] = mean_until(samples, scores, shared)
+        end = shared.get(task, 0)
+        if samples[0] < end:
+            words = f"held-out {task}, mean of the first {end:.1f}k samples"
+            found[words] = mean_until(samples, scores, end)
     tenth = max(len(run.steps) // 10, 1)
     found["reward, last tenth"] = column(run.steps, "reward")[-tenth:].mean()
-    found["minutes"] = minutes(run.steps)[-1]
-    found["samples/s"] = 1000 * thousand_samples(run.steps)[-1] / (60 * found["minutes"])
+    found["minutes, starts included"] = minutes(run.steps)[-1]
+    if len(run.steps) > 1:
+        seconds = column(run.steps[1:], "step_s").sum()
+        samples = 1000 * np.ptp(thousand_samples(run.steps))
+        found["samples/s of the steps"] = samples / seconds
+    return found
+
+
+def shared_samples(runs):
+    """{task: thousand samples of the earliest last evaluation}, of the tasks that all runs have."""
+    found = {}
+    for task in tasks_of(runs[0].evals):
+        if all(task in tasks_of(run.evals) for run in runs):
+            found[task] = min(held_out(run, task, "thousand samples")[0][-1] for run in runs)
     return found
 
 
 def paired(ours, theirs):
-    """(mean difference theirs - ours, low, high) over seeds [S]: a paired bootstrap, 95% of the resamples of seeds;
-    no interval (None) of a single seed.
+    """Difference theirs - ours over seeds [S]: (mean, 95% of a paired bootstrap, 95% of a paired t test), the last two
+    as (low, high), or None of a single seed.
+
+    A bootstrap of few seeds is too narrow: of three it is their range, and holds the truth in three cases of four.
     """
     d = np.asarray(theirs, float) - np.asarray(ours, float)
-    if len(d) < 2:
-        return float(d.mean()), None, None
-    drawn = np.random.default_rng(0).integers(len(d), size=(RESAMPLES, len(d)))
+    n = len(d)
+    mean = float(d.mean())
+    if n < 2:
+        return mean, None, None
+    drawn = np.random.default_rng(0).integers(n, size=(RESAMPLES, n))
     low, high = np.percentile(d[drawn].mean(1), [2.5, 97.5])
-    return float(d.mean()), float(low), float(high)
+    half = t_quantile(n - 1) * d.std(ddof=1) / math.sqrt(n)
+    return mean, (float(low), float(high)), (mean - half, mean + half)
 
 
-def with_interval(mean, low, high):
-    """Words for what `paired` gives."""
-    if low is None:
-        return f"{mean:+.3g} (one seed: no interval)"
-    return f"{mean:+.3g} ({low:+.3g} to {high:+.3g})"
+def t_quantile(freedom):
+    """97.5% quantile of Student's t, to 1%."""
+    if freedom <= len(T_QUANTILES):
+        return T_QUANTILES[freedom - 1]
+    return 1.96 + 2.5 / freedom
+
+
+def span(interval):
+    return "one seed" if interval is None else f"{interval[0]:+.3g} to {interval[1]:+.3g}"
+
+
+HEADER = (
+    "measure",
+    "setting",
+    "its mean",
+    "first's",
+    "difference",
+    "95%, bootstrap",
+    "95%, t",
+    "seeds",
+)
 
 
 def differences(by_setting):
-    """[[measure, setting, mean of it, mean of the first setting, difference with its interval, seeds]], of the seeds
-    that a setting has in common with the first.
-    """
+    """Rows under HEADER: every setting against the first one, over the seeds that both have."""
     (first, ours), *others = by_setting.items()
-    all_runs = sum(by_setting.values(), [])
-    shared = min(thousand_samples(run.steps)[-1] for run in all_runs)
+    shared = shared_samples(sum(by_setting.values(), []))
     own = {run.config.seed: measures(run, shared) for run in ours}
     rows = []
     for name, runs in others:
         theirs = {run.config.seed: measures(run, shared) for run in runs}
         seeds = sorted(own.keys() & theirs.keys())
         if not seeds:
-            rows.append(["-", name, "-", "-", f"no seed in common with {first}", 0])
+            rows.append([f"no seed in common with {first}", name, *["-"] * 5, 0])
             continue
         known = [found[seed] for found in (own, theirs) for seed in seeds]
         for measure in known[0]:
@@ -206,8 +249,9 @@ def differences(by_setting):
                 continue
             a = [own[seed][measure] for seed in seeds]
             b = [theirs[seed][measure] for seed in seeds]
-            means = [f"{np.mean(b):.3f}", f"{np.mean(a):.3f}"]
-            rows.append([measure, name, *means, with_interval(*paired(a, b)), len(seeds)])
+            mean, *intervals = paired(a, b)
+            means = [f"{np.mean(b):.3f}", f"{np.mean(a):.3f}", f"{mean:+.3g}"]
+            rows.append([measure, name, *means, *map(span, intervals), len(seeds)])
     return rows
 
 

@@ -16,7 +16,8 @@ def run_of(wanted=None, file="config.json"):
             if (place / file).exists():
                 return place
         sys.exit(f"{wanted}: there is no {file} in {places[0]}, nor in {places[1]}")
-    found = [path.parent for path in OUT.glob(f"*/{file}")]
+    # an evaluation (tools/evaluate.py) has no trainer
+    found = [path.parent for path in OUT.glob(f"*/{file}") if cfg.load(path.parent).trainers]
     if not found:
         sys.exit(f"no run in {OUT} has a {file} yet: name one")
     newest = max(found, key=lambda run_dir: (run_dir / file).stat().st_mtime)

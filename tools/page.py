@@ -13,24 +13,41 @@ from pathlib import Path
 
 import numpy as np
 
-# a page holds so many tokens of rollouts at most, the newest, and of each curve about so many points
+# a page holds so many tokens of rollouts at most, the newest, looked for in so many bytes of each file; of each
+# curve about so many points, of each log so many lines
 MOST_TOKENS = 500_000
+MOST_BYTES = 100_000_000
 MOST_POINTS = 3000
-MOST_EVENTS = 300
+MOST_EVENTS = 50
 PALETTE = "#1f77b4 #ff7f0e #2ca02c #d62728 #9467bd #8c564b #e377c2 #7f7f7f #bcbd22 #17becf".split()
 # what the logs say of engines, records and attempts that were lost
 EVENT = re.compile(
-    r"died with exit code|was dropped|did not reach|is refused|failed for good|is killed|ALARM|told to stop|not finite"
+    r"died with exit code|was dropped|did not reach|is refused|failed for good|is killed|told to stop|not finite"
 )
 
 
 # ---- curves
 
 
-def numbers(values):
-    """Array -> list of floats of five digits for JSON, which knows no NaN; about MOST_POINTS of them."""
-    stride = math.ceil(len(values) / MOST_POINTS) or 1
-    return [float(f"{v:.5g}") if np.isfinite(v) else None for v in values[::stride]]
+def numbers(values, digits=5):
+    """Array -> list of floats for JSON, which knows no NaN."""
+    return [float(f"{v:.{digits}g}") if np.isfinite(v) else None for v in values]
+
+
+def chosen_points(curve):
+    """Which points of a curve [N] are drawn, at most about MOST_POINTS: of each stretch the lowest and the highest, so
+    that no spike is lost; of areas and bands, which lie on each other, every n-th.
+    """
+    n = len(curve.x)
+    if n <= MOST_POINTS:
+        return np.arange(n)
+    if curve.style == "area" or curve.low is not None:
+        return np.arange(0, n, math.ceil(n / MOST_POINTS))
+    found = set()
+    for stretch in np.array_split(np.arange(n), MOST_POINTS // 2):
+        y = np.nan_to_num(curve.y[stretch])
+        found |= {int(stretch[y.argmin()]), int(stretch[y.argmax()])}
+    return np.array(sorted(found))
 
 
 def colour(curve, i):
@@ -42,13 +59,16 @@ def traces(panel):
     found = []
     for i, curve in enumerate(panel.curves):
         own = colour(curve, i)
-        x = numbers(curve.x)
+        points = chosen_points(curve)
+        x = numbers(curve.x[points], 12)
         if curve.low is not None:
             edge = dict(x=x, mode="lines", line={"width": 0}, hoverinfo="skip", showlegend=False)
             edge |= dict(legendgroup=curve.label)
-            found.append(edge | dict(y=numbers(curve.low)))
-            found.append(edge | dict(y=numbers(curve.high), fill="tonexty", fillcolor=own + "26"))
-        trace = dict(x=x, y=numbers(curve.y), name=curve.label, legendgroup=curve.label)
+            found.append(edge | dict(y=numbers(curve.low[points])))
+            found.append(
+                edge | dict(y=numbers(curve.high[points]), fill="tonexty", fillcolor=own + "26")
+            )
+        trace = dict(x=x, y=numbers(curve.y[points]), name=curve.label, legendgroup=curve.label)
         trace |= dict(mode="lines", line=dict(color=own, width=1.5))
         if curve.style == "faint":
             trace |= dict(opacity=0.3, showlegend=False, line=dict(color=own, width=1))
@@ -93,34 +113,41 @@ def reach(data, bottom, top):
 # ---- rollouts, events
 
 
-def read_lines(path):
-    """Whole lines of a .jsonl file; [] if it is not there."""
+def newest_lines(path):
+    """Lines of a .jsonl file, the newest first, out of its last MOST_BYTES."""
     if not path.exists():
-        return []
-    texts = path.read_text().splitlines(keepends=True)
-    return [json.loads(text) for text in texts if text.endswith("\n")]
+        return
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        file.seek(max(size - MOST_BYTES, 0))
+        texts = file.read().split(b"\n")
+    # before the first line feed that was read is a part of a line; after the last one is a torn line or nothing
+    first = 1 if size > MOST_BYTES else 0
+    for text in reversed(texts[first:-1]):
+        yield json.loads(text)
 
 
 def rollouts(run_dir):
-    """(the newest logged rollouts, joined with what became of them in training; how many older ones there are)."""
-    trained = {}
-    for path in Path(run_dir).glob("trained_*.jsonl"):
-        trained |= {line["number"]: line for line in read_lines(path)}
-    # a draw that was sampled again after a stop: what came last
-    logged = read_lines(Path(run_dir, "samples.jsonl"))
-    by_number = {line["number"]: line for line in logged if "number" in line}
-    found = []
+    """The newest logged rollouts, MOST_TOKENS of them, joined with what became of them in training."""
+    found = {}
     tokens = 0
-    for number, line in reversed(by_number.items()):
+    for line in newest_lines(Path(run_dir, "samples.jsonl")):
+        # runs of older versions had no numbers; of a draw that was sampled again after a stop what came last counts
+        number = line.get("number")
+        if number is None or number in found:
+            continue
         tokens += sum(len(texts) for _, texts in line["spans"])
         if tokens > MOST_TOKENS:
             break
-        fate = trained.get(number, {})
-        names = "number index task reward outcome finished answer spans logprobs".split()
+        names = "number index task reward outcome finished spans logprobs".split()
         own = {name: line[name] for name in names}
-        own |= {name: fate.get(name) for name in ("step", "advantage", "log_ratios")}
-        found.append(own | {"prompt": prompt_of(line), "answer": shown(line["answer"])})
-    return found, len(by_number) - len(found)
+        own |= dict(prompt=prompt_of(line), answer=shown(line["answer"]))
+        found[number] = own | dict(step=None, advantage=None, log_ratios=None)
+    for path in Path(run_dir).glob("trained_*.jsonl"):
+        for line in newest_lines(path):
+            if line["number"] in found and found[line["number"]]["step"] is None:
+                found[line["number"]] |= line
+    return list(found.values())
 
 
 def prompt_of(line):
@@ -136,12 +163,13 @@ def shown(answer):
 
 
 def events(run_dir):
-    """[[log, line]] of what the logs say went wrong, the last ones."""
+    """[[log, line]] of what the logs say went wrong, the last ones of each."""
     found = []
     for path in sorted(Path(run_dir, "logs").glob("*.log")):
         with open(path, errors="replace") as lines:
-            found += [[path.stem, line.strip()[:300]] for line in lines if EVENT.search(line)]
-    return found[-MOST_EVENTS:]
+            own = [[path.stem, line.strip()[:300]] for line in lines if EVENT.search(line)]
+        found += own[-MOST_EVENTS:]
+    return found
 
 
 def drops(steps):
@@ -177,7 +205,7 @@ def write(path, title, summary, tables, found, shown_rollouts=()):
         rollouts=list(shown_rollouts),
     )
     # nothing in a rollout may end the script that it is in
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     page = Path(__file__).with_suffix(".html").read_text()
     parts = {"title": escape(title), "plotly": get_plotlyjs(), "data": text}
     whole = re.sub(r"\{\{(title|plotly|data)\}\}", lambda match: parts[match[1]], page)
@@ -189,9 +217,10 @@ def write(path, title, summary, tables, found, shown_rollouts=()):
 
 def write_run(run_dir, summary, steps, alarms, found):
     """out/<run>/report.html."""
-    logged, older = rollouts(run_dir)
-    if older:
-        summary += f"rollouts       the newest {len(logged)} are below, {older} older ones in samples.jsonl\n"
+    logged = rollouts(run_dir)
+    summary += (
+        f"rollouts       the newest {len(logged)} that were logged are below (samples.jsonl)\n"
+    )
     said = [[line["version"], line["alarm"]] for line in alarms]
     tables = [
         table("Alarms", ["version", "what"], said),

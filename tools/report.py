@@ -43,10 +43,10 @@ engines        {gen_idle:.0%} of their places empty, paused for weights {pause_s
 mismatch       {mismatch:.1e} nats at most ({measured} steps had lag-0 samples); dropped {dropped}
 """
 HELD_OUT = """\
-held-out {task:<5} {before:.3f} (version {first}) -> {after:.3f} (version {last}), {problems} problems
+held-out {task:<5} {before:.3f} (version {first}) -> {after:.3f} (version {last}), {problems}
 """
 HELD_OUT_ONCE = """\
-held-out {task:<5} {before:.3f} (version {first}), {problems} problems
+held-out {task:<5} {before:.3f} (version {first}), {problems}
 """
 
 
@@ -125,7 +125,7 @@ def score_lines(evals):
     versions = dict(
         first=first["version"],
         last=last["version"],
-        problems=last["problems"],
+        problems=f"{last['problems']} problems" + (" in all sets" if len(last["eval"]) > 1 else ""),
     )
     for task, before in first["eval"].items():
         after = last["eval"].get(task)
@@ -249,19 +249,23 @@ def of_several(run_dirs):
     for run_dir in run_dirs:
         steps, evals, _ = known(run_dir)
         runs.append(comparison.Run(run_dir, steps, evals))
-    by_setting = comparison.settings(runs)
+    try:
+        by_setting = comparison.settings(runs)
+    except ValueError as e:
+        sys.exit(f"report: {e}")
     title = " against ".join(by_setting)
     text = ""
     for name, own in by_setting.items():
         text += f"{name}: {', '.join(str(run.run_dir) for run in own)}\n"
     knobs = [[name, *values] for name, values in comparison.differing(runs).items()]
     header = ["knob", *(Path(run_dir).name for run_dir in run_dirs)]
-    of_difference = ["measure", "setting", "its mean", "first's", "difference (95%)", "seeds"]
     rows = comparison.differences(by_setting) if len(by_setting) > 1 else []
-    print(f"{text}\n{comparison.written(header, knobs)}\n{comparison.written(of_difference, rows)}")
+    print(
+        f"{text}\n{comparison.written(header, knobs)}\n{comparison.written(comparison.HEADER, rows)}"
+    )
     tables = [
         page.table("What differs", header, knobs, "nothing but the seeds"),
-        page.table("Differences from the first", of_difference, rows, "there is one setting"),
+        page.table("Differences from the first", comparison.HEADER, rows, "there is one setting"),
     ]
     found = comparison.panels(by_setting)
     beside = Path(run_dirs[0]).parent

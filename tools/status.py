@@ -105,7 +105,9 @@ class Status:
         """Shares of the recent time."""
         seconds = sum(line["step_s"] for line in self.steps)
         waited = sum(line["wait_data_s"] for line in self.steps)
-        return f"trainer waits {waited / seconds:.0%}, engines idle {self.mean('gen_idle'):.0%}"
+        return (
+            f"trainer waits {waited / seconds:.0%}, engine places {self.mean('gen_idle'):.0%} empty"
+        )
 
     def left(self):
         """Seconds to the last step, at the recent pace."""
@@ -140,7 +142,8 @@ class Status:
 
     def line(self):
         """All that matters now, in a line."""
-        if not self.steps:
+        # a continued run has steps, and engines without weights
+        if not self.steps or not self.serving():
             return self.starting()
         last = self.steps[-1]
         words = [
@@ -214,7 +217,9 @@ def screen(run_dir):
     start = time.monotonic()
 
     def now():
-        status.look()
+        # a run directory out of reach for a moment: what is known stays
+        with contextlib.suppress(OSError):
+            status.look()
         words = f"{duration(time.monotonic() - start)} | {status.line()}"
         return Text(words, style="reverse", overflow="ellipsis", no_wrap=True)
 
