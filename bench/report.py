@@ -49,6 +49,9 @@ def made_up_run(folder, name, seed=0, steps=60, rollouts=200, slope=1.0, **knobs
     samples = [made_up_rollout(rng, c, i, steps, rollouts) for i in range(rollouts)]
     write_lines(run_dir / "samples.jsonl", [sample for sample, _ in samples])
     write_lines(run_dir / "trained_0.jsonl", [trained for _, trained in samples if trained])
+    (run_dir / "queues").mkdir(exist_ok=True)
+    said = dict(version=steps, served=steps, engines=["http://127.0.0.1:8500"])
+    (run_dir / "queues" / "version.json").write_text(json.dumps(said))
     (run_dir / "logs" / "engine0.log").write_text(
         "engine0 died with exit code 137, restart 1 of 3\n"
     )

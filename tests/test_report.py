@@ -400,6 +400,7 @@ def test_the_line_says_what_a_run_waits_for(tmp_path):
     run_dir = made_up_run(tmp_path, "s", rollouts=0, steps=60)
     whole = (run_dir / "metrics.jsonl").read_text()
     (run_dir / "metrics.jsonl").unlink()
+    shutil.rmtree(run_dir / "queues")
     status = Status(run_dir)
     status.look()
     assert status.line() == "models are loaded"
