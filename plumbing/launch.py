@@ -250,6 +250,10 @@ def open_run(c: Config) -> str:
     within a run.
     """
     run_dir = Path(c.out, c.run)
+    need(
+        run_dir.is_dir() or not run_dir.exists(),
+        f"--run {c.run}: {run_dir} is a file, not a run directory: choose another name",
+    )
     c.run_id = secrets.token_hex(4)
     if not (run_dir / "config.json").exists():
         return f"new run {run_dir}"
@@ -271,10 +275,17 @@ def open_run(c: Config) -> str:
     # what was sampled but not trained is drawn again
     for folder in ("queues", "engines"):
         shutil.rmtree(run_dir / folder, ignore_errors=True)
-    words = [f"{name} ({getattr(old, name)} -> {getattr(c, name)})" for name in changed]
-    words = f"; changed: {', '.join(words)}" if words else ""
+    step = int(newest.name[5:])
+    differ = {name: (getattr(old, name), getattr(c, name)) for name in changed}
+    with open(run_dir / "continued.jsonl", "a") as file:
+        file.write(json.dumps(dict(step=step, changed=differ)) + "\n")
+    words = ", ".join(f"{name} ({before} -> {after})" for name, (before, after) in differ.items())
+    if words:
+        words = f"; from here on with other knobs (--run NAME for a run of its own): {words}"
+    if "steps" in changed and c.lr_schedule == "linear":
+        words += "; the linear learning rate aims at the new end"
     what = "complete " if done else ""
-    return f"continuing the {what}run {run_dir} from step {int(newest.name[5:])}{words}"
+    return f"continuing the {what}run {run_dir} from step {step}{words}"
 
 
 def hold(c: Config) -> None:
@@ -334,7 +345,7 @@ def train(argv, list_file):
     else:
         c, done, watch = meet(c, gpus, node, n, shlex.join(argv), list_file)
     print(
-        f"run.sh: {done} | {c.steps} steps of {c.batch_size} samples | {c.engines} engines, "
+        f"run.sh: {done} | task {c.task}, model {c.model} | {c.steps} steps of {c.batch_size} samples | {c.engines} engines, "
         f"{c.trainers} trainer ranks on {gpus * n or 'no'} GPUs | {c.dtype}"
     )
     for k in range(n) if c.dry_run else [node]:

@@ -4,9 +4,15 @@ import json
 import subprocess
 import sys
 import traceback
+from collections import deque
 from pathlib import Path
 
+import numpy as np
+
 from config import ROOT
+
+# steps whose pace tells when the run will end
+RECENT = 10
 
 
 def short(value):
@@ -114,13 +120,15 @@ class MetricsLog:
         self.file = open(path, "a")
         self.wandb = open_wandb(config, run_dir)
         self.report = Report(config, run_dir)
+        self.seconds = deque(maxlen=RECENT)
 
-    def step(self, config, state, metrics, record, times, eta):
+    def step(self, config, state, metrics, record, times):
         """Write the step's metrics, and one line for the terminal.
 
-        record: the last micro-batch; times: seconds of the step and of its parts; eta: seconds to
-        the end of the run.
+        record: the last micro-batch; times: seconds of the step and of its parts.
         """
+        self.seconds.append(times["step_s"])
+        eta = (config.steps - state["version"]) * np.mean(self.seconds)
         line = {"step": state["version"]}
         line |= {k: state[k] for k in ("version", "samples", "wall_s", "dropped", "skipped")}
         line |= metrics | times

@@ -21,9 +21,11 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import forkserver
+from pathlib import Path
 from types import SimpleNamespace
 
 from pebble import ProcessExpired, ProcessPool
@@ -280,7 +282,9 @@ def outcome(text):
     except (MemoryError, RecursionError) as e:
         return json.dumps({"limit": type(e).__name__})
     except BaseException as e:
-        return json.dumps({"error": f"{type(e).__name__}: {str(e)[:300]}"})
+        frame = traceback.extract_tb(e.__traceback__)[-1]
+        where = f"{Path(frame.filename).name}, line {frame.lineno}"
+        return json.dumps({"error": f"{type(e).__name__}: {str(e)[:300]} ({where})"})
 
 
 def work(text, limit):

@@ -43,6 +43,8 @@ def watch(engine, url, start_timeout, file):
     entry = {"url": url, "started": secrets.token_hex(8)}
     start = time.monotonic()
     healthy_since = None
+    # what the list says
+    listed = False
     failures = 0
     # seconds of loading after which it says so
     due = itertools.chain((10, 30), itertools.count(60, 60))
@@ -50,9 +52,10 @@ def watch(engine, url, start_timeout, file):
     while engine.poll() is None:
         # a continued run clears the list; a run directory out of reach for a moment is tried again
         with contextlib.suppress(OSError):
-            if not file.exists():
+            if not file.exists() or listed != bool(healthy_since):
+                listed = bool(healthy_since)
                 file.parent.mkdir(exist_ok=True)
-                notice(file, **entry)
+                notice(file, **entry, answers=listed)
         seconds = time.monotonic() - start
         if healthy(url):
             if not healthy_since:

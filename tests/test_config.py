@@ -352,7 +352,7 @@ def test_a_stopped_run_continues_a_complete_one_makes_room_and_fixed_knobs_are_r
     (run_dir / "queues").mkdir()
     (run_dir / "engines").mkdir()
     again = resolved(*argv, "--lr", "1e-5")
-    assert "from step 130; changed: lr" in launch.open_run(again)
+    assert re.search("from step 130; from here on with other knobs .*: lr ", launch.open_run(again))
     assert not (run_dir / "queues").exists()
     assert not (run_dir / "engines").exists()
     assert again.run_id == first
@@ -369,9 +369,16 @@ def test_a_stopped_run_continues_a_complete_one_makes_room_and_fixed_knobs_are_r
     (run_dir / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     # a complete one goes on if there are more steps
     more = resolved(*argv, "--steps", str(c.steps + 30))
-    words = f"continuing the complete run .* from step {c.steps}; changed: steps \\({c.steps} -> "
+    words = f"continuing the complete run .* from step {c.steps}; .*: steps \\({c.steps} -> .*aims at the new end"
     assert re.search(words, launch.open_run(more))
     assert more.run_id == first
+    history = [json.loads(x) for x in (run_dir / "continued.jsonl").read_text().splitlines()]
+    assert history[0]["changed"] == {"lr": [c.lr, 1e-5]}
+    assert history[-1] == {"step": c.steps, "changed": {"steps": [c.steps, c.steps + 30]}}
+    # with another loss, too, it is another run
+    other = resolved(*argv, "--steps", str(c.steps + 30), "--loss", "ppo")
+    assert "complete one before it is now" in launch.open_run(other)
+    (tmp_path / "toy.1").rename(run_dir)
     assert "complete one before it is now" in launch.open_run(c)
     assert c.run_id != first
     assert (tmp_path / "toy.1" / "checkpoints").exists()

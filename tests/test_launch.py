@@ -324,7 +324,10 @@ def test_a_death_ends_the_run_with_its_last_words(tmp_path):
         assert process.wait(40) == 1
         assert "run.sh: actor died with exit code 5; its last 20 log lines" in words()
         assert "  [actor] last words" in words()
-        assert "everything is stopped; the same command continues from the last check" in words()
+        assert (
+            "everything is stopped; there is no checkpoint yet, the same command starts anew"
+            in words()
+        )
         assert not marked(tmp_path)
 
 

@@ -65,6 +65,8 @@ def opened(tmp_path_factory):
             line["log_ratios"][1] = None
     (run_dir / "trained_0.jsonl").write_text("".join(json.dumps(x) + "\n" for x in trained))
     text = "".join(json.dumps(line) + "\n" for line in lines)
+    continued = dict(step=20, changed=dict(max_lag=[1, 2]))
+    (run_dir / "continued.jsonl").write_text(json.dumps(continued) + "\n")
     # the last line of a run in progress may be torn
     (run_dir / "samples.jsonl").write_text(text + '{"number": 9')
     done = tool("report", run_dir, "--quiet")
@@ -100,10 +102,14 @@ def test_the_page_opens_without_a_word_on_the_console(opened):
     tab.wait_for_function(
         "[...document.querySelectorAll('.panel')].every(p => p.querySelector('.main-svg'))"
     )
-    assert tab.locator(".panel").count() == 17
+    assert tab.locator(".panel").count() == 18
     assert [x for x in said if not x.startswith(("file:", "data:", "blob:"))] == []
     assert count(tab) == len(lines)
     words = tab.inner_text("body")
+    assert "kl_coef" not in words
+    tab.click("summary")
+    assert "kl_coef" in tab.inner_text("details")
+    assert "max_lag (1 -> 2)" in words
     assert "held-out toy" in words and "no group of 10 steps had two different rewards" in words
     assert "engine0 died with exit code 137" in words and "failed" in words
 
@@ -115,7 +121,8 @@ def test_text_stays_text_and_numbers_are_those_of_the_files(opened):
     row = shown_rows(tab).first.locator("td").all_inner_texts()
     n = len(newest["logprobs"])
     # of step 60, made by version 59; its first tokens were sampled by version 58
-    assert row == ["60", "toy", f"{newest['reward']:.2f}", str(n), "1", newest["prompt"]]
+    assert row[:5] == ["60", "toy", f"{newest['reward']:.2f}", str(n), "1"]
+    assert row[6] == newest["prompt"]
     assert newest["prompt"].startswith("<img") and tab.locator("#injected").count() == 0
     assert "answer: <i id=injected>" in tab.inner_text("#answer")
     first = tab.locator("#tokens span:not(.given)").nth(0)
@@ -164,7 +171,7 @@ def test_filters_and_order(opened):
     tab.fill("#text", text)
     assert count(tab) == 1 and text in shown_rows(tab).first.inner_text()
     tab.fill("#text", "nowhere in it")
-    assert count(tab) == 0 and shown_rows(tab).count() == 0
+    assert count(tab) == 0 and shown_rows(tab).count() == 0 and not tab.is_visible("#tokens")
     tab.fill("#text", "")
     tab.select_option("#sort", "length")
     first = shown_rows(tab).first.locator("td").nth(3)
@@ -287,7 +294,9 @@ def test_runs_are_compared_by_what_differs(tmp_path):
     assert "one seed" not in done.stdout
     rows = [line for line in done.stdout.splitlines() if line.startswith("held-out toy, last")]
     # 0.9 and 0.55 at the end, with a little noise
-    assert len(rows) == 1 and "-0.3" in rows[0] and rows[0].endswith(" 3")
+    assert len(rows) == 1 and "-0.3" in rows[0]
+    # the difference of every seed
+    assert all(-0.4 < float(word) < -0.3 for word in rows[0].split()[-3:])
     assert "held-out toy, mean of the first 26.9k samples" in done.stdout
     assert (tmp_path / "comparison.png").stat().st_size > 10000
     assert (tmp_path / "comparison.html").exists()
@@ -304,7 +313,15 @@ def test_seeds_alone_are_one_setting_and_have_a_band(tmp_path):
     for panel in comparison.panels(by_setting):
         assert len(panel.curves) == 1
         [curve] = panel.curves
-        assert curve.label == "a (2 seeds)" and (curve.low <= curve.high).all()
+        assert curve.label.startswith("a (2 seeds: ") and (curve.low <= curve.high).all()
+
+
+def test_seeds_that_have_little_in_common_get_no_band():
+    x = np.arange(10.0)
+    apart = [(x, x), (x + 8, x)]
+    assert [curve.low for curve in comparison.banded("a", apart, 0)] == [None, None]
+    [curve] = comparison.banded("a", [(x, x), (x + 1, x)], 0)
+    assert curve.x[0] == 1 and curve.x[-1] == 9 and curve.low is not None
 
 
 def test_the_bootstrap_is_paired():
@@ -371,6 +388,23 @@ def test_which_run_is_meant(tmp_path, monkeypatch, capsys):
         run_of("nowhere")
 
 
+def test_the_last_words_of_a_run(tmp_path):
+    run_dir = made_up_run(tmp_path, "s", rollouts=0, steps=6)
+    done = tool("report", run_dir)
+    # means of three steps each, no advice from so few, alarms
+    assert "(mean of the first, the last 3 steps)" in done.stdout
+    assert "advice         none" in done.stdout
+    assert "ALARM          version 12: no group of 10 steps" in done.stdout
+    lines = [{"eval": {"toy": 0.5}, "problems": 256, "answers": 256, "version": v} for v in (0, 9)]
+    assert list(report.score_lines(lines)) == [
+        "held-out toy   0.500 +-0.061 (version 0) -> 0.500 +-0.061 (version 9), 256 problems\n"
+    ]
+    several = [line | {"eval": {"a": 0.5, "b": 0.5}} for line in lines]
+    assert all(
+        "+-" not in x and "256 problems in all sets" in x for x in report.score_lines(several)
+    )
+
+
 @pytest.mark.parametrize("name", ["report", "show", "status"])
 def test_a_wrong_run_is_one_line(name):
     done = tool(name, "out/no-such-run")
@@ -385,7 +419,9 @@ def test_status_of_a_run_by_its_files(tmp_path):
     run_dir = made_up_run(tmp_path, "s", rollouts=0, steps=60)
     done = tool("status", run_dir)
     assert done.returncode == 0, done.stderr
-    assert "stopped; the same command continues" in done.stdout
+    assert "stopped; there is no checkpoint yet, the same command starts anew" in done.stdout
+    (run_dir / "checkpoints" / "step_000050").mkdir(parents=True)
+    assert "stopped; the same command continues" in tool("status", run_dir).stdout
     assert (
         "step       60 of 270" in done.stdout and "alarms     version 12: no group" in done.stdout
     )
@@ -403,7 +439,7 @@ def test_the_line_says_what_a_run_waits_for(tmp_path):
     shutil.rmtree(run_dir / "queues")
     status = Status(run_dir)
     status.look()
-    assert status.line() == "models are loaded"
+    assert status.line() == "models are being loaded"
     engines = run_dir / "engines"
     engines.mkdir()
     (engines / "engine0.json").write_text('{"url": "http://127.0.0.1:1", "started": "x"}')

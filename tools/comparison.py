@@ -24,9 +24,10 @@ from tools.panels import (
 
 # two runs are the same setting whatever these are
 OWN = ("run", "out", "run_id", "seed", "port", "nodes", "fresh", "dry_run", "wandb", "report_every")
+MINUTES = "minutes of training"
 # key of metrics.jsonl, its axis, what it is
 QUANTITIES = (
-    ("reward", "minutes", "training reward"),
+    ("reward", MINUTES, "training reward"),
     ("reward", "step", "training reward"),
     ("lag_mean", "step", "lag of trained tokens, mean, versions"),
     ("ess", "step", "effective sample size"),
@@ -98,37 +99,52 @@ def settings(runs):
 # ---- curves
 
 
-def band(label, curves, color):
-    """Curves (x, y), one a seed: their mean and, if there are several, a band from the lowest to the highest."""
+def banded(label, curves, color):
+    """Curves (x, y), one a seed, as one: their mean, and a band from the lowest to the highest, where all seeds are.
+
+    As they are, without a mean, if they have less than half of their length in common.
+    """
+    if len(curves) == 1:
+        return [Curve(label, *curves[0], color=color)]
     first = max(x[0] for x, _ in curves)
     last = min(x[-1] for x, _ in curves)
+    if last - first < 0.5 * max(np.ptp(x) for x, _ in curves):
+        return [Curve(f"{label}, a seed", x, y, color=color) for x, y in curves]
     grid = np.linspace(first, last, POINTS)
     lines = np.array([np.interp(grid, x, y) for x, y in curves])
-    if len(curves) == 1:
-        return Curve(label, *curves[0], color=color)
     ends = dict(low=lines.min(0), high=lines.max(0))
-    return Curve(f"{label} ({len(curves)} seeds)", grid, lines.mean(0), color=color, **ends)
+    words = f"{label} ({len(curves)} seeds: mean, lowest to highest)"
+    return [Curve(words, grid, lines.mean(0), color=color, **ends)]
 
 
 def held_out(run, task, axis):
-    """(x, scores) of a run's evaluations of a task; x: minutes or thousand samples."""
+    """(x, scores) of a run's evaluations of a task; x: minutes of training or thousand samples."""
     at_minutes, at_samples, scores = evaluated(run.steps, run.evals, task)
-    return (at_minutes if axis == "minutes" else at_samples), scores
+    x = at_samples
+    if axis == MINUTES:
+        x = np.maximum(at_minutes - began(run), 0)
+    return x, scores
+
+
+def began(run):
+    """Minutes from the start of a run's clock to that of its first step: loading is no difference between settings."""
+    first = run.steps[0]
+    return (first["wall_s"] - first["step_s"]) / 60
 
 
 def quantity(run, key, axis):
-    """(x, y) of a key of metrics.jsonl, smoothed; x: minutes or step."""
-    x = minutes(run.steps) if axis == "minutes" else column(run.steps, "step")
+    """(x, y) of a key of metrics.jsonl, smoothed; x: minutes of training or step."""
+    x = minutes(run.steps) - began(run) if axis == MINUTES else column(run.steps, "step")
     return x, smooth(column(run.steps, key))
 
 
 def one_panel(title, xlabel, by_setting):
     """by_setting: {name: [(x, y) of each run]}; runs without points are left out."""
-    panel = Panel(title, xlabel)
+    panel = Panel(f"{title} against {xlabel}", xlabel)
     for color, (name, curves) in enumerate(by_setting.items()):
         curves = [(x, y) for x, y in curves if len(x)]
         if curves:
-            panel.curves.append(band(name, curves, color))
+            panel.curves += banded(name, curves, color)
     return panel
 
 
@@ -138,7 +154,7 @@ def panels(by_setting):
     tasks = {task: None for run in runs for task in tasks_of(run.evals)}
     found = []
     for task in tasks:
-        for axis in ("minutes", "thousand samples"):
+        for axis in (MINUTES, "thousand samples"):
             curves = {}
             for name, own in by_setting.items():
                 curves[name] = [held_out(run, task, axis) for run in own]
@@ -174,7 +190,7 @@ def measures(run, shared):
             found[words] = mean_until(samples, scores, end)
     tenth = max(len(run.steps) // 10, 1)
     found["reward, last tenth"] = column(run.steps, "reward")[-tenth:].mean()
-    found["minutes, starts included"] = minutes(run.steps)[-1]
+    found[MINUTES] = minutes(run.steps)[-1] - began(run)
     if len(run.steps) > 1:
         seconds = column(run.steps[1:], "step_s").sum()
         samples = 1000 * np.ptp(thousand_samples(run.steps))
@@ -241,7 +257,7 @@ def differences(by_setting):
         theirs = {run.config.seed: measures(run, shared) for run in runs}
         seeds = sorted(own.keys() & theirs.keys())
         if not seeds:
-            rows.append([f"no seed in common with {first}", name, *["-"] * 5, 0])
+            rows.append([f"no seed in common with {first}", name, *["-"] * 6])
             continue
         known = [found[seed] for found in (own, theirs) for seed in seeds]
         for measure in known[0]:
@@ -249,9 +265,10 @@ def differences(by_setting):
                 continue
             a = [own[seed][measure] for seed in seeds]
             b = [theirs[seed][measure] for seed in seeds]
-            mean, *intervals = paired(a, b)
+            mean, bootstrap, t = paired(a, b)
             means = [f"{np.mean(b):.3f}", f"{np.mean(a):.3f}", f"{mean:+.3g}"]
-            rows.append([measure, name, *means, *map(span, intervals), len(seeds)])
+            each = " ".join(f"{y - x:+.3g}" for x, y in zip(a, b))
+            rows.append([measure, name, *means, span(t), span(bootstrap), each])
     return rows
 
 

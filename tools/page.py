@@ -84,13 +84,12 @@ def figure(panel):
     """A panel as plotly's data and layout."""
     ends = (panel.bottom, panel.top)
     data = traces(panel)
-    yaxis = dict(exponentformat="power", type="log" if panel.log else "linear")
+    yaxis = dict(exponentformat="e", minexponent=5, type="log" if panel.log else "linear")
     if ends != (None, None) and not panel.log:
         yaxis["range"] = reach(data, *ends)
     layout = dict(
         title=dict(text=panel.title, font=dict(size=14)),
         margin=dict(l=55, r=10, t=36, b=75),
-        xaxis=dict(title=dict(text=panel.xlabel, standoff=2, font=dict(size=12))),
         yaxis=yaxis,
         hovermode="x unified",
         showlegend=sum(trace.get("showlegend", True) for trace in data) > 1,
@@ -186,10 +185,25 @@ def drops(steps):
 # ---- the page
 
 
-def table(title, header, rows, empty="none"):
-    """As page.html takes it."""
+def table(title, header, rows, empty="none", folded=False):
+    """As page.html takes it; folded: shown when one clicks on it."""
     cells = [[str(cell) for cell in row] for row in rows]
-    return dict(title=title, header=header, rows=cells, empty=empty)
+    return dict(title=title, header=header, rows=cells, empty=empty, folded=folded)
+
+
+def continuations(run_dir):
+    """[[step, what changed]] of a run that was stopped and went on (plumbing/launch.open_run)."""
+    found = []
+    for line in newest_lines(Path(run_dir, "continued.jsonl")):
+        changed = [f"{name} ({old} -> {new})" for name, (old, new) in line["changed"].items()]
+        found.append([line["step"], ", ".join(changed) or "nothing"])
+    return found[::-1]
+
+
+def configuration(run_dir):
+    """[[knob, value]] of config.json, and the versions that it names."""
+    known = json.loads(Path(run_dir, "config.json").read_text())
+    return [*known["config"].items(), *known["versions"].items(), ["git", known["git"]]]
 
 
 def write(path, title, summary, tables, found, shown_rollouts=()):
@@ -225,6 +239,8 @@ def write_run(run_dir, summary, steps, alarms, found):
     tables = [
         table("Alarms", ["version", "what"], said),
         table("Drops", ["reason", "samples", "first step", "last step"], drops(steps)),
+        table("Stopped and continued", ["from step", "what changed"], continuations(run_dir)),
         table("Events in the logs", ["log", "line"], events(run_dir)),
+        table("Configuration", ["knob", "value"], configuration(run_dir), folded=True),
     ]
     write(Path(run_dir, "report.html"), str(run_dir), summary, tables, found, logged)

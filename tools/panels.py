@@ -165,7 +165,7 @@ def update_panel(steps):
 
 def attribution_panel(parts):
     """What the distance between behaviour and trained policy is made of."""
-    title = "KL(behaviour || trained) and its parts, nats a token"
+    title = "KL(behaviour || trained) and its parts, nats a token, by version"
     panel = Panel(title, "version", log=True)
     for name, (versions, values) in parts.items():
         panel.curves.append(Curve(name, np.array(versions), np.array(values), "dots"))
@@ -227,6 +227,7 @@ def more_panels(steps):
         waits_panel(steps),
         simple_panel(steps, "mismatch", "mismatch, nats", log=True),
         simple_panel(steps, "kl_behavior", "KL(behaviour || trained), nats a token"),
+        simple_panel(steps, "loss", "loss, per sample"),
         simple_panel(steps, "entropy", "entropy, nats"),
         simple_panel(steps, "grad_norm", "norm of the gradient before clipping"),
         simple_panel(steps, "clip_frac", "share of tokens outside the clip range"),

@@ -31,6 +31,7 @@ from plumbing.log import short
 from plumbing.ranks import Ranks
 from plumbing.samples import layout
 from tools import report
+from tools.find import run_of
 from tools.show import GREY, harmless, paint
 
 LOW, HIGH = 0.8, 1.25
@@ -171,10 +172,12 @@ def train_to(run_dir, step, config, ranks):
 
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("run_dir")
+    p.add_argument("run_dir", help="directory or name of a run that had --keep_steps")
     p.add_argument("--step", type=int, required=True, help="as metrics.jsonl counts them, from 1")
-    p.add_argument("--samples", type=int, default=0)
+    p.add_argument("--samples", type=int, default=0, help="show so many rollouts")
+    p.epilog = "Other flags are knobs: the step under this one, too, for example --loss icepop"
     a, knobs = p.parse_known_args(argv)
+    a.run_dir = run_of(a.run_dir)
     try:
         config = cfg.load(a.run_dir)
         # the loss's own bounds, unless they are given
@@ -182,6 +185,9 @@ def main(argv=None):
         default = cfg.from_json(vars(config) | own)
         other = cfg.check(cfg.parse(knobs, 0, default))
         batches = kept.batches(a.run_dir, a.step)
+        # all of them, before anything is computed
+        for k in range(start_before(a.run_dir, a.step)[1] + 1, a.step):
+            kept.batches(a.run_dir, k)
     except (cfg.ConfigError, FileNotFoundError) as e:
         sys.exit(f"replay: {e}")
     if not gpu_count():

@@ -29,12 +29,14 @@ MEANS = ("lag_mean", "ess", "versions_2", "versions_3", "gen_tok_s", "train_tok_
 SHARES = ("pause_s", "wait_data_s", "wait_sync_s")
 # times the throughput: a move that brings less is not worth a restart
 WORTH = 1.05
+# steps at the beginning in which engines fill and the trainer waits for the first answers
+FILLING = 10
 # share of the time: if both sides idle for longer, the gate is what holds them back
 IDLE = 0.1
 SUMMARY = """\
 steps          {step}, {samples} samples in {minutes:.1f} min
 {held_out}\
-reward         {first:.3f} -> {last:.3f} (first, last 5 steps)
+reward         {first:.3f} -> {last:.3f} (mean of the first, the last {window} steps)
 lag            mean {lag_mean:.2f}, max {lag_max} versions; ess {ess:.3f}
 versions       {versions_2:.0%} of the samples were sampled by two or more, {versions_3:.1%} by three or more
 tokens/s       {gen_tok_s:.0f} sampled, {train_tok_s:.0f} trained
@@ -43,10 +45,10 @@ engines        {gen_idle:.0%} of their places empty, paused for weights {pause_s
 mismatch       {mismatch:.1e} nats at most ({measured} steps had lag-0 samples); dropped {dropped}
 """
 HELD_OUT = """\
-held-out {task:<5} {before:.3f} (version {first}) -> {after:.3f} (version {last}), {problems}
+held-out {task:<5} {before} (version {first}) -> {after} (version {last}), {problems}
 """
 HELD_OUT_ONCE = """\
-held-out {task:<5} {before:.3f} (version {first}), {problems}
+held-out {task:<5} {before} (version {first}), {problems}
 """
 
 
@@ -116,6 +118,14 @@ def draw(path, title, found):
     plt.close(figure)
 
 
+def with_chance(score, line):
+    """A score in words, with what chance makes of it: 95%, normal, of one attempt at each of one set's problems."""
+    if len(line["eval"]) > 1 or line.get("answers") != line["problems"]:
+        return f"{score:.3f}"
+    half = 1.96 * (score * (1 - score) / line["problems"]) ** 0.5
+    return f"{score:.3f} +-{half:.3f}"
+
+
 def score_lines(evals):
     """Of each task that was evaluated first and last, a line of the summary."""
     if not evals:
@@ -129,9 +139,11 @@ def score_lines(evals):
     )
     for task, before in first["eval"].items():
         after = last["eval"].get(task)
+        before = with_chance(before, last)
         if last is first:
             yield HELD_OUT_ONCE.format(task=task, before=before, **versions)
         elif after is not None:
+            after = with_chance(after, last)
             yield HELD_OUT.format(task=task, before=before, after=after, **versions)
 
 
@@ -139,6 +151,8 @@ def summary(steps, evals):
     """The numbers a run ends with, as text."""
     last = steps[-1]
     reward = column(steps, "reward")
+    # the two do not overlap
+    window = max(min(5, len(steps) // 2), 1)
     mismatch = column(steps, "mismatch")
     measured = mismatch[~np.isnan(mismatch)]
     values = dict(
@@ -147,8 +161,9 @@ def summary(steps, evals):
         dropped=last["dropped"],
         minutes=last["wall_s"] / 60,
         held_out="".join(score_lines(evals)),
-        first=reward[:5].mean(),
-        last=reward[-5:].mean(),
+        first=reward[:window].mean(),
+        last=reward[-window:].mean(),
+        window=window,
         lag_max=max(line["lag_max"] for line in steps),
         measured=len(measured),
         mismatch=max(measured, default=np.nan),
@@ -207,8 +222,10 @@ def advice(waits, blocked, serving, training, per_engine=1):
 
 
 def advice_on(config, steps):
-    """`advice` on a run's last 50 steps."""
-    recent = steps[-50:]
+    """`advice` on a run's last 50 steps, once there are so many beside the first ones."""
+    recent = steps[FILLING:][-50:]
+    if len(recent) < FILLING:
+        return ""
     seconds = column(recent, "step_s").sum()
     return advice(
         column(recent, "wait_data_s").sum() / seconds,
@@ -233,6 +250,8 @@ def of_run(run_dir, quiet):
     """One run's table, report.png and report.html; quiet: report.html alone."""
     steps, evals, alarms = known(run_dir)
     text = summary(steps, evals)
+    for line in alarms:
+        text += f"ALARM          version {line['version']}: {line['alarm']}\n"
     text += f"advice         {advice_on(cfg.load(run_dir), steps) or 'none'}\n"
     found = main_panels(steps, evals, attributions(run_dir))
     page.write_run(run_dir, text, steps, alarms, found + more_panels(steps))

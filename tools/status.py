@@ -21,11 +21,11 @@ from rich.text import Text
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import config as cfg  # noqa: E402
 from plumbing import checkpoints  # noqa: E402
+from plumbing.hardware import MODELS  # noqa: E402
+from plumbing.log import RECENT  # noqa: E402
 from plumbing.queues import noticed  # noqa: E402
 from tools.find import run_of  # noqa: E402
 
-# steps that a mean is of
-RECENT = 10
 # a step that takes so many times as long as the recent ones is worth a word
 SLOW = 5
 SUMMARY = """\
@@ -118,26 +118,36 @@ class Status:
         said = noticed(self.run_dir / "queues" / "version.json")
         serving = said.get("engines", [])
         words = []
-        for file in sorted((self.run_dir / "engines").glob("*.json")):
-            entry = noticed(file)
-            if entry and entry["url"] not in serving:
+        for file, entry in self.engines():
+            if entry["url"] not in serving or not entry.get("answers", True):
                 with contextlib.suppress(OSError):
                     seconds = time.time() - file.stat().st_mtime
                     words.append(f"{file.stem} loading, {duration(seconds)}")
         return words
 
+    def engines(self):
+        """[(file, what it says)] of the engines that have been started and have not died."""
+        files = sorted((self.run_dir / "engines").glob("*.json"))
+        known = [(file, noticed(file)) for file in files]
+        return [(file, entry) for file, entry in known if entry]
+
     def serving(self):
+        """How many engines serve which version, as words; [] before the first weights."""
         said = noticed(self.run_dir / "queues" / "version.json")
-        engines = said.get("engines", [])
-        if not engines:
+        if not said.get("engines"):
             return []
-        return [f"{len(engines)} of {self.config.engines} serve version {said['served']}"]
+        alive = [entry["url"] for _, entry in self.engines() if entry.get("answers", True)]
+        count = len(set(alive) & set(said["engines"]))
+        return [f"{count} of {self.config.engines} serve version {said['served']}"]
 
     def starting(self):
         """What it waits for before its first step."""
         waits = self.loading()
         if not waits and not self.serving():
-            waits = ["models are loaded"]
+            waits = ["models are being loaded"]
+        model = Path(self.config.model)
+        if model.parent == MODELS and not (model / "config.json").exists():
+            waits = ["the tiny base model is being made"]
         return "; ".join(waits) or "the first rollouts are sampled"
 
     def line(self):
@@ -173,6 +183,8 @@ class Status:
             return "running"
         if self.evals and self.evals[-1]["version"] == self.config.steps:
             return "complete; a larger --steps extends it"
+        if checkpoints.newest(self.run_dir) is None:
+            return "stopped; there is no checkpoint yet, the same command starts anew"
         return "stopped; the same command continues"
 
     def summary(self):
