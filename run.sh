@@ -103,6 +103,7 @@ stop_all() {
   for n in "${names[@]}"; do signal KILL "$n" || true; done
   rm -f "$list" "$list.pids" "$list.why"
 }
+
 # ---- on a terminal, a line that says what the run is doing stays below what its processes say
 if [ -t 1 ]; then
   exec 3>&1 4>&2 > >(trap '' INT TERM TSTP; exec 3>&- 4>&-; "$PY" tools/status.py --screen "$run_dir" || exec cat)
@@ -126,7 +127,7 @@ start() {
   local file
   file=$(log "$1")  # not within >(): bash 5.2 takes a signal that comes while it parses that for a syntax error
   echo "== $(date '+%F %T') $2" >> "$file"
-  bash -c "exec $2" > >(trap '' TERM; tee -a "$file" | sed -u "s/^/[$1] /") 2>> "$file" &  # last words are written, too
+  bash -c "exec $2" 3>&- 4>&- > >(trap '' TERM; tee -a "$file" | sed -u "s/^/[$1] /") 2>> "$file" &  # last words are written, too
   pid_of[$1]=$!
   names+=("$1")
   echo "$1 ${pid_of[$1]}" >> "$list.pids"
@@ -134,7 +135,7 @@ start() {
 set -m
 # should this script be killed with -9, nothing outlives it
 (trap '' INT TERM; while kill -0 $$ 2>/dev/null; do sleep 1; done; why="its launcher was killed"
- while read -r n p; do pid_of[$n]=$p; names+=("$n"); done < "$list.pids"; stop_all) > /dev/null 2>&1 &
+ while read -r n p; do pid_of[$n]=$p; names+=("$n"); done < "$list.pids"; stop_all) > /dev/null 2>&1 3>&- 4>&- &
 watchdog=$!; disown "$watchdog"
 while IFS=$'\t' read -r name command; do
   start "$name" "$command"
@@ -171,7 +172,7 @@ while true; do
     elif [ -e "$(log "$n")" ]; then
       echo "run.sh: $n died with exit code $code$(killed "$code"); its last 20 log lines ($(log "$n")):" >&2
       # a library's complaints after an error would hide it; a last line may have no end
-      grep -v '^nanobind: ' "$(log "$n")" | tail -n 20 | awk -v name="$n" '{ print "  [" name "] " $0 }' >&2
+      { grep -v '^nanobind: ' "$(log "$n")" || true; } | tail -n 20 | awk -v name="$n" '{ print "  [" name "] " $0 }' >&2
     else
       echo "run.sh: $n died with exit code $code; $run_dir is not there any more: mount it again" >&2
     fi
