@@ -208,6 +208,8 @@ def check_hub(model: str) -> None:
         hf_hub_download(model, "config.json")
     except (OSError, ValueError) as e:
         reason = " ".join(str(e).split()).split(". ")[0][:200]
+        if type(e).__name__ == "LocalEntryNotFoundError":
+            reason = "it cannot be reached, and the local cache has none"
         raise cfg.ConfigError(
             f"--model {model}: no such directory, and no model of this name can be had from the hub ({reason})"
         ) from None
@@ -283,7 +285,7 @@ def check_ports(c: Config, gpus: int, node: int) -> None:
         need(
             not trouble,
             f"--port {c.port}: {who} cannot listen on {host}:{port} ({trouble}); "
-            "stop what uses it or choose another --port",
+            f"stop what uses it or choose another, --port {c.port + 100} perhaps",
         )
 
 

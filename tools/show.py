@@ -103,9 +103,9 @@ def follow(file, multi, colour):
 def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("run", nargs="?", help="directory or name of a run; default: the newest")
-    p.add_argument("--n", type=int, default=5)
-    p.add_argument("--follow", action="store_true")
-    p.add_argument("--multi", action="store_true")
+    p.add_argument("--n", type=int, default=5, help="so many, the newest")
+    p.add_argument("--follow", action="store_true", help="go on with what is added")
+    p.add_argument("--multi", action="store_true", help="of several versions only")
     a = p.parse_args()
     # `| head` is no error
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
