@@ -356,6 +356,27 @@ def test_runs_that_were_stopped_are_compared_over_what_all_have(tmp_path):
     assert rows["samples/s of the steps"][4] == "+0"
 
 
+def test_each_column_has_its_own_heading(tmp_path):
+    by_setting = {}
+    for lag, slope in ((1, 1.0), (8, 0.9)):
+        own = by_setting.setdefault(f"lag {lag}", [])
+        for seed in (0, 1, 2):
+            knobs = dict(seed=seed, slope=slope, rollouts=0, max_lag=lag)
+            run_dir = made_up_run(tmp_path, f"{lag}-{seed}", **knobs)
+            own.append(comparison.Run(run_dir, *report.read(run_dir)))
+    [row] = [row for row in comparison.differences(by_setting) if row[0] == "reward, last tenth"]
+    cells = dict(zip(comparison.HEADER, row, strict=True))
+    ours, theirs = (
+        [comparison.measures(run, {})["reward, last tenth"] for run in own]
+        for own in by_setting.values()
+    )
+    _, bootstrap, t = comparison.paired(ours, theirs)
+    assert cells["95%, bootstrap"] == comparison.span(bootstrap)
+    assert cells["95%, t"] == comparison.span(t) != cells["95%, bootstrap"]
+    each = [float(word) for word in cells["of each seed"].split()]
+    assert each == pytest.approx(np.subtract(theirs, ours), rel=0.01)
+
+
 def test_the_same_setting_and_seed_twice_is_refused(tmp_path):
     dirs = [made_up_run(tmp_path, name, rollouts=0) for name in ("x", "x.1")]
     done = tool("report", *dirs)

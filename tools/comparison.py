@@ -241,9 +241,9 @@ HEADER = (
     "its mean",
     "first's",
     "difference",
-    "95%, bootstrap",
     "95%, t",
-    "seeds",
+    "95%, bootstrap",
+    "of each seed",
 )
 
 
