@@ -166,6 +166,16 @@ def _share_out(c, gpus, training):
     )
 
 
+def is_directory(model: str) -> bool:
+    """Is a model a directory that is there, or will be when the run starts?"""
+    return Path(model, "config.json").exists() or is_to_be_made(model)
+
+
+def is_to_be_made(model: str) -> bool:
+    """Is it a task's tiny base model that tools/base_model.py has not made yet?"""
+    return Path(model).parent == MODELS and not Path(model, "config.json").exists()
+
+
 def find_model(c: Config) -> None:
     """Fill in the tiny base model's path if no model is given. Raises ConfigError if there is none like it."""
     if not c.model:
@@ -180,7 +190,7 @@ def find_model(c: Config) -> None:
         name = "+".join(tasks)
         c.model = str(MODELS / f"{name}-seed{c.seed}")
     c.model = os.path.expanduser(c.model)
-    if Path(c.model).parent == MODELS or Path(c.model, "config.json").exists():
+    if is_directory(c.model):
         return
     is_path = c.model.startswith((".", "/")) or c.model.count("/") > 1
     # out/toi is no hub name where there is an out/
@@ -199,7 +209,7 @@ def find_model(c: Config) -> None:
 
 def check_hub(model: str) -> None:
     """Raise ConfigError if a model is neither a directory nor a hub's, on this disk or within reach."""
-    if Path(model).parent == MODELS or Path(model, "config.json").exists():
+    if is_directory(model):
         return
     # only here: it takes half a second
     from huggingface_hub import hf_hub_download

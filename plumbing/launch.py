@@ -494,7 +494,7 @@ def list_processes(list_file, c, node, log_suffix, watch, processes):
     before = []
     if watch:
         before.append(("nodes", {}, [python, "-m", "plumbing.nodes", *watch]))
-    if Path(c.model).parent == hardware.MODELS and not Path(c.model, "config.json").exists():
+    if hardware.is_to_be_made(c.model):
         make = [python, "tools/base_model.py", c.task, c.model, c.model.rpartition("-seed")[2]]
         before.append(("prepare", {"OMP_NUM_THREADS": "1"}, make))
     lines = [str(Path(c.out, c.run)), str(node), log_suffix, str(round(c.stop_timeout))]

@@ -4,7 +4,7 @@
     python tools/report.py out/a out/b out/c ...     compares them; runs that differ in their seed alone are one setting
 
 A comparison says what differs in the configurations, draws seeds as bands, and gives the differences from the first
-setting with the interval of a paired bootstrap; comparison.png and comparison.html lie beside the first run.
+setting, seed by seed, with the intervals of a paired bootstrap and of Student's t; comparison.png and comparison.html lie beside the first run.
 """
 
 import argparse
@@ -68,10 +68,9 @@ def read(run_dir):
     return lines_with(run_dir, "step", "eval")
 
 
-def attributions(run_dir):
+def attributions(lines):
     """{part of the distance: ([version], [KL])} of a run with --attribute_every, see plumbing/attribution.py."""
     found = {}
-    [lines] = lines_with(run_dir, "attribution")
     for line in lines:
         for name, part in line["attribution"].items():
             if part:
@@ -237,23 +236,23 @@ def advice_on(config, steps):
 
 
 def known(run_dir):
-    """(steps, evaluations, alarms) of a run; exits with a line if it has no step yet."""
+    """(steps, evaluations, alarms, attributions) of a run; exits with a line if it has no step yet."""
     if not Path(run_dir, "metrics.jsonl").exists():
         sys.exit(f"report: there is no {run_dir}/metrics.jsonl: no step is done yet")
-    steps, evals, alarms = lines_with(run_dir, "step", "eval", "alarm")
+    steps, *others = lines_with(run_dir, "step", "eval", "alarm", "attribution")
     if not steps:
         sys.exit(f"report: {run_dir}/metrics.jsonl has no steps yet")
-    return steps, evals, alarms
+    return steps, *others
 
 
 def of_run(run_dir, quiet):
     """One run's table, report.png and report.html; quiet: report.html alone."""
-    steps, evals, alarms = known(run_dir)
+    steps, evals, alarms, attributed = known(run_dir)
     text = summary(steps, evals)
     for line in alarms:
         text += f"ALARM          version {line['version']}: {line['alarm']}\n"
     text += f"advice         {advice_on(cfg.load(run_dir), steps) or 'none'}\n"
-    found = main_panels(steps, evals, attributions(run_dir))
+    found = main_panels(steps, evals, attributions(attributed))
     page.write_run(run_dir, text, steps, alarms, found + more_panels(steps))
     if quiet:
         return
@@ -266,7 +265,7 @@ def of_several(run_dirs):
     """Runs beside each other: tables, comparison.png and comparison.html."""
     runs = []
     for run_dir in run_dirs:
-        steps, evals, _ = known(run_dir)
+        steps, evals, *_ = known(run_dir)
         runs.append(comparison.Run(run_dir, steps, evals))
     try:
         by_setting = comparison.settings(runs)

@@ -21,7 +21,7 @@ from rich.text import Text
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import config as cfg  # noqa: E402
 from plumbing import checkpoints  # noqa: E402
-from plumbing.hardware import MODELS  # noqa: E402
+from plumbing.hardware import is_to_be_made  # noqa: E402
 from plumbing.log import RECENT  # noqa: E402
 from plumbing.queues import noticed  # noqa: E402
 from tools.find import run_of  # noqa: E402
@@ -47,6 +47,11 @@ def duration(seconds):
     if hours:
         return f"{hours}h{minutes:02}m"
     return f"{minutes}m{seconds:02}s" if minutes else f"{seconds}s"
+
+
+def scores(line):
+    """Of an evaluation: "toy 0.914"."""
+    return " ".join(f"{name} {score:.3f}" for name, score in line["eval"].items())
 
 
 def is_held(run_dir):
@@ -145,8 +150,7 @@ class Status:
         waits = self.loading()
         if not waits and not self.serving():
             waits = ["models are being loaded"]
-        model = Path(self.config.model)
-        if model.parent == MODELS and not (model / "config.json").exists():
+        if is_to_be_made(self.config.model):
             waits = ["the tiny base model is being made"]
         return "; ".join(waits) or "the first rollouts are sampled"
 
@@ -163,10 +167,7 @@ class Status:
             self.who_waits(),
         ]
         if self.evals:
-            scores = " ".join(
-                f"{name} {score:.3f}" for name, score in self.evals[-1]["eval"].items()
-            )
-            words.append(f"held-out {scores}")
+            words.append(f"held-out {scores(self.evals[-1])}")
         silent = time.time() - self.stepped_at
         if silent > SLOW * self.mean("step_s") + 5 and last["step"] < self.config.steps:
             words.append(f"no step for {duration(silent)}")
@@ -202,13 +203,15 @@ class Status:
         queues = {}
         for folder in sorted((self.run_dir / "queues").glob("*/")):
             queues[folder.name] = len(list(folder.rglob("*.safetensors")))
+        first_and_last = self.evals[:1] + self.evals[1:][-1:]
+        held_out = [f"{scores(line)} (version {line['version']})" for line in first_and_last]
         newest = checkpoints.newest(self.run_dir)
         engines = self.serving() + self.loading() if is_held(self.run_dir) else []
         return SUMMARY.format(
             run_dir=self.run_dir,
             state=self.state(),
             step=step,
-            held_out=" | ".join(map(self.scores, self.evals[:1] + self.evals[1:][-1:])) or "-",
+            held_out=" | ".join(held_out) or "-",
             now=now,
             engines="; ".join(engines) or "none",
             queues=", ".join(f"{n} in {name}" for name, n in queues.items()) or "-",
@@ -216,11 +219,6 @@ class Status:
             alarms="; ".join(f"version {x['version']}: {x['alarm']}" for x in self.alarms)
             or "none",
         )
-
-    @staticmethod
-    def scores(line):
-        scores = " ".join(f"{name} {score:.3f}" for name, score in line["eval"].items())
-        return f"{scores} (version {line['version']})"
 
 
 def screen(run_dir):
