@@ -110,6 +110,8 @@ def test_tasks_train_together(mixture):
         for e in evals
     ) and [e["version"] for e in evals] == [0, 4]
     shown = [json.loads(x) for x in (mixture / "samples.jsonl").read_text().splitlines()]
+    # --samples_logged is the batch: every rollout of the four steps is there, and maybe some begun after
+    assert len(shown) >= 256
     games = [s for s in shown if s["task"] == "guess" and len(s["completion"]) > 1]
     assert games and all(
         {v for v, _ in g["spans"][::2]} == {-1}
@@ -118,7 +120,7 @@ def test_tasks_train_together(mixture):
         if len({v for v, _ in g["spans"]}) == 2
     )
     text = subprocess.run(
-        [sys.executable, "tools/show.py", str(mixture), "--n", "100"],
+        [sys.executable, "tools/show.py", str(mixture), "--n", str(len(shown))],
         cwd=ROOT,
         capture_output=True,
         text=True,
