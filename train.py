@@ -463,6 +463,7 @@ def train(config, run_dir, ranks):
     """The run, from its newest checkpoint to its last step. Raises Stopped when it is told to stop."""
     device = ranks.device
     model, optimizers = build(config, device, ranks.world)
+    checkpoints.check_room(config, run_dir, model)
     state = checkpoints.restore(run_dir, model, optimizers, ranks.rank)
     check_model(model, device, config.highest_mismatch)
     log = MetricsLog(config, run_dir, state["version"], ranks.rank)
@@ -537,11 +538,11 @@ def main(run_dir):
     config = cfg.load(run_dir)
     try:
         ranks = Ranks(config)
+        torch.manual_seed(config.seed + ranks.rank)
+        train(config, run_dir, ranks)
     # a machine that is not as it should be: one line, no traceback
     except cfg.ConfigError as e:
         sys.exit(f"train: {e}")
-    torch.manual_seed(config.seed + ranks.rank)
-    train(config, run_dir, ranks)
     ranks.close()
 
 

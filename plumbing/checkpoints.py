@@ -10,6 +10,7 @@ import shutil
 import time
 from pathlib import Path
 
+from config import need
 from plumbing.queues import noticed
 
 # Of a run that has no checkpoint yet. position: which draws of the sampler are done with, all below
@@ -39,6 +40,23 @@ def last_state(run_dir):
 def state_of(path):
     """The run's state as a checkpoint keeps it."""
     return NEW_RUN | json.loads((path / "trainer" / "state.json").read_text())
+
+
+def bytes_needed(config, model):
+    """What a checkpoint takes on disk: float32 weights, Adam's two moments, the weights in `config.dtype`."""
+    bytes_each = 3 * 4 + (4 if config.dtype == "float32" else 2)
+    return bytes_each * sum(p.numel() for p in model.parameters())
+
+
+def check_room(config, run_dir, model):
+    """Raise ConfigError if a checkpoint finds no room: said before the first step, not hours later."""
+    needed = bytes_needed(config, model)
+    free = shutil.disk_usage(run_dir).free
+    need(
+        needed < free,
+        f"a checkpoint takes {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free in {run_dir}: "
+        "make room there, or choose another --out",
+    )
 
 
 def save(config, run_dir, model, optimizers, state, ranks):

@@ -212,14 +212,16 @@ def check_hub(model: str) -> None:
     if is_directory(model):
         return
     # only here: it takes half a second
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
     try:
-        hf_hub_download(model, "config.json")
-    except (OSError, ValueError) as e:
+        if isinstance(try_to_load_from_cache(model, "config.json"), str):
+            return
+        # asked once: a download would try again for half a minute where there is no network
+        get_hf_file_metadata(hf_hub_url(model, "config.json"))
+    # whatever it is, HTTP's errors or a bad name, the model cannot be had
+    except Exception as e:
         reason = " ".join(str(e).split()).split(". ")[0][:200]
-        if type(e).__name__ == "LocalEntryNotFoundError":
-            reason = "it cannot be reached, and the local cache has none"
         raise cfg.ConfigError(
             f"--model {model}: no such directory, and no model of this name can be had from the hub ({reason})"
         ) from None

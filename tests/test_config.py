@@ -206,8 +206,10 @@ def test_a_port_of_a_run_whose_engine_does_not_listen_yet_is_named():
     hardware.hold_ports(resolved(*argv), 0, 0)
 
 
-def test_a_model_that_no_hub_has_is_one_line(tmp_path):
-    environment = dict(HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+@pytest.mark.parametrize("where", [("HF_HUB_OFFLINE", "1"), ("HF_ENDPOINT", "http://127.0.0.1:9")])
+def test_a_model_that_no_hub_has_is_one_line(tmp_path, where):
+    """Nobody listens on port 9: a hub out of reach, which is asked just once."""
+    environment = dict([where], HF_HOME=str(tmp_path))
     done = run_sh("toy", "--out", tmp_path / "o", "--model", "some/model", **environment)
     assert done.returncode == 1 and done.stdout == ""
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr

@@ -15,9 +15,10 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import train
-from config import CLIP, Config
+from config import CLIP, Config, ConfigError
 from conftest import ROOT
 from plumbing import attention
+from plumbing.checkpoints import check_room
 from plumbing.guards import Guards
 from plumbing.samples import filler, join, layout
 from train import ess, learning_rate, policy_loss, token_logprobs
@@ -570,6 +571,13 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_as_they_are(model):
     after, metrics, _ = parameters_after([record])
     assert not math.isfinite(metrics["grad_norm"])
     assert torch.equal(before, after)
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_said_at_once(tmp_path, model):
+    check_room(Config(dtype="bfloat16"), tmp_path, model)
+    huge = torch.nn.Linear(10**7, 10**8, bias=False, device="meta")
+    with pytest.raises(ConfigError, match="a checkpoint takes 1.4e.07 GB, .* GB are free in"):
+        check_room(Config(dtype="bfloat16"), tmp_path, huge)
 
 
 def test_the_state_counts_steps_that_were_skipped_too():
