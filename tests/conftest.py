@@ -1,5 +1,5 @@
 """What the tests share: the repository on the path, the toy base model, and one real vLLM server for
-all of them.
+all of a process's.
 """
 
 import dataclasses
@@ -16,8 +16,10 @@ sys.path[:0] = [str(ROOT)]
 os.environ["PYTHONPATH"] = str(ROOT)
 # several processes share the cores: threads that wait for each other by spinning would starve them
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# the shared engine; end-to-end runs take ports from 8710 on
-PORT = 8700
+# which of the processes that share the tests this is (pytest-xdist): "gw0", "gw1", ...
+PROCESS = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+# the shared engine, one in each process; all else has ports of its own, from 8690 to 8999 and from 9700 on
+PORT = 9000 + 10 * PROCESS
 
 
 @pytest.fixture(scope="session")

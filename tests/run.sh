@@ -13,4 +13,5 @@ for argument in "$@"; do
   if [ "$argument" = --all ]; then which=(); else arguments+=("$argument"); fi
 done
 bash run.sh setup
-exec "${PIPELINE_PYTHON:-$PWD/.venv/bin/python}" -m pytest -v --durations=15 --no-header "${which[@]}" "${arguments[@]}"
+# two processes, a file at a time: most of a run's start is one thread; `-n 0` for a debugger
+exec "${PIPELINE_PYTHON:-$PWD/.venv/bin/python}" -m pytest -v -n 2 --dist loadfile --durations=15 --no-header "${which[@]}" "${arguments[@]}"

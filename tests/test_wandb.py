@@ -34,7 +34,7 @@ class User:
         log = self.out / "words.txt"
         with open(log, "w") as words:
             process = subprocess.Popen(
-                command(self.out, "w", 8750, *KNOBS),
+                command(self.out, "w", 8770, *KNOBS),
                 cwd=ROOT,
                 stdout=words,
                 stderr=words,

@@ -591,7 +591,7 @@ def test_an_engine_that_never_joins_does_not_keep_the_others_waiting(engine, sen
 def test_tensor_parallel_engine(tmp_path, base_model):
     """Two workers, each with its shard of every fused matrix: one group of three."""
     config = resolved(
-        *("toy", "--run", "tp", "--out", tmp_path, "--port", 8702, "--concurrency", 16),
+        *("toy", "--run", "tp", "--out", tmp_path, "--port", PORT + 2, "--concurrency", 16),
         *("--model", base_model, "--tensor_parallel", 2),
     )
     launch.write(config)
