@@ -18,6 +18,8 @@ from plumbing.answers import BadAnswer, largest_answer, read_answer, read_prefil
 RETRIES = 3
 # seconds that an engine gets no work after it did not answer
 REST = 2.5
+# seconds that an engine has to say that it is well
+HEALTH_TIMEOUT = 10.0
 
 
 class EngineGone(Exception):
@@ -51,9 +53,10 @@ class Engines:
         self.serving = []
         # the version that all of them have, at least
         self.served = 0
-        # by url: sequences in progress; before this time no work; HTTP connections
+        # by url: sequences in progress; before this time no work; time of the last answer; HTTP connections
         self.load = Counter()
         self.rest_until = Counter()
+        self.answered_at = Counter()
         self.sessions = {}
         self.place_is_free = asyncio.Condition()
         # events that are not errors but worth a line: retried, moved, failed, bad answers by reason
@@ -98,14 +101,16 @@ class Engines:
             serving = list(self.serving)
             healthy = await asyncio.gather(*(self._is_healthy(url) for url in serving))
             for url, ok in zip(serving, healthy):
-                if not ok:
+                # this process may be too busy to hear in time that an engine is well
+                silent_s = time.monotonic() - self.answered_at[url]
+                if not ok and silent_s > HEALTH_TIMEOUT:
                     self._drop(url, "does not answer")
             await asyncio.sleep(2)
             async with self.place_is_free:
                 self.place_is_free.notify_all()
 
     async def _is_healthy(self, url):
-        limit = aiohttp.ClientTimeout(total=10)
+        limit = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT)
         try:
             async with self._session(url).get(url + "/health", timeout=limit) as answer:
                 return answer.status == 200
@@ -130,21 +135,28 @@ class Engines:
 
     # ---- sampling
 
-    def _free(self):
-        """Engines that serve, are well and have room for a sequence."""
+    def _free(self, failed=()):
+        """Engines that serve, are well and have room for a sequence; those in `failed` only if there are no others.
+
+        One whose every answer is an error has room all the time: it must not get every retry, too.
+        """
         now = time.monotonic()
         room = self.config.concurrency
-        return [u for u in self.serving if self.rest_until[u] < now and self.load[u] < room]
+        others = [url for url in self.serving if url not in failed]
+        chosen = others or self.serving
+        return [u for u in chosen if self.rest_until[u] < now and self.load[u] < room]
 
     def least_loaded(self):
         """The engine with the fewest sequences; None if none serves."""
         return min(self._free() or self.serving, key=self.load.__getitem__, default=None)
 
     @contextlib.asynccontextmanager
-    async def _place(self, preferred):
-        """One sequence's place on this engine if it has one, else on the least loaded; waits until there is one."""
+    async def _place(self, preferred, failed):
+        """One sequence's place on this engine if it has one, else on the least loaded, on those in `failed`
+        only if there are no others; waits until there is one.
+        """
         async with self.place_is_free:
-            free = await self.place_is_free.wait_for(self._free)
+            free = await self.place_is_free.wait_for(lambda: self._free(failed))
             url = preferred if preferred in free else min(free, key=self.load.__getitem__)
             self.load[url] += 1
         try:
@@ -196,8 +208,9 @@ class Engines:
     async def _ask_until_answered(self, body, tokens, read, engine):
         """read(answer) | {engine}; None when the retries are used up. tokens: the answer tells of so many."""
         tries = 0
+        failed = set()
         while tries <= RETRIES:
-            async with self._place(engine) as url:
+            async with self._place(engine, failed) as url:
                 try:
                     served = self.served
                     answer = read(await self._ask(url, body, largest_answer(tokens)))
@@ -211,6 +224,7 @@ class Engines:
                     self._count("moved", url, e, tries)
                 except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as e:
                     tries += 1
+                    failed.add(url)
                     if isinstance(e, BadAnswer):
                         self.counts[f"bad_{e.reason}"] += 1
                     self._count("retried" if tries <= RETRIES else "failed", url, e, tries)
@@ -235,6 +249,7 @@ class Engines:
             raise EngineGone(words)
         if answer.status != 200:
             raise ValueError(f"{answer.status} {words}")
+        self.answered_at[url] = time.monotonic()
         return content
 
     def _count(self, event, url, error, tries):

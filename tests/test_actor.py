@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import random
+import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -434,6 +435,54 @@ def test_attempts_and_turns_prefer_the_engine_that_has_their_beginning(monkeypat
     assert Counter(asyncio.run(attempts("b", 6))) == {"b": 4, "a": 1, "c": 1}
     # and where it is gone
     assert Counter(asyncio.run(attempts("x", 6))) == {"a": 2, "b": 2, "c": 2}
+
+
+def test_an_engine_whose_every_answer_is_an_error_loses_no_attempt(monkeypatch):
+    """It is the least loaded one all the time."""
+    newest = SimpleNamespace(reaches=lambda version: True)
+    engines = Engines(cfg.Config(concurrency=4), {1}, 50, newest)
+    engines.serving = ["broken", "well"]
+    monkeypatch.setattr(client.random, "uniform", lambda low, high: 0.0)
+    span = dict(version="0", start=0, end=1)
+    choice = dict(token_ids=[1], logprobs=[-1.0], weight_versions=[span], finish_reason="stop")
+
+    async def ask(url, body, largest):
+        if url == "broken":
+            raise ValueError("500 internal error")
+        await asyncio.sleep(0.01)
+        return msgspec.json.encode(dict(choices=[choice]))
+
+    monkeypatch.setattr(engines, "_ask", ask)
+
+    async def attempts(n):
+        return await asyncio.gather(*(engines.generate([5], 1.0, 8) for _ in range(n)))
+
+    answers = asyncio.run(asyncio.wait_for(attempts(40), 60))
+    assert [answer["engine"] for answer in answers] == ["well"] * 40
+    assert engines.counts["failed"] == 0
+    assert 0 < engines.counts["retried"] <= 40
+    # alone it is asked as often as any other
+    engines.serving = ["broken"]
+    assert asyncio.run(asyncio.wait_for(attempts(1), 60)) == [None]
+
+
+def test_an_engine_that_answers_is_well_even_if_the_actor_is_too_busy_to_hear_it(monkeypatch):
+    engines = Engines(cfg.Config(concurrency=4), {1}, 50, None)
+    engines.serving = ["busy", "silent"]
+    engines.answered_at["busy"] = time.monotonic()
+    engines.answered_at["silent"] = time.monotonic() - client.HEALTH_TIMEOUT - 1
+
+    async def is_healthy(url):
+        return False
+
+    monkeypatch.setattr(engines, "_is_healthy", is_healthy)
+
+    async def one_look():
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(engines.watch(), 0.5)
+
+    asyncio.run(one_look())
+    assert engines._free() == ["busy"]
 
 
 @pytest.mark.parametrize("told_to_stop", [False, True])
