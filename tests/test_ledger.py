@@ -25,12 +25,8 @@ COMMANDS = {
     "preprocess": "preprocess.py",
     "trainer": "train.py",
 }
-KILLS = ["engine"] * 8 + [
-    "actor",
-    "preprocess",
-    "trainer",
-    "launcher",
-] * 3  # of an engine's the run goes on, which saves starts
+# of an engine's the run goes on, which saves starts
+KILLS = ["engine"] * 12 + ["actor", "preprocess", "trainer", "launcher"] * 2
 
 
 class Run:

@@ -138,9 +138,9 @@ def test_weights_gradients_and_optimizer_are_16_bytes_a_parameter_over_all_ranks
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, trainers", [("Qwen/Qwen2.5-0.5B", 1), ("Qwen/Qwen2.5-7B", 4)])
-def test_a_whole_model_is_what_its_first_layers_say(name, trainers):
-    c = dataclasses.replace(config(name, 8), trainers=trainers)
+def test_a_whole_model_is_what_its_first_layers_say():
+    name = "Qwen/Qwen2.5-7B"
+    c = dataclasses.replace(config(name, 8), trainers=4)
     assert extrapolated(c) == pytest.approx(total(c, fake_step.model_config(name)), rel=0.01)
 
 

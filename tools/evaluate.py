@@ -28,7 +28,6 @@ import requests
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import config as cfg  # noqa: E402
-from actor import Actor  # noqa: E402
 from plumbing import checkpoints, hardware, launch  # noqa: E402
 
 # ---- engines
@@ -310,6 +309,9 @@ def prepare(argv, gpus):
     launch.hold(c)
     hardware.hold_ports(c, gpus, 0)
     done = launch.open_run(c)
+    # only here, as it takes five seconds: a wrong flag is reported at once
+    from actor import Actor
+
     actor = Actor(c, launch.write(c))
     problems = {}
     counts = Counter()
