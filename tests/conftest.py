@@ -20,6 +20,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 PROCESS = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 # the shared engine, one in each process; all else has ports of its own, from 8690 to 8999 and from 9700 on
 PORT = 9000 + 10 * PROCESS
+# files that take minutes, the longest first: begun last, one of them would run on alone
+LONG = "run failures ledger evaluate nodes memory doctor ranks weights families launch".split()
+
+
+def pytest_collection_modifyitems(items):
+    def place(item):
+        name = item.path.stem.removeprefix("test_")
+        return LONG.index(name) if name in LONG else len(LONG)
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

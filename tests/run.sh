@@ -14,4 +14,4 @@ for argument in "$@"; do
 done
 bash run.sh setup
 # two processes, a file at a time: most of a run's start is one thread; `-n 0` for a debugger
-exec "${PIPELINE_PYTHON:-$PWD/.venv/bin/python}" -m pytest -v -n 2 --dist loadfile --durations=15 --no-header "${which[@]}" "${arguments[@]}"
+exec "${PIPELINE_PYTHON:-$PWD/.venv/bin/python}" -m pytest -v -n 2 --dist loadfile --no-loadscope-reorder --durations=15 --no-header "${which[@]}" "${arguments[@]}"
