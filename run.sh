@@ -181,7 +181,8 @@ while true; do
     echo "run.sh: everything is stopped; $(what_next)" >&2
     exit 1
   done
-  sleep 0.2 & wait $!   # a signal ends `wait`, and its trap runs
+  # a signal ends `wait`, and its trap runs; bash's own notice of a killed process says nothing that is not said above
+  sleep 0.2 & wait $! 2> /dev/null
 done
 why=done
 stop_all

@@ -128,7 +128,8 @@ class MetricsLog:
         record: the last micro-batch; times: seconds of the step and of its parts.
         """
         self.seconds.append(times["step_s"])
-        eta = (config.steps - state["version"]) * np.mean(self.seconds)
+        # the first step waits for the first rollouts
+        eta = (config.steps - state["version"]) * np.median(self.seconds)
         line = {"step": state["version"]}
         line |= {k: state[k] for k in ("version", "samples", "wall_s", "dropped", "skipped")}
         line |= metrics | times

@@ -289,6 +289,8 @@ def test_kill_continue_interrupt(tmp_path, base_model):
     assert p.wait(60) == 1
     text = log.read_text()
     assert "run.sh: actor died with exit code 137" in text and "everything is stopped" in text
+    # bash's own notice would come between
+    assert "bash -c" not in text
     assert leftovers(tmp_path) == []
     # the same command continues; Ctrl-C leaves no process. From here on with a FAKE engine, to save the real one's start
     fake = dict(PYTHONPATH=str(fake_vllm(tmp_path / "fake")))

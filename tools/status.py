@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import fcntl
 import json
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -32,7 +33,7 @@ SUMMARY = """\
 {run_dir}: {state}
 step       {step}
 held-out   {held_out}
-now        {now}
+lately     {lately}
 engines    {engines}
 queues     {queues}
 checkpoint {checkpoint}
@@ -116,7 +117,8 @@ class Status:
 
     def left(self):
         """Seconds to the last step, at the recent pace."""
-        return (self.config.steps - self.steps[-1]["step"]) * self.mean("step_s")
+        seconds = statistics.median(line["step_s"] for line in self.steps)
+        return (self.config.steps - self.steps[-1]["step"]) * seconds
 
     def loading(self):
         """Engines that have been started and serve nothing yet, as words."""
@@ -191,12 +193,12 @@ class Status:
     def summary(self):
         """What `run.sh status` prints."""
         step = f"none of {self.config.steps} yet: {self.starting()}"
-        now = "-"
+        lately = "-"
         if self.steps:
             ago = duration(time.time() - self.stepped_at)
             last = self.steps[-1]
             step = f"{last['step']} of {self.config.steps}, {ago} ago, {self.mean('step_s'):.1f} s each; eta {duration(self.left())}"
-            now = (
+            lately = (
                 f"reward {self.mean('reward'):.3f}, lag {self.mean('lag_mean'):.2f}, ess {self.mean('ess'):.3f}; "
                 f"{self.who_waits()}"
             )
@@ -212,7 +214,7 @@ class Status:
             state=self.state(),
             step=step,
             held_out=" | ".join(held_out) or "-",
-            now=now,
+            lately=lately,
             engines="; ".join(engines) or "none",
             queues=", ".join(f"{n} in {name}" for name, n in queues.items()) or "-",
             checkpoint=newest.name if newest else "none yet",
