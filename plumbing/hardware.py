@@ -213,6 +213,7 @@ def check_hub(model: str) -> None:
         return
     # only here: it takes half a second
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError
 
     try:
         if isinstance(try_to_load_from_cache(model, "config.json"), str):
@@ -222,6 +223,8 @@ def check_hub(model: str) -> None:
     # whatever it is, HTTP's errors or a bad name, the model cannot be had
     except Exception as e:
         reason = " ".join(str(e).split()).split(". ")[0][:200]
+        if not isinstance(e, (HfHubHTTPError, ValueError)):
+            reason = f"it cannot be reached: {reason}"
         raise cfg.ConfigError(
             f"--model {model}: no such directory, and no model of this name can be had from the hub ({reason})"
         ) from None
