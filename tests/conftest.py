@@ -18,7 +18,7 @@ os.environ["PYTHONPATH"] = str(ROOT)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # which of the processes that share the tests this is (pytest-xdist): "gw0", "gw1", ...
 PROCESS = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-# the shared engine, one in each process; all else has ports of its own, from 8690 to 8999 and from 9700 on
+# the shared engine, one in each process; every other file has ports of its own, from 8690 to 8999 and from 9400 on
 PORT = 9000 + 10 * PROCESS
 # files that take minutes, the longest first: begun last, one of them would run on alone
 LONG = "run failures ledger evaluate nodes memory doctor ranks weights families launch".split()

@@ -19,7 +19,7 @@ from plumbing.problems import share_beginnings
 
 def resolved(*argv, gpus=0):
     # the default port may be taken by a run
-    port = [] if "--port" in argv else ["--port", "8780"]
+    port = [] if "--port" in argv else ["--port", "9400"]
     return launch.resolve(cfg.parse([*argv, *port], gpus), gpus)
 
 
@@ -122,7 +122,7 @@ def test_a_start_holds_its_run_until_what_it_becomes_has_ended(tmp_path):
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    command = [sys.executable, "-m", "plumbing.launch", "-", "toy", "--port", "8780"]
+    command = [sys.executable, "-m", "plumbing.launch", "-", "toy", "--port", "9400"]
     command += ["--out", str(tmp_path), "--model", str(model)]
     env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -148,7 +148,7 @@ sys.path.insert(0, "tests")
 from conftest import resolved
 soft, hard = int(sys.argv[1]), int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-resolved("toy", "--concurrency", sys.argv[3], "--engines", 2, "--port", 8780)
+resolved("toy", "--concurrency", sys.argv[3], "--engines", 2, "--port", 9400)
 print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
 
@@ -252,13 +252,13 @@ def test_a_dry_run_shows_every_process_of_every_node_and_starts_nothing(tmp_path
 
 
 def test_serve_shows_what_would_join(tmp_path):
-    c = resolved("toy", "--out", str(tmp_path), "--port", "8790")
+    c = resolved("toy", "--out", str(tmp_path), "--port", "9420")
     launch.open_run(c)
     launch.write(c)
     done = run_sh("serve", "--run", "toy", "--out", tmp_path, "--dry_run", True)
     assert done.returncode == 0, done.stderr
-    assert f"{tmp_path}/toy serve-127.0.0.1-8890 http://127.0.0.1:8890 " in done.stdout
-    assert "--port 8890" in done.stdout and f"PIPELINE_RUN_DIR={tmp_path}/toy" in done.stdout
+    assert f"{tmp_path}/toy serve-127.0.0.1-9520 http://127.0.0.1:9520 " in done.stdout
+    assert "--port 9520" in done.stdout and f"PIPELINE_RUN_DIR={tmp_path}/toy" in done.stdout
     done = run_sh("serve", "--run", "another", "--out", tmp_path)
     assert done.returncode == 1 and "no run in" in done.stderr
 
@@ -320,7 +320,7 @@ def test_the_reference_model_shares_a_trainers_gpu_if_there_is_one():
 
 
 def test_an_evaluation_has_every_gpu_for_engines():
-    c = cfg.parse(["toy", "--port", "8780", "--engines", "8"], 8)
+    c = cfg.parse(["toy", "--port", "9400", "--engines", "8"], 8)
     c = launch.resolve(c, 8, training=False)
     devices = [env["CUDA_VISIBLE_DEVICES"] for _, env, _ in launch.engine_commands(c, 8)]
     assert devices == list("01234567")
@@ -343,7 +343,7 @@ def test_presets_and_help_show_every_knob():
 
 
 def test_a_stopped_run_continues_a_complete_one_makes_room_and_fixed_knobs_are_refused(tmp_path):
-    argv = ["toy", "--out", str(tmp_path), "--port", "8790"]
+    argv = ["toy", "--out", str(tmp_path), "--port", "9420"]
     c = resolved(*argv)
     assert "new run" in launch.open_run(c)
     first = c.run_id

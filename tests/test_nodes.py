@@ -70,7 +70,7 @@ ALL = "0 1 2 3 4 5 6 7"  # every GPU of a node has an engine
     ],
 )
 def test_placement_over_nodes(gpus, n, knobs, engines, trainers):
-    c = cfg.parse(["toy", "--port", "8786", *knobs.split()], gpus)
+    c = cfg.parse(["toy", "--port", "9440", *knobs.split()], gpus)
     c.nodes = ("127.0.0.1", *(f"10.0.0.{k}" for k in range(1, n)))
     c = launch.resolve(c, gpus)
     found = {}
@@ -97,7 +97,7 @@ def test_placement_over_nodes(gpus, n, knobs, engines, trainers):
 
 
 def test_ranks_that_do_not_go_into_the_nodes_are_refused():
-    c = cfg.parse(["toy", "--port", "8786", "--trainers", "9", "--engines", "1"], 8)
+    c = cfg.parse(["toy", "--port", "9440", "--trainers", "9", "--engines", "1"], 8)
     c.nodes = ("127.0.0.1", "10.0.0.1")
     with pytest.raises(cfg.ConfigError, match="cannot be shared out equally over 2 nodes of 8 GPU"):
         launch.resolve(c, 8)
