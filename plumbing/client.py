@@ -142,8 +142,9 @@ class Engines:
         """
         now = time.monotonic()
         room = self.config.concurrency
-        others = [url for url in self.serving if url not in failed]
-        chosen = others or self.serving
+        chosen = self.serving
+        if failed:
+            chosen = [url for url in chosen if url not in failed] or chosen
         return [u for u in chosen if self.rest_until[u] < now and self.load[u] < room]
 
     def least_loaded(self):

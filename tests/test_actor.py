@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from types import SimpleNamespace
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -416,12 +415,10 @@ def test_attempts_and_turns_prefer_the_engine_that_has_their_beginning(monkeypat
     newest = SimpleNamespace(reaches=lambda version: True)
     engines = Engines(cfg.Config(concurrency=4), {1}, 50, newest)
     engines.serving = ["a", "b", "c"]
-    span = dict(version="0", start=0, end=1)
-    choice = dict(token_ids=[1], logprobs=[-1.0], weight_versions=[span], finish_reason="stop")
 
     async def ask(url, body, largest):
         await asyncio.sleep(0)
-        return msgspec.json.encode(dict(choices=[choice]))
+        return choice([1], [("0", 0, 1)]).body
 
     monkeypatch.setattr(engines, "_ask", ask)
 
@@ -443,14 +440,12 @@ def test_an_engine_whose_every_answer_is_an_error_loses_no_attempt(monkeypatch):
     engines = Engines(cfg.Config(concurrency=4), {1}, 50, newest)
     engines.serving = ["broken", "well"]
     monkeypatch.setattr(client.random, "uniform", lambda low, high: 0.0)
-    span = dict(version="0", start=0, end=1)
-    choice = dict(token_ids=[1], logprobs=[-1.0], weight_versions=[span], finish_reason="stop")
 
     async def ask(url, body, largest):
         if url == "broken":
             raise ValueError("500 internal error")
         await asyncio.sleep(0.01)
-        return msgspec.json.encode(dict(choices=[choice]))
+        return choice([1], [("0", 0, 1)]).body
 
     monkeypatch.setattr(engines, "_ask", ask)
 
