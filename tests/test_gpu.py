@@ -97,7 +97,6 @@ def test_a_plan_puts_new_weights_into_vllms_model():
     assert found["vLLM's logprobs - token_logprobs, max"] < 1e-5
 
 
-@pytest.mark.slow
 def test_the_command_prints_a_table_and_keeps_it(tmp_path):
     command = ["bash", "bench/gpu.sh", "--rehearse", "--only", "attention", "--out", tmp_path]
     environment = os.environ | {"PIPELINE_PYTHON": sys.executable}

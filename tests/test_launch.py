@@ -405,7 +405,6 @@ def test_a_base_model_that_cannot_be_made_and_ctrl_c_meanwhile(tmp_path):
 
 
 @pytest.mark.parametrize("code", [0, 1])
-@pytest.mark.slow
 def test_word_from_node_0_ends_a_node_without_a_trainer(tmp_path, code):
     nodes = f"""bash -c 'sleep 1; echo "nodes: node 0 has stopped: x" >&2; exit {code}'"""
     with launched(tmp_path, [("nodes", nodes), ("engine0", OTHER)], "1") as (process, words, _):

@@ -122,14 +122,12 @@ def test_parameter_counts_are_the_published_ones():
 @pytest.mark.parametrize(
     "trainers, checkpointing", [(1, False), pytest.param(4, True, marks=pytest.mark.slow)]
 )
-@pytest.mark.slow
 def test_layers_beyond_those_traced_add_up_linearly(light, trainers, checkpointing):
     c = config(light, 8, "--row_tokens", 16384, "--gradient_checkpointing", checkpointing)
     c = dataclasses.replace(c, trainers=trainers)
     assert extrapolated(c) == pytest.approx(total(c, fake_step.model_config(light)), rel=0.01)
 
 
-@pytest.mark.slow
 def test_weights_gradients_and_optimizer_are_16_bytes_a_parameter_over_all_ranks(light):
     parts = memory.trainer_gb(dataclasses.replace(config(light, 8), trainers=4))
     static = sum(parts[what] for what in ("weights", "gradients", "optimizer"))

@@ -351,7 +351,6 @@ measure(256, 1 << 40)
 """
 
 
-@pytest.mark.slow
 def test_the_output_head_never_holds_all_logits():
     """Peak extra memory under an eighth of the unchunked path's, whose gradients it has.
 
