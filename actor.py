@@ -29,7 +29,7 @@ from plumbing.ledger import Draws
 from plumbing.log import last_words
 from plumbing.problems import announce_loaded, load_problems
 from plumbing.prompts import Prompter
-from plumbing.queues import Queue, noticed
+from plumbing.queues import Queue, read_json
 from plumbing.rollouts import SamplesLog
 from plumbing.samples import Transcript, join
 from plumbing.sandbox import Sandbox
@@ -297,7 +297,7 @@ class Actor:
 
     def look_at_trainer(self):
         """Read where the trainer is; returns which draws are done with, None before it has begun."""
-        said = noticed(self.queues / "version.json")
+        said = read_json(self.queues / "version.json")
         if not said:
             return None
         self.version = said["version"]
@@ -317,7 +317,7 @@ class Actor:
 
     def start_groups(self, draws, problems, started):
         """Start as many groups as the engines have places and the gate lets; returns the tasks."""
-        word = {"groups": 0, "lost": []} | noticed(self.queues / "dropped.json")
+        word = {"groups": 0, "lost": []} | read_json(self.queues / "dropped.json")
         draws.again_if_lost(word["lost"])
         made_up = word["groups"] + draws.lost
         credit = allowed_groups(self.config, self.version) + made_up - started

@@ -395,7 +395,7 @@ def _one_line(box: str) -> str:
     return re.sub(r"^(\w+) (\w+) (?=\1 )", "", words, flags=re.I)
 
 
-def need(ok, message):
+def require(ok, message):
     """Raise ConfigError unless ok."""
     if not ok:
         raise ConfigError(message)
@@ -411,7 +411,7 @@ NOT_NEGATIVE = (
 
 def check_name(run: str) -> None:
     """Raise ConfigError if a run cannot have this name: it is that of a directory, and of nothing above it."""
-    need(
+    require(
         re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", run),
         f"--run {run[:120]!r}: up to 100 letters, digits, '.', '-' and '_', the first one a letter or digit",
     )
@@ -424,31 +424,31 @@ def check(c: Config) -> Config:
     """
     check_name(c.run)
     for name in AT_LEAST_1:
-        need(getattr(c, name) >= 1, f"--{name} {getattr(c, name)}: must be at least 1")
+        require(getattr(c, name) >= 1, f"--{name} {getattr(c, name)}: must be at least 1")
     for name in NOT_NEGATIVE:
-        need(getattr(c, name) >= 0, f"--{name} {getattr(c, name)}: must not be negative")
+        require(getattr(c, name) >= 0, f"--{name} {getattr(c, name)}: must not be negative")
     for name in ("reward_timeout", "temperature", "lr", "max_grad_norm"):
-        need(getattr(c, name) > 0, f"--{name} {getattr(c, name)}: must be above 0")
-    need(
+        require(getattr(c, name) > 0, f"--{name} {getattr(c, name)}: must be above 0")
+    require(
         c.attempts >= 2 or c.advantage == "none",
         f"--attempts {c.attempts}: the '{c.advantage}' baseline needs at least 2 attempts per problem",
     )
-    need(
+    require(
         c.batch_size % c.attempts == 0,
         f"--batch_size {c.batch_size} is not a multiple of --attempts {c.attempts}: a step trains whole groups",
     )
-    need(
+    require(
         c.max_new_tokens < c.max_model_len,
         f"--max_new_tokens {c.max_new_tokens} leaves no room for a prompt in --max_model_len {c.max_model_len}",
     )
-    need(
+    require(
         not c.attribute_every or c.temperature == 1,
         f"--attribute_every needs --temperature 1, not {c.temperature:g}: at others vLLM tells no logprobs of prompts",
     )
     low, high = CLIP[c.loss]
     c.clip_low = low if c.clip_low < 0 else c.clip_low
     c.clip_high = high if c.clip_high < 0 else c.clip_high
-    need(
+    require(
         c.clip_low < c.clip_high,
         f"--clip_low {c.clip_low} is not below --clip_high {c.clip_high}: no weight would be left",
     )
@@ -456,7 +456,7 @@ def check(c: Config) -> Config:
     for task in task_weights(c.task):
         near = difflib.get_close_matches(task, here, n=1)
         meant = f", did you mean {near[0]}?" if near else "."
-        need(
+        require(
             task in here,
             f"--task {task}: there is no tasks/{task}.py{meant} Tasks here: {', '.join(here)}",
         )

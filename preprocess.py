@@ -20,13 +20,13 @@ from pathlib import Path
 import numpy as np
 
 import config as cfg
+from plumbing.archive import group_file
 from plumbing.checkpoints import last_state
 from plumbing.doors import NewestVersion, RolloutCheck, lost_records
-from plumbing.kept import group_file
 from plumbing.ledger import Ledger
 from plumbing.log import last_words
 from plumbing.problems import wait_until_loaded
-from plumbing.queues import Queue, notice, noticed, wait_for_notice
+from plumbing.queues import Queue, publish_json, read_json, wait_for_json
 from plumbing.samples import filler, join, layout, most_bytes, split
 
 # a row this full is emitted before its step is complete
@@ -293,7 +293,7 @@ def announce_drops(ledger, rollouts, announced, path):
     groups = ledger.dropped_groups
     told = {"groups": groups, "lost": lost_records(rollouts)}
     if told != announced:
-        notice(path, **told)
+        publish_json(path, **told)
         before = announced["groups"]
         if groups > before == 0 or groups >= 2 * before > 0:
             print(f"preprocess: samples dropped so far: {dict(ledger.reasons)}", flush=True)
@@ -312,7 +312,7 @@ def main(run_dir):
     complaint = (
         f"preprocess: the trainer announced no version in {version_file} within {seconds:.0f} s"
     )
-    vocabulary = wait_for_notice(version_file, seconds, complaint)["vocabulary"]
+    vocabulary = wait_for_json(version_file, seconds, complaint)["vocabulary"]
     wait_until_loaded(config, queues, "preprocess")
     check = RolloutCheck(config, ledger, vocabulary, NewestVersion(version_file))
     largest = most_bytes(config.attempts * config.max_model_len)
@@ -333,7 +333,7 @@ def main(run_dir):
         ring.receive()
         announced = announce_drops(ledger, rollouts, announced, queues / "dropped.json")
         # at most one step ahead of the trainer, so that the ring decides what it gets
-        if not ring.groups or packer.step > noticed(version_file)["version"] + 1:
+        if not ring.groups or packer.step > read_json(version_file)["version"] + 1:
             time.sleep(0.005)
             continue
         g = config.conventional_g

@@ -242,7 +242,7 @@ def micro_batch(model, batch, version, config, device):
     mask = b["mask"] & ~late  # [T] bool: tokens the engine sampled, and recently enough
     lag = lag * mask
     sampled_ids = torch.where(mask, b["sequence_ids"], -1)
-    behavior = torch.where(mask, b["logprobs"], logprobs.detach())
+    behavior = torch.where(mask, b["behavior_logprobs"], logprobs.detach())
     advantages = b["advantage"][b["sequence_ids"]]
 
     per_token, clipped = policy_loss(
@@ -262,7 +262,7 @@ def micro_batch(model, batch, version, config, device):
     with torch.no_grad():
         log_w = logprobs - behavior
         # for who looks on (plumbing/rollouts.py)
-        batch["log_ratios"] = logprobs - b["logprobs"]
+        batch["log_ratios"] = logprobs - b["behavior_logprobs"]
         w = log_w.exp() * mask
         kl_behavior = kl(behavior, logprobs) * mask
         is_sample = b["outcome"] >= 0  # [S]; not so: a filler

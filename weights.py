@@ -29,8 +29,8 @@ import torch
 
 from plumbing.group import Engines, Group
 from plumbing.guards import Repeats
-from plumbing.queues import notice
-from plumbing.wire import buckets
+from plumbing.queues import publish_json
+from plumbing.transport import buckets
 
 # in every so many updates checksums are sent along, and compared by every engine
 VERIFY_EVERY = 10
@@ -194,7 +194,7 @@ class Sender:
                 # the trainer is ahead of what has just been delivered
                 values = dict(engines=values["engines"], served=values["served"])
             self.said |= values
-            notice(self.version_file, **self.said)
+            publish_json(self.version_file, **self.said)
 
     def _deliver_all(self):
         """Deliver what is pushed; in between, deliver it again when an engine wants to be admitted."""

@@ -18,8 +18,8 @@ import numpy as np
 import config as cfg
 from bench.common import WORK, flags
 from plumbing import hardware, launch
-from plumbing.queues import notice
-from plumbing.wire import in_thread
+from plumbing.queues import publish_json
+from plumbing.transport import in_thread
 from tools import base_model
 
 
@@ -39,7 +39,7 @@ def announce_engines(config, run_dir):
     (run_dir / "queues").mkdir()
     position = dict(next=0, ahead=[])
     urls = hardware.urls(config, 0)
-    notice(run_dir / "queues" / "version.json", version=0, position=position, engines=urls)
+    publish_json(run_dir / "queues" / "version.json", version=0, position=position, engines=urls)
 
 
 def start_stage(name, run_dir):
@@ -72,7 +72,7 @@ class FakeAnswers:
         tokens = [2 + i % 50 for i in range(length - 1)] + [self.stop]
         # as many digits as a float32 has in JSON
         logprobs = -np.random.default_rng(length).random(length, np.float32)
-        choice = dict(token_ids=tokens, logprobs=logprobs.tolist(), finish_reason="stop")
+        choice = dict(token_ids=tokens, behavior_logprobs=logprobs.tolist(), finish_reason="stop")
         text = json.dumps(choice, separators=(",", ":"))
         # the spans come last
         return ('{"choices":[' + text.removesuffix("}") + ',"weight_versions":').encode()

@@ -53,7 +53,7 @@ from bench.train import (
 from plumbing import attention
 from plumbing.ranks import Ranks
 from plumbing.samples import TOKEN_FIELDS, filler, join
-from plumbing.wire import buckets, checksum
+from plumbing.transport import buckets, checksum
 
 TINY = SHAPES["small"] | dict(vocab_size=512, hidden_size=128, intermediate_size=256)
 TINY |= dict(num_hidden_layers=2)
@@ -310,7 +310,7 @@ def learn(dtype):
     for sample in samples:
         # far more probable now than when it was sampled: all weights are cut to c, and the loss is c
         # times the cross-entropy
-        sample["logprobs"] = np.where(sample["mask"], -20.0, 0.0)
+        sample["behavior_logprobs"] = np.where(sample["mask"], -20.0, 0.0)
         sample["advantage"] = 1.0
     batches = [join(samples[:8]), join(samples[8:]), join([filler()])]
     config, model, optimizers = build(TINY, dtype, {}, lr=3e-3)

@@ -93,23 +93,23 @@ def _change(**fields):
 
 
 def _longer(choice):
-    choice["logprobs"].append(-0.1)
+    choice["behavior_logprobs"].append(-0.1)
 
 
 def _shorter(choice):
-    choice["logprobs"].pop()
+    choice["behavior_logprobs"].pop()
 
 
 def _no_logprob(choice):
-    choice["logprobs"][-1] = None
+    choice["behavior_logprobs"][-1] = None
 
 
 def _infinite(choice):
-    choice["logprobs"][0] = 1e999
+    choice["behavior_logprobs"][0] = 1e999
 
 
 def _positive(choice):
-    choice["logprobs"][0] = 3.5
+    choice["behavior_logprobs"][0] = 3.5
 
 
 def _not_a_token(choice):
@@ -156,10 +156,10 @@ GARBLES = [
     _change(finish_reason=None),
     _change(token_ids=[]),
     _change(token_ids=None),
-    _change(logprobs=None),
+    _change(behavior_logprobs=None),
     _change(weight_versions="3"),
     _without("token_ids"),
-    _without("logprobs"),
+    _without("behavior_logprobs"),
     _without("weight_versions"),
     _without("finish_reason"),
 ]

@@ -39,7 +39,7 @@ from bench.engines import Load, bodies, make_run
 from bench.runs import COMMON, PIPELINE, conventional
 from plumbing import secret
 from plumbing.hardware import urls
-from plumbing.queues import noticed
+from plumbing.queues import read_json
 from tasks import tail
 from tools import report
 from tools.evaluate import start_engines, stop_engines
@@ -101,7 +101,7 @@ def pipeline(steps, port):
 
     def look():
         while not ended.wait(0.2):
-            version = noticed(run_dir / "queues" / "version.json").get("version", 0)
+            version = read_json(run_dir / "queues" / "version.json").get("version", 0)
             seen.append((version, time.monotonic(), busy_so_far(), trainer_so_far()))
 
     watch = threading.Thread(target=look, daemon=True)

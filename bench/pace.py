@@ -32,7 +32,7 @@ from bench.common import cpu_seconds, keep, machine, parser, resident_mb, result
 from bench.engines import FakeAnswers, make_run, start_stage
 from plumbing.hardware import raise_open_files, urls
 from plumbing.prompts import Prompter
-from plumbing.queues import Queue, notice, noticed
+from plumbing.queues import Queue, publish_json, read_json
 from plumbing.reader import Reader
 from tools.scale import BANDWIDTH, KV_BYTES, WEIGHT_BYTES, mean_context, step_seconds
 
@@ -124,7 +124,7 @@ class FakeEngines:
                 _, _, future = heapq.heappop(self.due)
                 future.set_result(None)
             if n % 25 == 0:
-                said = noticed(self.run_dir / "queues" / "version.json")
+                said = read_json(self.run_dir / "queues" / "version.json")
                 self.version = said.get("version", 0)
 
     async def health(self, _):
@@ -194,13 +194,13 @@ def fake_trainer(config, run_dir, vocabulary, seen):
     readers = []
     for rank in range(config.trainers):
         readers.append(Reader(config, run_dir, FakeRank(rank), vocabulary, no_trouble))
-    notice(file, version=0, position=dict(next=0, ahead=[]), **said)
+    publish_json(file, version=0, position=dict(next=0, ahead=[]), **said)
     for version in range(config.steps):
         for rows in zip(*(reader.step(version) for reader in readers), strict=True):
             seen.trained += sum(int(row["mask"].sum()) for row in rows)
         readers[0].evaluations()
         seen.steps = version + 1
-        notice(file, version=version + 1, position=readers[0].last["position"], **said)
+        publish_json(file, version=version + 1, position=readers[0].last["position"], **said)
 
 
 # ---- what is seen of it

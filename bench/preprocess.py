@@ -35,7 +35,9 @@ def group(config, index, lengths):
     for k, length in enumerate(lengths):
         n = PROMPT + length
         mask = np.arange(n) >= PROMPT
-        sample = dict(tokens=np.arange(n) % 50, mask=mask, logprobs=np.where(mask, -0.5, 0.0))
+        sample = dict(
+            tokens=np.arange(n) % 50, mask=mask, behavior_logprobs=np.where(mask, -0.5, 0.0)
+        )
         sample |= dict(versions=np.where(mask, 0, -1), num_versions=1)
         sample |= dict(number=index * len(lengths) + k)
         sample |= dict(task=0, temperature=1.0, reward=index % 2, outcome=0, finished=True)

@@ -31,7 +31,7 @@ def group(i, tokens):
         lengths=np.full(ATTEMPTS, tokens),
         tokens=rng.integers(0, 150000, n),
         mask=np.arange(n) % tokens > 500,
-        logprobs=-rng.random(n, np.float32),
+        behavior_logprobs=-rng.random(n, np.float32),
         versions=np.full(n, i),
         reward=np.zeros(ATTEMPTS, np.float32),
         finished=np.ones(ATTEMPTS, bool),

@@ -102,7 +102,7 @@ def made_up_rollout(rng, c, i, steps, rollouts):
     sample |= dict(completion="".join(text), reward=float(right), finished=True, answer="abc")
     sample |= dict(outcome="correct" if right else "wrong")
     sample["spans"] = [[-1, list(prompt)], [older, text[:first]], [step - 1, text[first:]]]
-    sample["logprobs"] = (-rng.exponential(0.5, n)).round(4).tolist()
+    sample["behavior_logprobs"] = (-rng.exponential(0.5, n)).round(4).tolist()
     if i % 10 == 9:
         return sample, None
     ratios = rng.normal(0, 0.05, n).round(4).tolist()

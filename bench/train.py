@@ -124,7 +124,7 @@ def draw(shape, seed):
             sample = dict(
                 tokens=rng.integers(0, shape["vocab_size"], length),
                 mask=mask,
-                logprobs=np.where(mask, -np.log(shape["vocab_size"]), 0),
+                behavior_logprobs=np.where(mask, -np.log(shape["vocab_size"]), 0),
                 versions=np.where(mask, 0, -1),
                 task=0,
                 temperature=1.0,
@@ -301,7 +301,7 @@ def padded_for_trl(shape, samples):
 
     batches = []
     for batch in right_sized(samples, width, shape["row_tokens"]):
-        logprobs = [s["logprobs"][s["mask"]] for s in batch]
+        logprobs = [s["behavior_logprobs"][s["mask"]] for s in batch]
         inputs = dict(
             prompt_ids=pad(prompts(batch), left=True),
             prompt_mask=pad([np.ones_like(x) for x in prompts(batch)], left=True),

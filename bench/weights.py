@@ -25,9 +25,9 @@ from bench.common import WORK, in_turn, keep, machine, parser, result_file, tabl
 from bench.engines import Load, bodies, make_run
 from plumbing import secret
 from plumbing.hardware import urls
-from plumbing.queues import notice
+from plumbing.queues import publish_json
 from plumbing.ranks import Ranks
-from plumbing.wire import join_group, open_store
+from plumbing.transport import join_group, open_store
 from tasks import toy
 from tools.base_model import make_tokenizer
 from tools.evaluate import start_engines, stop_engines
@@ -161,7 +161,7 @@ def difference(url, headers, model):
         )
         choice = answer.json()["choices"][0]
         ids = torch.tensor(prompt + choice["token_ids"])
-        engine = torch.tensor(choice["logprobs"])
+        engine = torch.tensor(choice["behavior_logprobs"])
         with torch.no_grad():
             logprobs, _ = token_logprobs(model, ids, torch.arange(len(ids)), 1.0)
         worst = max(worst, (logprobs[len(prompt) :] - engine).abs().max().item())
@@ -175,7 +175,7 @@ def measure(config, run_dir, seconds, rounds):
     # in place of plumbing/supervise.py
     (run_dir / "engines").mkdir()
     (run_dir / "queues").mkdir()
-    notice(run_dir / "engines" / "engine0.json", url=url, started="bench")
+    publish_json(run_dir / "engines" / "engine0.json", url=url, started="bench")
     model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
     sizes = [p.numel() for p in model.parameters()]
     updates = Updates(Sender(config, model, Ranks(config), run_dir), model)

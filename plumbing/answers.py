@@ -38,7 +38,7 @@ class Span(msgspec.Struct):
 
 class Choice(msgspec.Struct):
     token_ids: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=1)]
-    logprobs: list[float]
+    behavior_logprobs: list[float]
     weight_versions: list[Span]
     finish_reason: Literal["stop", "length"]
 
@@ -88,7 +88,7 @@ def read_answer(body, max_tokens, stop, vocabulary, newest):
     largest = max(tokens)
     need(length <= max_tokens, "token_ids", f"{length} of {max_tokens} asked for")
     need(largest < vocabulary, "token_ids", f"id {largest}, the vocabulary has {vocabulary}")
-    logprobs = _logprobs(choice.logprobs, length)
+    logprobs = _logprobs(choice.behavior_logprobs, length)
     versions = token_versions(choice.weight_versions, length)
     newest_here = versions[-1]
     need(newest.reaches(newest_here), "weight_versions", f"{newest_here} is not trained yet")
@@ -98,7 +98,7 @@ def read_answer(body, max_tokens, stop, vocabulary, newest):
         need(last in stop, "finish_reason", f"stop after token {last}, which is none")
     else:
         need(length == max_tokens, "finish_reason", f"length after {length} of {max_tokens}")
-    return dict(tokens=tokens, logprobs=logprobs, versions=versions, finished=finished)
+    return dict(tokens=tokens, behavior_logprobs=logprobs, versions=versions, finished=finished)
 
 
 def read_prefilled(body, prompt):

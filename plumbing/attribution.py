@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from plumbing import secret
-from plumbing.queues import notice, noticed
+from plumbing.queues import publish_json, read_json
 from plumbing.samples import layout, split
 
 # tokens of a sequence
@@ -53,7 +53,7 @@ async def prefills(engines, samples, longest):
     longest: an engine has room for so many tokens, one of which it samples.
     """
     samples = [sample for sample in samples if sample["temperature"] == 1]
-    fields = ("tokens", "mask", "logprobs", "versions", "trainers")
+    fields = ("tokens", "mask", "behavior_logprobs", "versions", "trainers")
     cut = []
     for sample in samples:
         first = {name: sample[name][: min(longest - 1, MOST)] for name in fields if name in sample}
@@ -87,9 +87,9 @@ async def after_sampling(engines, samples, config, queues):
             continue
         mask = sample["mask"] & (sample["versions"] == version)
         kind = "stale" if sample["num_versions"] > 1 else "decode"
-        pairs[kind].append((sample["logprobs"][mask], again[mask]))
+        pairs[kind].append((sample["behavior_logprobs"][mask], again[mask]))
     parts = {kind: part(of_kind) for kind, of_kind in pairs.items()}
-    notice(Path(queues, "attribution.json"), version=newest, parts=parts)
+    publish_json(Path(queues, "attribution.json"), version=newest, parts=parts)
 
 
 # ---- the trainer's part
@@ -146,11 +146,11 @@ class Attribution:
             if of_engine != version:
                 continue
             mask = sample["mask"]
-            said, own = sample["logprobs"][mask], sample["trainers"][mask]
+            said, own = sample["behavior_logprobs"][mask], sample["trainers"][mask]
             pairs["age"].append((said, again[mask]))
             pairs["numerics"].append((again[mask], own))
             pairs["all"].append((said, own))
-        of_actor = noticed(Path(self.run_dir, "queues", "attribution.json"))
+        of_actor = read_json(Path(self.run_dir, "queues", "attribution.json"))
         is_new = of_actor.get("version", -1) > version - self.every
         parts = {kind: part(of_kind) for kind, of_kind in pairs.items()}
         return parts | (of_actor["parts"] if is_new else {})
@@ -161,7 +161,7 @@ class Attribution:
         from plumbing.client import Engines
 
         engines = Engines(self.config, [], 0, None, secret.header(self.run_dir), who="train")
-        engines.serve(noticed(Path(self.run_dir, "queues", "version.json"))["engines"])
+        engines.serve(read_json(Path(self.run_dir, "queues", "version.json"))["engines"])
         deadline = time.monotonic() + self.config.sync_timeout
         work = asyncio.ensure_future(prefills(engines, samples, self.config.max_model_len))
         while not work.done() and time.monotonic() < deadline and not self.ranks.stop.is_set():

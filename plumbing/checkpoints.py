@@ -10,8 +10,8 @@ import shutil
 import time
 from pathlib import Path
 
-from config import need
-from plumbing.queues import noticed
+from config import require
+from plumbing.queues import read_json
 
 # Of a run that has no checkpoint yet. position: which draws of the sampler are done with, all below
 # `next` and those in `ahead`; sampler: what actor.py wrote of itself, see its `Draws`.
@@ -52,7 +52,7 @@ def check_room(config, run_dir, model):
     """Raise ConfigError if a checkpoint finds no room: said before the first step, not hours later."""
     needed = bytes_needed(config, model)
     free = shutil.disk_usage(run_dir).free
-    need(
+    require(
         needed < free,
         f"a checkpoint takes {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free in {run_dir}: "
         "make room there, or choose another --out",
@@ -114,7 +114,7 @@ def _write(config, run_dir, model, optimizers, state, ranks):
     full = get_model_state_dict(model, options=whole)
     if ranks.rank == 0:
         _write_hugging_face(config, model, full, temporary)
-        state = state | {"sampler": noticed(Path(run_dir, "queues", "sampler.json"))}
+        state = state | {"sampler": read_json(Path(run_dir, "queues", "sampler.json"))}
         (temporary / "trainer" / "state.json").write_text(json.dumps(state))
         # a power cut leaves it whole, too
         os.sync()

@@ -7,7 +7,7 @@ that is set aside, while the stage goes on, and anything else for one that ends 
 from pydantic import BaseModel, FiniteFloat, NonNegativeInt, ValidationError
 
 from config import task_weights
-from plumbing.queues import Refused, noticed
+from plumbing.queues import Refused, read_json
 from plumbing.samples import SAMPLED, problem_with
 
 # why records are refused that were not put into this run's queue, or not for the first time
@@ -68,7 +68,7 @@ class NewestVersion:
         """Can there be such a version?"""
         if version > self.known:
             # one more than is announced: it is announced when all engines have it
-            self.known = noticed(self.file).get("version", 0) + 1
+            self.known = read_json(self.file).get("version", 0) + 1
         return version <= self.known
 
 
@@ -137,7 +137,10 @@ class RolloutCheck:
         versions = record["versions"]
         need(record["outcome"].min() >= 0, f"{name}: a sample without an outcome")
         need((versions[~mask] == -1).all(), f"{name}: a version of what was not sampled")
-        need((record["logprobs"][~mask] == 0).all(), f"{name}: a logprob of what was not sampled")
+        need(
+            (record["behavior_logprobs"][~mask] == 0).all(),
+            f"{name}: a logprob of what was not sampled",
+        )
         ends = record["lengths"].cumsum()
         sampled = mask.cumsum()[ends - 1]
         need((sampled > [0, *sampled[:-1]]).all(), f"{name}: a sample of which nothing was sampled")

@@ -35,7 +35,7 @@ from vllm.exceptions import VLLMClientError
 from plumbing import secret
 from plumbing.generate import sample
 from plumbing.plan import NotOnlyCopies, Plan, reload
-from plumbing.wire import (
+from plumbing.transport import (
     buckets,
     checksum,
     join_group,

@@ -1,7 +1,7 @@
 """Inside vLLM's HTTP server: POST /inference/v1/generate, the contract's call for tokens.
 
     {"token_ids": [...], "sampling_params": {...}, "cache_salt": "..."}
-    {"choices": [{"token_ids": [...], "logprobs": [...], "finish_reason": "stop" or "length",
+    {"choices": [{"token_ids": [...], "behavior_logprobs": [...], "finish_reason": "stop" or "length",
                   "weight_versions": [{"version": "2", "start": 0, "end": 110}, ...]}],
      "cached_tokens": 96}
 
@@ -89,7 +89,7 @@ def _choice(completion):
         raise RuntimeError("vLLM's logprobs are of other tokens than it sampled")
     return dict(
         token_ids=tokens,
-        logprobs=completion.logprobs.logprobs,
+        behavior_logprobs=completion.logprobs.logprobs,
         weight_versions=completion.weight_versions,
         finish_reason=completion.finish_reason,
     )

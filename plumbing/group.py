@@ -13,8 +13,8 @@ import requests
 import torch
 
 from plumbing import secret
-from plumbing.queues import noticed
-from plumbing.wire import checksum, join_group, leave_group, open_store, settle, weight_stream
+from plumbing.queues import read_json
+from plumbing.transport import checksum, join_group, leave_group, open_store, settle, weight_stream
 
 
 class Engines:
@@ -34,7 +34,7 @@ class Engines:
 
     def registered(self):
         """All engines that run, as [(url, started)]."""
-        found = [noticed(path) for path in sorted(self.folder.glob("*.json"))]
+        found = [read_json(path) for path in sorted(self.folder.glob("*.json"))]
         return [(x["url"], x["started"]) for x in found if x]
 
     def healthy(self, engines, connect_s=1.0, answer_s=10.0):

@@ -93,7 +93,7 @@ class Guards:
 
 
 class Repeats:
-    """Counts updates in a row that bring nothing new. sizes: of the parameters; plan: plumbing.wire.buckets."""
+    """Counts updates in a row that bring nothing new. sizes: of the parameters; plan: plumbing.transport.buckets."""
 
     def __init__(self, sizes, plan):
         self.sizes = [sizes[first:last] for first, last, _ in plan]

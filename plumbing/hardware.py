@@ -15,7 +15,7 @@ import subprocess
 from pathlib import Path
 
 import config as cfg
-from config import Config, need
+from config import Config, require
 
 # mallopt's numbers for them, in malloc.h
 M_TRIM_THRESHOLD = -1
@@ -150,7 +150,7 @@ def _share_out(c, gpus, training):
         c.engines = c.engines or max(n - trainer_nodes(c, gpus), 1)
     if not training:
         c.trainers = 0
-    need(
+    require(
         trainer_nodes(c, gpus) or not training,
         f"--trainers {c.trainers}: so many ranks cannot be shared out equally over "
         f"{n} nodes of {gpus} GPUs",
@@ -159,7 +159,7 @@ def _share_out(c, gpus, training):
     have = f"this machine has {gpus}"
     if n > 1:
         have = f"{n} nodes have {gpus} each"
-    need(
+    require(
         len(spread(c, gpus)) == c.engines,
         f"{c.engines} engines x {c.tensor_parallel} GPUs + {c.trainers} trainer ranks need "
         f"{wanted} GPUs, {have}: lower --engines, --tensor_parallel or --trainers",
@@ -182,7 +182,7 @@ def find_model(c: Config) -> None:
         tasks = cfg.task_weights(c.task)
         for task in tasks:
             module = importlib.import_module(f"tasks.{task}")
-            need(
+            require(
                 hasattr(module, "teacher"),
                 f"--model is empty and task {task} has no teacher for a tiny base model: "
                 "give a model directory or hub name",
@@ -195,13 +195,13 @@ def find_model(c: Config) -> None:
     is_path = c.model.startswith((".", "/")) or c.model.count("/") > 1
     # out/toi is no hub name where there is an out/
     is_path = is_path or ("/" in c.model and Path(c.model).parent.is_dir())
-    need(
+    require(
         not is_path,
         f"--model {c.model}: no config.json there, so it is not a Hugging Face model directory",
     )
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
     cached = Path(home, "hub", f"models--{c.model}").expanduser()
-    need(
+    require(
         "/" in c.model or cached.exists(),
         f"--model {c.model}: no such directory, and not a hub name like Qwen/Qwen2.5-7B",
     )
@@ -255,7 +255,7 @@ def raise_open_files() -> int:
 def check_open_files(c: Config) -> None:
     """Raise ConfigError if the actor could not keep all engines busy: each sequence is a connection."""
     allowed = raise_open_files()
-    need(
+    require(
         allowed >= c.engines * c.concurrency + SPARE_FILES,
         f"{c.engines} engines x --concurrency {c.concurrency} need as many connections and "
         f"{SPARE_FILES} files, a process may open {allowed} here: raise `ulimit -Hn` or lower --concurrency",
@@ -297,7 +297,7 @@ def check_ports(c: Config, gpus: int, node: int) -> None:
     host = c.nodes[node]
     for port, who in own_ports(c, gpus, node).items():
         trouble = port_trouble(host, port)
-        need(
+        require(
             not trouble,
             f"--port {c.port}: {who} cannot listen on {host}:{port} ({trouble}); "
             f"stop what uses it or choose another, --port {c.port + 100} perhaps",

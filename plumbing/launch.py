@@ -25,7 +25,7 @@ from importlib.metadata import version as package_version
 from pathlib import Path
 
 import config as cfg
-from config import Config, ConfigError, need
+from config import Config, ConfigError, require
 from plumbing import checkpoints, hardware, nodes, secret
 from plumbing.hardware import (
     check_ports,
@@ -250,7 +250,7 @@ def open_run(c: Config) -> str:
     within a run.
     """
     run_dir = Path(c.out, c.run)
-    need(
+    require(
         run_dir.is_dir() or not run_dir.exists(),
         f"--run {c.run}: {run_dir} is a file, not a run directory: choose another name",
     )
@@ -266,7 +266,7 @@ def open_run(c: Config) -> str:
         return f"new run {run_dir}; the {what} one before it is now {_move_aside(run_dir)}"
     changed = changes(old, c, FILLED_IN)
     for name in changed:
-        need(
+        require(
             name not in FIXED,
             f"--{name} cannot change within a run ({getattr(old, name)} -> {getattr(c, name)}): "
             "choose another --run name, or --fresh True",
@@ -405,7 +405,7 @@ def check_memory(c: Config, gpus: int) -> None:
 def meet(c, gpus, node, n, command, list_file):
     """With several nodes: (config as node 0 wrote it, what was done, arguments of plumbing.nodes during the run)."""
     host = os.environ.get("MASTER_ADDR")
-    need(host, "set MASTER_ADDR on every node, to the address of node 0")
+    require(host, "set MASTER_ADDR on every node, to the address of node 0")
     port = c.port - 1
     card = {"address": nodes.own_address(), "gpus": gpus, "command": command}
     if node == 0:
@@ -426,12 +426,12 @@ def serve(argv, list_file):
     given = cfg.parse(argv, gpus, Config(port=0))
     cfg.check_name(given.run)
     run_dir = Path(given.out, given.run)
-    need(
+    require(
         (run_dir / "config.json").exists(),
         f"serve: no run in {run_dir}: name one with --run, and where it lies with --out",
     )
     run = cfg.load(str(run_dir))
-    need(not complete(run_dir, run.steps), f"serve: {run_dir} is complete")
+    require(not complete(run_dir, run.steps), f"serve: {run_dir} is complete")
     c = cfg.parse(argv, gpus, run)
     for name in changes(run, c, SERVE):
         raise ConfigError(f"--{name} is the run's: engines that join it cannot choose another")
@@ -440,7 +440,7 @@ def serve(argv, list_file):
     c.nodes = (address_towards(run.nodes[0]),)
     c.port = free_ports(c.nodes[0], given.port or run.port + 100, c.engines)
     c.seed = run.seed + c.port
-    need(
+    require(
         len(spread(c, gpus)) == c.engines and (gpus or c.weight_backend == "gloo"),
         f"--engines {c.engines} x {c.tensor_parallel} GPUs: this machine has {gpus}",
     )

@@ -7,7 +7,7 @@ continues; checkpoints keep both. Deliberately absent: which problem comes next 
 
 from collections import Counter, deque
 
-from plumbing.queues import notice
+from plumbing.queues import publish_json
 
 
 class Draws:
@@ -60,7 +60,7 @@ class Draws:
 
     def save(self):
         """Write down what has been drawn."""
-        notice(self.path, drawn=self.drawn, pending=self.pending, state=self.sampler.state())
+        publish_json(self.path, drawn=self.drawn, pending=self.pending, state=self.sampler.state())
 
 
 class Ledger:

@@ -21,8 +21,8 @@ import threading
 import time
 from pathlib import Path
 
-from config import ConfigError, need
-from plumbing.queues import noticed
+from config import ConfigError, require
+from plumbing.queues import read_json
 
 # torch is imported where it is used: a wrong flag must be reported at once
 
@@ -107,10 +107,10 @@ def meeting_address(env=os.environ) -> str:
 
 def open_store(host, port):
     """Node 0's store. Raises ConfigError if it cannot listen there."""
-    from plumbing import wire
+    from plumbing import transport
 
     try:
-        return wire.open_store(host, int(port), SILENT, server=True)
+        return transport.open_store(host, int(port), SILENT, server=True)
     except OSError as e:
         raise ConfigError(
             f"{host}:{port}, where the nodes meet (--port - 1): {os.strerror(e.errno)}: is the run in progress, or still stopping?"
@@ -122,7 +122,7 @@ def hear(host, port, key, patience, card=None):
 
     Raises ConfigError if node 0 has not answered at all for `patience` seconds.
     """
-    from plumbing import wire
+    from plumbing import transport
 
     store = None
     value = ""
@@ -132,16 +132,16 @@ def hear(host, port, key, patience, card=None):
             if store is None:
                 # torch's client would wait for a server, deaf to Ctrl-C
                 socket.create_connection((host, int(port)), 5).close()
-                store = wire.open_store(host, int(port), SILENT)
+                store = transport.open_store(host, int(port), SILENT)
                 if card:
                     store.set(*card)
             # in a thread: a store's calls wait for good if its host is cut off
-            if wire.in_thread(store.check, [key]).result(SILENT):
+            if transport.in_thread(store.check, [key]).result(SILENT):
                 value = store.get(key).decode()
             last_answer = time.monotonic()
         except (OSError, RuntimeError):
             store = None
-        need(
+        require(
             time.monotonic() < last_answer + patience,
             f"node 0 ({host}:{port}) has not answered for {patience:.0f} s",
         )
@@ -164,7 +164,7 @@ def gathering(n, address, timeout, card):
     missing = range(n)
     try:
         while missing:
-            need(
+            require(
                 time.monotonic() < deadline,
                 f"nodes {', '.join(map(str, missing))} of {n} did not come within {timeout:.0f} s: "
                 "were they started, with this node's MASTER_ADDR and --port?",
@@ -174,7 +174,7 @@ def gathering(n, address, timeout, card):
         cards = [json.loads(store.get(f"node/{k}")) for k in range(n)]
         for k, other in enumerate(cards):
             for what in ("command", "gpus"):
-                need(
+                require(
                     other[what] == card[what],
                     f"node {k} ({other['address']}) has another {what} ({other[what]}) than node 0 "
                     f"({card[what]}): all must be alike",
@@ -192,7 +192,7 @@ def gathering(n, address, timeout, card):
 def join(node, host, port, timeout, card):
     """Other nodes: come to the meeting, and wait for node 0's word. Raises ConfigError with its reason if it refuses."""
     answer = hear(host, port, "answer", timeout, (f"node/{node}", json.dumps(card)))
-    need(answer == "go", answer)
+    require(answer == "go", answer)
 
 
 # ---- processes of a run
@@ -212,14 +212,16 @@ def host(address, port, why):
 def follow(host, port):
     """Other nodes: until node 0 says that the run is done. ConfigError if it stopped or is gone."""
     over = hear(host, port, "over", SILENT)
-    need(over == "done", f"node 0 ({host}) has stopped: {over}")
+    require(over == "done", f"node 0 ({host}) has stopped: {over}")
 
 
 def until_done(run_dir, run_id):
     """`run.sh serve`: until the run is complete. ConfigError if its directory is gone or another run's."""
-    while not noticed(Path(run_dir, "queues", "version.json")).get("done"):
-        config = noticed(Path(run_dir, "config.json")).get("config", {})
-        need(config.get("run_id") == run_id, f"{run_dir} is not there any more, or of another run")
+    while not read_json(Path(run_dir, "queues", "version.json")).get("done"):
+        config = read_json(Path(run_dir, "config.json")).get("config", {})
+        require(
+            config.get("run_id") == run_id, f"{run_dir} is not there any more, or of another run"
+        )
         time.sleep(1)
 
 

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from config import Config, ConfigError, task_weights
-from plumbing.queues import notice, wait_for_notice
+from plumbing.queues import publish_json, wait_for_json
 
 # characters of a prompt, some 100 tokens: below it every attempt may as well compute it
 LONG_PROMPT = 400
@@ -47,7 +47,7 @@ def share_beginnings(config: Config, problems: dict[str, list[dict]]) -> bool:
 
 def announce_loaded(queues) -> None:
     """The actor: tell the other stages that rollouts may be expected. queues: a run's directory of them."""
-    notice(Path(queues, "problems.json"), loaded=True)
+    publish_json(Path(queues, "problems.json"), loaded=True)
 
 
 def wait_until_loaded(config, queues, stage) -> None:
@@ -56,7 +56,7 @@ def wait_until_loaded(config, queues, stage) -> None:
         f"{stage}: the actor has not loaded its problems and rewards within "
         f"{config.start_timeout:.0f} s: is problems() of task {config.task} slow? --start_timeout gives it longer"
     )
-    wait_for_notice(Path(queues, "problems.json"), config.start_timeout, complaint)
+    wait_for_json(Path(queues, "problems.json"), config.start_timeout, complaint)
 
 
 def _problems(config, task, split) -> list:

@@ -240,7 +240,7 @@ def _content(file: Path, largest: int) -> bytes:
         os.close(handle)
 
 
-def notice(path, **values) -> None:
+def publish_json(path, **values) -> None:
     """Publish a few values for other processes: an atomically replaced JSON file."""
     path = Path(path)
     temporary = path.with_suffix(".tmp")
@@ -248,19 +248,19 @@ def notice(path, **values) -> None:
     os.replace(temporary, path)
 
 
-def wait_for_notice(path, seconds: float, complaint: str) -> dict:
+def wait_for_json(path, seconds: float, complaint: str) -> dict:
     """What is published at `path`, once something is. TimeoutError(complaint) after so many seconds."""
     deadline = time.monotonic() + seconds
-    found = noticed(path)
+    found = read_json(path)
     while not found:
         if time.monotonic() > deadline:
             raise TimeoutError(complaint)
         time.sleep(0.05)
-        found = noticed(path)
+        found = read_json(path)
     return found
 
 
-def noticed(path) -> dict:
+def read_json(path) -> dict:
     """What was last published at `path`; {} if nothing was yet."""
     path = Path(path)
     while True:

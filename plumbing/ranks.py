@@ -12,9 +12,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from config import need
+from config import require
 from plumbing.hardware import keep_freed_memory
-from plumbing.wire import open_store
+from plumbing.transport import open_store
 
 
 class Stopped(Exception):
@@ -32,7 +32,7 @@ class Ranks:
         self.world = int(os.environ.get("WORLD_SIZE", 1))
         self.device = torch.device("cpu")
         given = os.environ.get("CUDA_VISIBLE_DEVICES")
-        need(
+        require(
             torch.cuda.is_available() or not given,
             f"GPU {given} is this rank's, but torch {torch.__version__} (CUDA {torch.version.cuda}) cannot "
             "use it: see `nvidia-smi` for which CUDA its driver knows",

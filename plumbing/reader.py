@@ -7,7 +7,7 @@ more, or the run is to stop, rank 0 decides for all. Every wait has a deadline.
 import time
 from pathlib import Path
 
-from plumbing import kept
+from plumbing import archive
 from plumbing.queues import Queue
 from plumbing.ranks import Stopped
 from plumbing.samples import most_bytes
@@ -67,8 +67,8 @@ class Reader:
             return None
         step = record["step"] + 1
         if record["row"] == 0:
-            kept.begin_step(self.config, self.run_dir, step, self.ranks.rank)
-        return kept.batch_file(self.run_dir, step, self.ranks.rank, record["row"])
+            archive.begin_step(self.config, self.run_dir, step, self.ranks.rank)
+        return archive.batch_file(self.run_dir, step, self.ranks.rank, record["row"])
 
     def _next(self):
         """The next record of this rank, (seq, record). Collective; raises Stopped on all ranks."""

@@ -91,7 +91,7 @@ class SamplesLog:
             # [version, text of each of its tokens]
             spans=spans,
             # of each sampled token
-            logprobs=rounded(sample["logprobs"][mask]),
+            behavior_logprobs=rounded(sample["behavior_logprobs"][mask]),
         )
         self.file.write(json.dumps(short(line)) + "\n")
         self.file.flush()

@@ -16,7 +16,7 @@ TOKEN_FIELDS = {
     # was this token sampled (and is it to be trained)?
     "mask": np.bool_,
     # the engine's logprob when it sampled the token; 0 where nothing was sampled
-    "logprobs": np.float32,
+    "behavior_logprobs": np.float32,
     # the weights' version that sampled the token; -1 where nothing was sampled
     "versions": np.int64,
     # logprob under the frozen base model, from preprocess.py, only with --kl_coef
@@ -97,7 +97,7 @@ def filler():
 
 
 # what every record of samples has; a field that somebody adds is looked at where it is there
-SAMPLED = ("tokens", "mask", "logprobs", "versions")
+SAMPLED = ("tokens", "mask", "behavior_logprobs", "versions")
 SAMPLED += ("task", "temperature", "reward", "outcome", "finished", "num_versions", "number")
 # tokens of a sample: their sum over a record stays within int64
 LONGEST = 1 << 40
@@ -177,7 +177,7 @@ def _problem_with_values(record, vocabulary, tasks):
         return f"temperature {coldest}"
     mask = record["mask"]
     versions = record["versions"][mask]
-    logprobs = record["logprobs"][mask]
+    logprobs = record["behavior_logprobs"][mask]
     positions, _ = layout(record["lengths"])
     if mask[positions == 0].any():
         return "the first token of a sample counts as sampled, from nothing"
@@ -198,7 +198,7 @@ class Transcript:
         self.kv_versions = [] if kv_version is None else [kv_version]
         self.tokens = list(prompt)
         self.mask = [False] * len(prompt)
-        self.logprobs = [0.0] * len(prompt)
+        self.behavior_logprobs = [0.0] * len(prompt)
         self.versions = [-1] * len(prompt)
         self.sampled = 0
 
@@ -206,7 +206,7 @@ class Transcript:
         """What an engine sampled, as Engines.generate gives it."""
         self.tokens += answer["tokens"]
         self.mask += [True] * len(answer["tokens"])
-        self.logprobs += answer["logprobs"]
+        self.behavior_logprobs += answer["behavior_logprobs"]
         self.versions += list(answer["versions"])
         self.sampled += len(answer["tokens"])
 
@@ -214,7 +214,7 @@ class Transcript:
         """What the environment said: not trained."""
         self.tokens += tokens
         self.mask += [False] * len(tokens)
-        self.logprobs += [0.0] * len(tokens)
+        self.behavior_logprobs += [0.0] * len(tokens)
         self.versions += [-1] * len(tokens)
 
     def fields(self):
@@ -224,7 +224,7 @@ class Transcript:
         return dict(
             tokens=np.array(self.tokens),
             mask=mask,
-            logprobs=np.array(self.logprobs, np.float32),
+            behavior_logprobs=np.array(self.behavior_logprobs, np.float32),
             versions=versions,
             num_versions=len({*versions[mask].tolist(), *self.kv_versions}),
         )

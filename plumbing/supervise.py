@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from plumbing.queues import notice
+from plumbing.queues import publish_json
 
 ANSWER = 10.0  # seconds an engine has to say that it is healthy
 HANGS = 3  # questions in a row left unanswered by an engine that hangs
@@ -55,7 +55,7 @@ def watch(engine, url, start_timeout, file):
             if not file.exists() or listed != bool(healthy_since):
                 listed = bool(healthy_since)
                 file.parent.mkdir(exist_ok=True)
-                notice(file, **entry, answers=listed)
+                publish_json(file, **entry, answers=listed)
         seconds = time.monotonic() - start
         if healthy(url):
             if not healthy_since:

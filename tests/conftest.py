@@ -58,11 +58,11 @@ def with_knobs(config, **knobs):
 
 def register(run_dir, name, url):
     """Tell a run's trainer that an engine has been started, as plumbing/supervise.py does."""
-    from plumbing.queues import notice
+    from plumbing.queues import publish_json
 
     folder = Path(run_dir, "engines")
     folder.mkdir(parents=True, exist_ok=True)
-    notice(folder / f"{name}.json", url=url, started=secrets.token_hex(4))
+    publish_json(folder / f"{name}.json", url=url, started=secrets.token_hex(4))
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """A FAKE vLLM server for tests that start engines many times: it is up in seconds, where vLLM takes half a minute.
 
-The HTTP calls that actor.py and weights.py make, the real weight group (plumbing/wire.py), and real sampling from
+The HTTP calls that actor.py and weights.py make, the real weight group (plumbing/transport.py), and real sampling from
 the Hugging Face model with the weights that arrived, each token stamped with the version that sampled it: learning is real. What is
 not: continuous batching (requests that wait are sampled together, in waves), --recompute_kv, several
 workers.
@@ -183,7 +183,7 @@ class Engine:
                     future.set_result(
                         dict(
                             token_ids=sampled,
-                            logprobs=said,
+                            behavior_logprobs=said,
                             finish_reason="stop" if stop else "length",
                             weight_versions=[
                                 dict(version=v, start=k, end=k + 1) for k, v in enumerate(versions)
@@ -286,7 +286,7 @@ if __name__ == "__main__":
     from transformers import AutoModelForCausalLM, DynamicCache
 
     from plumbing import secret
-    from plumbing.wire import buckets, checksum, join_group, open_store
+    from plumbing.transport import buckets, checksum, join_group, open_store
 
     print("this is the FAKE engine of tests/fake_engine.py", flush=True)
     main()

@@ -21,7 +21,7 @@ from plumbing.attribution import Attribution
 from plumbing.checkpoints import NEW_RUN
 from plumbing.client import Engines
 from plumbing.ledger import Draws
-from plumbing.queues import Queue, notice, noticed
+from plumbing.queues import Queue, publish_json, read_json
 from plumbing.samples import join, split
 from plumbing.sandbox import Sandbox
 
@@ -146,7 +146,7 @@ def test_what_was_in_flight_is_drawn_again(make, tmp_path):
 
     # draws 0 to 3, 6 and 8 are trained or dropped, says the checkpoint
     position = {"next": 4, "ahead": [6, 8]}
-    saved = noticed(path)
+    saved = read_json(path)
     state = NEW_RUN | {"version": 3, "position": position, "sampler": saved}
     draws = Draws(make(saved["state"]), path, state)
     assert [draws.next() for _ in range(4)] == [first[i] for i in (4, 5, 7, 9)]
@@ -160,7 +160,7 @@ def test_what_was_in_flight_is_drawn_again(make, tmp_path):
     # it stops once more, with 7 of the old ones and two of the new ones still in flight
     draws.forget({"next": 7, "ahead": [8, 9, 11]})
     draws.save()
-    saved = noticed(path)
+    saved = read_json(path)
     position = {"next": 7, "ahead": [8, 9, 11]}
     state = NEW_RUN | {"version": 5, "position": position, "sampler": saved}
     draws = Draws(make(saved["state"]), path, state)
@@ -177,7 +177,7 @@ def choice(tokens, spans, logprobs=None):
     """What an engine answers that sampled these tokens. spans: (version, start, end)."""
     logprobs = logprobs or [-0.5] * len(tokens)
     keys = ("version", "start", "end")
-    answer = {"token_ids": tokens, "finish_reason": "stop", "logprobs": logprobs}
+    answer = {"token_ids": tokens, "finish_reason": "stop", "behavior_logprobs": logprobs}
     answer["weight_versions"] = [dict(zip(keys, span)) for span in spans]
     return web.json_response({"choices": [answer]})
 
@@ -247,7 +247,9 @@ def with_fake_engine(run_dir, model, answer, work, **knobs):
         engine = FakeEngine(answer)
         async with engine.serve() as url:
             position = {"next": 0, "ahead": []}
-            notice(run_dir / "queues" / "version.json", version=5, engines=[url], position=position)
+            publish_json(
+                run_dir / "queues" / "version.json", version=5, engines=[url], position=position
+            )
             assert actor.look_at_trainer() == position
             assert actor.version == 5
             await actor.start()
@@ -359,15 +361,15 @@ def test_turns_keep_the_exact_tokens_that_were_sampled(tmp_path):
     assert r["versions"][mask].tolist() == [1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
     assert set(r["versions"][~mask].tolist()) == {-1}
     assert r["num_versions"].tolist() == [3]
-    assert r["logprobs"][mask].tolist() == logprobs
-    assert not r["logprobs"][~mask].any()
+    assert r["behavior_logprobs"][mask].tolist() == logprobs
+    assert not r["behavior_logprobs"][~mask].any()
     shown = json.loads((tmp_path / "samples.jsonl").read_text())
     assert shown["completion"] == ["so5", "so9", "7"]
     spans = [[-1, "Guess.\n"], [1, "so"], [2, "5<|im_end|>"], [-1, "higher\n"]]
     assert [[version, "".join(texts)] for version, texts in shown["spans"][:4]] == spans
     # text by text, of one token each
     assert [len(texts) for _, texts in shown["spans"][1:3]] == [2, 2]
-    assert shown["logprobs"] == pytest.approx(logprobs, abs=1e-4)
+    assert shown["behavior_logprobs"] == pytest.approx(logprobs, abs=1e-4)
     from tools.show import show
 
     lines = show(shown, colour=False).splitlines()
@@ -387,7 +389,7 @@ def test_a_group_record_holds_what_the_engine_sampled(tmp_path, base_model):
         assert sample["tokens"].tolist() == prompt + [29, 30, 1]
         assert sample["mask"].tolist() == [False] * 3 + [True] * 3
         assert sample["versions"].tolist() == [-1, -1, -1, 4, 4, 5]
-        assert sample["logprobs"].tolist() == [0, 0, 0, -0.5, -0.5, -0.5]
+        assert sample["behavior_logprobs"].tolist() == [0, 0, 0, -0.5, -0.5, -0.5]
         assert (sample["num_versions"], sample["reward"], sample["task"]) == (2, 1.0, 0)
         assert sample["temperature"] == np.float32(0.7)
     assert told == [("toy", 3, [1.0] * 4)]
@@ -486,7 +488,7 @@ def test_a_trainer_does_not_wait_for_engines_that_say_nothing(tmp_path, told_to_
     config = cfg.Config(sync_timeout=0.5 if not told_to_stop else 60.0, attribute_every=1)
     (tmp_path / "queues").mkdir()
     secret.create(tmp_path)
-    notice(tmp_path / "queues" / "version.json", version=3, engines=[])
+    publish_json(tmp_path / "queues" / "version.json", version=3, engines=[])
     stop = SimpleNamespace(is_set=lambda: told_to_stop)
     ranks = SimpleNamespace(rank=0, stop=stop)
     said = []
@@ -494,7 +496,7 @@ def test_a_trainer_does_not_wait_for_engines_that_say_nothing(tmp_path, told_to_
     model = SimpleNamespace(token_logprobs=lambda tokens, *_: (torch.zeros(len(tokens)), None))
     sender = SimpleNamespace(wait=lambda: None)
     looks_on = Attribution(config, tmp_path, model, ranks, sender, log)
-    sample = dict(tokens=np.arange(5), mask=np.arange(5) > 2, logprobs=np.zeros(5))
+    sample = dict(tokens=np.arange(5), mask=np.arange(5) > 2, behavior_logprobs=np.zeros(5))
     sample |= dict(versions=np.full(5, 3), temperature=1.0, outcome=0)
     assert len(list(looks_on.watch([join([sample])], 3))) == 1
     assert said == [dict(age=None, numerics=None, all=None)]
@@ -547,7 +549,7 @@ def test_what_is_drawn_is_written_down_before_it_is_started(tmp_path, base_model
 
     async def work(actor):
         async def group(i, task, number, problem, draws):
-            assert str(i) in noticed(tmp_path / "queues" / "sampler.json")["pending"]
+            assert str(i) in read_json(tmp_path / "queues" / "sampler.json")["pending"]
             assert problem == f"problem {number}"
             started.append(i)
 
@@ -564,14 +566,14 @@ def test_what_is_drawn_is_written_down_before_it_is_started(tmp_path, base_model
         assert len(groups) == 6
         actor.wanted = 0
         assert not actor.start_groups(draws, problems, 14)
-        notice(tmp_path / "queues" / "dropped.json", groups=3)
+        publish_json(tmp_path / "queues" / "dropped.json", groups=3)
         groups |= actor.start_groups(draws, problems, 14)
         # the record of draw 5 was lost; records 3, of a draw that is done with, and 99 do not matter
         draws.records = {20: 5, 3: 0}
         # those above run first
         await asyncio.sleep(0)
         draws.forget({"next": 1, "ahead": []})
-        notice(tmp_path / "queues" / "dropped.json", groups=3, lost=[3, 20, 99])
+        publish_json(tmp_path / "queues" / "dropped.json", groups=3, lost=[3, 20, 99])
         for _ in range(3):
             actor.wanted = 0
             groups |= actor.start_groups(draws, problems, len(groups) + 8)
@@ -580,7 +582,7 @@ def test_what_is_drawn_is_written_down_before_it_is_started(tmp_path, base_model
     knobs = dict(attempts=4, batch_size=8, concurrency=16, max_lag=1, steps=100)
     with_fake_engine(tmp_path, base_model, good, work, **knobs)
     assert sorted(started) == [0, 1, 2, 3, 4, 5, 5, 6, 7, 8]
-    assert noticed(tmp_path / "queues" / "sampler.json")["drawn"] == 9
+    assert read_json(tmp_path / "queues" / "sampler.json")["drawn"] == 9
 
 
 def test_evaluations_are_of_the_first_held_out_problems(tmp_path, base_model):

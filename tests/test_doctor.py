@@ -30,7 +30,9 @@ def sample(rng, versions, prompt=4, **fields):
     mask = np.arange(n) >= prompt
     every = np.concatenate([np.full(prompt, -1), versions])
     own = dict(tokens=rng.integers(0, 50, n), mask=mask, versions=every, temperature=0.7)
-    own |= dict(logprobs=np.zeros(n, np.float32), num_versions=len(set(versions)), finished=True)
+    own |= dict(
+        behavior_logprobs=np.zeros(n, np.float32), num_versions=len(set(versions)), finished=True
+    )
     return own | fields
 
 
@@ -101,7 +103,7 @@ def test_one_sequence_of_hundred_with_other_weights_is_found(weights, wrong):
     for k in range(100):
         one = sample(rng, [0] * 5)
         by = one if k != 37 else one | {"versions": np.where(one["mask"], wrong, -1)}
-        one["logprobs"][4:] = plain.expected(weights, by, True).logprobs
+        one["behavior_logprobs"][4:] = plain.expected(weights, by, True).logprobs
         samples.append((k, one))
     found = SimpleNamespace(weights=weights, samples=lambda: samples)
     case = checks.Case(weights.config, None, found, 0, {})

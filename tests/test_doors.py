@@ -21,7 +21,7 @@ from plumbing import client
 from plumbing.client import Engines
 from plumbing.doors import FOREIGN, NewestVersion, RolloutCheck, lost_records
 from plumbing.ledger import Ledger
-from plumbing.queues import Queue, Refused, notice
+from plumbing.queues import Queue, Refused, publish_json
 from plumbing.reader import Reader
 from plumbing.samples import filler, join
 from preprocess import Ring
@@ -261,7 +261,7 @@ def turned(name, change):
 BAD_ARRAYS = {
     "tokens missing": (without("tokens"), "tokens is missing"),
     "mask missing": (without("mask"), "mask is missing"),
-    "logprobs missing": (without("logprobs"), "logprobs is missing"),
+    "behavior_logprobs missing": (without("behavior_logprobs"), "behavior_logprobs is missing"),
     "versions missing": (without("versions"), "versions is missing"),
     "temperature missing": (without("temperature"), "temperature is missing"),
     "reward missing": (without("reward"), "reward is missing"),
@@ -277,16 +277,28 @@ BAD_ARRAYS = {
     "lengths for other tokens": (at("lengths", 6), "tokens has 18 values for 3 samples of 17"),
     "tokens cut": (turned("tokens", lambda x: x[:-1]), "tokens has 17 values"),
     "mask cut": (turned("mask", lambda x: x[1:]), "mask has 17 values"),
-    "logprobs too long": (turned("logprobs", lambda x: np.append(x, x[:1])), "logprobs has 19"),
+    "behavior_logprobs too long": (
+        turned("behavior_logprobs", lambda x: np.append(x, x[:1])),
+        "behavior_logprobs has 19",
+    ),
     "reward too long": (put(reward=np.zeros(4, np.float32)), "reward has 4 values"),
     "tokens of int32": (turned("tokens", np.int32), "tokens is no array of int64"),
     "tokens in words": (put(tokens="abc"), "tokens is no array"),
     "tokens in JSON": (turned("tokens", np.ndarray.tolist), "tokens is no array"),
     "tokens a table": (turned("tokens", lambda x: x.reshape(2, 9)), "tokens is no array"),
     "a mask of numbers": (turned("mask", lambda x: x.astype(np.int8)), "mask is no array of bool"),
-    "logprobs of doubles": (turned("logprobs", np.float64), "logprobs is no array of float32"),
-    "a NaN logprob": (at("logprobs", NAN), "logprobs has values that are not finite"),
-    "an infinite logprob": (at("logprobs", -np.inf), "logprobs has values that are not finite"),
+    "behavior_logprobs of doubles": (
+        turned("behavior_logprobs", np.float64),
+        "behavior_logprobs is no array of float32",
+    ),
+    "a NaN logprob": (
+        at("behavior_logprobs", NAN),
+        "behavior_logprobs has values that are not finite",
+    ),
+    "an infinite logprob": (
+        at("behavior_logprobs", -np.inf),
+        "behavior_logprobs has values that are not finite",
+    ),
     "a NaN reward": (at("reward", NAN), "reward has values that are not finite"),
     "a NaN temperature": (at("temperature", NAN), "temperature has values that are not finite"),
     "a temperature of 0": (at("temperature", 0), "temperature 0.0"),
@@ -297,7 +309,7 @@ BAD_ARRAYS = {
     "a task that is not": (at("task", 1), "task from 0 to 1, must be from 0 to 0"),
     "a task below 0": (at("task", -1), "task from -1"),
     "an outcome that is not": (at("outcome", 4), "to 4, must be from -1 to 3"),
-    "a logprob above 0": (at("logprobs", 0.5), "a logprob above 0"),
+    "a logprob above 0": (at("behavior_logprobs", 0.5), "a logprob above 0"),
     "sampled without a version": (at("versions", -1), "a sampled token has no version"),
     "a first token sampled": (at("mask", True, 0), "the first token of a sample"),
     "true of 2": (turned("mask", lambda x: (2 * x.view(np.int8)).view(bool)), "neither true nor"),
@@ -307,7 +319,7 @@ BAD_GROUPS = BAD_ARRAYS | {
     "finished missing": (without("finished"), "finished is missing"),
     "a filler": (at("outcome", -1), "a sample without an outcome"),
     "a version of a prompt": (at("versions", 0, 0), "a version of what was not sampled"),
-    "a logprob of a prompt": (at("logprobs", -1, 0), "a logprob of what was not sampled"),
+    "a logprob of a prompt": (at("behavior_logprobs", -1, 0), "a logprob of what was not sampled"),
     "a version of tomorrow": (at("versions", 4), "version 4 is not trained yet"),
     "too many samples": (put(failed=2), "3 samples and 2 failed of 4"),
     "index missing": (without("index"), "index: Field required"),
@@ -337,7 +349,7 @@ def good_group(index):
 
 def test_bad_groups_are_refused_by_name_and_made_up_for(tmp_path, capsys):
     config = cfg.Config(run_id="abc", attempts=4, stall_timeout=5)
-    notice(tmp_path / "version.json", version=2)
+    publish_json(tmp_path / "version.json", version=2)
     for number, (case, (change, words)) in enumerate(BAD_GROUPS.items()):
         queue = Queue(tmp_path / str(number))
         queue.put(good_group(9))
@@ -363,7 +375,7 @@ def test_bad_groups_are_refused_by_name_and_made_up_for(tmp_path, capsys):
 def test_the_problem_of_a_bad_group_is_named(tmp_path, capsys):
     config = cfg.Config(run_id="abc", attempts=4)
     check = RolloutCheck(config, Ledger(0, []), 50, NewestVersion(tmp_path / "version.json"))
-    for change in (at("logprobs", NAN), at("tokens", 50)):
+    for change in (at("behavior_logprobs", NAN), at("tokens", 50)):
         bad = good_group(7)
         change(bad)
         with pytest.raises(Refused, match="problem 7: "):
@@ -537,7 +549,7 @@ def good_choice(**others):
     return {
         "token_ids": TOKENS,
         "finish_reason": "stop",
-        "logprobs": [-0.5] * len(TOKENS),
+        "behavior_logprobs": [-0.5] * len(TOKENS),
         "weight_versions": [
             {"version": "4", "start": 0, "end": 2},
             {"version": "5", "start": 2, "end": 3},
@@ -551,7 +563,7 @@ def answer(**others):
 
 
 def logprobs(*values):
-    return {"logprobs": list(values)}
+    return {"behavior_logprobs": list(values)}
 
 
 def spans(*triples):
@@ -615,13 +627,13 @@ BAD_ANSWERS = {
         "5000 digits": raw((b"29, 30", b"29, " + b"3" * 5000)),
         "far beyond": sampled([29, 1 << 40, 1]),
     },
-    "logprobs": {
-        "missing": raw((b'"logprobs"', b'"lp"')),
-        "null": answer(logprobs=None),
-        "dict": answer(logprobs={"0": -0.5}),
-        "number": answer(logprobs=-0.5),
-        "lists": answer(logprobs=[[-0.5]] * 3),
-        "vLLM's own": answer(logprobs={"content": [{"logprob": -0.5}] * 3}),
+    "behavior_logprobs": {
+        "missing": raw((b'"behavior_logprobs"', b'"lp"')),
+        "null": answer(behavior_logprobs=None),
+        "dict": answer(behavior_logprobs={"0": -0.5}),
+        "number": answer(behavior_logprobs=-0.5),
+        "lists": answer(behavior_logprobs=[[-0.5]] * 3),
+        "vLLM's own": answer(behavior_logprobs={"content": [{"logprob": -0.5}] * 3}),
         "nulls": answer(**logprobs(-0.5, None, -0.5)),
         "texts": answer(**logprobs(-0.5, "-0.5", -0.5)),
         "bools": answer(**logprobs(-0.5, False, -0.5)),
@@ -713,7 +725,7 @@ def generate_from(responses, count, monkeypatch):
 
 def assert_good(completion):
     assert completion["tokens"] == TOKENS
-    assert completion["logprobs"] == [-0.5] * 3
+    assert completion["behavior_logprobs"] == [-0.5] * 3
     assert completion["versions"].tolist() == [4, 4, 5]
     assert completion["finished"]
 
@@ -765,4 +777,4 @@ def test_good_answers_are_believed(monkeypatch):
     for case, body in GOOD_ANSWERS.items():
         engines, [completion] = generate_from(lambda n: as_json(body), 1, monkeypatch)
         assert not engines.counts, (case, engines.counts)
-        assert max(completion["logprobs"]) <= 0, case
+        assert max(completion["behavior_logprobs"]) <= 0, case

@@ -14,7 +14,7 @@ import pytest
 import requests
 
 from conftest import PORT
-from plumbing import secret, wire
+from plumbing import secret, transport
 
 GENERATE = "/inference/v1/generate"
 ORDERS = ["/init_process_group", "/request_weight_update"]
@@ -194,18 +194,18 @@ def listening():
 
 def test_the_weight_group_listens_on_its_own_address_alone():
     before = listening()
-    store = wire.open_store("127.0.0.1", 0, 5, server=True)
+    store = transport.open_store("127.0.0.1", 0, 5, server=True)
     # gloo's sockets, too
-    group = wire.join_group("gloo", store, 0, 1, 5.0)
+    group = transport.join_group("gloo", store, 0, 1, 5.0)
     hosts = {host for host, _ in listening() - before}
     assert hosts == {"127.0.0.1"}
-    other = wire.open_store("127.0.0.1", store.port, 5)
+    other = transport.open_store("127.0.0.1", store.port, 5)
     other.set("key", "value")
     assert store.get("key") == b"value"
-    wire.leave_group(group)
+    transport.leave_group(group)
 
 
 def test_a_store_whose_port_is_taken_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         with pytest.raises(OSError):
-            wire.open_store("127.0.0.1", taken.getsockname()[1], 5, server=True)
+            transport.open_store("127.0.0.1", taken.getsockname()[1], 5, server=True)

@@ -121,7 +121,7 @@ class House:
         choice = answer.json()["choices"][0]
         return (
             choice["token_ids"],
-            torch.tensor(choice["logprobs"]),
+            torch.tensor(choice["behavior_logprobs"]),
             token_versions([Span(**s) for s in choice["weight_versions"]], n),
         )
 

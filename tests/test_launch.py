@@ -18,7 +18,7 @@ import pytest
 from bench.report import made_up_run
 from conftest import ROOT
 from plumbing import launch
-from plumbing.queues import notice, noticed
+from plumbing.queues import publish_json, read_json
 
 # An "engine": /health answers 200; /quit CODE ends it; it starts a grandchild that leaves its process group.
 ENGINE = """
@@ -86,7 +86,7 @@ class Supervised:
             )
 
     def entry(self):
-        return noticed(self.file)
+        return read_json(self.file)
 
     def get(self, path):
         import requests
@@ -476,7 +476,7 @@ def test_an_engine_that_serves_ends_with_the_run_or_when_another_has_its_name(ru
     time.sleep(2)
     assert process.poll() is None
     (run_dir / "queues").mkdir()
-    notice(run_dir / "queues" / "version.json", version=1, engines=[], done=True)
+    publish_json(run_dir / "queues" / "version.json", version=1, engines=[], done=True)
     assert process.wait(20) == 0
     (run_dir / "queues" / "version.json").unlink()
     process = start()

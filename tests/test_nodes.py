@@ -18,7 +18,7 @@ import config as cfg
 from conftest import ROOT
 from fake_engine import fake_vllm
 from plumbing import hardware, launch, nodes
-from plumbing.queues import noticed
+from plumbing.queues import read_json
 from test_run import leftovers, metrics
 
 KNOBS = ("--port", "8860", "--eval_problems", "32", "--eval_every", "0", "--start_timeout", "280")
@@ -402,7 +402,7 @@ class Hosts:
 
     def serving(self):
         """Numbers of the hosts whose engines serve the trainer's weights."""
-        said = noticed(self.folder / "n" / "queues" / "version.json")
+        said = read_json(self.folder / "n" / "queues" / "version.json")
         addresses = re.findall(r"10\.77\.0\.(\d+)", str(said.get("engines")))
         return {int(address) - 1 for address in addresses}
 

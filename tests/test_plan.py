@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from plumbing import wire
+from plumbing import transport
 from plumbing.engine import Inbox, Receiver
 from plumbing.plan import NotOnlyCopies, Plan
 
@@ -67,7 +67,7 @@ def send(inbox, seed):
     """What the trainer sends, bucket after bucket; returns it by name."""
     generator = torch.Generator().manual_seed(seed)
     sent = {n: torch.randn(s, generator=generator) for n, s in zip(NAMES, SHAPES)}
-    plan = wire.buckets(SHAPES, 4, inbox.layout[3])
+    plan = transport.buckets(SHAPES, 4, inbox.layout[3])
     for k, (first, last, _) in enumerate(plan):
         parts = [sent[name].reshape(-1) for name in NAMES[first:last]]
         inbox.memory(k).copy_(torch.cat(parts))
@@ -95,7 +95,7 @@ def test_a_worker_needs_memory_for_one_bucket_and_its_own_shards():
     inbox = inbox_of(model, bucket_bytes=300)
     own = sum(p.numel() for p in model.parameters())
     assert sum(x.numel() for x in inbox.plan.successor.values()) == own
-    assert inbox.bucket.numel() == max(n for _, _, n in wire.buckets(SHAPES, 4, 300))
+    assert inbox.bucket.numel() == max(n for _, _, n in transport.buckets(SHAPES, 4, 300))
     assert inbox.whole is None
     assert inbox.size() == 4 * (own + inbox.bucket.numel())
 

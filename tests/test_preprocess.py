@@ -15,7 +15,7 @@ from conftest import ROOT
 from plumbing import launch
 from plumbing.ledger import Ledger
 from plumbing.problems import announce_loaded, wait_until_loaded
-from plumbing.queues import Queue, notice, noticed
+from plumbing.queues import Queue, publish_json, read_json
 from plumbing.samples import join
 from preprocess import Packer, Ring, advantages, pack
 
@@ -322,7 +322,7 @@ def write_run(out, loaded=True, **knobs):
     config = cfg.Config(run="r", out=str(out), **common | limits | knobs)
     run_dir = launch.write(config)
     (run_dir / "queues").mkdir()
-    notice(
+    publish_json(
         run_dir / "queues" / "version.json",
         version=0,
         vocabulary=64,
@@ -380,8 +380,8 @@ def test_a_ring_that_overflows_drops_the_oldest_and_says_so(tmp_path):
         until(lambda: len(rollouts) == 0)
         # and are overtaken by these
         feed(2)
-        until(lambda: noticed(queues / "dropped.json").get("groups", 0) == 3)
-        notice(queues / "version.json", version=1, position={})
+        until(lambda: read_json(queues / "dropped.json").get("groups", 0) == 3)
+        publish_json(queues / "version.json", version=1, position={})
         position = train()
         # two groups are left when the last step is full
         assert position == {"next": 9, "ahead": []}
@@ -396,7 +396,7 @@ def test_a_ring_that_overflows_drops_the_oldest_and_says_so(tmp_path):
         ({"3": 4, "4": 4}, {}),
         ({"7": 4, "8": 4}, {"ring_full": {"5": 4, "6": 4}}),
     ]
-    assert noticed(queues / "dropped.json") == {"groups": 3, "lost": []}
+    assert read_json(queues / "dropped.json") == {"groups": 3, "lost": []}
 
 
 def test_problems_that_load_slowly_are_not_taken_for_missing_rollouts(tmp_path):
@@ -446,7 +446,7 @@ def test_the_stage_goes_on_without_what_it_refuses(tmp_path):
     last = read_step(Queue(queues / "batches" / "rank_0"))[-1]
     assert last["problems"] == {"0": 2, "1": 2}
     # what may have been groups of this run: the actor knows, and draws them again
-    assert noticed(queues / "dropped.json") == {"groups": 0, "lost": [3, 4]}
+    assert read_json(queues / "dropped.json") == {"groups": 0, "lost": [3, 4]}
     assert last["position"] == {"next": 2, "ahead": []}
     for words in ("other_run", "duplicate", "problem 3: tokens from 0 to 1000000", "damaged"):
         assert words in done.stdout
@@ -470,7 +470,7 @@ def test_groups_without_signal(tmp_path, no_signal):
     last = read_step(Queue(run_dir / "queues" / "batches" / "rank_0"))[-1]
     of_toy = dict(samples=12, reward=0.55, tokens=4, correct=0.5, no_answer=0.5)
     of_countdown = dict(samples=4, reward=0.1, tokens=4, no_answer=1)
-    dropped = noticed(run_dir / "queues" / "dropped.json")
+    dropped = read_json(run_dir / "queues" / "dropped.json")
     if no_signal == "drop":
         assert last["by_task"] == {"toy": pytest.approx(of_toy)}
         assert last["position"] == {"next": 6, "ahead": []}

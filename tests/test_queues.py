@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from conftest import ROOT
-from plumbing.queues import Queue, notice, noticed
+from plumbing.queues import Queue, publish_json, read_json
 
 
 def take(reader, count):
@@ -176,9 +176,9 @@ def test_full_and_empty_waits_end_with_an_error_that_names_the_queue(tmp_path):
 
 
 def test_notices(tmp_path):
-    assert noticed(tmp_path / "v.json") == {}
-    notice(tmp_path / "v.json", version=3)
-    assert noticed(tmp_path / "v.json") == {"version": 3}
+    assert read_json(tmp_path / "v.json") == {}
+    publish_json(tmp_path / "v.json", version=3)
+    assert read_json(tmp_path / "v.json") == {"version": 3}
 
 
 FULL = """

@@ -16,7 +16,7 @@ import config as cfg
 from conftest import ROOT
 from plumbing import launch
 from plumbing.ledger import Ledger
-from plumbing.queues import Queue, notice
+from plumbing.queues import Queue, publish_json
 from preprocess import Packer
 
 STEPS = 6
@@ -50,7 +50,7 @@ def make_sample(rng, step, k):
     return {
         "tokens": rng.integers(3, 50, n),
         "mask": mask,
-        "logprobs": (rng.normal(-4, 0.3, n) * mask).astype(np.float32),
+        "behavior_logprobs": (rng.normal(-4, 0.3, n) * mask).astype(np.float32),
         "versions": versions,
         "task": 0,
         "temperature": 0.9,
@@ -81,7 +81,7 @@ def write_run(out, name, base_model, ranks=1, first=0, steps=STEPS, reverse=Fals
         of_step = groups[step * GROUPS : (step + 1) * GROUPS]
         for group in reversed(of_step) if reverse else of_step:
             packer.add(group)
-    notice(queues / "sampler.json", drawn=99, pending={"97": ["toy", 3]}, state={"drawn": 99})
+    publish_json(queues / "sampler.json", drawn=99, pending={"97": ["toy", 3]}, state={"drawn": 99})
     evaluation = dict(run_id=config.run_id, eval={"toy": 0.0}, problems=0, version=steps)
     Queue(queues / "evals").put(evaluation | {"wall_s": 0.0})
     return run_dir
@@ -148,7 +148,10 @@ def plain_step(base_model, version=0):
         distribution = torch.log_softmax(logits, -1)
         sampled = s["mask"][1:]
         logprobs = distribution.gather(1, ids[1:, None])[:, 0][sampled]
-        log_w = logprobs.detach().double() - torch.from_numpy(s["logprobs"][s["mask"]]).double()
+        log_w = (
+            logprobs.detach().double()
+            - torch.from_numpy(s["behavior_logprobs"][s["mask"]]).double()
+        )
         loss = -log_w.exp().clamp(max=5.0).float() * s["advantage"] * logprobs
         (loss.sum() / len(batch)).backward()
         entropy = -(distribution.exp() * distribution).sum(-1)

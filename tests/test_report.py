@@ -119,7 +119,7 @@ def test_text_stays_text_and_numbers_are_those_of_the_files(opened):
     newest = lines[295]
     shown_rows(tab).first.click()
     row = shown_rows(tab).first.locator("td").all_inner_texts()
-    n = len(newest["logprobs"])
+    n = len(newest["behavior_logprobs"])
     # of step 60, made by version 59; its first tokens were sampled by version 58
     assert row[:5] == ["60", "toy", f"{newest['reward']:.2f}", str(n), "1"]
     assert row[6] == newest["prompt"]
@@ -157,7 +157,7 @@ def test_filters_and_order(opened):
     assert count(tab) == sum(line["outcome"] == "correct" for line in lines)
     tab.select_option("#outcome", "")
     tab.fill("#length-low", "50")
-    lengths = [len(line["logprobs"]) for line in lines]
+    lengths = [len(line["behavior_logprobs"]) for line in lines]
     assert count(tab) == sum(n >= 50 for n in lengths) > 0
     tab.fill("#length-low", "")
     tab.fill("#step-low", "5")
@@ -189,16 +189,18 @@ def test_filters_and_order(opened):
 def test_a_rollout_and_the_colours_of_its_tokens(opened):
     tab, lines, _ = opened
     wrong = [line for line in lines[20:] if line["outcome"] == "wrong"]
-    line = next(line for line in wrong if line["number"] % 10 != 9 and len(line["logprobs"]) > 8)
+    line = next(
+        line for line in wrong if line["number"] % 10 != 9 and len(line["behavior_logprobs"]) > 8
+    )
     tab.fill("#text", line["prompt"])
     shown_rows(tab).first.click()
     spans = tab.locator("#tokens span")
     assert tab.inner_text("#tokens") == line["prompt"] + line["completion"]
-    n = len(line["logprobs"])
+    n = len(line["behavior_logprobs"])
     assert spans.count() == len(line["prompt"]) + n
     title = spans.nth(len(line["prompt"])).get_attribute("title")
     assert title.startswith(
-        f"version {line['spans'][1][0]}, logprob {line['logprobs'][0]:.3f}"[:-1]
+        f"version {line['spans'][1][0]}, logprob {line['behavior_logprobs'][0]:.3f}"[:-1]
     )
     assert "ratio " in title and "advantage -0.500" in tab.inner_text("#about")
     background = (

@@ -157,7 +157,9 @@ def test_the_pipeline_end_to_end(tmp_path, base_model):
     assert [t["step"] for t in trained] == [step for step in range(1, 13) for _ in range(2)]
     for t in trained:
         s = sampled[t["number"]]
-        assert len(t["log_ratios"]) == len(s["logprobs"]) and t["number"] // 16 == s["index"]
+        assert (
+            len(t["log_ratios"]) == len(s["behavior_logprobs"]) and t["number"] // 16 == s["index"]
+        )
         versions = [version for version, _ in s["spans"] if version >= 0]
         # sampled by what was there, and at lag 0 with the trainer's own probabilities
         assert max(versions) < t["step"] <= min(versions) + 4

@@ -25,7 +25,7 @@ def make_sample(n=5, reward=0.0, version=0, prompt=2, **others):
     sample = {
         "tokens": np.arange(n) % 40,
         "mask": mask,
-        "logprobs": np.where(mask, -0.5, 0.0),
+        "behavior_logprobs": np.where(mask, -0.5, 0.0),
         "versions": np.where(mask, version, -1),
         "task": 0,
         "temperature": 1.0,

@@ -383,7 +383,7 @@ def micro_record(model, lengths, version, offset=0.0):
         with torch.no_grad():
             logprobs = token_logprobs(model, tokens, np.arange(n), 1.0)[0].numpy() - offset
         mask = np.arange(n) >= 3
-        sample = {"tokens": tokens, "mask": mask, "logprobs": logprobs * mask}
+        sample = {"tokens": tokens, "mask": mask, "behavior_logprobs": logprobs * mask}
         sample["versions"] = np.where(mask, version, -1)
         sample |= {"temperature": 1.0, "reward": i, "outcome": 0 if i else 1}
         samples.append(sample | {"num_versions": 1, "advantage": 1.0 - i, "finished": True})
@@ -506,7 +506,7 @@ def test_tokens_that_were_not_sampled_contribute_nothing(model, loss):
     config = knobs(loss=loss, entropy_coef=0.1, normalizer="sequence")
     found = []
     for logprob in (0.0, -200.0):
-        record["logprobs"][~record["mask"]] = logprob
+        record["behavior_logprobs"][~record["mask"]] = logprob
         model.zero_grad()
         value, sums = train.micro_batch(model, record, 7, config, CPU)
         value.backward()
@@ -566,7 +566,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_as_they_are(model):
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
     record = micro_record(model, [10], version=6)
     record["advantage"][:] = 3e38
-    record["logprobs"] -= 1
+    record["behavior_logprobs"] -= 1
     after, metrics, _ = parameters_after([record])
     assert not math.isfinite(metrics["grad_norm"])
     assert torch.equal(before, after)

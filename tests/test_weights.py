@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import weights
 from conftest import PORT, register, resolved, with_knobs
-from plumbing import attribution, client, group, launch, secret, wire
+from plumbing import attribution, client, group, launch, secret, transport
 from plumbing.answers import Span, token_versions
-from plumbing.queues import noticed
+from plumbing.queues import read_json
 from plumbing.ranks import Ranks
 from plumbing.samples import Transcript, join
-from plumbing.wire import buckets
+from plumbing.transport import buckets
 from tasks import toy
 from tools import base_model as base_models
 from tools.evaluate import start_engines, stop_engines
@@ -56,7 +56,7 @@ def generate(config, n=8, **sampling):
     choice = ask(config, PROMPT, n, **sampling)["choices"][0]
     return (
         choice["token_ids"],
-        torch.tensor(choice["logprobs"]),
+        torch.tensor(choice["behavior_logprobs"]),
         token_versions([Span(**s) for s in choice["weight_versions"]], n),
     )
 
@@ -235,7 +235,7 @@ def from_scratch(model, prompt, answer):
     ids = torch.tensor(prompt + choice["token_ids"])
     with torch.no_grad():
         mine = token_logprobs(model, ids, torch.arange(len(ids)), 1.0)[0][len(prompt) :]
-    return (mine - torch.tensor(choice["logprobs"])).abs().max().item()
+    return (mine - torch.tensor(choice["behavior_logprobs"])).abs().max().item()
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -312,7 +312,7 @@ def sampled(config, n=100, **fields):
     transcript.add_turn(
         dict(
             tokens=choice["token_ids"],
-            logprobs=choice["logprobs"],
+            logprobs=choice["behavior_logprobs"],
             versions=token_versions(spans, n),
         )
     )
@@ -344,7 +344,7 @@ def parts_of_actor(config, samples):
         await engines.close()
 
     asyncio.run(look())
-    return noticed(queues / "attribution.json")["parts"]
+    return read_json(queues / "attribution.json")["parts"]
 
 
 def test_age_alone_is_found_as_age(engine, sender):
@@ -421,7 +421,7 @@ def test_what_arrives_damaged_is_not_loaded_and_sent_again(engine, sender, monke
     def damaged(flat):
         """As if a bit had changed on the way, the first time."""
         calls.append(flat)
-        return torch.tensor(12345) if len(calls) == 1 else wire.checksum(flat)
+        return torch.tensor(12345) if len(calls) == 1 else transport.checksum(flat)
 
     monkeypatch.setattr(group, "checksum", damaged)
     sender.config.sync_timeout = 3.0
@@ -439,9 +439,9 @@ def test_checksum_sees_values_and_places():
     b[[5, 9]] = b[[9, 5]]
     c = a.clone()
     c[-1] += 1e-6
-    assert len({int(wire.checksum(x)) for x in (a, b, c)}) == 3 and wire.checksum(
+    assert len({int(transport.checksum(x)) for x in (a, b, c)}) == 3 and transport.checksum(
         a
-    ) == wire.checksum(a.clone())
+    ) == transport.checksum(a.clone())
 
 
 def test_an_incomplete_update_leaves_the_old_weights_whole(untied):
@@ -529,7 +529,7 @@ def test_an_only_engine_that_refuses_a_swap_is_asked_again(engine, sender, monke
     call = group.Engines._call
 
     def refuse(self, member, path, body):
-        said.append(noticed(sender.version_file))
+        said.append(read_json(sender.version_file))
         if path == "/request_weight_update" and left:
             raise RuntimeError(left.pop())
         return call(self, member, path, body)

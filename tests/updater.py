@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import config as cfg
 import weights
 from plumbing.group import Group
-from plumbing.queues import noticed
+from plumbing.queues import read_json
 from plumbing.ranks import Ranks
 
 MOMENT = {"stop at": "none"}
@@ -76,12 +76,12 @@ def main(run_dir):
         model.load_state_dict(model_of(config.model, int(version)).state_dict())
         sender.push(int(version), {})
         sender.wait()
-        said = noticed(Path(run_dir, "queues", "version.json"))
+        said = read_json(Path(run_dir, "queues", "version.json"))
         print("updated", said["version"], *sorted(url[-1] for url in said["engines"]), flush=True)
 
 
 if __name__ == "__main__":
-    from plumbing.wire import checksum as weights_checksum
+    from plumbing.transport import checksum as weights_checksum
 
     torch.set_num_threads(1)
     main(sys.argv[1])

@@ -19,7 +19,7 @@ import torch
 
 import config as cfg
 from actor import overlong_penalty
-from plumbing import checkpoints, hardware, kept
+from plumbing import archive, checkpoints, hardware
 from plumbing.samples import split
 from plumbing.sandbox import Sandbox
 from tools import memory, plain
@@ -129,7 +129,7 @@ def check_engine_logprobs(case):
         for sample in recomputed(samples):
             recompute = kind.endswith("again")
             own = plain.expected(case.found.weights, sample, recompute).logprobs
-            differences.append(np.abs(own - sample["logprobs"][sample["mask"]]))
+            differences.append(np.abs(own - sample["behavior_logprobs"][sample["mask"]]))
         if not differences:
             needed = kind in ("version 0", "after updates")
             words = "no such sequence was seen: more --batch_size, longer answers?"
@@ -194,7 +194,7 @@ def check_independence(case):
         answers = []
         for sample in group["samples"]:
             mask = sample["mask"]
-            likely = float(np.exp(sample["logprobs"][mask].astype(np.float64).sum()))
+            likely = float(np.exp(sample["behavior_logprobs"][mask].astype(np.float64).sum()))
             answers.append((tuple(sample["tokens"][mask].tolist()), likely))
         for k, (a, of_a) in enumerate(answers):
             for b, of_b in answers[:k]:
@@ -312,14 +312,16 @@ def known_steps(case):
     found = []
     for step, line in sorted(case.found.steps.items()):
         groups = all(int(draw) in case.found.groups for draw in line["problems"])
-        if groups and kept.step_folder(case.run_dir, step).exists():
+        if groups and archive.step_folder(case.run_dir, step).exists():
             found.append(step)
     return found
 
 
 def form(sample, advantage):
     """What must be the same before and after packing."""
-    arrays = [sample[name].tobytes() for name in ("tokens", "mask", "logprobs", "versions")]
+    arrays = [
+        sample[name].tobytes() for name in ("tokens", "mask", "behavior_logprobs", "versions")
+    ]
     return (*arrays, float(sample["temperature"]), round(float(advantage), 4))
 
 
@@ -336,7 +338,7 @@ def check_packing(case):
             if len(sample["tokens"]) <= case.config.row_tokens:
                 expected[form(sample, advantage)] += 1
         found = Counter()
-        for batch in kept.batches(case.run_dir, step):
+        for batch in archive.batches(case.run_dir, step):
             for sample in split(batch):
                 if sample["outcome"] >= 0:
                     found[form(sample, sample["advantage"])] += 1
@@ -417,7 +419,7 @@ def check_reference(case):
         return [not_looked(name, "--kl_coef is 0")]
     samples = []
     for step in known_steps(case)[:1]:
-        for batch in kept.batches(case.run_dir, step):
+        for batch in archive.batches(case.run_dir, step):
             samples += [sample for sample in split(batch) if sample["outcome"] >= 0]
     differences = []
     for sample in recomputed(samples):

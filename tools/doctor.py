@@ -31,7 +31,7 @@ from transformers.utils import logging
 
 import config as cfg
 from plumbing import checkpoints, hardware, secret
-from plumbing.queues import noticed
+from plumbing.queues import read_json
 from tools import plain, report
 from tools.checks import CHECKS, Case, Finding
 
@@ -74,7 +74,7 @@ class Watch:
 
     @property
     def version(self):
-        return noticed(self.run_dir / "queues" / "version.json").get("version", -1)
+        return read_json(self.run_dir / "queues" / "version.json").get("version", -1)
 
     @property
     def ended(self):
@@ -179,13 +179,13 @@ def kill_engines(c, run_dir, watch, processes):
     if not processes:
         raise RuntimeError("doctor: the run has no engine on this host to kill")
     files = [run_dir / "engines" / f"engine{port - c.port}.json" for port in processes]
-    before = {noticed(file).get("started") for file in files}
+    before = {read_json(file).get("started") for file in files}
     start = time.monotonic()
     for process, _ in processes.values():
         process.kill()
 
     def are_back():
-        entries = [noticed(file) for file in files]
+        entries = [read_json(file) for file in files]
         are_new = all(entry and entry["started"] not in before for entry in entries)
         return are_new and all(samples_tokens(entry["url"], run_dir) for entry in entries)
 

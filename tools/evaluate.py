@@ -169,7 +169,7 @@ def table(answers, seed):
 
 def configure(argv, gpus):
     """`MODEL [--knob value ...]` -> resolved Config. Raises ConfigError."""
-    cfg.need(
+    cfg.require(
         argv and not argv[0].startswith("-"),
         "the first argument must be a model: a run, a checkpoint directory or a hub name",
     )
@@ -177,7 +177,7 @@ def configure(argv, gpus):
     path = Path(model)
     if (path / "metrics.jsonl").exists() or (path / "checkpoints").exists():
         path = checkpoints.newest(path)
-        cfg.need(path, f"{model}: this run has no checkpoint yet")
+        cfg.require(path, f"{model}: this run has no checkpoint yet")
         model = str(path)
     trained_in = path.parent.parent
     names = path.parts[-2:]

@@ -180,7 +180,9 @@ def row(tokens, longest):
     lengths = [longest] * (tokens // longest) + [tokens % longest]
     samples = []
     for n in filter(None, lengths):
-        per_token = dict(tokens=np.zeros(n), logprobs=np.zeros(n), ref_logprobs=np.zeros(n))
+        per_token = dict(
+            tokens=np.zeros(n), behavior_logprobs=np.zeros(n), ref_logprobs=np.zeros(n)
+        )
         per_token |= dict(mask=np.ones(n), versions=np.zeros(n))
         scalars = dict(task=0, temperature=1, reward=0, outcome=0, finished=1)
         samples.append(per_token | scalars | dict(num_versions=1, number=0, advantage=0))

@@ -24,7 +24,7 @@ import torch
 
 import config as cfg
 from plumbing import attribution, hardware
-from plumbing.wire import buckets
+from plumbing.transport import buckets
 from tools.fake_step import SHAPES, model_config, parameter_shapes, traced
 
 GB = 1e9
@@ -251,7 +251,7 @@ def main(argv):
     # from here on no GPU is to be touched
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        cfg.need(gpus >= 1 and gpu_gb > 0, "--gpus and --gpu_memory_gb must be above 0")
+        cfg.require(gpus >= 1 and gpu_gb > 0, "--gpus and --gpu_memory_gb must be above 0")
         c = cfg.from_json(json.load(sys.stdin)) if given.resolved else resolved(words, gpus, gpu_gb)
     except cfg.ConfigError as e:
         sys.exit(f"memory: {e}")

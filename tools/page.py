@@ -138,7 +138,7 @@ def rollouts(run_dir):
         tokens += sum(len(texts) for _, texts in line["spans"])
         if tokens > MOST_TOKENS:
             break
-        names = "number index task reward outcome finished spans logprobs".split()
+        names = "number index task reward outcome finished spans behavior_logprobs".split()
         own = {name: line[name] for name in names}
         own |= dict(prompt=prompt_of(line), answer=shown(line["answer"]))
         found[number] = own | dict(step=None, advantage=None, log_ratios=None)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 import config as cfg
 from actor import Sampler
-from plumbing import kept
+from plumbing import archive
 from plumbing.problems import load_problems
 from plumbing.prompts import Prompter
 from plumbing.samples import split
@@ -209,7 +209,7 @@ class Recording:
         self.prompter = Prompter(config)
         self.train_problems = load_problems(config, "train")
         self.test_problems = load_problems(config, "test")
-        self.groups = kept.groups(run_dir)
+        self.groups = archive.groups(run_dir)
         sampler = Sampler(self.train_problems, cfg.task_weights(config.task), config.seed)
         drawn = [sampler.next() for _ in range(max(self.groups, default=-1) + 1)]
         for draw, group in self.groups.items():

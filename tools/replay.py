@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 
 import config as cfg
 import train
-from plumbing import checkpoints, kept
+from plumbing import archive, checkpoints
 from plumbing.hardware import gpu_count, share_cores
 from plumbing.log import short
 from plumbing.ranks import Ranks
@@ -61,7 +61,7 @@ def per_token(model, batch, version, config):
     mask = torch.from_numpy(batch["mask"])
     if config.late == "mask":
         mask = mask & (version - torch.from_numpy(batch["versions"]) <= config.max_lag)
-    behavior = torch.where(mask, torch.from_numpy(batch["logprobs"]), logprobs)
+    behavior = torch.where(mask, torch.from_numpy(batch["behavior_logprobs"]), logprobs)
     advantages = torch.from_numpy(batch["advantage"][sequence_ids])
     ids = torch.where(mask, torch.from_numpy(sequence_ids), -1)
     loss, clipped = train.policy_loss(config.loss, logprobs, behavior, advantages, ids, config)
@@ -164,7 +164,7 @@ def train_to(run_dir, step, config, ranks):
         checkpoints.restore(run_dir, model, optimizers, 0, path)
     print(f"replay: from {path or config.model}", flush=True)
     for k in range(version + 1, step):
-        batches = kept.batches(run_dir, k)
+        batches = archive.batches(run_dir, k)
         metrics, _ = train.train_step(model, optimizers, batches, k - 1, config, ranks.device)
         print(f"replay: step {k}: loss {metrics['loss']:.6g}", flush=True)
     return model, optimizers
@@ -184,10 +184,10 @@ def main(argv=None):
         own = dict(clip_low=-1.0, clip_high=-1.0) if "--loss" in knobs else {}
         default = cfg.from_json(vars(config) | own)
         other = cfg.check(cfg.parse(knobs, 0, default))
-        batches = kept.batches(a.run_dir, a.step)
+        batches = archive.batches(a.run_dir, a.step)
         # all of them, before anything is computed
         for k in range(start_before(a.run_dir, a.step)[1] + 1, a.step):
-            kept.batches(a.run_dir, k)
+            archive.batches(a.run_dir, k)
     except (cfg.ConfigError, FileNotFoundError) as e:
         sys.exit(f"replay: {e}")
     if not gpu_count():

@@ -24,7 +24,7 @@ import config as cfg  # noqa: E402
 from plumbing import checkpoints  # noqa: E402
 from plumbing.hardware import is_to_be_made  # noqa: E402
 from plumbing.log import RECENT  # noqa: E402
-from plumbing.queues import noticed  # noqa: E402
+from plumbing.queues import read_json  # noqa: E402
 from tools.find import run_of  # noqa: E402
 
 # a step that takes so many times as long as the recent ones is worth a word
@@ -122,7 +122,7 @@ class Status:
 
     def loading(self):
         """Engines that have been started and serve nothing yet, as words."""
-        said = noticed(self.run_dir / "queues" / "version.json")
+        said = read_json(self.run_dir / "queues" / "version.json")
         serving = said.get("engines", [])
         words = []
         for file, entry in self.engines():
@@ -135,12 +135,12 @@ class Status:
     def engines(self):
         """[(file, what it says)] of the engines that have been started and have not died."""
         files = sorted((self.run_dir / "engines").glob("*.json"))
-        known = [(file, noticed(file)) for file in files]
+        known = [(file, read_json(file)) for file in files]
         return [(file, entry) for file, entry in known if entry]
 
     def serving(self):
         """How many engines serve which version, as words; [] before the first weights."""
-        said = noticed(self.run_dir / "queues" / "version.json")
+        said = read_json(self.run_dir / "queues" / "version.json")
         if not said.get("engines"):
             return []
         alive = [entry["url"] for _, entry in self.engines() if entry.get("answers", True)]

@@ -24,7 +24,11 @@ from plumbing.samples import Transcript, join, layout, split
 
 def answer(tokens):
     """What an engine sampled, with nothing known of it but the tokens."""
-    return {"tokens": tokens, "logprobs": [-1.0] * len(tokens), "versions": [0] * len(tokens)}
+    return {
+        "tokens": tokens,
+        "behavior_logprobs": [-1.0] * len(tokens),
+        "versions": [0] * len(tokens),
+    }
 
 
 # ---- cispo_by_position
@@ -65,8 +69,8 @@ def test_cispo_by_position_counts_ratios_above_2_by_tenth():
     record["tenth"] = np.array([*prompt, *range(10), *prompt, *np.arange(20) // 2])
     # ratios of 3 in the first halves, of 1 in the others; in tenth 8 of the longer one a single 3
     early = record["mask"] & (record["tenth"] < 5)
-    record["logprobs"] -= math.log(3) * early
-    record["logprobs"][13 + 3 + 16] -= math.log(3)
+    record["behavior_logprobs"] -= math.log(3) * early
+    record["behavior_logprobs"][13 + 3 + 16] -= math.log(3)
     record = join(split(record))
     config = knobs(loss="cispo")
     optimizers = train.make_optimizers(model, config, CPU)
@@ -97,7 +101,7 @@ class FakeEngines:
             of_token = torch.log_softmax(logits, -1)
             tokens.append(torch.multinomial(of_token.exp(), 1, generator=self.random).item())
             logprobs.append(of_token[tokens[-1]].item())
-        return answer(tokens) | {"logprobs": logprobs, "finished": False, "engine": engine}
+        return answer(tokens) | {"behavior_logprobs": logprobs, "finished": False, "engine": engine}
 
     def pace(self):
         return {"gen_tok_s": 0.0, "gen_idle": 0.0}

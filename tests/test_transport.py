@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from plumbing import wire
+from plumbing import transport
 
 NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
 
@@ -41,14 +41,14 @@ class FakeNCCL:
 @pytest.fixture
 def nccl(monkeypatch):
     FakeNCCL.made = []
-    monkeypatch.setattr(wire.dist, "ProcessGroupNCCL", FakeNCCL, raising=False)
-    monkeypatch.setattr(wire.dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(transport.dist, "ProcessGroupNCCL", FakeNCCL, raising=False)
+    monkeypatch.setattr(transport.dist, "is_nccl_available", lambda: True)
     return monkeypatch
 
 
 def join(timeout=5.0):
-    store = wire.open_store("127.0.0.1", 0, 5, server=True)
-    return wire.join_group("nccl", store, 0, 1, timeout, torch.device("cpu"))
+    store = transport.open_store("127.0.0.1", 0, 5, server=True)
+    return transport.join_group("nccl", store, 0, 1, timeout, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("before", [None, "0"])
@@ -61,7 +61,7 @@ def test_a_group_has_no_watchdog_and_others_keep_theirs(nccl, before):
     assert os.environ.get(NO_WATCHDOG) == before
     # an engine's own all-reduces go on beside it
     assert group.options.is_high_priority_stream and group.options.config.max_ctas == 8
-    wire.leave_group(group)
+    transport.leave_group(group)
     assert group.aborted
 
 
@@ -82,12 +82,12 @@ def test_a_group_that_cannot_be_aborted_is_left_with_a_line(nccl, capsys):
         raise RuntimeError("still busy")
 
     nccl.setattr(FakeNCCL, "abort", refuse)
-    wire.leave_group(join())
+    transport.leave_group(join())
     assert "a group that is given up says: still busy" in capsys.readouterr().out
 
 
 def test_gloo_groups_end_by_themselves():
-    store = wire.open_store("127.0.0.1", 0, 5, server=True)
-    group = wire.join_group("gloo", store, 0, 1, 5.0)
-    wire.leave_group(group)
-    wire.leave_group(None)
+    store = transport.open_store("127.0.0.1", 0, 5, server=True)
+    group = transport.join_group("gloo", store, 0, 1, 5.0)
+    transport.leave_group(group)
+    transport.leave_group(None)

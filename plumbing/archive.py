@@ -1,7 +1,7 @@
 """What --keep_steps leaves of a run's last steps, for tools/replay.py and tools/doctor.py.
 
-    out/<run>/kept/step_000137/rank_0_row_0000.safetensors    a micro-batch that made version 137
-    out/<run>/kept/groups/0000002184.safetensors              a group as the actor sent it, by draw
+    out/<run>/archive/step_000137/rank_0_row_0000.safetensors    a micro-batch that made version 137
+    out/<run>/archive/groups/0000002184.safetensors              a group as the actor sent it, by draw
 
 Files of the queues, moved here instead of being deleted. Deliberately absent: weights; tools/replay.py goes
 on from the newest checkpoint before a step.
@@ -14,7 +14,7 @@ from plumbing.queues import read_record
 
 
 def step_folder(run_dir, step):
-    return Path(run_dir, "kept", f"step_{step:06d}")
+    return Path(run_dir, "archive", f"step_{step:06d}")
 
 
 def batch_file(run_dir, step, rank, row):
@@ -32,7 +32,7 @@ def begin_step(config, run_dir, step, rank):
 
 def group_file(config, run_dir, draw):
     """Where the group of a draw goes; those of long ago are forgotten."""
-    folder = Path(run_dir, "kept", "groups")
+    folder = Path(run_dir, "archive", "groups")
     long_ago = draw - (config.keep_steps + 2) * config.groups_per_step
     (folder / f"{long_ago:010d}.safetensors").unlink(missing_ok=True)
     return folder / f"{draw:010d}.safetensors"
@@ -51,5 +51,5 @@ def batches(run_dir, step):
 
 def groups(run_dir):
     """{draw: record} of all groups that are kept."""
-    files = sorted(Path(run_dir, "kept", "groups").glob("*.safetensors"))
+    files = sorted(Path(run_dir, "archive", "groups").glob("*.safetensors"))
     return {int(file.stem): read_record(file) for file in files}
