@@ -24,7 +24,6 @@ import config as cfg
 from plumbing import attribution, secret
 from plumbing.checkpoints import last_state
 from plumbing.client import Engines
-from plumbing.doors import NewestVersion
 from plumbing.ledger import Draws
 from plumbing.log import last_words
 from plumbing.problems import announce_loaded, load_problems
@@ -114,12 +113,10 @@ class Actor:
         self.tasks = list(cfg.task_weights(config.task))
         self.prompter = Prompter(config)
         self.sandbox = Sandbox(config)
-        newest = NewestVersion(self.queues / "version.json")
         self.engines = Engines(
             config,
             self.prompter.stop,
             self.prompter.vocabulary,
-            newest,
             secret.header(run_dir),
         )
         self.rollouts = Queue(self.queues / "rollouts", maxlen=10000)
@@ -135,12 +132,10 @@ class Actor:
         return load_problems(self.config, "test")
 
     async def start(self):
-        """Start the reward workers and the watch over the engines."""
+        """Start the reward workers."""
         await self.sandbox.start()
-        self.watch = asyncio.create_task(self.engines.watch())
 
     async def close(self):
-        self.watch.cancel()
         await self.engines.close()
         self.sandbox.close()
 
@@ -301,8 +296,8 @@ class Actor:
         if not said:
             return None
         self.version = said["version"]
-        self.engines.serve(said["engines"], said.get("served", 0))
-        self.engines.look()
+        self.engines.set_engines(said["engines"])
+        self.engines.measure_pace()
         return said["position"]
 
     async def wait_for_trainer(self):
@@ -322,7 +317,7 @@ class Actor:
         made_up = word["groups"] + draws.lost
         credit = allowed_groups(self.config, self.version) + made_up - started
         chosen = []
-        while self.wanted < self.engines.places and len(chosen) < credit:
+        while self.wanted < self.engines.capacity and len(chosen) < credit:
             chosen.append(draws.next())
             self.wanted += self.config.attempts
         if chosen:

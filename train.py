@@ -510,7 +510,7 @@ def train(config, run_dir, ranks):
                 log.step(config, state, metrics, reader.last, times)
                 log.evaluations(reader.evaluations(), run_start)
             step_start = now
-            log.alarms(version, guards.look(version, metrics, sender.unchanged))
+            log.alarms(version, guards.look(version, metrics))
             if updates_engines(config, version):
                 sender.push(version, state["position"])
             else:

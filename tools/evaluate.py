@@ -263,7 +263,7 @@ async def wait_for_all(work, processes, config):
 async def all_attempts(actor, processes, urls, out):
     """All attempts at all problems, to `out` as they come -> {source: {problem: [line, ...]}}."""
     await actor.start()
-    actor.engines.serve(urls)
+    actor.engines.set_engines(urls)
     work = []
     for task, source, number, problem in actor.held_out():
         for k in range(actor.config.eval_attempts):

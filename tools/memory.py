@@ -24,7 +24,7 @@ import torch
 
 import config as cfg
 from plumbing import attribution, hardware
-from plumbing.transport import buckets
+from plumbing.transport import bucket_ranges
 from tools.fake_step import SHAPES, model_config, parameter_shapes, traced
 
 GB = 1e9
@@ -195,8 +195,8 @@ def parameters(name):
 def bucket_sizes_gb(c):
     """Of the buckets that weights travel in."""
     itemsize = getattr(torch, c.dtype).itemsize
-    plan = buckets(parameter_shapes(c.model), itemsize, c.bucket_mb << 20)
-    return [n * itemsize / GB for _, _, n in plan]
+    layout = dict(shapes=parameter_shapes(c.model), dtype=c.dtype, bucket_bytes=c.bucket_mb << 20)
+    return [n * itemsize / GB for _, _, n in bucket_ranges(layout)]
 
 
 # ---------------------------------------------------------------------------- what is printed
