@@ -23,13 +23,9 @@ from plumbing.queues import Queue
 from plumbing.samples import Transcript, join, layout, split
 
 
-def answer(tokens):
-    """What an engine sampled, with nothing known of it but the tokens."""
-    return {
-        "tokens": tokens,
-        "behavior_logprobs": [-1.0] * len(tokens),
-        "versions": [0] * len(tokens),
-    }
+def sampled(n):
+    """(tokens, behavior_logprobs, versions) of what an engine sampled."""
+    return list(range(1, n + 1)), [-1.0] * n, [0] * n
 
 
 # ---- cispo_by_position
@@ -37,14 +33,14 @@ def answer(tokens):
 
 def test_cispo_by_position_knows_the_tenth_of_every_token():
     transcript = Transcript([7, 7])
-    transcript.add_turn(answer([1, 2, 3, 4, 5]))
+    transcript.append(*sampled(5))
     # what the environment says is no part of it
-    transcript.add_text([8, 8, 8])
-    transcript.add_turn(answer([1, 2, 3, 4, 5]))
+    transcript.append([8, 8, 8])
+    transcript.append(*sampled(5))
     sample = transcript.fields()
     assert sample["tenth"][sample["mask"]].tolist() == list(range(10))
     short = Transcript([7])
-    short.add_turn(answer([1, 2, 3]))
+    short.append(*sampled(3))
     assert short.fields()["tenth"].tolist() == [0, 0, 3, 6]
 
 
@@ -102,7 +98,8 @@ class FakeEngines:
             of_token = torch.log_softmax(logits, -1)
             tokens.append(torch.multinomial(of_token.exp(), 1, generator=self.random).item())
             logprobs.append(of_token[tokens[-1]].item())
-        return answer(tokens) | {"behavior_logprobs": logprobs, "finished": False, "engine": engine}
+        of_tokens = dict(tokens=tokens, behavior_logprobs=logprobs, versions=[0] * len(tokens))
+        return of_tokens | dict(finished=False, engine=engine)
 
     def pace(self):
         return {"gen_tok_s": 0.0, "gen_idle": 0.0}
