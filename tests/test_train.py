@@ -694,7 +694,7 @@ def measure(model, tmp_path, monkeypatch, engine, guards):
     secret.create(tmp_path)
     publish_json(tmp_path / "queues" / "version.json", engines=["http://a", "http://b"])
     monkeypatch.setattr(mismatch.requests, "post", engine.post)
-    record = micro_record(model, [10, 13, 4, 30, 9], version=3)
+    record = micro_record(model, [10, 13, 4, 30, 9, 5, 6, 7, 8], version=3)
     # temperatures and the age of samples do not matter
     record["temperature"][:] = 0.5
     sender = SimpleNamespace(wait=lambda: None)
@@ -705,9 +705,9 @@ def test_the_mismatch_is_measured_by_engines_in_turn(model, tmp_path, monkeypatc
     guards = make_guards(tmp_path)
     engine = Answers(tiny_model(), 40, off=5e-4)
     found = measure(model, tmp_path, monkeypatch, engine, guards)
-    # of four sequences all tokens but the first
-    assert found == {"mismatch": pytest.approx(5e-4, rel=0.05), "tokens": 53}
-    assert [url[7] for url, _ in engine.asked] == ["b", "a", "b", "a"]
+    # of eight sequences all tokens but the first
+    assert found == {"mismatch": pytest.approx(5e-4, rel=0.05), "tokens": 76}
+    assert [url[7] for url, _ in engine.asked] == ["b", "a"] * 4
     assert engine.asked[0][1]["sampling_params"] == dict(max_tokens=1, prompt_logprobs=0)
     assert measure(model, tmp_path, monkeypatch, engine, make_guards(tmp_path, rank=1)) == {}
 
