@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 import config as cfg
-from plumbing import attribution, hardware
+from plumbing import attribution, launch
 from plumbing.transport import buckets
 from tools.fake_step import SHAPES, model_config, parameter_shapes, traced
 
@@ -236,13 +236,13 @@ def resolved(words, gpus, gpu_gb):
     c = cfg.parse(words, gpus, gpu_gb=gpu_gb)
     # nothing is started: no ports are needed
     c.dry_run = True
-    return hardware.resolve(c, gpus)
+    return launch.resolve(c, gpus)
 
 
 def main(argv):
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    options.add_argument("--gpus", type=int, default=hardware.gpu_count() or 8)
-    options.add_argument("--gpu_memory_gb", type=float, default=hardware.gpu_memory_gb() or 80.0)
+    options.add_argument("--gpus", type=int, default=launch.gpu_count() or 8)
+    options.add_argument("--gpu_memory_gb", type=float, default=launch.gpu_memory_gb() or 80.0)
     # for run.sh: a resolved config as JSON on standard input; the verdict alone
     options.add_argument("--resolved", action="store_true")
     options.add_argument("--brief", action="store_true")
