@@ -95,7 +95,7 @@ class Group:
         self.timeout = config.sync_timeout
         self.workers = config.tensor_parallel
         self.updates = 0
-        backend, host = config.weight_backend, config.nodes[0]
+        backend, host = config.weight_backend, config.master_addr
         self.store = transport.open_store(host, 0, self.timeout, server=True)
         self.world = 1 + len(members) * self.workers
         place = dict(host=host, port=self.store.port, world=self.world, timeout=self.timeout)

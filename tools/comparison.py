@@ -23,7 +23,20 @@ from tools.panels import (
 )
 
 # two runs are the same setting whatever these are
-OWN = ("run", "out", "run_id", "seed", "port", "nodes", "fresh", "dry_run", "wandb", "report_every")
+OWN = (
+    "run",
+    "out",
+    "run_id",
+    "seed",
+    "port",
+    "nnodes",
+    "master_addr",
+    "master_port",
+    "fresh",
+    "dry_run",
+    "wandb",
+    "report_every",
+)
 MINUTES = "minutes of training"
 # key of metrics.jsonl, its axis, what it is
 QUANTITIES = (

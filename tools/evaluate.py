@@ -28,7 +28,7 @@ import requests
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import config as cfg  # noqa: E402
-from plumbing import checkpoints, hardware, launch  # noqa: E402
+from plumbing import checkpoints, launch  # noqa: E402
 
 # ---- engines
 
@@ -190,7 +190,8 @@ def configure(argv, gpus):
     c.model = model
     c.fresh = True
     c.trainers = 0
-    c.nodes = ()
+    c.nnodes = 1
+    c.master_addr = ""
     own = dict(
         run="eval-" + re.sub(r"[^A-Za-z0-9._-]", "", "-".join(names)).strip(".-")[:90],
         engines=gpus // c.tensor_parallel or 1,
@@ -304,9 +305,8 @@ def print_results(results, seed):
 def prepare(argv, gpus):
     """Everything that can be found wrong before engines start; returns the actor. Raises ConfigError."""
     c = configure(argv, gpus)
-    hardware.check_hub(c.model)
+    launch.check_model(c.model)
     launch.hold(c)
-    hardware.hold_ports(c, gpus, 0)
     done = launch.open_run(c)
     # only here, as it takes five seconds: a wrong flag is reported at once
     from actor import Actor

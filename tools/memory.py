@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 import config as cfg
-from plumbing import hardware, mismatch
+from plumbing import launch as hardware, mismatch
 from plumbing.transport import bucket_ranges
 from tools.fake_step import SHAPES, model_config, parameter_shapes, traced
 

@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 import config as cfg
 import train
 from plumbing import archive, checkpoints
-from plumbing.hardware import gpu_count, share_cores
+from plumbing.launch import gpu_count, share_cores
 from plumbing.metrics import short
 from plumbing.ranks import Ranks
 from plumbing.samples import layout
