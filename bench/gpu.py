@@ -38,6 +38,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 import config as cfg
+import plumbing.model
 import train
 from bench.common import WORK, keep, machine, parser, result_file
 from bench.train import (
@@ -50,7 +51,6 @@ from bench.train import (
     make_model,
     model_config,
 )
-from plumbing import attention
 from plumbing.ranks import Ranks
 from plumbing.samples import TOKEN_FIELDS, filler, join
 from plumbing.transport import buckets, checksum
@@ -64,7 +64,7 @@ SEVEN |= dict(num_attention_heads=28, num_key_value_heads=4)
 # logits and attention scores about as sharp as a trained model's
 SHARP = dict(initializer_range=0.04)
 GROUPS = ("embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "mlp", "norm")
-VARLEN = attention.varlen_attn
+VARLEN = plumbing.model.varlen_attn
 
 
 # ---- figures
@@ -186,7 +186,7 @@ def attend(heads, key_heads, width, window):
     rounded = [torch.randn(s, device=DEVICE).bfloat16().requires_grad_() for s in shapes]
     exact = [x.detach().float().requires_grad_() for x in rounded]
     expected = sdpa(*exact, attn_mask=seen, enable_gqa=True).transpose(1, 2)
-    got, _ = attention.packed_attention(
+    got, _ = plumbing.model.packed_attention(
         None, *rounded, None, None, window or None, cu_seq_lens_q=bounds, lengths=lengths
     )
     weight = torch.randn_like(expected)
@@ -258,7 +258,7 @@ def parity():
         of_sdpa = alone(model, sequences)
         model.set_attn_implementation("packed")
         calls = []
-        attention.varlen_attn = functools.partial(count_calls, calls)
+        plumbing.model.varlen_attn = functools.partial(count_calls, calls)
         in_row = packed(model, sequences)
         one_by_one = alone(model, sequences)
         yardstick = (of_sdpa - exact).abs()

@@ -8,7 +8,7 @@ so peaks are linear in their number beyond the few that FSDP2 holds at a time: d
 with DEPTHS layers and extrapolated.
 
 What is traced is what a GPU runs, but for the device: autograd refuses fake `cuda` tensors on a build
-without CUDA, so they are fake CPU tensors that take the GPU's branch of plumbing/attention.py, whose
+without CUDA, so they are fake CPU tensors that take the GPU's branch of plumbing/model.py, whose
 `varlen_attn` tells FakeTensorMode what FlashAttention returns and keeps (q, k, v, out, lse). AdamW is not
 the fused one here, and takes two parameters' size more while it steps. float32 on CPU is
 compared with a real process in tests/test_memory.py; nothing of this has been compared with a GPU.
@@ -35,7 +35,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 import config as cfg
 import train
-from plumbing import attention
 from plumbing.samples import join
 
 # deeper models are traced with so many layers, and extrapolated
@@ -222,7 +221,7 @@ def trace(c, model):
     large = row(c.row_tokens, min(c.row_tokens, c.max_model_len))
     with (
         mock.patch.object(train, "load_model", load_model),
-        mock.patch.object(attention, "flash_runs_on", flash_runs_on),
+        mock.patch("plumbing.model.flash_runs_on", flash_runs_on),
         mock.patch.object(torch.UntypedStorage, "resize_", lambda s, n: tracker.resize(s, n)),
         tracker,
     ):

@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 import config as cfg
-from plumbing import launch as hardware, mismatch
+from plumbing import launch as hardware
+from plumbing import mismatch
 from plumbing.transport import bucket_ranges
 from tools.fake_step import SHAPES, model_config, parameter_shapes, traced
 

@@ -33,7 +33,7 @@ TESTS = [
     "tests/test_weights.py",
     "tests/test_run.py::test_the_pipeline_end_to_end",
 ]
-SLOW_TESTS = ["tests/test_families.py", "tests/test_failures.py", "tests/test_run.py"]
+SLOW_TESTS = ["tests/test_model.py", "tests/test_failures.py", "tests/test_run.py"]
 # pip's answer to a question may take so long, s; a set-up, or all tests
 ASK_TIMEOUT = 600
 WORK_TIMEOUT = 7200
