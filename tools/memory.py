@@ -2,52 +2,153 @@
 
     python tools/memory.py math --gpus 8 --gpu_memory_gb 80 [--model ... --any knob]
 
-No GPU and no network: the five shapes of fake_step.SHAPES are known by name, other models by their
-config.json. Exit code 3: it does not fit. A trainer's step is traced (tools/fake_step.py); the engine's
-weights and KV cache and the update buffers are computed; a forward pass of the engine and what
-CUDA and NCCL take are estimates. Nothing of this has been compared with a GPU. GB are 1e9 bytes.
-Deliberately absent: vLLM's own accounting, which decides how large its KV cache really is.
+No GPU and no network: the five SHAPES are known by name, other models by their config.json. Exit code 3: it
+does not fit. All of it is arithmetic on the model's shape (`trainer_gb`, `Placed.roles`), within 5% of a real process
+on a CPU; nothing has been compared with a GPU. GB are 1e9 bytes. Deliberately absent: vLLM's own accounting,
+which decides how large its KV cache really is.
 """
 
 import argparse
 import dataclasses
 import functools
 import json
-import math
 import os
+import re
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 import config as cfg
-from plumbing import attribution, hardware
+from plumbing import hardware
 from plumbing.transport import buckets
-from tools.fake_step import SHAPES, model_config, parameter_shapes, traced
+from train import head_chunk
 
 GB = 1e9
 DOES_NOT_FIT = 3
 # a process's CUDA context, NCCL's buffers, CUDA graphs, what the allocator cannot use: an assumption
 RESERVE_GB = 2.0
 ASSUMED = "CUDA, NCCL (assumed)"
+# Qwen2.5: hidden, intermediate, layers, heads, KV heads, vocabulary, tied embeddings
+SHAPES = {
+    "0.5B": (896, 4864, 24, 14, 2, 151936, True),
+    "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
+    "7B": (3584, 18944, 28, 28, 4, 152064, False),
+    "14B": (5120, 13824, 48, 40, 8, 152064, False),
+    "32B": (5120, 27648, 64, 40, 8, 152064, False),
+}
+
+
+# ---- the model
+
+
+@functools.cache
+def model_config(name):
+    """The transformers config of a model directory, a hub model in the cache, or one of SHAPES; None if there is
+    none of these.
+    """
+    try:
+        return AutoConfig.from_pretrained(name, local_files_only=True)
+    except (OSError, ValueError):
+        found = re.fullmatch(r"(?:.*/)?Qwen2\.5-([\d.]+B)(?:-Instruct)?", name)
+    if not found or found[1] not in SHAPES:
+        return None
+    hidden, intermediate, layers, heads, kv_heads, vocabulary, tied = SHAPES[found[1]]
+    return Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        tie_word_embeddings=tied,
+        max_position_embeddings=131072,
+    )
+
+
+@functools.cache
+def parameter_shapes(name):
+    """{name of a parameter: shape}, in order."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config(name))
+    return {name: list(p.shape) for name, p in model.named_parameters()}
+
+
+@functools.cache
+def parameters(name, part=""):
+    """How many a model has, or those whose names have this part."""
+    chosen = [shape for key, shape in parameter_shapes(name).items() if part in key]
+    return sum(torch.Size(shape).numel() for shape in chosen)
+
+
+# ---- the trainer
 
 
 def trainer_gb(c):
-    """{what: GB} of a trainer rank, whatever the engines are."""
-    engines = dict(engines=0, tensor_parallel=0, gpu_memory_utilization=0, weight_backend="auto")
-    c = dataclasses.replace(c, **engines)
-    return {what: size / GB for what, size in traced(dataclasses.astuple(c)).items()}
+    """{what: GB} of a trainer rank at the peak of a step, whatever the engines are.
+
+    A step (train.py) may have its peak at three places: where the gradient of the head's logits is computed, in the
+    last layer's backward pass, or where FSDP2 adds up the gradients of what is in no layer. The factors are
+    counted from the tensors that autograd keeps of a Qwen2 layer: norms, queries, attention, gate and up.
+    """
+    model = model_config(c.model)
+    D, I, V = model.hidden_size, model.intermediate_size, model.vocab_size
+    T = c.row_tokens
+    size = getattr(torch, c.dtype).itemsize
+    every = parameters(c.model)
+    in_layers = parameters(c.model, ".layers.")
+    layer = in_layers / model.num_hidden_layers
+    of_layer = size * T * (4 * I + 10.5 * D)
+    kept = model.num_hidden_layers * of_layer
+    in_backward = size * T * 2 * I
+    if c.gradient_checkpointing:
+        # each layer's input is kept, and one layer is computed again
+        kept = model.num_hidden_layers * size * T * D
+        in_backward = size * T * (6 * I + 12 * D)
+    # FSDP2 holds in the compute dtype what it computes with: a few layers, and all that is in none
+    sharded = c.trainers > 1 or c.dtype != "float32"
+    root = size * sharded * (every - in_layers)
+    ahead = size * sharded * layer
+    several = c.trainers > 1
+    # logits in float32 and what their softmax and entropy keep; in 16 bits themselves and their gradient, too
+    each_logit = 16 if size == 4 else 20
+    logits = each_logit * V * min(T, head_chunk(V, D))
+    head = size * V * D + 4 * V * D * c.head_float32
+    peaks = [
+        {"activations": kept, "gathered": root + several * ahead, "head": logits},
+        {
+            "activations": kept + in_backward,
+            "gathered": root + (3 + several) * ahead,
+            "head": head,
+        },
+        {"activations": 0, "gathered": 4 * root, "head": 0},
+    ]
+    largest = max(peaks, key=lambda parts: sum(parts.values()))
+    each = every / c.trainers
+    static = {"weights": 4 * each, "gradients": 4 * each, "optimizer": 8 * each}
+    return {what: amount / GB for what, amount in (static | largest).items()}
+
+
+# ---- all of a run
 
 
 def forward_gb(model, tokens, sequences, parallel):
-    """A forward pass without gradients, an estimate: the MLP's three [T, I], three [T, D] of 16 bits;
-    logits of the last tokens, three times in float32.
+    """A forward pass without gradients, an estimate: the MLP's three [T, I], three [T, D] of 16 bits; logits of
+    the last tokens, three times in float32.
     """
     trunk = 3 * (model.intermediate_size / parallel + model.hidden_size)
     logits = 3 * 4 * sequences * model.vocab_size
     return (2 * tokens * trunk + logits) / GB
+
+
+def bucket_sizes_gb(c):
+    """Of the buckets that weights travel in."""
+    itemsize = getattr(torch, c.dtype).itemsize
+    plan = buckets(list(parameter_shapes(c.model).values()), itemsize, c.bucket_mb << 20)
+    return [n * itemsize / GB for _, _, n in plan]
 
 
 @dataclasses.dataclass
@@ -74,10 +175,6 @@ class Placed:
         rest = c.gpu_memory_utilization * self.gpu_gb - sum(engine.values())
         engine["KV cache"] = c.kv_cache_gb or max(rest, 0)
         engine["update buffers"] = served
-        if c.attribute_every:
-            # all logits of a prompt, in 16 and in 32 bits
-            longest = min(attribution.MOST, c.max_model_len)
-            engine["logits of prompts"] = 6 * longest * model.vocab_size / GB
         if c.weight_backend == "nccl":
             # else buckets are in host memory
             rank_0["update buffers"] = 2 * max(sizes)
@@ -119,36 +216,25 @@ class Placed:
             lacks["the KV cache of one sequence"] = self.sequence_gb - cache
         return max(lacks.items(), key=lambda item: item[1])
 
-    def on_trainers(self):
-        """GB taken of the fullest GPU that trains."""
-        return max(total for gpu, total in self.totals.items() if gpu != "engine")
-
-    def largest_row(self):
-        """The largest row_tokens that fits, a multiple of 1024, extrapolated from this and half of it;
-        0 if none does.
-        """
-        tokens = self.c.row_tokens
-        half = self.but(row_tokens=tokens // 2)
-        per_token = (self.on_trainers() - half.on_trainers()) / (tokens - tokens // 2)
-        rows = tokens + (self.gpu_gb - self.on_trainers()) / per_token
-        return max(int(rows // 1024) * 1024, 0)
+    @property
+    def fits(self):
+        return self.lack[1] <= 0
 
     def but(self, **knobs):
         """The same with other knobs."""
         return dataclasses.replace(self, c=dataclasses.replace(self.c, **knobs))
 
-    @property
-    def static_gb(self):
-        """Weights, gradients, optimizer of a trainer rank: 16 bytes a parameter over all ranks."""
-        return 16 * parameters(self.c.model) / self.c.trainers / GB
-
-    def hopeless(self):
-        """These alone are too much: no need to trace."""
-        return self.static_gb + RESERVE_GB > self.gpu_gb
-
-    @property
-    def fits(self):
-        return not self.hopeless() and self.lack[1] <= 0
+    def largest_row(self):
+        """The largest row_tokens that fits the GPUs that train, a multiple of 1024; 0 if none does."""
+        low, high = 0, 1 << 12
+        while high - low > 1:
+            middle = (low + high) // 2
+            totals = self.but(row_tokens=1024 * middle).totals
+            if max(total for gpu, total in totals.items() if gpu != "engine") <= self.gpu_gb:
+                low = middle
+            else:
+                high = middle
+        return 1024 * low
 
     def changes(self):
         """What may help, as knobs, in the order in which it is tried."""
@@ -173,33 +259,18 @@ class Placed:
     def advice(self):
         """The first of `changes` with which it fits, as flags."""
         for knobs in self.changes():
-            changed = self.but(**knobs)
-            if changed.fits:
+            if self.but(**knobs).fits:
                 return "try " + " ".join(f"--{name} {value}" for name, value in knobs.items())
         return "it takes more GPUs, or larger ones"
 
     def verdict(self):
-        if self.hopeless():
-            what = f"weights, gradients and optimizer take {self.static_gb:.0f} GB of each trainer's GPU"
-            return f"does not fit: {what} of {self.gpu_gb:.0f}; {self.advice()}"
         where, lack = self.lack
         if lack > 0:
             return f"does not fit: {where}: {lack:.2f} GB too little; {self.advice()}"
         return f"fits, with {-lack:.1f} of {self.gpu_gb:.0f} GB to spare ({where})"
 
 
-def parameters(name):
-    return sum(math.prod(shape) for shape in parameter_shapes(name))
-
-
-def bucket_sizes_gb(c):
-    """Of the buckets that weights travel in."""
-    itemsize = getattr(torch, c.dtype).itemsize
-    plan = buckets(parameter_shapes(c.model), itemsize, c.bucket_mb << 20)
-    return [n * itemsize / GB for _, _, n in plan]
-
-
-# ---------------------------------------------------------------------------- what is printed
+# ---- the command line
 
 
 def show(placed):
@@ -218,17 +289,11 @@ def show(placed):
         if any(cells):
             print(f"{what:<24}" + "".join(f"{cell:>14}" for cell in cells))
     sequences = placed.roles["engine"]["KV cache"] / placed.sequence_gb
-    copy = billions * getattr(torch, c.dtype).itemsize
     print(
         f"KV cache of an engine: {sequences:.0f} sequences of {c.max_model_len} tokens, "
         f"of {c.concurrency} in progress"
     )
-    print(f"host: {4 * billions:.0f} GB in every rank while it loads, then {copy:.0f} GB in rank 0")
-    if not placed.hopeless():
-        print(f"largest --row_tokens that fits: {placed.largest_row()}")
-
-
-# ---------------------------------------------------------------------------- the command line
+    print(f"largest --row_tokens that fits: {placed.largest_row()}")
 
 
 def resolved(words, gpus, gpu_gb):

@@ -15,18 +15,14 @@ import sys
 import time
 from pathlib import Path
 
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import config as cfg  # noqa: E402
 from plumbing import checkpoints  # noqa: E402
 from plumbing.hardware import is_to_be_made  # noqa: E402
 from plumbing.log import RECENT  # noqa: E402
 from plumbing.queues import read_json  # noqa: E402
-from tools.find import run_of  # noqa: E402
 
+OUT = cfg.ROOT / "out"
 # a step that takes so many times as long as the recent ones is worth a word
 SLOW = 5
 SUMMARY = """\
@@ -39,6 +35,25 @@ queues     {queues}
 checkpoint {checkpoint}
 alarms     {alarms}
 """
+
+
+def find_run(name=None, file="config.json"):
+    """The directory of a run, given as such or by its name under out/; None: of the newest. Exits with a line if
+    there is none that has this file.
+    """
+    if name:
+        places = [Path(name), OUT / name]
+        for place in places:
+            if (place / file).exists():
+                return place
+        sys.exit(f"{name}: there is no {file} in {places[0]}, nor in {places[1]}")
+    # an evaluation (tools/evaluate.py) has no trainer
+    found = [path.parent for path in OUT.glob(f"*/{file}") if cfg.load(path.parent).trainers]
+    if not found:
+        sys.exit(f"no run in {OUT} has a {file} yet: name one")
+    newest = max(found, key=lambda run_dir: (run_dir / file).stat().st_mtime)
+    print(f"(the newest run: {newest})", file=sys.stderr)
+    return newest
 
 
 def duration(seconds):
@@ -55,7 +70,7 @@ def scores(line):
     return " ".join(f"{name} {score:.3f}" for name, score in line["eval"].items())
 
 
-def is_held(run_dir):
+def is_running(run_dir):
     """Does a process of the run, on any machine, still have its lock?"""
     run_dir = Path(run_dir).resolve()
     path = run_dir.with_name(f".{run_dir.name}.lock")
@@ -91,6 +106,7 @@ class Status:
         with open(path, "rb") as file:
             file.seek(self.offset)
             new = file.read()
+        # the last line may not be whole yet
         whole = new[: new.rfind(b"\n") + 1]
         self.offset += len(whole)
         for text in whole.splitlines():
@@ -104,68 +120,65 @@ class Status:
                 self.alarms.append(line)
         del self.steps[:-RECENT]
 
+    # ---- the last steps
+
     def mean(self, key):
-        return sum(line[key] for line in self.steps) / len(self.steps)
+        return statistics.mean(line[key] for line in self.steps)
 
     def who_waits(self):
         """Shares of the recent time."""
-        seconds = sum(line["step_s"] for line in self.steps)
-        waited = sum(line["wait_data_s"] for line in self.steps)
-        return (
-            f"trainer waits {waited / seconds:.0%}, engine places {self.mean('gen_idle'):.0%} empty"
-        )
+        waits = self.mean("wait_data_s") / self.mean("step_s")
+        return f"trainer waits {waits:.0%}, engine places {self.mean('gen_idle'):.0%} empty"
 
-    def left(self):
-        """Seconds to the last step, at the recent pace."""
+    def eta(self):
+        """Time to the last step, at the recent pace."""
         seconds = statistics.median(line["step_s"] for line in self.steps)
-        return (self.config.steps - self.steps[-1]["step"]) * seconds
+        return duration((self.config.steps - self.steps[-1]["step"]) * seconds)
 
-    def loading(self):
-        """Engines that have been started and serve nothing yet, as words."""
-        said = read_json(self.run_dir / "queues" / "version.json")
-        serving = said.get("engines", [])
-        words = []
-        for file, entry in self.engines():
-            if entry["url"] not in serving or not entry.get("answers", True):
-                with contextlib.suppress(OSError):
-                    seconds = time.time() - file.stat().st_mtime
-                    words.append(f"{file.stem} loading, {duration(seconds)}")
-        return words
+    # ---- the engines
 
     def engines(self):
-        """[(file, what it says)] of the engines that have been started and have not died."""
-        files = sorted((self.run_dir / "engines").glob("*.json"))
-        known = [(file, read_json(file)) for file in files]
-        return [(file, entry) for file, entry in known if entry]
-
-    def serving(self):
-        """How many engines serve which version, as words; [] before the first weights."""
-        said = read_json(self.run_dir / "queues" / "version.json")
-        if not said.get("engines"):
-            return []
-        alive = [entry["url"] for _, entry in self.engines() if entry.get("answers", True)]
-        count = len(set(alive) & set(said["engines"]))
-        return [f"{count} of {self.config.engines} serve version {said['served']}"]
+        """(how many serve which version, which have been started and serve nothing yet), as lists of words."""
+        known = read_json(self.run_dir / "queues" / "version.json")
+        urls = known.get("engines", [])
+        count = 0
+        loading = []
+        for file in sorted((self.run_dir / "engines").glob("*.json")):
+            entry = read_json(file)
+            if not entry:
+                continue
+            if entry["url"] in urls and entry.get("answers", True):
+                count += 1
+                continue
+            # it may be removed right now
+            with contextlib.suppress(OSError):
+                age = duration(time.time() - file.stat().st_mtime)
+                loading.append(f"{file.stem} loading, {age}")
+        words = f"{count} of {self.config.engines} serve version {known.get('served')}"
+        return [words] if urls else [], loading
 
     def starting(self):
         """What it waits for before its first step."""
-        waits = self.loading()
-        if not waits and not self.serving():
-            waits = ["models are being loaded"]
         if is_to_be_made(self.config.model):
-            waits = ["the tiny base model is being made"]
-        return "; ".join(waits) or "the first rollouts are sampled"
+            return "the tiny base model is being made"
+        serving, loading = self.engines()
+        if loading:
+            return "; ".join(loading)
+        return "the first rollouts are sampled" if serving else "models are being loaded"
+
+    # ---- in a line, at length
 
     def line(self):
         """All that matters now, in a line."""
+        serving, loading = self.engines()
         # a continued run has steps, and engines without weights
-        if not self.steps or not self.serving():
+        if not self.steps or not serving:
             return self.starting()
         last = self.steps[-1]
         words = [
-            f"step {last['step']}/{self.config.steps}, eta {duration(self.left())}",
+            f"step {last['step']}/{self.config.steps}, eta {self.eta()}",
             f"reward {self.mean('reward'):.3f}",
-            f"lag {self.mean('lag_mean'):.1f}/{max(x['lag_max'] for x in self.steps)}",
+            f"lag {self.mean('lag_mean'):.1f}/{max(line['lag_max'] for line in self.steps)}",
             self.who_waits(),
         ]
         if self.evals:
@@ -173,16 +186,14 @@ class Status:
         silent = time.time() - self.stepped_at
         if silent > SLOW * self.mean("step_s") + 5 and last["step"] < self.config.steps:
             words.append(f"no step for {duration(silent)}")
-        words += self.loading()
+        words += loading
         if self.alarms:
             words.append(f"{len(self.alarms)} alarms")
         return " | ".join(words)
 
-    # ---- at length
-
     def state(self):
         """Running, complete, or stopped."""
-        if is_held(self.run_dir):
+        if is_running(self.run_dir):
             return "running"
         if self.evals and self.evals[-1]["version"] == self.config.steps:
             return "complete; a larger --steps extends it"
@@ -196,35 +207,36 @@ class Status:
         lately = "-"
         if self.steps:
             ago = duration(time.time() - self.stepped_at)
-            last = self.steps[-1]
-            step = f"{last['step']} of {self.config.steps}, {ago} ago, {self.mean('step_s'):.1f} s each; eta {duration(self.left())}"
-            lately = (
-                f"reward {self.mean('reward'):.3f}, lag {self.mean('lag_mean'):.2f}, ess {self.mean('ess'):.3f}; "
-                f"{self.who_waits()}"
-            )
-        queues = {}
+            step = f"{self.steps[-1]['step']} of {self.config.steps}, {ago} ago, "
+            step += f"{self.mean('step_s'):.1f} s each; eta {self.eta()}"
+            lately = f"reward {self.mean('reward'):.3f}, lag {self.mean('lag_mean'):.2f}, "
+            lately += f"ess {self.mean('ess'):.3f}; {self.who_waits()}"
+        queues = []
         for folder in sorted((self.run_dir / "queues").glob("*/")):
-            queues[folder.name] = len(list(folder.rglob("*.safetensors")))
-        first_and_last = self.evals[:1] + self.evals[1:][-1:]
-        held_out = [f"{scores(line)} (version {line['version']})" for line in first_and_last]
+            queues.append(f"{len(list(folder.rglob('*.safetensors')))} in {folder.name}")
+        held_out = [f"{scores(line)} (version {line['version']})" for line in self.evals]
         newest = checkpoints.newest(self.run_dir)
-        engines = self.serving() + self.loading() if is_held(self.run_dir) else []
+        engines = sum(self.engines(), []) if is_running(self.run_dir) else []
+        alarms = [f"version {line['version']}: {line['alarm']}" for line in self.alarms]
         return SUMMARY.format(
             run_dir=self.run_dir,
             state=self.state(),
             step=step,
-            held_out=" | ".join(held_out) or "-",
+            held_out=" | ".join(held_out[:1] + held_out[1:][-1:]) or "-",
             lately=lately,
             engines="; ".join(engines) or "none",
-            queues=", ".join(f"{n} in {name}" for name, n in queues.items()) or "-",
+            queues=", ".join(queues) or "-",
             checkpoint=newest.name if newest else "none yet",
-            alarms="; ".join(f"version {x['version']}: {x['alarm']}" for x in self.alarms)
-            or "none",
+            alarms="; ".join(alarms) or "none",
         )
 
 
 def screen(run_dir):
     """Pass on stdin, line by line, above a line that stays."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
     status = Status(run_dir)
     start = time.monotonic()
 
@@ -250,7 +262,7 @@ def main():
     a = p.parse_args()
     if a.screen:
         return screen(a.run)
-    status = Status(run_of(a.run))
+    status = Status(find_run(a.run))
     status.look()
     print(status.summary(), end="")
 
