@@ -19,10 +19,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import config as cfg  # noqa: E402
 from plumbing import checkpoints  # noqa: E402
 from plumbing.hardware import is_to_be_made  # noqa: E402
-from plumbing.log import RECENT  # noqa: E402
 from plumbing.queues import read_json  # noqa: E402
 
 OUT = cfg.ROOT / "out"
+# steps that are meant by "lately"
+RECENT = 10
 # a step that takes so many times as long as the recent ones is worth a word
 SLOW = 5
 SUMMARY = """\
