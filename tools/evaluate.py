@@ -11,6 +11,7 @@ same machine. Deliberately absent: several nodes, continuing an evaluation that 
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -34,11 +35,10 @@ from plumbing import checkpoints, hardware, launch  # noqa: E402
 
 
 def start_engines(config, gpus=0, as_loaded=True):
-    """Start the engines of a resolved config and wait until they are healthy.
+    """Start the engines of a resolved config and wait until they are healthy; returns their processes.
 
     as_loaded: they generate with the weights they have loaded, as version 0; else nothing before a trainer has sent
-    them some. Returns their processes, each leader of a process group. Raises RuntimeError or TimeoutError naming
-    the logs.
+    them some. Raises RuntimeError or TimeoutError naming their logs.
     """
     modules = filter(None, [str(cfg.ROOT), os.environ.get("PYTHONPATH")])
     own = dict(PYTHONPATH=os.pathsep.join(modules), PIPELINE_SERVE_AS_LOADED=str(int(as_loaded)))
@@ -47,23 +47,14 @@ def start_engines(config, gpus=0, as_loaded=True):
     try:
         for name, env, command in launch.engine_commands(config, gpus, 0):
             with open(_logs(config) / f"{name}.log", "w") as log:
-                process = subprocess.Popen(
-                    command,
-                    env=os.environ | env | own,
-                    stdout=log,
-                    stderr=log,
-                    cwd=cfg.ROOT,
-                    start_new_session=True,
-                )
-            processes.append(process)
+                output = dict(stdout=log, stderr=log, cwd=cfg.ROOT, start_new_session=True)
+                processes.append(subprocess.Popen(command, env=os.environ | env | own, **output))
         for url in hardware.urls(config, gpus):
             while not _is_healthy(url):
                 check_alive(processes, config)
                 if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"evaluate: the engine at {url} was not healthy within "
-                        f"{config.start_timeout:.0f} s: see {_logs(config)}"
-                    )
+                    late = f"not healthy within {config.start_timeout:.0f} s: see {_logs(config)}"
+                    raise TimeoutError(f"evaluate: the engine at {url} was {late}")
                 time.sleep(0.5)
     except BaseException:
         stop_engines(processes)
@@ -118,33 +109,25 @@ def majority(answers, successes):
     return float(np.mean([successes[answers.index(a)] for a in winners])) if winners else 0.0
 
 
-def interval(scores, seed=0, rounds=10000):
-    """Bootstrap 95% interval of the mean of one score per problem [P]: percentiles over `rounds` resamples of the problems."""
-    problems = len(scores)
-    # how often each problem is drawn, [rounds, P]
-    drawn = np.random.default_rng(seed).multinomial(problems, [1 / problems] * problems, rounds)
-    return tuple(np.percentile(drawn @ np.asarray(scores, float) / problems, [2.5, 97.5]))
+def interval(scores):
+    """95% interval of the mean of one score per problem [P], by the central limit theorem."""
+    half = 1.96 * np.std(scores) / np.sqrt(len(scores))
+    return max(np.mean(scores) - half, 0.0), min(np.mean(scores) + half, 1.0)
 
 
-def scores_by_metric(attempts):
-    """{metric: [score of each problem]}; attempts: of each problem the lines of answers.jsonl, equally many."""
-    n = len(attempts[0])
-    successes = [[line["success"] for line in lines] for lines in attempts]
+def table(answers):
+    """{metric: (mean, low, high)} of one problem set; answers: {problem: [attempt, ...]}, lines of answers.jsonl."""
+    successes = [[line["success"] for line in lines] for lines in answers.values()]
     correct = list(map(sum, successes))
-    scores = {f"pass@1 = avg@{n}" if n > 1 else "pass@1": [c / n for c in correct]}
-    powers = [2**i for i in range(1, n.bit_length()) if 2**i < n]
-    for k in powers + [n] * (n > 1):
+    n = len(successes[0])
+    scores = {"pass@1" if n == 1 else f"pass@1 = avg@{n}": [c / n for c in correct]}
+    # 2, 4, 8, ... and n
+    for k in [2**i for i in range(1, n.bit_length()) if 2**i < n] + [n] * (n > 1):
         scores[f"pass@{k}"] = [pass_at_k(n, c, k) for c in correct]
     if n > 1:
-        answers = [[line["answer"] for line in lines] for lines in attempts]
-        scores[f"maj@{n}"] = list(map(majority, answers, successes))
-    return scores
-
-
-def table(answers, seed):
-    """{metric: (mean, low, high)} of one problem set; answers: {problem: [attempt, ...]}, as in answers.jsonl."""
-    scores = scores_by_metric(list(answers.values()))
-    return {name: (float(np.mean(of)), *interval(of, seed)) for name, of in scores.items()}
+        votes = [[line["answer"] for line in lines] for lines in answers.values()]
+        scores[f"maj@{n}"] = list(map(majority, votes, successes))
+    return {name: (float(np.mean(of)), *interval(of)) for name, of in scores.items()}
 
 
 # ---- the evaluation
@@ -161,30 +144,27 @@ def configure(argv, gpus):
         path = checkpoints.newest(path)
         cfg.require(path, f"{argv[0]}: this run has no checkpoint yet")
     run_dir = path.parent.parent
-    of_run = path.parent.name == "checkpoints" and (run_dir / "config.json").exists()
-    c = cfg.parse(argv[1:], gpus, cfg.load(run_dir) if of_run else None)
-    name = f"{run_dir.name}-{path.name}" if of_run else "-".join(path.parts[-2:])
-    own = dict(
-        run="eval-" + re.sub(r"[^A-Za-z0-9._-]", "", name).strip(".-")[:90],
-        engines=gpus // c.tensor_parallel or 1,
-        gpu_memory_utilization=0.0,
-    )
+    names = path.parts[-2:]
+    default = None
+    if path.parent.name == "checkpoints" and (run_dir / "config.json").exists():
+        default = cfg.load(run_dir)
+        names = (run_dir.name, path.name)
+    c = cfg.parse(argv[1:], gpus, default)
+    name = re.sub(r"[^A-Za-z0-9._-]", "", "-".join(names)).strip(".-")[:90]
+    own = dict(run=f"eval-{name}", engines=gpus // c.tensor_parallel or 1, gpu_memory_utilization=0)
     given = [arg.split("=")[0] for arg in argv]
-    for knob, value in own.items():
-        if f"--{knob}" not in given:
-            setattr(c, knob, value)
+    own = {knob: value for knob, value in own.items() if f"--{knob}" not in given}
     # on this node alone, wherever the run was
-    c.model, c.fresh, c.trainers, c.nodes = str(path), True, 0, ()
-    return launch.resolve(c, gpus, training=False)
+    own |= dict(model=str(path), fresh=True, trainers=0, nodes=())
+    return launch.resolve(dataclasses.replace(c, **own), gpus, training=False)
 
 
 async def attempt(actor, task, source, number, problem, k):
     """Attempt k at a problem -> its line of answers.jsonl."""
     sample = await actor.evaluate_attempt(task, number, problem, k)
     if sample is None:
-        raise RuntimeError(
-            f"evaluate: problem {number} of {source}: the engines failed every try, see {_logs(actor.config)}"
-        )
+        logs = _logs(actor.config)
+        raise RuntimeError(f"evaluate: problem {number} of {source} failed every try: see {logs}")
     # attempts vote by the task's `answer`, or by all of their text
     answer = str(sample["completion"]).strip()
     if hasattr(actor.sandbox.tasks[task], "answer"):
@@ -215,27 +195,23 @@ async def all_attempts(actor, processes, urls, out):
     c = actor.config
     await actor.start()
     actor.engines.serve(urls)
-    pending = set()
-    for problem in actor.held_out():
-        for k in range(c.eval_attempts):
-            pending.add(asyncio.create_task(attempt(actor, *problem, k)))
+    tries = [(problem, k) for problem in actor.held_out() for k in range(c.eval_attempts)]
+    pending = {asyncio.create_task(attempt(actor, *problem, k)) for problem, k in tries}
     lines = []
     last_answer = last_print = time.monotonic()
     while pending:
         done, pending = await asyncio.wait(pending, timeout=1)
         check_alive(processes, c)
         now = time.monotonic()
+        last_answer = now if done else last_answer
+        if now > last_answer + c.stall_timeout:
+            raise TimeoutError(f"evaluate: no answer for {c.stall_timeout:.0f} s: see {_logs(c)}")
         for task in done:
             lines.append(task.result())
             out.write(json.dumps(lines[-1]) + "\n")
-            last_answer = now
-        if now > last_answer + c.stall_timeout:
-            raise TimeoutError(
-                f"evaluate: no answer from the engines within {c.stall_timeout:.0f} s: see {_logs(c)}"
-            )
         if now > last_print + 10:
             last_print = now
-            print(f"eval: {len(lines)} of {len(lines) + len(pending)} answers", flush=True)
+            print(f"eval: {len(lines)} of {len(tries)} answers", flush=True)
     await actor.close()
     results = {}
     for line in sorted(lines, key=lambda line: (line["problem"], line["attempt"])):
@@ -243,13 +219,13 @@ async def all_attempts(actor, processes, urls, out):
     return results
 
 
-def print_results(results, seed):
+def print_results(results):
     """The table; returns its numbers, {source: {metric: (mean, low, high)}}."""
-    metrics = {source: table(answers, seed) for source, answers in results.items()}
+    metrics = {source: table(answers) for source, answers in results.items()}
     print(f"\n{'set':<16}{'problems':>9}  {'metric':<18}{'mean':>7}   95% interval")
     for source, answers in results.items():
+        where = f"{source:<16}{len(answers):>9}"
         for name, (mean, low, high) in metrics[source].items():
-            where = f"{source:<16}{len(answers):>9}"
             print(f"{where}  {name:<18}{mean:>7.4f}   {low:.4f} to {high:.4f}")
         lines = sum(answers.values(), [])
         outcomes = Counter(x["outcome"] + ", cut off" * (not x["finished"]) for x in lines)
@@ -264,19 +240,12 @@ def prepare(argv, gpus):
     hardware.check_hub(c.model)
     launch.hold(c)
     hardware.hold_ports(c, gpus, 0)
-    done = launch.open_run(c)
+    print(f"eval: {launch.open_run(c)} | {c.model}, temperature {c.eval_temperature}", flush=True)
     # only here, as it takes five seconds: a wrong flag is reported at once
     from actor import Actor
 
     actor = Actor(c, launch.write(c))
     actor.prompter.check(actor.test_problems)
-    counts = Counter(source for _, source, _, _ in actor.held_out())
-    sets = ", ".join(f"{count} problems of {source}" for source, count in counts.items())
-    print(
-        f"eval: {done} | {c.model} on {sets}, {c.eval_attempts} attempts each, "
-        f"temperature {c.eval_temperature}",
-        flush=True,
-    )
     return actor
 
 
@@ -297,12 +266,9 @@ def main(argv):
             results = asyncio.run(work)
     finally:
         stop_engines(processes)
-    saved = dict(
-        model=c.model,
-        problems={source: len(answers) for source, answers in results.items()},
-        attempts=c.eval_attempts,
-        metrics=print_results(results, c.seed),
-    )
+    problems = {source: len(answers) for source, answers in results.items()}
+    saved = dict(model=c.model, problems=problems, attempts=c.eval_attempts)
+    saved["metrics"] = print_results(results)
     path = actor.run_dir / "results.json"
     path.write_text(json.dumps(saved, indent=1) + "\n")
     print(f"answers in {actor.run_dir}/answers.jsonl, numbers in {path}")

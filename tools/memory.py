@@ -24,7 +24,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 import config as cfg
 from plumbing import hardware, mismatch
-from plumbing.transport import buckets
 from train import head_chunk
 
 GB = 1e9
@@ -32,7 +31,9 @@ DOES_NOT_FIT = 3
 # a process's CUDA context, NCCL's buffers, CUDA graphs, what the allocator cannot use: an assumption
 RESERVE_GB = 2.0
 ASSUMED = "CUDA, NCCL (assumed)"
-# Qwen2.5: hidden, intermediate, layers, heads, KV heads, vocabulary, tied embeddings
+TRAINER_PARTS = ("weights", "gradients", "optimizer", "activations", "gathered", "head")
+# Qwen2.5
+FIELDS = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size tie_word_embeddings".split()
 SHAPES = {
     "0.5B": (896, 4864, 24, 14, 2, 151936, True),
     "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
@@ -56,32 +57,24 @@ def model_config(name):
         found = re.fullmatch(r"(?:.*/)?Qwen2\.5-([\d.]+B)(?:-Instruct)?", name)
     if not found or found[1] not in SHAPES:
         return None
-    hidden, intermediate, layers, heads, kv_heads, vocabulary, tied = SHAPES[found[1]]
-    return Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        tie_word_embeddings=tied,
-        max_position_embeddings=131072,
-    )
+    return Qwen2Config(**dict(zip(FIELDS, SHAPES[found[1]])), max_position_embeddings=131072)
 
 
 @functools.cache
-def parameter_shapes(name):
-    """{name of a parameter: shape}, in order."""
+def parameter_sizes(name):
+    """{name of a parameter: number of elements}."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config(name))
-    return {name: list(p.shape) for name, p in model.named_parameters()}
+    return {name: p.numel() for name, p in model.named_parameters()}
 
 
-@functools.cache
 def parameters(name, part=""):
-    """How many a model has, or those whose names have this part."""
-    chosen = [shape for key, shape in parameter_shapes(name).items() if part in key]
-    return sum(torch.Size(shape).numel() for shape in chosen)
+    """How many a model has, or those in whose names this is."""
+    return sum(n for key, n in parameter_sizes(name).items() if part in key)
+
+
+def itemsize(c):
+    return getattr(torch, c.dtype).itemsize
 
 
 # ---- the trainer
@@ -91,45 +84,39 @@ def trainer_gb(c):
     """{what: GB} of a trainer rank at the peak of a step, whatever the engines are.
 
     A step (train.py) may have its peak at three places: where the gradient of the head's logits is computed, in the
-    last layer's backward pass, or where FSDP2 adds up the gradients of what is in no layer. The factors are
-    counted from the tensors that autograd keeps of a Qwen2 layer: norms, queries, attention, gate and up.
+    last layer's backward pass, or where FSDP2 adds up the gradients of what is in no layer. The factors count
+    what autograd keeps of a Qwen2 layer: norms, queries, attention, gate and up.
     """
     model = model_config(c.model)
     D, I, V = model.hidden_size, model.intermediate_size, model.vocab_size
-    T = c.row_tokens
-    size = getattr(torch, c.dtype).itemsize
+    L = model.num_hidden_layers
+    size = itemsize(c)
+    tokens = size * c.row_tokens
     every = parameters(c.model)
     in_layers = parameters(c.model, ".layers.")
-    layer = in_layers / model.num_hidden_layers
-    of_layer = size * T * (4 * I + 10.5 * D)
-    kept = model.num_hidden_layers * of_layer
-    in_backward = size * T * 2 * I
+    kept = L * tokens * (4 * I + 10.5 * D)
+    in_backward = tokens * 2 * I
     if c.gradient_checkpointing:
         # each layer's input is kept, and one layer is computed again
-        kept = model.num_hidden_layers * size * T * D
-        in_backward = size * T * (6 * I + 12 * D)
+        kept = L * tokens * D
+        in_backward = tokens * (6 * I + 12 * D)
     # FSDP2 holds in the compute dtype what it computes with: a few layers, and all that is in none
-    sharded = c.trainers > 1 or c.dtype != "float32"
-    root = size * sharded * (every - in_layers)
-    ahead = size * sharded * layer
     several = c.trainers > 1
+    sharded = several or size < 4
+    root = sharded * size * (every - in_layers)
+    layer = sharded * size * in_layers / L
     # logits in float32 and what their softmax and entropy keep; in 16 bits themselves and their gradient, too
-    each_logit = 16 if size == 4 else 20
-    logits = each_logit * V * min(T, head_chunk(V, D))
-    head = size * V * D + 4 * V * D * c.head_float32
+    logits = (16 if size == 4 else 20) * V * min(c.row_tokens, head_chunk(V, D))
+    weight = size * V * D + 4 * V * D * c.head_float32
+    # activations, gathered, head
     peaks = [
-        {"activations": kept, "gathered": root + several * ahead, "head": logits},
-        {
-            "activations": kept + in_backward,
-            "gathered": root + (3 + several) * ahead,
-            "head": head,
-        },
-        {"activations": 0, "gathered": 4 * root, "head": 0},
+        (kept, root + several * layer, logits),
+        (kept + in_backward, root + (3 + several) * layer, weight),
+        (0, 4 * root, 0),
     ]
-    largest = max(peaks, key=lambda parts: sum(parts.values()))
     each = every / c.trainers
-    static = {"weights": 4 * each, "gradients": 4 * each, "optimizer": 8 * each}
-    return {what: amount / GB for what, amount in (static | largest).items()}
+    amounts = (4 * each, 4 * each, 8 * each, *max(peaks, key=sum))
+    return {what: amount / GB for what, amount in zip(TRAINER_PARTS, amounts)}
 
 
 # ---- all of a run
@@ -142,13 +129,6 @@ def forward_gb(model, tokens, sequences, parallel):
     trunk = 3 * (model.intermediate_size / parallel + model.hidden_size)
     logits = 3 * 4 * sequences * model.vocab_size
     return (2 * tokens * trunk + logits) / GB
-
-
-def bucket_sizes_gb(c):
-    """Of the buckets that weights travel in."""
-    itemsize = getattr(torch, c.dtype).itemsize
-    plan = buckets(list(parameter_shapes(c.model).values()), itemsize, c.bucket_mb << 20)
-    return [n * itemsize / GB for _, _, n in plan]
 
 
 @dataclasses.dataclass
@@ -164,10 +144,7 @@ class Placed:
         """{role: {what: GB}}, see the module's docstring."""
         c = self.c
         model = model_config(c.model)
-        sizes = bucket_sizes_gb(c)
-        weights = sum(sizes)
-        rank = trainer_gb(c) | {ASSUMED: RESERVE_GB}
-        rank_0 = dict(rank)
+        weights = itemsize(c) * parameters(c.model) / GB
         served = weights / c.tensor_parallel
         batched = max(8192, c.max_model_len + c.concurrency)
         forward = forward_gb(model, batched, c.concurrency, c.tensor_parallel)
@@ -178,10 +155,14 @@ class Placed:
         # when the mismatch is measured, all logits of a prompt, in 16 and in 32 bits
         longest = min(mismatch.LONGEST, c.max_model_len)
         engine["logits of prompts"] = 6 * longest * model.vocab_size / GB
+        rank = trainer_gb(c) | {ASSUMED: RESERVE_GB}
+        rank_0 = dict(rank)
         if c.weight_backend == "nccl":
             # else buckets are in host memory
-            rank_0["update buffers"] = 2 * max(sizes)
-            engine["update buffers"] += max(sizes)
+            largest = itemsize(c) * max(parameter_sizes(c.model).values())
+            bucket = max(c.bucket_mb << 20, largest) / GB
+            rank_0["update buffers"] = 2 * bucket
+            engine["update buffers"] += bucket
         found = {"trainer rank": rank, "rank 0": rank_0, "engine": engine}
         if c.kl_coef:
             # preprocess.py has it on the last rank's GPU
@@ -207,8 +188,8 @@ class Placed:
         head_dim = getattr(model, "head_dim", None)
         head_dim = head_dim or model.hidden_size // model.num_attention_heads
         heads = max(model.num_key_value_heads / c.tensor_parallel, 1)
-        per_layer = 2 * heads * head_dim * getattr(torch, c.dtype).itemsize
-        return model.num_hidden_layers * per_layer * c.max_model_len / GB
+        per_token = 2 * model.num_hidden_layers * heads * head_dim * itemsize(c)
+        return per_token * c.max_model_len / GB
 
     @property
     def lack(self):
@@ -229,15 +210,11 @@ class Placed:
 
     def largest_row(self):
         """The largest row_tokens that fits the GPUs that train, a multiple of 1024; 0 if none does."""
-        low, high = 0, 1 << 12
-        while high - low > 1:
-            middle = (low + high) // 2
-            totals = self.but(row_tokens=1024 * middle).totals
+        for row in range(1 << 20, 0, -1024):
+            totals = self.but(row_tokens=row).totals
             if max(total for gpu, total in totals.items() if gpu != "engine") <= self.gpu_gb:
-                low = middle
-            else:
-                high = middle
-        return 1024 * low
+                return row
+        return 0
 
     def changes(self):
         """What may help, as knobs, in the order in which it is tried."""
@@ -301,9 +278,8 @@ def show(placed):
 
 def resolved(words, gpus, gpu_gb):
     """The Config of a command line, as run.sh resolves it on these GPUs."""
-    c = cfg.parse(words, gpus, gpu_gb=gpu_gb)
     # nothing is started: no ports are needed
-    c.dry_run = True
+    c = cfg.parse([*words, "--dry_run", "True"], gpus, gpu_gb=gpu_gb)
     return hardware.resolve(c, gpus)
 
 

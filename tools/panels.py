@@ -18,14 +18,25 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 PALETTE = "#1f77b4 #ff7f0e #2ca02c #d62728 #9467bd #8c564b #e377c2 #7f7f7f #bcbd22 #17becf".split()
-# label -> key of metrics.jsonl, in the order in which they happen
-UPDATE_PARTS = {
-    "gathering": "gather_s",
-    "broadcasting": "send_s",
-    "engines getting ready": "ready_s",
-    "engines paused": "pause_s",
-    "all of it": "sync_s",
-}
+# title, values that its axis shows in any case, keys of metrics.jsonl; the first ones are in report.png, too
+KEYS = (
+    ("lag of trained tokens, versions", (0,), "lag_mean lag_max"),
+    ("effective sample size", (0.9, 1), "ess"),
+    ("tokens / s", (0,), "gen_tok_s train_tok_s"),
+    ("seconds of a step, and waiting in it", (0,), "step_s wait_data_s wait_sync_s save_s"),
+    ("seconds of a weight update", (0,), "gather_s send_s ready_s pause_s sync_s"),
+)
+MORE_KEYS = (
+    ("share of the engines' places that are empty", (0,), "gen_idle"),
+    ("KL(behaviour || trained), nats a token", (), "kl_behavior"),
+    ("loss, per sample", (), "loss"),
+    ("entropy, nats", (), "entropy"),
+    ("norm of the gradient before clipping", (), "grad_norm"),
+    ("share of tokens outside the clip range", (), "clip_frac"),
+    ("share of samples with an advantage", (0,), "signal"),
+    ("share of answers cut off", (0,), "cut_off"),
+    ("learning rate", (), "lr"),
+)
 
 
 @dataclass
@@ -59,9 +70,6 @@ class Panel:
         number = len(self.curves) if color is None else color
         color = PALETTE[number % len(PALETTE)]
         self.curves.append(Curve(label, np.asarray(x), np.asarray(y), style, color, **band))
-
-    def has_points(self):
-        return any(np.isfinite(curve.y).any() for curve in self.curves)
 
 
 # ---- the panels of a run
@@ -123,14 +131,6 @@ def ess_by_lag_panel(steps):
     return panel
 
 
-def update_panel(steps):
-    updates = [line for line in steps if line["sync_s"]]
-    panel = Panel("a weight update, ms", include=(0,))
-    for label, key in UPDATE_PARTS.items():
-        panel.add(label, column(updates, "step"), smooth(1000 * column(updates, key)))
-    return panel
-
-
 def mismatch_panel(steps, mismatches):
     """Of samples of lag 0, and where engines were asked for the logprobs of the trainer's sequences."""
     panel = Panel("mismatch, nats a token", log=True)
@@ -140,57 +140,23 @@ def mismatch_panel(steps, mismatches):
     return panel
 
 
-def waits_panel(steps):
-    """Who waited for whom: shares of the time."""
-    x = column(steps, "step")
-    seconds = column(steps, "step_s")
-    panel = Panel("who waits for whom, share of the time", include=(0,))
-    panel.add("trainer waits for rollouts", x, smooth(column(steps, "wait_data_s") / seconds))
-    panel.add("trainer waits for updates", x, smooth(column(steps, "wait_sync_s") / seconds))
-    panel.add("engines' places empty (the gate)", x, smooth(column(steps, "gen_idle")))
-    panel.add("engines paused for weights", x, smooth(column(steps, "pause_s") / seconds))
-    return panel
-
-
-def plain_panel(steps, title, *keys, include=()):
+def plain_panel(steps, title, include, keys):
     """Quantities of metrics.jsonl: smoothed, and of a single one each step's value, too."""
     panel = Panel(title, include=include)
     x = column(steps, "step")
-    if len(keys) == 1:
-        panel.add("each step", x, column(steps, keys[0]), "faint", 0)
-    for color, key in enumerate(keys):
+    if " " not in keys:
+        panel.add("each step", x, column(steps, keys), "faint", 0)
+    for color, key in enumerate(keys.split()):
         panel.add(key, x, smooth(column(steps, key)), color=color)
     return panel
 
 
-def main_panels(steps, evals):
-    """Of report.png."""
-    panels = [
-        *reward_panels(steps, evals),
-        plain_panel(steps, "lag of trained tokens, versions", "lag_mean", "lag_max", include=(0,)),
-        ess_by_lag_panel(steps),
-        plain_panel(steps, "effective sample size", "ess", include=(0.9, 1)),
-        plain_panel(steps, "tokens / s", "gen_tok_s", "train_tok_s", include=(0,)),
-        waits_panel(steps),
-        update_panel(steps),
-    ]
-    return [panel for panel in panels if panel.has_points()]
-
-
-def more_panels(steps, mismatches):
-    """Of report.html beside those: what one looks at when something is wrong."""
-    panels = [
-        mismatch_panel(steps, mismatches),
-        plain_panel(steps, "KL(behaviour || trained), nats a token", "kl_behavior"),
-        plain_panel(steps, "loss, per sample", "loss"),
-        plain_panel(steps, "entropy, nats", "entropy"),
-        plain_panel(steps, "norm of the gradient before clipping", "grad_norm"),
-        plain_panel(steps, "share of tokens outside the clip range", "clip_frac"),
-        plain_panel(steps, "share of samples with an advantage", "signal", include=(0,)),
-        plain_panel(steps, "share of answers cut off", "cut_off", include=(0,)),
-        plain_panel(steps, "learning rate", "lr"),
-    ]
-    return [panel for panel in panels if panel.has_points()]
+def run_panels(steps, evals, mismatches):
+    """(panels of report.png, further ones of report.html: what one looks at when something is wrong)."""
+    first = [*reward_panels(steps, evals), ess_by_lag_panel(steps)]
+    first += [plain_panel(steps, *panel) for panel in KEYS]
+    more = [mismatch_panel(steps, mismatches)]
+    return first, more + [plain_panel(steps, *panel) for panel in MORE_KEYS]
 
 
 # ---- as a picture

@@ -9,7 +9,7 @@ setting, seed by seed, with their mean's interval; comparison.png and comparison
 
 import argparse
 import json
-import re
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -19,8 +19,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import config as cfg  # noqa: E402
 from tools import comparison  # noqa: E402
-from tools.panels import column, draw, main_panels, more_panels, table, write_page  # noqa: E402
-from tools.show import read_rollouts, right_answers  # noqa: E402
+from tools.panels import column, draw, run_panels, table, write_page  # noqa: E402
+from tools.show import answer_to, read_rollouts, right_answers  # noqa: E402
 from tools.status import find_run  # noqa: E402
 
 # means over steps, and shares of the time that steps took: starting is not among them
@@ -32,13 +32,8 @@ WORTH = 1.05
 FILLING = 10
 # share of the time: if both sides idle for longer, the gate is what holds them back
 IDLE = 0.1
-# a page holds the newest rollouts, out of so much of samples.jsonl; of each log so many lines
+# a page holds the newest rollouts, out of so much of samples.jsonl
 MOST_BYTES = 20_000_000
-MOST_EVENTS = 50
-# what the logs say of engines and attempts that were lost
-EVENT = re.compile(
-    r"died with exit code|was dropped|did not reach|failed for good|attempts failed|is killed|told to stop|not finite"
-)
 SUMMARY = """\
 steps          {step}, {samples} samples in {minutes:.1f} min
 {held_out}\
@@ -97,12 +92,12 @@ def with_chance(score, line):
 def score_lines(evals):
     """Of each task that was evaluated first and last, a line of the summary."""
     first, last = evals[0], evals[-1]
-    for task in first["eval"].keys() & last["eval"].keys():
-        words = f"held-out {task:<5} {with_chance(first['eval'][task], last)} (version {first['version']})"
+    problems = f"{last['problems']} problems" + " in all sets" * (len(last["eval"]) > 1)
+    for task, score in first["eval"].items():
+        words = f"{with_chance(score, last)} (version {first['version']})"
         if last is not first:
             words += f" -> {with_chance(last['eval'][task], last)} (version {last['version']})"
-        sets = " in all sets" if len(last["eval"]) > 1 else ""
-        yield f"{words}, {last['problems']} problems{sets}\n"
+        yield f"held-out {task:<5} {words}, {problems}\n"
 
 
 def summary(steps, evals, mismatches):
@@ -152,13 +147,12 @@ def advice(waits, blocked, serving, training, per_engine=1):
     waiting = f"trainer waits {waits:.0%} of the time"
     empty = f"the gate keeps {blocked:.0%} of the engines' places empty"
     if gain >= WORTH:
-        reason, way = waiting, "from training to serving"
+        gpus = f"{abs(best - serving)} GPU" + "s" * (abs(best - serving) > 1)
+        move = f"{waiting}: move {gpus} from training to serving"
         if best < serving:
-            reason, way = empty, "from serving to training"
-        moved = abs(best - serving)
-        gpus = "GPU" if moved == 1 else "GPUs"
+            move = f"{empty}: move {gpus} from serving to training"
         split = f"({best} serve, {total - best} train)"
-        return f"{reason}: move {moved} {gpus} {way} {split}, about {gain:.2f} times the throughput"
+        return f"{move} {split}, about {gain:.2f} times the throughput"
     if waits > IDLE and blocked > IDLE:
         return f"{waiting} while {empty}: raise --max_lag"
     return ""
@@ -186,30 +180,15 @@ def newest_rollouts(config, run_dir):
     path = Path(run_dir, "samples.jsonl")
     if not path.exists():
         return []
-    with open(path, errors="replace") as file:
-        start = path.stat().st_size - MOST_BYTES
-        if start > 0:
-            file.seek(start)
+    with open(path, "rb") as file:
+        if path.stat().st_size > MOST_BYTES:
+            file.seek(-MOST_BYTES, os.SEEK_END)
             # the rest of a line
             file.readline()
         lines = list(read_rollouts(file))
     answers = right_answers(config) if lines else {}
-    for line in lines:
-        # the spans have it
-        del line["completion"]
-        answer = answers[line["task"]][line["problem"]] if answers else None
-        line["answer"] = None if answer is None else str(answer)
-    return lines
-
-
-def events(run_dir):
-    """[[log, line]] of what the logs say went wrong, the last ones of each."""
-    found = []
-    for path in sorted(Path(run_dir, "logs").glob("*.log")):
-        with open(path, errors="replace") as lines:
-            own = [[path.stem, line.strip()[:300]] for line in lines if EVENT.search(line)]
-        found += own[-MOST_EVENTS:]
-    return found
+    # the spans have the completion, too
+    return [line | dict(answer=answer_to(line, answers), completion=None) for line in lines]
 
 
 def drops(steps):
@@ -233,12 +212,6 @@ def continuations(run_dir):
     return found
 
 
-def configuration(run_dir):
-    """[[knob, value]] of config.json, and the versions that it names."""
-    values = json.loads(Path(run_dir, "config.json").read_text())
-    return [*values["config"].items(), *values["versions"].items(), ["git", values["git"]]]
-
-
 def report_run(run_dir, quiet):
     """One run's table, report.png and report.html; quiet: report.html alone."""
     config = cfg.load(run_dir)
@@ -247,23 +220,20 @@ def report_run(run_dir, quiet):
     for line in alarms:
         text += f"ALARM          version {line['version']}: {line['alarm']}\n"
     text += f"advice         {advice_on(config, steps) or 'none'}\n"
-    panels = main_panels(steps, evals)
-    alarms = [[line["version"], line["alarm"]] for line in alarms]
+    panels, more = run_panels(steps, evals, mismatches)
     tables = [
-        table("Alarms", ["version", "what"], alarms),
+        table("Alarms", ["version", "what"], [(x["version"], x["alarm"]) for x in alarms]),
         table("Drops", ["reason", "samples", "first step", "last step"], drops(steps)),
         table("Stopped and continued", ["from step", "what changed"], continuations(run_dir)),
-        table("Events in the logs", ["log", "line"], events(run_dir)),
-        table("Configuration", ["knob", "value"], configuration(run_dir), folded=True),
+        table("Configuration", ["knob", "value"], vars(config).items(), folded=True),
     ]
-    every = panels + more_panels(steps, mismatches)
     page = Path(run_dir, "report.html")
-    write_page(page, str(run_dir), text, tables, every, newest_rollouts(config, run_dir))
+    rollouts = newest_rollouts(config, run_dir)
+    write_page(page, str(run_dir), text, tables, panels + more, rollouts)
     if quiet:
         return
-    draw(Path(run_dir, "report.png"), str(run_dir), panels)
-    print(text, end="")
-    print(f"pictures       {Path(run_dir, 'report.png')}, {page}")
+    draw(page.with_suffix(".png"), str(run_dir), panels)
+    print(f"{text}pictures       {page.with_suffix('.png')}, {page}")
 
 
 def compare_runs(run_dirs):

@@ -31,7 +31,7 @@ def read_rollouts(file):
     while True:
         start = file.tell()
         text = file.readline()
-        if not text.endswith("\n"):
+        if not text.endswith(b"\n"):
             # the rest of it is yet to come
             file.seek(start)
             return
@@ -51,21 +51,20 @@ def right_answers(config):
     return {task: [problem.get("answer") for problem in problems[task]] for task in problems}
 
 
+def answer_to(line, answers):
+    """What is right for a rollout's problem, as text; None if that is not known."""
+    answer = answers[line["task"]][line["problem"]] if answers else None
+    return None if answer is None else str(answer)
+
+
 def paint(code, text, colour):
     """The text in this colour, if colours are wanted."""
-    if not colour:
-        return text
-    return f"\x1b[{code}m{text}\x1b[0m"
+    return f"\x1b[{code}m{text}\x1b[0m" if colour else text
 
 
 def harmless(text):
     """A rollout must not drive the terminal."""
-    shown = ""
-    for character in text:
-        if not character.isprintable() and character not in "\n\t":
-            character = repr(character).strip("'")
-        shown += character
-    return shown
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c).strip("'") for c in text)
 
 
 def versions_of(line):
@@ -102,10 +101,8 @@ def show(line, answers, colour=True):
         last = version
     head = paint(RIGHT if line["outcome"] == "correct" else WRONG, heading(line), colour)
     shown = f"{head}\n{text}\n"
-    answer = answers[line["task"]][line["problem"]] if answers else None
-    if answer is not None:
-        shown += f"answer: {harmless(str(answer))}\n"
-    return shown
+    answer = answer_to(line, answers)
+    return shown if answer is None else f"{shown}answer: {harmless(answer)}\n"
 
 
 def main():
@@ -121,7 +118,7 @@ def main():
     path = find_run(a.run, "samples.jsonl") / "samples.jsonl"
     answers = right_answers(cfg.load(path.parent))
     colour = sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR"))
-    with open(path) as file:
+    with open(path, "rb") as file:
         while True:
             lines = [x for x in read_rollouts(file) if not a.multi or len(versions_of(x)) > 1]
             for line in lines[-a.n :]:

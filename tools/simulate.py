@@ -44,14 +44,14 @@ def fitted(h):
 def measured(path):
     """A CSV of h,utilisation -> (U, largest h): straight lines between its points and from (0, 0), constant beyond the last.
 
-    Raises ValueError naming the file.
+    Raises ValueError.
     """
     table = np.genfromtxt(path, delimiter=",", ndmin=2)
     # a header is no number
     h, u = table[~np.isnan(table).any(axis=1)].T
     if not (h[0] > 0 and np.all(np.diff(h) > 0) and u.min() > 0 and u.max() <= 1):
         raise ValueError(
-            f"{path}: every line must be h,utilisation: h above 0 and rising, utilisation above 0 and at most 1"
+            "every line must be h,utilisation: h above 0 and rising, utilisation above 0 and at most 1"
         )
     return partial(np.interp, xp=[0, *h], fp=[0, *u]), int(h[-1])
 
@@ -157,7 +157,7 @@ def parse(argv):
         U, most = measured(a.utilisation) if a.utilisation else (fitted, 1024)
         return a, draw_lengths(a.lengths, a.longest), U, a.concurrency or most
     except (OSError, ValueError, IndexError) as e:
-        p.error(str(e))
+        p.error(f"--utilisation {a.utilisation}, --lengths {a.lengths}: {e}")
 
 
 def main(argv=None):

@@ -24,18 +24,8 @@ from plumbing.queues import read_json  # noqa: E402
 OUT = cfg.ROOT / "out"
 # steps that are meant by "lately"
 RECENT = 10
-# a step that takes so many times as long as the recent ones is worth a word
+# a step that takes so many times as long as those is worth a word
 SLOW = 5
-SUMMARY = """\
-{run_dir}: {state}
-step       {step}
-held-out   {held_out}
-lately     {lately}
-engines    {engines}
-queues     {queues}
-checkpoint {checkpoint}
-alarms     {alarms}
-"""
 
 
 def find_run(name=None, file="config.json"):
@@ -49,10 +39,10 @@ def find_run(name=None, file="config.json"):
                 return place
         sys.exit(f"{name}: there is no {file} in {places[0]}, nor in {places[1]}")
     # an evaluation (tools/evaluate.py) has no trainer
-    found = [path.parent for path in OUT.glob(f"*/{file}") if cfg.load(path.parent).trainers]
+    found = [path for path in OUT.glob(f"*/{file}") if cfg.load(path.parent).trainers]
     if not found:
         sys.exit(f"no run in {OUT} has a {file} yet: name one")
-    newest = max(found, key=lambda run_dir: (run_dir / file).stat().st_mtime)
+    newest = max(found, key=lambda path: path.stat().st_mtime).parent
     print(f"(the newest run: {newest})", file=sys.stderr)
     return newest
 
@@ -91,10 +81,12 @@ class Status:
     def __init__(self, run_dir):
         self.run_dir = Path(run_dir)
         self.config = cfg.load(run_dir)
+        self.forget()
+
+    def forget(self):
         self.offset = 0
-        self.steps = []
-        self.evals = []
-        self.alarms = []
+        # lines of metrics.jsonl by what they are about; of steps the last ones
+        self.lines = {"step": [], "eval": [], "alarm": []}
         self.stepped_at = None
 
     def look(self):
@@ -103,100 +95,89 @@ class Status:
         if not path.exists():
             return
         if path.stat().st_size < self.offset:
-            self.__init__(self.run_dir)
+            self.forget()
         with open(path, "rb") as file:
             file.seek(self.offset)
             new = file.read()
         # the last line may not be whole yet
         whole = new[: new.rfind(b"\n") + 1]
         self.offset += len(whole)
-        for text in whole.splitlines():
-            line = json.loads(text)
-            if "step" in line:
-                self.steps.append({k: line[k] for k in line if k not in ("problems", "by_lag")})
-                self.stepped_at = path.stat().st_mtime
-            elif "eval" in line:
-                self.evals.append(line)
-            elif "alarm" in line:
-                self.alarms.append(line)
-        del self.steps[:-RECENT]
+        for line in map(json.loads, whole.splitlines()):
+            for about in self.lines.keys() & line.keys():
+                self.lines[about].append(line)
+        del self.lines["step"][:-RECENT]
+        if whole:
+            self.stepped_at = path.stat().st_mtime
 
-    # ---- the last steps
-
-    def mean(self, key):
-        return statistics.mean(line[key] for line in self.steps)
+    def lately(self, key):
+        """Mean of a metric."""
+        return statistics.mean(line[key] for line in self.lines["step"])
 
     def who_waits(self):
-        """Shares of the recent time."""
-        waits = self.mean("wait_data_s") / self.mean("step_s")
-        return f"trainer waits {waits:.0%}, engine places {self.mean('gen_idle'):.0%} empty"
+        waits = self.lately("wait_data_s") / self.lately("step_s")
+        return f"trainer waits {waits:.0%}, engine places {self.lately('gen_idle'):.0%} empty"
 
     def eta(self):
         """Time to the last step, at the recent pace."""
-        seconds = statistics.median(line["step_s"] for line in self.steps)
-        return duration((self.config.steps - self.steps[-1]["step"]) * seconds)
-
-    # ---- the engines
+        steps = self.lines["step"]
+        seconds = statistics.median(line["step_s"] for line in steps)
+        return duration((self.config.steps - steps[-1]["step"]) * seconds)
 
     def engines(self):
-        """(how many serve which version, which have been started and serve nothing yet), as lists of words."""
+        """(which version is served, of which engines one waits), as words; "" if there is nothing to say."""
         known = read_json(self.run_dir / "queues" / "version.json")
         urls = known.get("engines", [])
-        count = 0
+        serving = 0
         loading = []
         for file in sorted((self.run_dir / "engines").glob("*.json")):
             entry = read_json(file)
-            if not entry:
-                continue
-            if entry["url"] in urls and entry.get("answers", True):
-                count += 1
-                continue
-            # it may be removed right now
-            with contextlib.suppress(OSError):
-                age = duration(time.time() - file.stat().st_mtime)
-                loading.append(f"{file.stem} loading, {age}")
-        words = f"{count} of {self.config.engines} serve version {known.get('served')}"
-        return [words] if urls else [], loading
+            if entry and entry["url"] in urls and entry.get("answers", True):
+                serving += 1
+            elif entry:
+                # it may be removed right now
+                with contextlib.suppress(OSError):
+                    age = duration(time.time() - file.stat().st_mtime)
+                    loading.append(f"{file.stem} loading, {age}")
+        words = f"{serving} of {self.config.engines} serve version {known.get('served')}"
+        return words if urls else "", "; ".join(loading)
 
     def starting(self):
         """What it waits for before its first step."""
         if is_to_be_made(self.config.model):
             return "the tiny base model is being made"
         serving, loading = self.engines()
-        if loading:
-            return "; ".join(loading)
-        return "the first rollouts are sampled" if serving else "models are being loaded"
-
-    # ---- in a line, at length
+        if serving:
+            return loading or "the first rollouts are sampled"
+        return loading or "models are being loaded"
 
     def line(self):
         """All that matters now, in a line."""
+        steps, evals, alarms = self.lines.values()
         serving, loading = self.engines()
         # a continued run has steps, and engines without weights
-        if not self.steps or not serving:
+        if not steps or not serving:
             return self.starting()
-        last = self.steps[-1]
+        last = steps[-1]["step"]
         words = [
-            f"step {last['step']}/{self.config.steps}, eta {self.eta()}",
-            f"reward {self.mean('reward'):.3f}",
-            f"lag {self.mean('lag_mean'):.1f}/{max(line['lag_max'] for line in self.steps)}",
+            f"step {last}/{self.config.steps}, eta {self.eta()}",
+            f"reward {self.lately('reward'):.3f}",
+            f"lag {self.lately('lag_mean'):.1f}/{max(line['lag_max'] for line in steps)}",
             self.who_waits(),
         ]
-        if self.evals:
-            words.append(f"held-out {scores(self.evals[-1])}")
+        words += [f"held-out {scores(line)}" for line in evals[-1:]]
         silent = time.time() - self.stepped_at
-        if silent > SLOW * self.mean("step_s") + 5 and last["step"] < self.config.steps:
+        if silent > SLOW * self.lately("step_s") + 5 and last < self.config.steps:
             words.append(f"no step for {duration(silent)}")
-        words += loading
-        if self.alarms:
-            words.append(f"{len(self.alarms)} alarms")
-        return " | ".join(words)
+        words.append(loading)
+        words.append(f"{len(alarms)} alarms" if alarms else "")
+        return " | ".join(filter(None, words))
 
     def state(self):
         """Running, complete, or stopped."""
+        evals = self.lines["eval"]
         if is_running(self.run_dir):
             return "running"
-        if self.evals and self.evals[-1]["version"] == self.config.steps:
+        if evals and evals[-1]["version"] == self.config.steps:
             return "complete; a larger --steps extends it"
         if checkpoints.newest(self.run_dir) is None:
             return "stopped; there is no checkpoint yet, the same command starts anew"
@@ -204,32 +185,29 @@ class Status:
 
     def summary(self):
         """What `run.sh status` prints."""
+        steps, evals, alarms = self.lines.values()
         step = f"none of {self.config.steps} yet: {self.starting()}"
-        lately = "-"
-        if self.steps:
+        lately = ""
+        if steps:
             ago = duration(time.time() - self.stepped_at)
-            step = f"{self.steps[-1]['step']} of {self.config.steps}, {ago} ago, "
-            step += f"{self.mean('step_s'):.1f} s each; eta {self.eta()}"
-            lately = f"reward {self.mean('reward'):.3f}, lag {self.mean('lag_mean'):.2f}, "
-            lately += f"ess {self.mean('ess'):.3f}; {self.who_waits()}"
-        queues = []
-        for folder in sorted((self.run_dir / "queues").glob("*/")):
-            queues.append(f"{len(list(folder.rglob('*.safetensors')))} in {folder.name}")
-        held_out = [f"{scores(line)} (version {line['version']})" for line in self.evals]
+            step = f"{steps[-1]['step']} of {self.config.steps}, {ago} ago, {self.lately('step_s'):.1f} s each; eta {self.eta()}"
+            means = [f"{key} {self.lately(key):.3f}" for key in ("reward", "lag_mean", "ess")]
+            lately = f"{', '.join(means)}; {self.who_waits()}"
+        first_and_last = evals[:1] + evals[1:][-1:]
+        queues = sorted((self.run_dir / "queues").glob("*/"))
+        waiting = {folder.name: len(list(folder.rglob("*.safetensors"))) for folder in queues}
         newest = checkpoints.newest(self.run_dir)
-        engines = sum(self.engines(), []) if is_running(self.run_dir) else []
-        alarms = [f"version {line['version']}: {line['alarm']}" for line in self.alarms]
-        return SUMMARY.format(
-            run_dir=self.run_dir,
-            state=self.state(),
-            step=step,
-            held_out=" | ".join(held_out[:1] + held_out[1:][-1:]) or "-",
-            lately=lately,
-            engines="; ".join(engines) or "none",
-            queues=", ".join(queues) or "-",
-            checkpoint=newest.name if newest else "none yet",
-            alarms="; ".join(alarms) or "none",
-        )
+        rows = {
+            "step": step,
+            "held-out": " | ".join(f"{scores(x)} (version {x['version']})" for x in first_and_last),
+            "lately": lately,
+            "engines": "; ".join(filter(None, self.engines())) * is_running(self.run_dir),
+            "queues": ", ".join(f"{n} in {name}" for name, n in waiting.items()),
+            "checkpoint": newest.name if newest else "",
+            "alarms": "; ".join(f"version {x['version']}: {x['alarm']}" for x in alarms),
+        }
+        lines = [f"{name:<10} {words or 'none'}\n" for name, words in rows.items()]
+        return f"{self.run_dir}: {self.state()}\n{''.join(lines)}"
 
 
 def screen(run_dir):
