@@ -17,7 +17,7 @@ import numpy as np
 
 import config as cfg
 from bench.common import WORK, flags
-from plumbing import hardware, launch
+from plumbing import launch
 from plumbing.queues import publish_json
 from plumbing.transport import in_thread
 from tools import base_model
@@ -26,7 +26,7 @@ from tools import base_model
 def make_run(name, **knobs):
     """(config, run directory) of a run out/bench/<name> of the toy preset on CPUs, with its model."""
     argv = ["toy", *flags(dict(run=name, out=WORK) | knobs)]
-    config = hardware.resolve(cfg.parse(argv, 0), 0)
+    config = launch.resolve(cfg.parse(argv, 0), 0)
     if not knobs.get("model"):
         base_model.make_model([config.task], config.model, config.seed)
     shutil.rmtree(Path(config.out, config.run), ignore_errors=True)
@@ -38,7 +38,7 @@ def announce_engines(config, run_dir):
     shutil.rmtree(run_dir / "queues", ignore_errors=True)
     (run_dir / "queues").mkdir()
     position = dict(next=0, ahead=[])
-    urls = hardware.urls(config, 0)
+    urls = launch.urls(config, 0)
     publish_json(run_dir / "queues" / "version.json", version=0, position=position, engines=urls)
 
 

@@ -19,7 +19,7 @@ from bench.actor import intake
 from bench.common import in_turn, keep, machine, parser, ratio_table, result_file
 from bench.engines import Load, bodies, make_run
 from plumbing import secret
-from plumbing.hardware import urls
+from plumbing.launch import urls
 from tasks import toy
 from tools.evaluate import start_engines, stop_engines
 

@@ -38,7 +38,7 @@ from bench.common import WORK, measured, result_file, table
 from bench.engines import Load, bodies, make_run
 from bench.runs import COMMON, PIPELINE, conventional
 from plumbing import secret
-from plumbing.hardware import urls
+from plumbing.launch import urls
 from plumbing.queues import read_json
 from tasks import tail
 from tools import report

@@ -30,7 +30,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.common import cpu_seconds, keep, machine, parser, resident_mb, result_file, table
 from bench.engines import FakeAnswers, make_run, start_stage
-from plumbing.hardware import raise_open_files, urls
+from plumbing.launch import urls
 from plumbing.prompts import Prompter
 from plumbing.queues import Queue, publish_json, read_json
 from plumbing.reader import Reader
@@ -167,7 +167,6 @@ def version_spans(first, last, length):
 def fake_engines(*arguments):
     """The process of the FAKE engines, which is ended with the run."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise_open_files()
     asyncio.run(FakeEngines(*arguments).serve())
 
 

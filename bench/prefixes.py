@@ -18,7 +18,7 @@ from bench.common import WORK, in_turn, keep, machine, parser, ratio_table, resu
 from bench.engines import Load, make_run
 from bench.weights import make_model
 from plumbing import secret
-from plumbing.hardware import urls
+from plumbing.launch import urls
 from tools.evaluate import start_engines, stop_engines
 
 PLACES = 64

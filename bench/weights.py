@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.common import WORK, in_turn, keep, machine, parser, result_file, table
 from bench.engines import Load, bodies, make_run
 from plumbing import secret
-from plumbing.hardware import urls
+from plumbing.launch import urls
 from plumbing.queues import publish_json
 from plumbing.ranks import Ranks
 from plumbing.transport import join_group, open_store

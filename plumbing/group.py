@@ -99,11 +99,11 @@ class Group:
         self.config = c
         self.engines = engines
         self.updates = 0
-        self.store = open_store(c.nodes[0], 0, c.sync_timeout, server=True)
+        self.store = open_store(c.master_addr, 0, c.sync_timeout, server=True)
         self.world = 1 + len(members) * c.tensor_parallel
         place = dict(
             backend=c.weight_backend,
-            host=c.nodes[0],
+            host=c.master_addr,
             port=self.store.port,
             world=self.world,
             timeout=c.sync_timeout,

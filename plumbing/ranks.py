@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from config import require
-from plumbing.hardware import keep_freed_memory
 from plumbing.transport import open_store
 
 
@@ -42,8 +41,6 @@ class Ranks:
         if torch.cuda.is_available():
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
             torch.cuda.set_device(self.device)
-        else:
-            keep_freed_memory()
         self.sharded = self.world > 1 or config.dtype != "float32"
         if self.sharded:
             backend = "nccl" if self.device.type == "cuda" else "gloo"

@@ -12,7 +12,7 @@ import config as cfg
 from tools.panels import Panel, column, evaluated, smooth
 
 # two runs are the same setting whatever these are
-OWN = ("run", "out", "run_id", "seed", "port", "nodes", "fresh", "dry_run", "wandb", "report_every")
+OWN = "run out run_id seed port nnodes master_addr master_port fresh dry_run wandb report_every"
 MINUTES = "minutes of training"
 SAMPLES = "thousand samples"
 # key of metrics.jsonl, its axis, what it is
@@ -70,7 +70,7 @@ def differing(runs):
     found = {}
     for field in fields(cfg.Config):
         values = [run.knob(field.name) for run in runs]
-        if field.name not in OWN and any(value != values[0] for value in values):
+        if field.name not in OWN.split() and any(value != values[0] for value in values):
             found[field.name] = values
     return found
 

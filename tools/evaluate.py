@@ -29,7 +29,7 @@ import requests
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import config as cfg  # noqa: E402
-from plumbing import checkpoints, hardware, launch  # noqa: E402
+from plumbing import checkpoints, launch  # noqa: E402
 
 # ---- engines
 
@@ -49,7 +49,7 @@ def start_engines(config, gpus=0, as_loaded=True):
             with open(_logs(config) / f"{name}.log", "w") as log:
                 output = dict(stdout=log, stderr=log, cwd=cfg.ROOT, start_new_session=True)
                 processes.append(subprocess.Popen(command, env=os.environ | env | own, **output))
-        for url in hardware.urls(config, gpus):
+        for url in launch.urls(config, gpus):
             while not _is_healthy(url):
                 check_alive(processes, config)
                 if time.monotonic() > deadline:
@@ -155,7 +155,7 @@ def configure(argv, gpus):
     given = [arg.split("=")[0] for arg in argv]
     own = {knob: value for knob, value in own.items() if f"--{knob}" not in given}
     # on this node alone, wherever the run was
-    own |= dict(model=str(path), fresh=True, trainers=0, nodes=())
+    own |= dict(model=str(path), fresh=True, trainers=0, nnodes=1, master_addr="")
     return launch.resolve(dataclasses.replace(c, **own), gpus, training=False)
 
 
@@ -237,9 +237,8 @@ def print_results(results):
 def prepare(argv, gpus):
     """Everything that can be found wrong before engines start; returns the actor. Raises ConfigError."""
     c = configure(argv, gpus)
-    hardware.check_hub(c.model)
+    launch.check_model(c.model)
     launch.hold(c)
-    hardware.hold_ports(c, gpus, 0)
     print(f"eval: {launch.open_run(c)} | {c.model}, temperature {c.eval_temperature}", flush=True)
     # only here, as it takes five seconds: a wrong flag is reported at once
     from actor import Actor
@@ -251,7 +250,7 @@ def prepare(argv, gpus):
 
 def main(argv):
     """`MODEL [--knob value ...]` -> table on stdout; out/<run>/answers.jsonl, results.json."""
-    gpus = hardware.gpu_count()
+    gpus = launch.gpu_count()
     try:
         actor = prepare(argv, gpus)
     except cfg.ConfigError as e:
@@ -262,7 +261,7 @@ def main(argv):
     processes = start_engines(c, gpus)
     try:
         with open(actor.run_dir / "answers.jsonl", "w") as out:
-            work = all_attempts(actor, processes, hardware.urls(c, gpus), out)
+            work = all_attempts(actor, processes, launch.urls(c, gpus), out)
             results = asyncio.run(work)
     finally:
         stop_engines(processes)

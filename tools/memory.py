@@ -23,7 +23,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 import config as cfg
-from plumbing import hardware, mismatch
+from plumbing import launch, mismatch
 from train import head_chunk
 
 GB = 1e9
@@ -280,13 +280,13 @@ def resolved(words, gpus, gpu_gb):
     """The Config of a command line, as run.sh resolves it on these GPUs."""
     # nothing is started: no ports are needed
     c = cfg.parse([*words, "--dry_run", "True"], gpus, gpu_gb=gpu_gb)
-    return hardware.resolve(c, gpus)
+    return launch.resolve(c, gpus)
 
 
 def main(argv):
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    options.add_argument("--gpus", type=int, default=hardware.gpu_count() or 8)
-    options.add_argument("--gpu_memory_gb", type=float, default=hardware.gpu_memory_gb() or 80.0)
+    options.add_argument("--gpus", type=int, default=launch.gpu_count() or 8)
+    options.add_argument("--gpu_memory_gb", type=float, default=launch.gpu_memory_gb() or 80.0)
     # for run.sh: a resolved config as JSON on standard input; the verdict alone
     options.add_argument("--resolved", action="store_true")
     options.add_argument("--brief", action="store_true")

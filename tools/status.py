@@ -8,17 +8,16 @@ Nothing here talks to a process of the run, so that it may be asked from any mac
 
 import argparse
 import contextlib
-import fcntl
 import json
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import config as cfg  # noqa: E402
-from plumbing import checkpoints  # noqa: E402
-from plumbing.hardware import is_to_be_made  # noqa: E402
+from plumbing import checkpoints, launch  # noqa: E402
 from plumbing.queues import read_json  # noqa: E402
 
 OUT = cfg.ROOT / "out"
@@ -59,20 +58,6 @@ def duration(seconds):
 def scores(line):
     """Of an evaluation: "toy 0.914"."""
     return " ".join(f"{name} {score:.3f}" for name, score in line["eval"].items())
-
-
-def is_running(run_dir):
-    """Does a process of the run, on any machine, still have its lock?"""
-    run_dir = Path(run_dir).resolve()
-    path = run_dir.with_name(f".{run_dir.name}.lock")
-    if not path.exists():
-        return False
-    with open(path) as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-    return False
 
 
 class Status:
@@ -143,7 +128,7 @@ class Status:
 
     def starting(self):
         """What it waits for before its first step."""
-        if is_to_be_made(self.config.model):
+        if launch.is_to_be_made(self.config.model):
             return "the tiny base model is being made"
         serving, loading = self.engines()
         if serving:
@@ -172,10 +157,15 @@ class Status:
         words.append(f"{len(alarms)} alarms" if alarms else "")
         return " | ".join(filter(None, words))
 
+    def is_running(self):
+        """Does a process of the run, on any machine, still hold its name?"""
+        run_dir = self.run_dir.resolve()
+        return launch.holder(replace(self.config, out=str(run_dir.parent), run=run_dir.name)) != ""
+
     def state(self):
         """Running, complete, or stopped."""
         evals = self.lines["eval"]
-        if is_running(self.run_dir):
+        if self.is_running():
             return "running"
         if evals and evals[-1]["version"] == self.config.steps:
             return "complete; a larger --steps extends it"
@@ -201,7 +191,7 @@ class Status:
             "step": step,
             "held-out": " | ".join(f"{scores(x)} (version {x['version']})" for x in first_and_last),
             "lately": lately,
-            "engines": "; ".join(filter(None, self.engines())) * is_running(self.run_dir),
+            "engines": "; ".join(filter(None, self.engines())) * self.is_running(),
             "queues": ", ".join(f"{n} in {name}" for name, n in waiting.items()),
             "checkpoint": newest.name if newest else "",
             "alarms": "; ".join(f"version {x['version']}: {x['alarm']}" for x in alarms),
