@@ -182,7 +182,7 @@ class Actor:
         return transcript, turns, finished
 
     async def score(self, task, problem, temperature, sampled):
-        """What `sample` gives -> a sample (plumbing/samples.py) and `success`; None stays None."""
+        """What `sample` gives -> a sample (plumbing/samples.py), `success` and `completion`; None stays None."""
         if sampled is None:
             return None
         transcript, turns, finished = sampled
@@ -196,6 +196,7 @@ class Actor:
             outcome=cfg.OUTCOMES.index(verdict["outcome"]),
             finished=finished,
             success=verdict["success"],
+            completion=completion,
         )
 
     async def attempt(self, task, problem, k, engine):

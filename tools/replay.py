@@ -31,8 +31,8 @@ from plumbing.metrics import short
 from plumbing.ranks import Ranks
 from plumbing.samples import layout
 from tools import report
-from tools.find import run_of
 from tools.show import GREY, harmless, paint
+from tools.status import find_run
 
 LOW, HIGH = 0.8, 1.25
 BLUE, GREEN, RED = 34, 32, 31
@@ -176,7 +176,7 @@ def main(argv=None):
     p.add_argument("--samples", type=int, default=0, help="show so many rollouts")
     p.epilog = "Other flags are knobs: the step under this one, too, for example --loss icepop"
     a, knobs = p.parse_known_args(argv)
-    a.run_dir = run_of(a.run_dir)
+    a.run_dir = find_run(a.run_dir)
     try:
         config = cfg.load(a.run_dir)
         # the loss's own bounds, unless they are given
