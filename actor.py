@@ -21,16 +21,13 @@ from pathlib import Path
 import numpy as np
 
 import config as cfg
-from plumbing import attribution, secret
+from plumbing import secret
 from plumbing.checkpoints import last_state
 from plumbing.client import Engines
-from plumbing.doors import NewestVersion
 from plumbing.ledger import Draws
-from plumbing.log import last_words
-from plumbing.problems import announce_loaded, load_problems
+from plumbing.problems import load_problems
 from plumbing.prompts import Prompter
 from plumbing.queues import Queue, read_json
-from plumbing.rollouts import SamplesLog
 from plumbing.samples import Transcript, join
 from plumbing.sandbox import Sandbox
 
@@ -67,7 +64,7 @@ class Sampler:
         self.round = [task for task in count for _ in range(count[task])]
 
     def next(self):
-        """(task, number of the problem in problems[task])."""
+        """(task, index of the problem in problems[task])."""
         round_number, place = divmod(self.drawn, len(self.round))
         self.drawn += 1
         order = self.shuffled("round", round_number, len(self.round))
@@ -78,8 +75,8 @@ class Sampler:
         epoch, j = divmod(before, len(self.problems[task]))
         return task, self.shuffled(task, epoch, len(self.problems[task]))[j]
 
-    def update(self, task, number, rewards):
-        """A group is done: rewards of its attempts [G], G >= 1. The default does not mind."""
+    def update(self, task, problem, rewards, successes):
+        """A group is done: rewards and successes (0 or 1) of its attempts [G], G >= 1; not used here."""
 
     def state(self):
         """What a continued run needs, as JSON."""
@@ -114,20 +111,17 @@ class Actor:
         self.tasks = list(cfg.task_weights(config.task))
         self.prompter = Prompter(config)
         self.sandbox = Sandbox(config)
-        newest = NewestVersion(self.queues / "version.json")
         self.engines = Engines(
             config,
             self.prompter.stop,
             self.prompter.vocabulary,
-            newest,
             secret.header(run_dir),
         )
         self.rollouts = Queue(self.queues / "rollouts", maxlen=10000)
         self.evals = Queue(self.queues / "evals")
-        # sequences of groups that are sampled or wait for a place
-        self.wanted = 0
+        # attempts that are sampled or wait for a place in an engine
+        self.in_progress = 0
         self.version = -1
-        self.samples_log = SamplesLog(config, run_dir, self.prompter.tokenizer)
 
     @functools.cached_property
     def test_problems(self):
@@ -146,8 +140,8 @@ class Actor:
 
     # ---- one attempt, one group
 
-    async def play(self, task, problem, temperature, engine=None, seed=None):
-        """One attempt at a problem, sampled to its end: (Transcript, texts of its turns, finished).
+    async def sample(self, task, problem, temperature, engine=None, seed=None):
+        """Sample one attempt at a problem to its end: (Transcript, texts of its turns, finished).
 
         engine: where it had best begin, as others like it do.
         Where the task has `respond`, its answer to each turn is appended, and the next turn's prompt
@@ -189,13 +183,13 @@ class Actor:
             transcript.add_text(tokens)
         return transcript, turns, finished
 
-    async def judge(self, task, problem, temperature, played):
-        """What `play` gives -> a sample (plumbing/samples.py) with `text` and `success`; None stays None."""
-        if played is None:
+    async def score(self, task, problem, temperature, sampled):
+        """What `sample` gives -> a sample (plumbing/samples.py) and `success`; None stays None."""
+        if sampled is None:
             return None
-        transcript, turns, finished = played
-        text = turns if hasattr(self.sandbox.tasks[task], "respond") else turns[0]
-        verdict = await self.sandbox.score(task, problem, text, finished)
+        transcript, turns, finished = sampled
+        completion = turns if hasattr(self.sandbox.tasks[task], "respond") else turns[0]
+        verdict = await self.sandbox.score(task, problem, completion, finished)
         reward = verdict["reward"] + overlong_penalty(transcript.sampled, self.config)
         return transcript.fields() | dict(
             task=self.tasks.index(task),
@@ -204,27 +198,23 @@ class Actor:
             outcome=cfg.OUTCOMES.index(verdict["outcome"]),
             finished=finished,
             success=verdict["success"],
-            text=text,
         )
 
-    async def rollout(self, task, problem, temperature, seed=None):
-        """One attempt at a problem, sampled and judged."""
-        played = await self.play(task, problem, temperature, seed=seed)
-        return await self.judge(task, problem, temperature, played)
-
     async def attempt(self, task, problem, k, engine):
-        """Attempt k of a group."""
+        """Attempt k of a group, sampled and scored."""
         temperature = self.config.temperature
         try:
-            played = await self.play(task, problem, temperature, engine)
+            sampled = await self.sample(task, problem, temperature, engine)
         finally:
-            # its place is free, while it is judged
-            self.wanted -= 1
-        return await self.judge(task, problem, temperature, played)
+            # its place is free while it is scored
+            self.in_progress -= 1
+        return await self.score(task, problem, temperature, sampled)
 
-    async def group(self, i, task, number, problem, draws):
+    async def group(self, draw, task, i, problem, sampler):
         """All attempts at one problem -> one record in queues/rollouts. An attempt that failed makes
         the group smaller, and is counted.
+
+        draw: which one of the run it is; i: index of the problem in the task's list.
         """
         c = self.config
         # all on one engine where the prompt is computed once
@@ -233,49 +223,45 @@ class Actor:
         samples = []
         for k, sample in enumerate(await asyncio.gather(*attempts)):
             if sample is not None:
-                samples.append(sample | {"number": i * c.attempts + k})
+                samples.append(sample | {"problem": i, "number": draw * c.attempts + k})
         failed = c.attempts - len(samples)
         if failed:
-            print(
-                f"actor: problem {i}: {failed} of {c.attempts} attempts failed for good", flush=True
-            )
+            print(f"actor: draw {draw}: {failed} of {c.attempts} attempts failed", flush=True)
         record = join(samples) | self.engines.pace()
-        record |= dict(run_id=c.run_id, index=i, failed=failed)
-        sent = await asyncio.to_thread(self.rollouts.put, record, c.stall_timeout)
-        draws.records[sent] = i
+        record |= dict(run_id=c.run_id, draw=draw, failed=failed)
+        await asyncio.to_thread(self.rollouts.put, record, c.stall_timeout)
         if samples:
-            draws.sampler.update(task, number, [s["reward"] for s in samples])
-            for sample in samples:
-                self.samples_log.write(self.version, task, problem, sample)
-        if samples and attribution.is_due(c, i):
-            await attribution.after_sampling(self.engines, samples, c, self.queues)
+            rewards = [sample["reward"] for sample in samples]
+            sampler.update(task, i, rewards, [sample["success"] for sample in samples])
 
     # ---- evaluation
 
     def held_out(self):
-        """(task, set, number, problem) of the first eval_problems held-out problems of each set."""
+        """(task, set, index, problem) of the first eval_problems held-out problems of each set."""
         counts = Counter()
         for task, problems in self.test_problems.items():
-            for number, problem in enumerate(problems):
+            for i, problem in enumerate(problems):
                 source = problem.get("source", task)
                 counts[source] += 1
                 if counts[source] <= self.config.eval_problems:
-                    yield task, source, number, problem
+                    yield task, source, i, problem
 
-    def eval_seed(self, number, k):
-        """Of attempt k at held-out problem `number`: the same whichever engine samples it, and at every version."""
-        return hash((self.config.seed, number, k)) & 0x7FFFFFFF
+    async def evaluate_attempt(self, task, i, problem, k):
+        """Attempt k at held-out problem i: its seed is the same whichever engine samples it, at every version."""
+        seed = hash((self.config.seed, i, k)) & 0x7FFFFFFF
+        temperature = self.config.eval_temperature
+        sampled = await self.sample(task, problem, temperature, seed=seed)
+        return await self.score(task, problem, temperature, sampled)
 
     async def evaluate(self, version):
         """Held-out problems through the same engines, while training goes on -> queues/evals."""
         c = self.config
         sources = []
         attempts = []
-        for task, source, number, problem in self.held_out():
+        for task, source, i, problem in self.held_out():
             for k in range(c.eval_attempts):
-                seed = self.eval_seed(number, k)
                 sources.append(source)
-                attempts.append(self.rollout(task, problem, c.eval_temperature, seed))
+                attempts.append(self.evaluate_attempt(task, i, problem, k))
         by_source = {source: [] for source in sources}
         versions = []
         for source, sample in zip(sources, await asyncio.gather(*attempts)):
@@ -295,20 +281,20 @@ class Actor:
 
     # ---- the run
 
-    def look_at_trainer(self):
+    def read_trainer(self):
         """Read where the trainer is; returns which draws are done with, None before it has begun."""
-        said = read_json(self.queues / "version.json")
-        if not said:
+        trainer = read_json(self.queues / "version.json")
+        if not trainer:
             return None
-        self.version = said["version"]
-        self.engines.serve(said["engines"], said.get("served", 0))
+        self.version = trainer["version"]
+        self.engines.serve(trainer["engines"], trainer.get("served", 0))
         self.engines.look()
-        return said["position"]
+        return trainer["position"]
 
     async def wait_for_trainer(self):
         """Until the trainer has put its first weights into engines."""
         deadline = time.monotonic() + self.config.start_timeout
-        while self.look_at_trainer() is None:
+        while self.read_trainer() is None:
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"actor: waited {self.config.start_timeout:.0f} s for the trainer's first version in {self.queues}"
@@ -316,20 +302,19 @@ class Actor:
             await asyncio.sleep(0.05)
 
     def start_groups(self, draws, problems, started):
-        """Start as many groups as the engines have places and the gate lets; returns the tasks."""
-        word = {"groups": 0, "lost": []} | read_json(self.queues / "dropped.json")
-        draws.again_if_lost(word["lost"])
-        made_up = word["groups"] + draws.lost
-        credit = allowed_groups(self.config, self.version) + made_up - started
+        """Start as many groups as the engines have places and the gate lets; returns the asyncio tasks."""
+        # of groups that were dropped whole, others may be started
+        dropped = read_json(self.queues / "dropped.json").get("groups", 0)
+        credit = allowed_groups(self.config, self.version) + dropped - started
         chosen = []
-        while self.wanted < self.engines.places and len(chosen) < credit:
+        while self.in_progress < self.engines.places and len(chosen) < credit:
             chosen.append(draws.next())
-            self.wanted += self.config.attempts
+            self.in_progress += self.config.attempts
         if chosen:
             draws.save()
         groups = set()
-        for i, task, number in chosen:
-            work = self.group(i, task, number, problems[task][number], draws)
+        for draw, task, i in chosen:
+            work = self.group(draw, task, i, problems[task][i], draws.sampler)
             groups.add(asyncio.create_task(work))
         return groups
 
@@ -339,7 +324,6 @@ class Actor:
         self.prompter.check(problems)
         self.prompter.check(self.test_problems)
         await self.start()
-        announce_loaded(self.queues)
         await self.wait_for_trainer()
         state = last_state(self.run_dir)
         saved = state["sampler"].get("state")
@@ -359,7 +343,7 @@ class Actor:
         evaluations = {asyncio.create_task(self.evaluate(self.version))}
         groups = set()
         while self.version < c.steps:
-            draws.forget(self.look_at_trainer())
+            draws.forget(self.read_trainer())
             if self.version != seen:
                 seen = self.version
                 last_change = time.monotonic()
@@ -379,11 +363,11 @@ class Actor:
             group.cancel()
         await asyncio.gather(*groups, return_exceptions=True)
         while evaluations:
-            self.look_at_trainer()
+            self.read_trainer()
             evaluations = await reap(evaluations)
         await self.close()
         print(
-            f"actor: done, {started} groups started, events {dict(self.engines.counts)}, "
+            f"actor: done, {started} groups started, requests {dict(self.engines.counts)}, "
             f"rewards {dict(self.sandbox.counts)}",
             flush=True,
         )
@@ -409,5 +393,4 @@ def main(run_dir):
 
 
 if __name__ == "__main__":
-    sys.excepthook = last_words
     main(sys.argv[1])

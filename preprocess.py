@@ -2,7 +2,7 @@
 
 Reads queues/rollouts (from actor.py), writes queues/batches/rank_<r> (for train.py). A step is
 `groups_per_step` groups, of as many samples as came back. Micro-batches are put as soon as they
-fill. Groups that wait sit in a ring buffer. What is dropped is counted by reason: single attempts
+fill. Groups that wait sit in a buffer. What is dropped is counted by reason: single attempts
 make their group smaller; whole groups are announced in queues/dropped.json, so that the gate lets
 others start. A step's last record is its ledger: the problems it trained, and those dropped since
 the step before.
@@ -22,12 +22,9 @@ import numpy as np
 import config as cfg
 from plumbing.archive import group_file
 from plumbing.checkpoints import last_state
-from plumbing.doors import NewestVersion, RolloutCheck, lost_records
 from plumbing.ledger import Ledger
-from plumbing.log import last_words
-from plumbing.problems import wait_until_loaded
 from plumbing.queues import Queue, publish_json, read_json, wait_for_json
-from plumbing.samples import filler, join, layout, most_bytes, split
+from plumbing.samples import check_record, filler, join, layout, split
 
 # a row this full is emitted before its step is complete
 FULL = 0.95
@@ -111,8 +108,8 @@ class Packer:
         samples = group["samples"]
         self.pending += samples
         self.groups += 1
-        self.ledger.trained[group["index"]] = len(samples)
-        self.ledger.done(group["index"])
+        self.ledger.trained[group["draw"]] = len(samples)
+        self.ledger.done(group["draw"])
         for sample in samples:
             self.count(sample)
         complete = self.groups == self.config.groups_per_step
@@ -174,17 +171,19 @@ class Packer:
         return table
 
 
-class Ring:
+class GroupBuffer:
     """Groups that wait to be trained, oldest first, with their advantages.
 
     Takes everything that has arrived in queues/rollouts, as far as there is room. `late = wait`:
     in the order in which the groups were started, whatever the order in which they were done.
+    vocabulary: number of token ids.
     """
 
-    def __init__(self, config, rollouts, ledger):
+    def __init__(self, config, rollouts, ledger, vocabulary):
         self.config = config
         self.rollouts = rollouts
         self.ledger = ledger
+        self.vocabulary = vocabulary
         self.groups = deque()
         self.room = max(2, config.conventional_g) * config.groups_per_step
         # late = wait: groups that came before their turn, by draw; draws that will not come
@@ -198,32 +197,33 @@ class Ring:
         drop_oldest = self.config.on_full == "drop_oldest"
         while len(self.groups) < self.room or drop_oldest:
             try:
-                seq, record = self.rollouts.get(0.0)
+                number, record = self.rollouts.get(0.0)
             except TimeoutError:
                 break
+            check_record(
+                record, self.rollouts.file(number), self.vocabulary, run_id=self.config.run_id
+            )
             self.last_input = time.monotonic()
             for arrived in self.in_order(record):
                 self.take(arrived)
             if drop_oldest and len(self.groups) > self.room:
-                self.drop(self.groups.popleft(), "ring_full")
-            self.rollouts.ack(seq, self.kept_as(record["index"]))
+                self.drop(self.groups.popleft(), "buffer_full")
+            self.rollouts.ack(number, self.archived_as(record["draw"]))
         if time.monotonic() - self.last_input > self.config.stall_timeout and not self.groups:
             raise TimeoutError(
-                f"preprocess: no rollouts in {self.rollouts.path} for {self.config.stall_timeout:.0f} s; "
-                f"refused so far: {dict(self.rollouts.refused) or 'none'}"
+                f"preprocess: actor.py put no rollouts into {self.rollouts.path} for {self.config.stall_timeout:.0f} s"
             )
 
-    def kept_as(self, draw):
+    def archived_as(self, draw):
         """Which file the record of a group becomes; None: it is deleted."""
         if self.config.keep_steps:
-            run_dir = self.rollouts.path.parent.parent
-            return group_file(self.config, run_dir, draw)
+            return group_file(self.config, self.rollouts.path.parent.parent, draw)
 
     def in_order(self, record):
         """The records whose turn it is, now that this one is here."""
         if self.config.late != "wait":
             return [record]
-        self.early[record["index"]] = record
+        self.early[record["draw"]] = record
         found = []
         while self.turn in self.early or self.turn in self.never:
             if self.turn in self.early:
@@ -232,9 +232,9 @@ class Ring:
         return found
 
     def take(self, record):
-        """A group with its advantages into the ring, or drop it."""
+        """A group with its advantages into the buffer, or drop it."""
         config = self.config
-        index = record["index"]
+        draw = record["draw"]
         pace = {k: record[k] for k in ("gen_tok_s", "gen_idle")}
         samples = split(record)
         of_group = advantages(record["reward"], config.advantage) if samples else np.zeros(0)
@@ -244,9 +244,9 @@ class Ring:
             if config.overlong_mask and not sample["finished"]:
                 sample["mask"] = np.zeros_like(sample["mask"])
         fitting = [s for s in samples if len(s["tokens"]) <= config.row_tokens]
-        group = {"index": index, "samples": fitting, "pace": pace}
-        self.ledger.drop(index, record["failed"], "failed")
-        self.ledger.drop(index, len(samples) - len(fitting), "too_long")
+        group = {"draw": draw, "samples": fitting, "pace": pace}
+        self.ledger.drop(draw, record["failed"], "failed")
+        self.ledger.drop(draw, len(samples) - len(fitting), "too_long")
         if fitting and (config.no_signal == "keep" or np.abs(of_group).max() > 1e-6):
             self.groups.append(group)
         else:
@@ -254,8 +254,8 @@ class Ring:
 
     def drop(self, group, reason):
         """A whole group will not be trained; the gate lets another one start."""
-        self.ledger.drop(group["index"], len(group["samples"]), reason)
-        self.ledger.done(group["index"])
+        self.ledger.drop(group["draw"], len(group["samples"]), reason)
+        self.ledger.done(group["draw"])
         self.ledger.dropped_groups += 1
 
     def shuffle_phase(self, groups, rng):
@@ -286,18 +286,14 @@ def reference_model(config):
     return logprobs
 
 
-def announce_drops(ledger, rollouts, announced, path):
-    """Tell the actor, and people, how many groups are dropped by now, and which records of rollouts
-    were refused; returns what was told.
-    """
+def announce_drops(ledger, announced, path):
+    """Tell the actor, and people, how many groups are dropped by now; returns how many."""
     groups = ledger.dropped_groups
-    told = {"groups": groups, "lost": lost_records(rollouts)}
-    if told != announced:
-        publish_json(path, **told)
-        before = announced["groups"]
-        if groups > before == 0 or groups >= 2 * before > 0:
+    if groups > announced:
+        publish_json(path, groups=groups)
+        if announced == 0 or groups >= 2 * announced:
             print(f"preprocess: samples dropped so far: {dict(ledger.reasons)}", flush=True)
-    return told
+    return groups
 
 
 def main(run_dir):
@@ -308,16 +304,9 @@ def main(run_dir):
     batches = [Queue(queues / "batches" / f"rank_{r}", maxlen=1000) for r in ranks]
     state = last_state(run_dir)
     ledger = Ledger(**state["position"])
-    seconds = config.start_timeout
-    complaint = (
-        f"preprocess: the trainer announced no version in {version_file} within {seconds:.0f} s"
-    )
-    vocabulary = wait_for_json(version_file, seconds, complaint)["vocabulary"]
-    wait_until_loaded(config, queues, "preprocess")
-    check = RolloutCheck(config, ledger, vocabulary, NewestVersion(version_file))
-    largest = most_bytes(config.attempts * config.max_model_len)
-    rollouts = Queue(queues / "rollouts", largest=largest, check=check)
-    ring = Ring(config, rollouts, ledger)
+    complaint = f"preprocess: train.py announced no version in {version_file} within {config.start_timeout:.0f} s"
+    vocabulary = wait_for_json(version_file, config.start_timeout, complaint)["vocabulary"]
+    waiting = GroupBuffer(config, Queue(queues / "rollouts"), ledger, vocabulary)
     reference = reference_model(config) if config.kl_coef else None
     packer = Packer(config, batches, ledger, state["version"], reference)
     rng = random.Random(config.seed)
@@ -327,24 +316,24 @@ def main(run_dir):
     )
     # groups of the current generation phase that are shuffled (conventional RL only)
     in_phase = 0
-    announced = {"groups": 0, "lost": []}
+    announced = 0
 
     while packer.step < config.steps:
-        ring.receive()
-        announced = announce_drops(ledger, rollouts, announced, queues / "dropped.json")
-        # at most one step ahead of the trainer, so that the ring decides what it gets
-        if not ring.groups or packer.step > read_json(version_file)["version"] + 1:
+        waiting.receive()
+        announced = announce_drops(ledger, announced, queues / "dropped.json")
+        # at most one step ahead of the trainer, so that the buffer decides what it gets
+        if not waiting.groups or packer.step > read_json(version_file)["version"] + 1:
             time.sleep(0.005)
             continue
         g = config.conventional_g
         if g and not in_phase:
             steps = min(g - packer.step % g, config.steps - packer.step)
-            if len(ring.groups) < steps * config.groups_per_step:
+            if len(waiting.groups) < steps * config.groups_per_step:
                 time.sleep(0.005)
                 continue
             in_phase = steps * config.groups_per_step
-            ring.shuffle_phase(in_phase, rng)
-        packer.add(ring.groups.popleft())
+            waiting.shuffle_phase(in_phase, rng)
+        packer.add(waiting.groups.popleft())
         in_phase = max(in_phase - 1, 0)
     print(
         f"preprocess: all {config.steps} steps emitted, dropped {dict(ledger.reasons)}", flush=True
@@ -352,5 +341,4 @@ def main(run_dir):
 
 
 if __name__ == "__main__":
-    sys.excepthook = last_words
     main(sys.argv[1])

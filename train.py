@@ -1,8 +1,7 @@
 """Stage 3: packed micro-batches -> policy-gradient loss -> optimizer step -> new weights to the engines.
 
-One step: read micro-batches from queues/batches/rank_<r> until the one marked `last`, add up
-gradients, divide once by the number of samples, clip, step, push the weights (weights.py). Ranks
-read equal numbers of micro-batches, so FSDP2's collectives line up.
+One step: micro-batches from queues/batches/rank_<r>, gradients added up, divided once by the number
+of samples, clipped, applied, the weights pushed (weights.py). The loop is `train()`.
 
 Alone, on a run directory that has queues to read: `python train.py out/toy`; more ranks:
 `torchrun --nproc_per_node 2 train.py out/toy`. Deliberately absent: a Trainer class, callbacks, gradient
@@ -12,7 +11,6 @@ accumulation settings (a step is a step, however it was packed).
 import math
 import os
 import sys
-import time
 import types
 
 import numpy as np
@@ -31,14 +29,11 @@ from transformers.utils import logging
 import config as cfg
 from plumbing import checkpoints
 from plumbing.attention import to_device
-from plumbing.attribution import Attribution
 from plumbing.families import check_model, finish_logits
-from plumbing.guards import Guards
-from plumbing.log import MetricsLog, last_words
-from plumbing.problems import wait_until_loaded
-from plumbing.ranks import Ranks, Stopped, Sums
+from plumbing.metrics import MetricsLog, Sums, count, largest, mean, mean_if_any
+from plumbing.mismatch import Guards
+from plumbing.ranks import Ranks, Stopped
 from plumbing.reader import Reader
-from plumbing.rollouts import TrainedLog
 from plumbing.samples import layout
 from weights import Sender
 
@@ -221,11 +216,11 @@ LAG_BUCKETS = {"0": 0, "1": 1, "2": 2, "3-4": 4, "5-8": 8, "9+": math.inf}
 
 
 def micro_batch(model, batch, version, config, device):
-    """Forward and loss of one micro-batch of preprocess.py; nothing here waits for the device.
+    """Forward, loss and metrics of one micro-batch; nothing here waits for the device.
 
-    batch: a record of plumbing/samples.py. Returns the summed loss (a scalar to call backward on)
-    and sums for the metrics, {name: scalar, or one value for each of LAG_BUCKETS [6]}; of `lag_max`
-    the largest counts.
+    batch: a record of plumbing/samples.py with the advantages of preprocess.py. Returns the summed
+    loss (a scalar to call backward on), the metrics as {name: (function, sum, ...)}, which
+    plumbing.metrics.Sums adds up over the step, and the logprobs [T] of the trained policy.
     """
     positions, sequence_ids = layout(batch["lengths"])
     temperature = batch["temperature"][sequence_ids]
@@ -242,11 +237,11 @@ def micro_batch(model, batch, version, config, device):
     mask = b["mask"] & ~late  # [T] bool: tokens the engine sampled, and recently enough
     lag = lag * mask
     sampled_ids = torch.where(mask, b["sequence_ids"], -1)
-    behavior = torch.where(mask, b["behavior_logprobs"], logprobs.detach())
+    behavior_logprobs = torch.where(mask, b["behavior_logprobs"], logprobs.detach())
     advantages = b["advantage"][b["sequence_ids"]]
 
     per_token, clipped = policy_loss(
-        config.loss, logprobs, behavior, advantages, sampled_ids, config
+        config.loss, logprobs, behavior_logprobs, advantages, sampled_ids, config
     )
     kl_ref = torch.zeros_like(logprobs)
     if config.kl_coef:
@@ -260,93 +255,76 @@ def micro_batch(model, batch, version, config, device):
     loss = per_token.sum()
 
     with torch.no_grad():
-        log_w = logprobs - behavior
-        # for who looks on (plumbing/rollouts.py)
-        batch["log_ratios"] = logprobs - b["behavior_logprobs"]
+        log_w = logprobs - behavior_logprobs
         w = log_w.exp() * mask
-        kl_behavior = kl(behavior, logprobs) * mask
+        kl_behavior = kl(behavior_logprobs, logprobs) * mask
+        clipped = clipped & mask
         is_sample = b["outcome"] >= 0  # [S]; not so: a filler
+        samples = is_sample.sum()
+        tokens = mask.sum()
         # The engine's logprob is of this version's forward only if all of the sequence was: its KV
         # cache may be older.
         pure = mask & (lag == 0) & (b["num_versions"] == 1)[b["sequence_ids"]]
-        sums = {
-            "late": late.sum(),
-            "row_tokens": is_sample[b["sequence_ids"]].sum(),
-            "tokens": mask.sum(),
-            "samples": is_sample.sum(),
-            "reward": b["reward"].sum(),
-            "success": (b["outcome"] == 0).sum(),
-            "signal": (b["advantage"] != 0).sum(),
-            "cut_off": (~b["finished"] & is_sample).sum(),
-            "loss": loss,
-            "entropy": (entropy * mask).sum(),
-            "w": w.sum(),
-            "w2": (w * w).sum(),
-            "kl_behavior": kl_behavior.sum(),
-            "kl_ref": (kl_ref * mask).sum(),
-            "clipped": (clipped & mask).sum(),
-            "lag": lag.sum(),
-            "lag_max": lag.max(),
-            "mismatch": (log_w.abs() * pure).sum(),
-            "mismatch_tokens": pure.sum(),
-            "versions_2": (b["num_versions"] >= 2).sum(),
-            "versions_3": (b["num_versions"] >= 3).sum(),
+        by_lag = [sum_by_lag(x, lag) for x in (mask, per_token, kl_behavior, w, w * w, clipped)]
+        metrics = {
+            "samples": (count, samples),
+            "tokens": (count, is_sample[b["sequence_ids"]].sum()),
+            "sampled_tokens": (count, tokens),
+            "reward": (mean, b["reward"].sum(), samples),
+            "success": (mean, (b["outcome"] == 0).sum(), samples),
+            "signal": (mean, (b["advantage"] != 0).sum(), samples),
+            "cut_off": (mean, (~b["finished"] & is_sample).sum(), samples),
+            "loss": (mean, loss, samples),
+            "entropy": (mean, (entropy * mask).sum(), tokens),
+            "ess": (ess_of_sums, w.sum(), (w * w).sum(), tokens),
+            "kl_behavior": (mean, kl_behavior.sum(), tokens),
+            "kl_ref": (mean, (kl_ref * mask).sum(), tokens),
+            "mismatch": (mean_if_any, (log_w.abs() * pure).sum(), pure.sum()),
+            "lag_mean": (mean, lag.sum(), tokens),
+            "lag_max": (largest, lag.max()),
+            "clip_frac": (mean, clipped.sum(), tokens),
+            "late": (count, late.sum()),
+            "versions_2": (mean, (b["num_versions"] >= 2).sum(), samples),
+            "versions_3": (mean, (b["num_versions"] >= 3).sum(), samples),
+            "by_lag": (lag_table, *by_lag),
         }
-        per_lag = {
-            "tokens": mask,
-            "loss": per_token,
-            "kl": kl_behavior,
-            "w": w,
-            "w2": w * w,
-            "clipped": clipped & mask,
-        }
-        upper = torch.tensor(list(LAG_BUCKETS.values())[:-1])
-        bucket = torch.bucketize(lag, *to_device(device, upper))
-        zeros = logprobs.new_zeros(len(LAG_BUCKETS))
-        for name, values in per_lag.items():
-            sums[f"lag_{name}"] = zeros.index_add(0, bucket, values.float())
-    return loss, sums
+    return loss, metrics, logprobs.detach()
 
 
-def lag_table(total):
-    """Sums by lag -> {bucket: {tokens, loss, kl, ess, clip_frac}} per token, where there are any."""
+def sum_by_lag(values, lag):
+    """Sum of values [T] in each of LAG_BUCKETS, [6]; lag [T]."""
+    upper = torch.tensor(list(LAG_BUCKETS.values())[:-1])
+    bucket = torch.bucketize(lag, *to_device(lag.device, upper))
+    zeros = torch.zeros(len(LAG_BUCKETS), device=lag.device)
+    return zeros.index_add(0, bucket, values.float())
+
+
+def lag_table(*sums):
+    """Sums [6] of tokens, loss, KL, w, w^2, clipped -> {bucket: a table per token}, where there are any."""
     table = {}
-    for i, name in enumerate(LAG_BUCKETS):
-        n = total["lag_tokens"][i]
-        if n:
+    for name, (tokens, loss, kl, w, w2, clipped) in zip(LAG_BUCKETS, zip(*sums)):
+        if tokens:
             table[name] = {
-                "tokens": int(n),
-                "loss": total["lag_loss"][i] / n,
-                "kl": total["lag_kl"][i] / n,
-                "ess": ess_of_sums(total["lag_w"][i], total["lag_w2"][i], n),
-                "clip_frac": total["lag_clipped"][i] / n,
+                "tokens": int(tokens),
+                "loss": loss / tokens,
+                "kl": kl / tokens,
+                "ess": ess_of_sums(w, w2, tokens),
+                "clip_frac": clipped / tokens,
             }
     return table
 
 
-def train_step(model, optimizers, batches, version, config, device):
-    """One optimizer step on this rank's micro-batches: gradients summed over all, divided once,
-    clipped, applied. Collective.
+def optimizer_step(model, optimizers, sums, version, config):
+    """Divide the gradients, summed over a step's micro-batches, once; clip and apply them. Collective.
 
-    Returns (metrics of the step over all ranks, number of samples). A gradient that is not finite
-    leaves the weights as they are, on every rank alike, as the norm is of all of them.
+    sums: plumbing.metrics.Sums of the step; returns its metrics over all ranks. A gradient that is
+    not finite leaves the weights as they are, on every rank alike, as the norm is of all of them.
     """
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    sums = Sums()
-    for batch in batches:
-        loss, of_batch = micro_batch(model, batch, version, config, device)
-        # FSDP2 averages over ranks; the sum is wanted
-        (loss * world).backward()
-        sums.add(of_batch)
-    total = sums.reduce()
-    samples = max(total["samples"], 1)
-    tokens = max(total["tokens"], 1)
-
+    metrics = sums.reduce()
+    n = metrics["sampled_tokens"] if config.normalizer == "tokens" else metrics["samples"]
     for p in model.parameters():
         if p.grad is not None:
-            p.grad /= tokens if config.normalizer == "tokens" else samples
+            p.grad /= max(n, 1)
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
     if hasattr(grad_norm, "full_tensor"):
         grad_norm = grad_norm.full_tensor()
@@ -356,33 +334,8 @@ def train_step(model, optimizers, batches, version, config, device):
             group["lr"] = lr * group["lr_scale"]
         if torch.isfinite(grad_norm):
             optimizer.step()
-
-    mismatch = None
-    if total["mismatch_tokens"]:
-        mismatch = total["mismatch"] / total["mismatch_tokens"]
-    metrics = {
-        "tokens": int(total["row_tokens"]),
-        "reward": total["reward"] / samples,
-        "success": total["success"] / samples,
-        "signal": total["signal"] / samples,
-        "cut_off": total["cut_off"] / samples,
-        "loss": total["loss"] / samples,
-        "grad_norm": float(grad_norm),
-        "lr": lr,
-        "entropy": total["entropy"] / tokens,
-        "ess": ess_of_sums(total["w"], total["w2"], tokens),
-        "kl_behavior": total["kl_behavior"] / tokens,
-        "kl_ref": total["kl_ref"] / tokens,
-        "mismatch": mismatch,
-        "lag_mean": total["lag"] / tokens,
-        "lag_max": total["lag_max"],
-        "clip_frac": total["clipped"] / tokens,
-        "late": int(total["late"]),
-        "versions_2": total["versions_2"] / samples,
-        "versions_3": total["versions_3"] / samples,
-        "by_lag": lag_table(total),
-    }
-    return metrics, int(total["samples"])
+        optimizer.zero_grad()
+    return metrics | {"grad_norm": float(grad_norm), "lr": lr}
 
 
 # ---------------------------------------------------------------------------- model and optimizer
@@ -445,84 +398,79 @@ def updates_engines(config, version):
     return not g or version % g == 0 or version == config.steps
 
 
-def next_state(state, metrics, samples, record):
-    """The run's state after a step, as checkpoints keep it. A step whose gradient was not finite
-    counts, so that data and versions stay aligned.
+def next_state(state, metrics, record, wall_s):
+    """The run's state after a step, as checkpoints keep it; record: the step's last micro-batch.
+
+    A step whose gradient was not finite counts, so that data and versions stay aligned.
     """
     dropped = sum(sum(problems.values()) for problems in record["drops"].values())
     return state | {
         "version": state["version"] + 1,
-        "samples": state["samples"] + samples,
+        "samples": state["samples"] + metrics["samples"],
         "position": record["position"],
         "dropped": state["dropped"] + dropped,
         "skipped": state["skipped"] + (not math.isfinite(metrics["grad_norm"])),
+        "wall_s": wall_s,
     }
 
 
-def train(config, run_dir, ranks):
-    """The run, from its newest checkpoint to its last step. Raises Stopped when it is told to stop."""
-    device = ranks.device
-    model, optimizers = build(config, device, ranks.world)
-    checkpoints.check_room(config, run_dir, model)
-    state = checkpoints.restore(run_dir, model, optimizers, ranks.rank)
-    check_model(model, device, config.highest_mismatch)
-    log = MetricsLog(config, run_dir, state["version"], ranks.rank)
-    trained_log = TrainedLog(config, run_dir, state["version"], ranks.rank, ranks.world)
-    sender = Sender(config, model, ranks, run_dir)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    reader = Reader(config, run_dir, ranks, vocabulary, sender.check)
-    saved = state["version"]
-    guards = Guards(config)
-    attribution = Attribution(config, run_dir, model, ranks, sender, log)
-    run_start = time.monotonic() - state["wall_s"]
-
+def start_engines(model, state, sender, ranks):
+    """Put the run's weights into the engines, which start from the base model."""
     if ranks.rank == 0:
         size = sum(p.numel() for p in model.parameters()) / 1e6
-        where = f"{ranks.world} x {device.type}"
+        where = f"{ranks.world} x {ranks.device.type}"
         print(f"train: {size:.2f}M parameters on {where}; waiting for engines", flush=True)
-    # engines start from the base model; a continued run's need other weights
     sender.push(state["version"], state["position"])
     sender.wait()
     # it waited for engines to start: no update like the others
     sender.take_timing()
     if ranks.rank == 0:
-        print(f"train: version {saved} is in the engines", flush=True)
-        # its wait for data is one for rollouts, not for the actor's start
-        wait_until_loaded(config, f"{run_dir}/queues", "train")
+        print(f"train: version {state['version']} is in the engines", flush=True)
+
+
+def train(config, run_dir, ranks):
+    """The run, from its newest checkpoint to its last step; told to stop, it saves."""
+    model, optimizers = build(config, ranks.device, ranks.world)
+    checkpoints.check_room(config, run_dir, model)
+    state = checkpoints.restore(run_dir, model, optimizers, ranks.rank)
+    check_model(model, ranks.device, config.highest_mismatch)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    sender = Sender(config, model, ranks, run_dir)
+    reader = Reader(config, run_dir, ranks, vocabulary, sender.check)
+    guards = Guards(config, run_dir, ranks)
+    start_engines(model, state, sender, ranks)
+    log = MetricsLog(config, run_dir, state, ranks.rank)
     ranks.listen_for_stop()
-    step_start = time.monotonic()
-    save_s = 0.0
+    saved = state["version"]
     try:
         while state["version"] < config.steps:
-            batches = reader.step(state["version"])
-            batches = attribution.watch(batches, state["version"])
-            batches = trained_log.watch(batches, state["version"])
-            metrics, samples = train_step(
-                model, optimizers, batches, state["version"], config, device
-            )
-            state = next_state(state, metrics, samples, reader.last)
+            sums = Sums()
+            for batch in reader.step(state["version"]):
+                loss, metrics, logprobs = micro_batch(
+                    model, batch, state["version"], config, ranks.device
+                )
+                # FSDP2 averages over ranks; the sum is wanted
+                (loss * ranks.world).backward()
+                sums.add(metrics)
+                log.rollouts(batch, logprobs, state["version"])
+            metrics = optimizer_step(model, optimizers, sums, state["version"], config)
+            state = next_state(state, metrics, reader.last, log.wall_s())
             version = state["version"]
-            now = time.monotonic()
-            state["wall_s"] = time.monotonic() - run_start
-            if ranks.rank == 0:
-                times = {"step_s": now - step_start, "wait_data_s": reader.waited}
-                times |= {"save_s": save_s} | sender.take_timing()
-                log.step(config, state, metrics, reader.last, times)
-                log.evaluations(reader.evaluations(), run_start)
-            step_start = now
-            log.alarms(version, guards.look(version, metrics, sender.unchanged))
+            log.step(state, metrics, reader, sender.take_timing())
+            log.alarms(version, guards.check(version, metrics))
             if updates_engines(config, version):
                 sender.push(version, state["position"])
             else:
                 sender.announce(version, state["position"])
-            save_s = 0.0
+            if guards.is_due(version):
+                log.mismatch(version, guards.measure(model, batch, sender, version))
+            log.evaluations(reader.evaluations())
             if version == config.steps or (config.save_every and version % config.save_every == 0):
-                save_s = checkpoints.save(config, run_dir, model, optimizers, state, ranks)
+                log.save_s = checkpoints.save(config, run_dir, model, optimizers, state, ranks)
                 saved = version
         sender.wait()
-        reader.wait_for_evaluation(config.steps)
-        if ranks.rank == 0:
-            log.evaluations(reader.evaluations(), run_start)
+        log.evaluations(reader.evaluations(until=config.steps))
+        ranks.check_stop()
         sender.announce(config.steps, state["position"], done=True)
         sender.close()
     except Stopped:
@@ -530,8 +478,7 @@ def train(config, run_dir, ranks):
             checkpoints.save(config, run_dir, model, optimizers, state, ranks)
         if ranks.rank == 0:
             print(f"train: told to stop, version {state['version']} is saved", flush=True)
-    if ranks.rank == 0:
-        log.close()
+    log.close()
 
 
 def main(run_dir):
@@ -547,7 +494,6 @@ def main(run_dir):
 
 
 if __name__ == "__main__":
-    sys.excepthook = last_words
     main(sys.argv[1])
     sys.stdout.flush()
     # threads of gloo may still wait for the interpreter's lock: its own way out then aborts now and then

@@ -28,7 +28,6 @@ from pathlib import Path
 import torch
 
 from plumbing.group import Engines, Group
-from plumbing.guards import Repeats
 from plumbing.queues import publish_json
 from plumbing.transport import buckets
 
@@ -55,9 +54,6 @@ class Sender:
         self.dtype = dtype = getattr(torch, config.dtype)
         bucket_bytes = config.bucket_mb << 20
         self.plan = buckets(shapes, dtype.itemsize, bucket_bytes)
-        # pushes in a row that brought nothing new
-        self.unchanged = 0
-        self.repeats = Repeats([p.numel() for p in self.parameters], self.plan)
         # of the update that is on its way, and of the newest that is complete
         self.timing = dict.fromkeys(TIMES, 0.0)
         self.complete = dict.fromkeys(TIMES, 0.0)
@@ -139,7 +135,6 @@ class Sender:
             if self.flats[0].is_pinned():
                 # the copies to host memory must have ended before the thread reads it
                 torch.cuda.current_stream().synchronize()
-            self.unchanged = self.repeats.look(self.flats)
 
     def _lock_flats(self):
         """Rank 0: take the lock, which the thread may hold to admit an engine; a stop ends this."""

@@ -73,11 +73,10 @@ def need(ok, reason, words):
         raise BadAnswer(reason, words)
 
 
-def read_answer(body, max_tokens, stop, vocabulary, newest):
+def read_answer(body, max_tokens, stop, vocabulary):
     """An engine's answer, bytes -> {tokens, logprobs, versions, finished}. Raises BadAnswer.
 
-    max_tokens: as asked for; stop: token ids that end a completion; vocabulary: how many ids there
-    are; newest: plumbing.doors.NewestVersion.
+    max_tokens: as asked for; stop: token ids that end a completion; vocabulary: how many ids there are.
     """
     try:
         choice = ANSWERS.decode(body).choices[0]
@@ -90,8 +89,6 @@ def read_answer(body, max_tokens, stop, vocabulary, newest):
     need(largest < vocabulary, "token_ids", f"id {largest}, the vocabulary has {vocabulary}")
     logprobs = _logprobs(choice.behavior_logprobs, length)
     versions = token_versions(choice.weight_versions, length)
-    newest_here = versions[-1]
-    need(newest.reaches(newest_here), "weight_versions", f"{newest_here} is not trained yet")
     finished = choice.finish_reason == "stop"
     last = tokens[-1]
     if finished:

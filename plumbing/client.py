@@ -39,17 +39,16 @@ async def _body(answer, largest):
 class Engines:
     """The engines that serve the trainer's weights.
 
-    stop: token ids that end a completion; vocabulary: how many ids there are; newest:
-    plumbing.doors.NewestVersion; headers: of every request; who: asks, for lines on the terminal.
+    stop: token ids that end a completion; vocabulary: how many ids there are;
+    headers: of every request; who: asks, for lines on the terminal.
     """
 
-    def __init__(self, config, stop, vocabulary, newest, headers=None, who="actor"):
+    def __init__(self, config, stop, vocabulary, headers=None, who="actor"):
         self.who = who
         self.config = config
         self.headers = headers
         self.stop = sorted(stop)
         self.vocabulary = vocabulary
-        self.newest = newest
         self.serving = []
         # the version that all of them have, at least
         self.served = 0
@@ -185,7 +184,7 @@ class Engines:
         body = dict(token_ids=prompt, sampling_params=params, cache_salt=salt)
 
         def read(content):
-            return read_answer(content, max_tokens, self.stop, self.vocabulary, self.newest)
+            return read_answer(content, max_tokens, self.stop, self.vocabulary)
 
         sampled = await self._ask_until_answered(body, max_tokens, read, engine)
         if sampled:

@@ -1,8 +1,8 @@
 """Which draws of the sampler are in flight and which are done with, so that nothing is lost in a stop.
 
-`Draws` is the actor's end: it numbers what the sampler draws. `Ledger` is preprocess.py's: what became
-of it. A draw, and its group, is trained, dropped with a counted reason, or drawn again when the run
-continues; checkpoints keep both. Deliberately absent: which problem comes next (actor.Sampler).
+A draw, and the group sampled for it, is trained, dropped with a counted reason, or drawn again when
+the run continues; checkpoints keep both ends. Deliberately absent: which problem comes next
+(actor.Sampler).
 """
 
 from collections import Counter, deque
@@ -11,7 +11,7 @@ from plumbing.queues import publish_json
 
 
 class Draws:
-    """Numbers what the sampler draws; what was in flight when a run stopped is drawn again.
+    """The actor's end: numbers what the sampler draws; what was in flight at a stop is drawn again.
 
     queues/sampler.json says, before any of it is started, what has been drawn: checkpoints keep it.
     """
@@ -21,53 +21,39 @@ class Draws:
         self.path = path
         saved = state["sampler"]
         self.drawn = saved.get("drawn", state["position"]["next"])
-        # {draw: (task, number)} of those that are not done with, as far as this stage knows
-        self.pending = {int(i): tuple(x) for i, x in saved.get("pending", {}).items()}
-        # {number of its record in queues/rollouts: draw} of what has been sampled
-        self.records = {}
+        # {draw: (task, problem)} of those that are not done with, as far as this stage knows
+        self.pending = {int(draw): tuple(x) for draw, x in saved.get("pending", {}).items()}
         self.forget(state["position"])
         self.again = deque(sorted(self.pending))
-        # draws whose records were lost
-        self.lost = 0
 
     def forget(self, position):
         """These draws are done with: all below `next`, and those in `ahead`."""
         ahead = set(position["ahead"])
-        done = [i for i in self.pending if i < position["next"] or i in ahead]
-        for i in done:
-            del self.pending[i]
-        if done:
-            self.records = {n: i for n, i in self.records.items() if i in self.pending}
-
-    def again_if_lost(self, refused):
-        """Records of these numbers were refused: their problems are drawn again."""
-        for number in refused:
-            # None: somebody else's file
-            i = self.records.pop(number, None)
-            if i in self.pending:
-                self.again.append(i)
-                self.lost += 1
+        for draw in list(self.pending):
+            if draw < position["next"] or draw in ahead:
+                del self.pending[draw]
 
     def next(self):
-        """(number of the draw, task, number of the problem)."""
+        """(draw, task, index of the problem)."""
         if self.again:
-            i = self.again.popleft()
+            draw = self.again.popleft()
         else:
-            i = self.drawn
-            self.pending[i] = self.sampler.next()
+            draw = self.drawn
+            self.pending[draw] = self.sampler.next()
             self.drawn += 1
-        return i, *self.pending[i]
+        return draw, *self.pending[draw]
 
     def save(self):
         """Write down what has been drawn."""
-        publish_json(self.path, drawn=self.drawn, pending=self.pending, state=self.sampler.state())
+        state = self.sampler.state()
+        publish_json(self.path, drawn=self.drawn, pending=self.pending, state=state)
 
 
 class Ledger:
-    """Which draws of the actor's sampler are done with, and what became of their samples.
+    """The end of preprocess.py: what became of the draws and their samples.
 
     A draw is done with when its group is trained or dropped: all below `next` are, and those in
-    `ahead`. The others are drawn again when the run continues.
+    `ahead`.
     """
 
     def __init__(self, next, ahead):
@@ -80,16 +66,16 @@ class Ledger:
         self.reasons = Counter()
         self.dropped_groups = 0
 
-    def drop(self, index, samples, reason):
-        """So many samples of draw `index` will not be trained."""
+    def drop(self, draw, samples, reason):
+        """So many samples of a draw will not be trained."""
         if samples:
             of_reason = self.dropped.setdefault(reason, {})
-            of_reason[index] = of_reason.get(index, 0) + samples
+            of_reason[draw] = of_reason.get(draw, 0) + samples
             self.reasons[reason] += samples
 
-    def done(self, index):
-        """The group of draw `index` is trained, or dropped whole."""
-        self.ahead.add(index)
+    def done(self, draw):
+        """The group of a draw is trained, or dropped whole."""
+        self.ahead.add(draw)
         while self.next in self.ahead:
             self.ahead.remove(self.next)
             self.next += 1

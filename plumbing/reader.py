@@ -9,59 +9,46 @@ from pathlib import Path
 
 from plumbing import archive
 from plumbing.queues import Queue
-from plumbing.ranks import Stopped
-from plumbing.samples import most_bytes
-
-GO_ON = 0
-STOP = 1
+from plumbing.samples import check_record
 
 
 class Reader:
     """Reads queues/batches/rank_<r> and, on rank 0, queues/evals.
 
     check: called about once a second while rank 0 waits; it raises what went wrong elsewhere.
-    waited: seconds that the current step has waited for data; last: the last record of the step.
+    last: the last record of the newest step; waited: seconds that this step waited for data.
     """
 
     def __init__(self, config, run_dir, ranks, vocabulary, check):
-        # only here: bench/gpu.sh trains without queues, where there may be no pydantic
-        from plumbing.doors import BatchCheck, EvaluationCheck
-
-        queues = Path(run_dir, "queues")
         self.config = config
         self.run_dir = run_dir
         self.ranks = ranks
+        self.vocabulary = vocabulary
         self.check = check
-        self.batch_check = BatchCheck(config, vocabulary)
-        self.batches = Queue(
-            queues / "batches" / f"rank_{ranks.rank}",
-            largest=most_bytes(config.row_tokens),
-            check=self.batch_check,
-        )
-        evaluation_check = EvaluationCheck(config)
-        self.evals = Queue(queues / "evals", largest=most_bytes(0), check=evaluation_check)
-        self.waited = 0.0
+        self.batches = Queue(Path(run_dir, "queues", "batches", f"rank_{ranks.rank}"))
+        self.evals = Queue(Path(run_dir, "queues", "evals"))
         self.last = None
-        # evaluations that came and were not yet asked for; version of the newest one
-        self.came = []
+        self.waited = 0.0
+        # version of the newest evaluation that has come
         self.evaluated = -1
 
     def step(self, version):
         """Yields this rank's micro-batches of the step that makes `version` + 1."""
         self.waited = 0.0
-        self.last = None
-        self.batch_check.due = (version, 0)
-        while self.last is None:
+        row = 0
+        record = {"last": False}
+        while not record["last"]:
             start = time.monotonic()
-            seq, record = self._next()
+            number, record = self._next()
             self.waited += time.monotonic() - start
-            self.batch_check.due = (version, record["row"] + 1)
-            if record["last"]:
-                self.last = record
+            expected = dict(run_id=self.config.run_id, step=version, row=row)
+            check_record(record, self.batches.file(number), self.vocabulary, **expected)
             yield record
-            self.batches.ack(seq, self._kept_as(record))
+            self.batches.ack(number, self._archived_as(record))
+            row += 1
+        self.last = record
 
-    def _kept_as(self, record):
+    def _archived_as(self, record):
         """Which file a micro-batch becomes that is dealt with; None: it is deleted."""
         if not self.config.keep_steps:
             return None
@@ -71,20 +58,15 @@ class Reader:
         return archive.batch_file(self.run_dir, step, self.ranks.rank, record["row"])
 
     def _next(self):
-        """The next record of this rank, (seq, record). Collective; raises Stopped on all ranks."""
-        complaint = f"preprocess put no micro-batch into {self.batches.path}"
+        """The next record of this rank, (number, record). Collective; raises Stopped on all ranks."""
+        found = None
         if self.ranks.rank == 0:
-            found = self._wait_for(self.batches, complaint)
-            decision = self.ranks.agree(STOP if found is None else GO_ON)
-        else:
-            decision = self.ranks.agree(GO_ON)
-            found = None
-        if decision == STOP:
-            raise Stopped
+            found = self._wait(self.batches, "preprocess put no micro-batch into")
+        self.ranks.check_stop()
         return found or self.batches.get(self.config.stall_timeout)
 
-    def _wait_for(self, queue, complaint):
-        """Rank 0: the next record of a queue, None if the run is to stop. TimeoutError(complaint)."""
+    def _wait(self, queue, complaint):
+        """Rank 0: the next record of a queue, None if the run is to stop."""
         deadline = time.monotonic() + self.config.stall_timeout
         while not self.ranks.stop.is_set():
             try:
@@ -92,34 +74,22 @@ class Reader:
             except TimeoutError:
                 self.check()
             if time.monotonic() > deadline:
-                seconds = self.config.stall_timeout
-                refused = f" ({dict(queue.refused)} refused)" if queue.refused else ""
-                raise TimeoutError(f"train: {complaint} within {seconds:.0f} s{refused}")
+                raise TimeoutError(
+                    f"train: {complaint} {queue.path} within {self.config.stall_timeout:.0f} s"
+                )
         return None
 
-    def evaluations(self):
-        """Rank 0: the evaluations that have come, oldest first."""
-        while True:
-            try:
-                seq, record = self.evals.get(0.0)
-            except TimeoutError:
+    def evaluations(self, until=-1):
+        """Yields, on rank 0, the evaluations that have come; waits until that of version `until` has."""
+        while self.ranks.rank == 0:
+            found = None
+            if len(self.evals):
+                found = self.evals.get()
+            elif self.evaluated < until:
+                found = self._wait(self.evals, "the actor put no evaluation into")
+            if found is None:
                 break
-            self.evals.ack(seq)
-            self.came.append(record)
-        found = self.came
-        self.came = []
-        self.evaluated = found[-1]["version"] if found else self.evaluated
-        return found
-
-    def wait_for_evaluation(self, version):
-        """Until the evaluation of this version has come. Collective; raises Stopped on all ranks."""
-        complaint = f"the actor has not evaluated version {version}"
-        while self.ranks.rank == 0 and self.evaluated < version:
-            answer = self._wait_for(self.evals, complaint)
-            if answer is None:
-                break
-            seq, record = answer
-            self.evals.ack(seq)
-            self.came.append(record)
+            number, record = found
+            self.evals.ack(number)
             self.evaluated = record["version"]
-        self.ranks.check_stop()
+            yield record

@@ -8,14 +8,12 @@ below; whatever is put into the samples under its name arrives in the trainer's 
 
 import numpy as np
 
-from config import OUTCOMES
-
 TOKEN_FIELDS = {
     # prompt, what was sampled, and what an environment said in between, never re-tokenised
     "tokens": np.int64,
     # was this token sampled (and is it to be trained)?
     "mask": np.bool_,
-    # the engine's logprob when it sampled the token; 0 where nothing was sampled
+    # log mu: the engine's logprob when it sampled the token; 0 where nothing was sampled
     "behavior_logprobs": np.float32,
     # the weights' version that sampled the token; -1 where nothing was sampled
     "versions": np.int64,
@@ -25,6 +23,8 @@ TOKEN_FIELDS = {
 SAMPLE_FIELDS = {
     # index of its task in config.task_weights
     "task": np.int16,
+    # index of its problem in the task's list of training problems
+    "problem": np.int64,
     # temperature it was sampled at, and is trained at
     "temperature": np.float32,
     "reward": np.float32,
@@ -39,6 +39,8 @@ SAMPLE_FIELDS = {
     # from preprocess.py
     "advantage": np.float32,
 }
+# what preprocess.py adds; all others come from the actor
+ADDED = ("ref_logprobs", "advantage")
 
 
 def join(samples):
@@ -96,96 +98,35 @@ def filler():
     return sample
 
 
-# what every record of samples has; a field that somebody adds is looked at where it is there
-SAMPLED = ("tokens", "mask", "behavior_logprobs", "versions")
-SAMPLED += ("task", "temperature", "reward", "outcome", "finished", "num_versions", "number")
-# tokens of a sample: their sum over a record stays within int64
-LONGEST = 1 << 40
+def check_record(record, file, vocabulary, **expected):
+    """Raise RuntimeError, by the file's name, if a record is not what the stage before writes.
 
-
-def most_bytes(tokens):
-    """Size that no record of so many tokens needs, even if each were a sample: their fields, and 16 MB
-    for what stands beside them.
+    vocabulary: number of token ids; expected: what stands beside the arrays and must be so, such as
+    run_id=..., step=3, row=0.
     """
-    dtypes = [np.int64, *TOKEN_FIELDS.values(), *SAMPLE_FIELDS.values()]
-    return tokens * sum(np.dtype(dtype).itemsize for dtype in dtypes) + (1 << 24)
+    problem = next(_problems(record, vocabulary, expected), None)
+    if problem:
+        raise RuntimeError(f"{file}: {problem}; the same command continues the run")
 
 
-def problem_with(record, needed, vocabulary, tasks):
-    """What is wrong with a record's arrays, as words, or None: checked before anything is computed.
-
-    needed: names of fields that must be there if there are samples; vocabulary, tasks: how many
-    there are.
-    """
-    problem = _problem_with_forms(record, needed)
-    if problem or not len(record["lengths"]):
-        return problem
-    return _problem_with_values(record, vocabulary, tasks)
-
-
-def _problem_with_forms(record, needed):
-    """Is there every field, of its type, for every token or sample, and finite?"""
-    if not _is_list(record.get("lengths"), np.int64):
-        return "lengths is no array [S] of int64"
-    lengths = record["lengths"]
-    samples = len(lengths)
-    shortest = lengths.min(initial=1)
-    longest = lengths.max(initial=1)
-    if shortest < 1 or longest > LONGEST:
-        return f"lengths from {shortest} to {longest}"
-    tokens = int(lengths.sum())
-    expected = dict.fromkeys(TOKEN_FIELDS, tokens) | dict.fromkeys(SAMPLE_FIELDS, samples)
+def _problems(record, vocabulary, expected):
+    """What is wrong with a record, one sentence at a time."""
+    for name, value in expected.items():
+        if record.get(name) != value:
+            yield f"{name} is {record.get(name)!r}, expected is {value!r}"
+    samples = len(record["lengths"])
+    tokens = int(record["lengths"].sum())
+    sizes = dict.fromkeys(TOKEN_FIELDS, tokens) | dict.fromkeys(SAMPLE_FIELDS, samples)
     for name, dtype in (TOKEN_FIELDS | SAMPLE_FIELDS).items():
-        if name not in record:
-            if samples and name in needed:
-                return f"{name} is missing"
+        if name in ADDED and name not in record or not samples:
             continue
-        values = record[name]
-        if not _is_list(values, dtype):
-            return f"{name} is no array of {np.dtype(dtype)} with one dimension"
-        if len(values) != expected[name]:
-            return f"{name} has {len(values)} values for {samples} samples of {tokens} tokens"
-        if np.dtype(dtype).kind == "f" and not np.isfinite(values).all():
-            return f"{name} has values that are not finite"
-        if dtype == np.bool_ and (values.view(np.uint8) > 1).any():
-            return f"{name} has values that are neither true nor false"
-    return None
-
-
-def _is_list(values, dtype):
-    """Is it an array of one dimension, of this type?"""
-    return isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype == dtype
-
-
-def _problem_with_values(record, vocabulary, tasks):
-    """Are ids, indices and what is known of sampled tokens possible?"""
-    ranges = {
-        "tokens": (0, vocabulary - 1),
-        "task": (0, tasks - 1),
-        "outcome": (-1, len(OUTCOMES) - 1),
-        "num_versions": (0, np.iinfo(np.int16).max),
-        "number": (0, np.iinfo(np.int64).max),
-    }
-    for name, (low, high) in ranges.items():
-        values = record[name]
-        lowest = values.min()
-        highest = values.max()
-        if lowest < low or highest > high:
-            return f"{name} from {lowest} to {highest}, must be from {low} to {high}"
-    coldest = record["temperature"].min()
-    if coldest <= 0:
-        return f"temperature {coldest}"
-    mask = record["mask"]
-    versions = record["versions"][mask]
-    logprobs = record["behavior_logprobs"][mask]
-    positions, _ = layout(record["lengths"])
-    if mask[positions == 0].any():
-        return "the first token of a sample counts as sampled, from nothing"
-    if versions.min(initial=0) < 0:
-        return "a sampled token has no version"
-    if logprobs.max(initial=0) > 0:
-        return "a sampled token has a logprob above 0"
-    return None
+        values = record.get(name, np.zeros(0))
+        if values.dtype != dtype or values.shape != (sizes[name],):
+            yield f"{name} is {values.dtype} {values.shape} for {samples} samples, {tokens} tokens"
+        elif np.dtype(dtype).kind == "f" and not np.isfinite(values).all():
+            yield f"{name} has values that are not finite"
+    if samples and not 0 <= record["tokens"].min() <= record["tokens"].max() < vocabulary:
+        yield f"tokens are not from 0 to {vocabulary - 1}, the model's vocabulary"
 
 
 class Transcript:
@@ -218,7 +159,7 @@ class Transcript:
         self.versions += [-1] * len(tokens)
 
     def fields(self):
-        """The per-token fields of plumbing/samples.py, and num_versions."""
+        """The per-token fields of a sample, and num_versions."""
         versions = np.array(self.versions)
         mask = np.array(self.mask, bool)
         return dict(

@@ -214,8 +214,7 @@ async def voted(actor, task, problem, text):
 async def attempt(actor, out, task, source, number, problem, k):
     """Attempt k at a problem -> its line of answers.jsonl."""
     c = actor.config
-    seed = actor.eval_seed(number, k)
-    sample = await actor.rollout(task, problem, c.eval_temperature, seed)
+    sample = await actor.evaluate_attempt(task, number, problem, k)
     if sample is None:
         raise RuntimeError(
             f"evaluate: problem {number} of {source}: the engines failed every try, see {_logs(c)}"

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 import config as cfg
-from plumbing import attribution, hardware
+from plumbing import hardware, mismatch
 from plumbing.transport import buckets
 from tools.fake_step import SHAPES, model_config, parameter_shapes, traced
 
@@ -74,10 +74,9 @@ class Placed:
         rest = c.gpu_memory_utilization * self.gpu_gb - sum(engine.values())
         engine["KV cache"] = c.kv_cache_gb or max(rest, 0)
         engine["update buffers"] = served
-        if c.attribute_every:
-            # all logits of a prompt, in 16 and in 32 bits
-            longest = min(attribution.MOST, c.max_model_len)
-            engine["logits of prompts"] = 6 * longest * model.vocab_size / GB
+        # when the mismatch is measured, all logits of a prompt, in 16 and in 32 bits
+        longest = min(mismatch.LONGEST, c.max_model_len)
+        engine["logits of prompts"] = 6 * longest * model.vocab_size / GB
         if c.weight_backend == "nccl":
             # else buckets are in host memory
             rank_0["update buffers"] = 2 * max(sizes)

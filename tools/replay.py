@@ -27,7 +27,7 @@ import config as cfg
 import train
 from plumbing import archive, checkpoints
 from plumbing.hardware import gpu_count, share_cores
-from plumbing.log import short
+from plumbing.metrics import short
 from plumbing.ranks import Ranks
 from plumbing.samples import layout
 from tools import report

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import config as cfg  # noqa: E402
 from plumbing import checkpoints  # noqa: E402
 from plumbing.hardware import is_to_be_made  # noqa: E402
-from plumbing.log import RECENT  # noqa: E402
+from plumbing.metrics import RECENT  # noqa: E402
 from plumbing.queues import read_json  # noqa: E402
 from tools.find import run_of  # noqa: E402
 

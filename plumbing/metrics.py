@@ -1,0 +1,291 @@
+"""What a run says of itself: metrics.jsonl and the live line, Weights & Biases, decoded rollouts, its report.
+
+A metric is declared where it is computed (train.micro_batch), as (function, sum, ...): the sums add
+up over micro-batches and ranks, and the function makes the metric of them.
+"""
+
+import json
+import math
+import subprocess
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import AutoTokenizer
+
+from config import OUTCOMES, ROOT, task_weights
+
+# steps whose pace tells when the run will end
+RECENT = 10
+
+
+# ---- a step's metrics
+
+
+def count(n):
+    """A metric that is its sum."""
+    return int(n)
+
+
+def mean(total, n):
+    """A metric per token, per sample, ...; 0 if there is none."""
+    return total / max(n, 1)
+
+
+def mean_if_any(total, n):
+    """Likewise; None if there is none."""
+    return total / n if n else None
+
+
+def largest(x):
+    """A metric of which not the sum counts, but the largest value."""
+    return int(x)
+
+
+class Sums:
+    """Adds up the metrics of a step over micro-batches and ranks."""
+
+    def __init__(self):
+        self.metrics = {}
+
+    def add(self, metrics):
+        """Take those of one micro-batch: {name: (function, tensor, ...)}."""
+        for name, (function, *parts) in metrics.items():
+            # the same count may stand in several metrics, and is reduced in each
+            parts = [x.detach().float().clone() for x in parts]
+            if name in self.metrics:
+                add = torch.maximum if function is largest else torch.add
+                parts = [add(x, y) for x, y in zip(parts, self.metrics[name][1])]
+            self.metrics[name] = (function, parts)
+
+    def reduce(self):
+        """{name: value} over all ranks. Collective."""
+        values = {}
+        for name, (function, parts) in self.metrics.items():
+            if dist.is_initialized():
+                op = dist.ReduceOp.MAX if function is largest else dist.ReduceOp.SUM
+                for part in parts:
+                    dist.all_reduce(part, op=op)
+            values[name] = function(*(x.tolist() for x in parts))
+        return values
+
+
+# ---- files of lines
+
+
+def short(value):
+    """Floats to six digits, also within dicts."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {k: short(v) for k, v in value.items()}
+    return value
+
+
+def digits(values):
+    """An array as a list for JSON, to four digits behind the point; what is not finite as None."""
+    rounded = values.astype(float).round(4).tolist()
+    return [x if math.isfinite(x) else None for x in rounded]
+
+
+def open_lines(path, version):
+    """A .jsonl file to append to, without what came after the checkpoint of this version (it is done again)."""
+    path.touch()
+    lines = [x for x in path.read_text().splitlines() if x.endswith("}")]
+    before = [x for x in lines if came_before(json.loads(x), version)]
+    # a crash leaves all of it, or all as it was
+    path.with_suffix(".tmp").write_text("".join(x + "\n" for x in before))
+    path.with_suffix(".tmp").replace(path)
+    return open(path, "a", buffering=1)
+
+
+def came_before(line, version):
+    """Was a line written before the checkpoint of this version?"""
+    if "step" in line:
+        return line["step"] <= version
+    return line["version"] < version
+
+
+# ---- the log
+
+
+def open_wandb(config, run_dir):
+    """A run of Weights & Biases; where it is off, an object that takes the same calls."""
+    if config.wandb == "off":
+        return SimpleNamespace(log=lambda values: None, finish=lambda: None)
+    import wandb
+
+    # a run that continues goes on with its curves
+    about = dict(project="pipeline-rl", name=config.run, id=config.run_id, resume="allow")
+    log = wandb.init(**about, config=vars(config), mode=config.wandb, dir=run_dir)
+    # all is drawn over the version: evaluations come late, a continued run does some steps again,
+    # and wandb's own count of lines knows of neither
+    log.define_metric("version")
+    log.define_metric("*", step_metric="version")
+    return log
+
+
+class MetricsLog:
+    """What rank 0 of the trainer writes down of a run; on other ranks its methods do nothing.
+
+    state: what a continued run goes on from.
+    """
+
+    def __init__(self, config, run_dir, state, rank):
+        self.config = config
+        self.rank = rank
+        self.run_start = time.monotonic() - state["wall_s"]
+        if rank != 0:
+            return
+        self.tokenizer = AutoTokenizer.from_pretrained(config.model)
+        self.file = open_lines(Path(run_dir, "metrics.jsonl"), state["version"])
+        self.samples = open_lines(Path(run_dir, "samples.jsonl"), state["version"])
+        self.wandb = open_wandb(config, run_dir)
+        self.report_command = [sys.executable, str(ROOT / "tools" / "report.py"), str(run_dir)]
+        self.report = None
+        # of the newest steps; of the newest checkpoint, if it fell into this step
+        self.seconds = deque(maxlen=RECENT)
+        self.save_s = 0.0
+        self.step_start = time.monotonic()
+        self.rollouts_left = config.samples_logged
+
+    def wall_s(self):
+        """Seconds that the run has taken, stops left out."""
+        return time.monotonic() - self.run_start
+
+    def step(self, state, metrics, reader, times):
+        """Write the step's metrics, and one line for the terminal.
+
+        reader: plumbing.reader.Reader, which has just read the step; times: of the newest update, s.
+        """
+        if self.rank != 0:
+            return
+        now = time.monotonic()
+        step_s = now - self.step_start
+        self.seconds.append(step_s)
+        times = times | dict(step_s=step_s, wait_data_s=reader.waited, save_s=self.save_s)
+        self.step_start = now
+        self.save_s = 0.0
+        self.rollouts_left = self.config.samples_logged
+        record = reader.last
+        # the first step waits for the first rollouts
+        eta = (self.config.steps - state["version"]) * np.median(self.seconds)
+        line = {"step": state["version"]}
+        line |= {k: state[k] for k in ("version", "samples", "wall_s", "dropped", "skipped")}
+        line |= {k: v for k, v in metrics.items() if k != "samples"} | times
+        line |= {k: record[k] for k in ("gen_tok_s", "gen_idle", "by_task", "problems", "drops")}
+        line["train_tok_s"] = metrics["tokens"] / step_s
+        self._write(line)
+        # every problem would be a curve of its own
+        self.wandb.log({k: v for k, v in line.items() if k not in ("problems", "drops")})
+        self._draw_report(state["version"])
+        # a step may have no sample of lag 0
+        mismatch = "-" if metrics["mismatch"] is None else f"{metrics['mismatch']:.1e}"
+        print(
+            f"step {state['version']}/{self.config.steps} | reward {metrics['reward']:.3f} | ess {metrics['ess']:.3f} | "
+            f"lag {metrics['lag_mean']:.1f}/{metrics['lag_max']} | mismatch {mismatch} | "
+            f"{line['train_tok_s'] / 1000:.1f}k tok/s | wait {times['wait_data_s'] / step_s:.0%} | "
+            f"empty {line['gen_idle']:.0%} | eta {eta / 60:.1f}m",
+            flush=True,
+        )
+
+    def alarms(self, version, alarms):
+        """Say what lasts too long, and write it down."""
+        for words in alarms if self.rank == 0 else []:
+            print(f"train: ALARM: {words}", flush=True)
+            self._write({"alarm": words, "version": version})
+
+    def mismatch(self, version, measured):
+        """Write what engines and trainer differ by at this version: {mismatch, tokens}, {} if not measured."""
+        if measured:
+            self._write(measured | {"version": version})
+            self.wandb.log(measured | {"version": version})
+
+    def evaluations(self, records):
+        """Write evaluations of the actor; they come late, so that they have no step of their own."""
+        for record in records:
+            line = {k: v for k, v in record.items() if k != "run_id"}
+            line["wall_s"] -= self.run_start
+            self._write(line)
+            scores = {f"eval/{name}": score for name, score in line["eval"].items()}
+            self.wandb.log(scores | {"version": line["version"]})
+            words = " | ".join(f"{name} {score:.3f}" for name, score in line["eval"].items())
+            print(
+                f"eval: version {line['version']} | {words} | {line['problems']} held-out problems",
+                flush=True,
+            )
+
+    def rollouts(self, batch, logprobs, version):
+        """Write the first `samples_logged` rollouts of a step, decoded, to samples.jsonl.
+
+        logprobs [T]: the trainer's, on its device. Of several ranks rank 0's micro-batches alone.
+        """
+        if self.rank != 0 or not self.rollouts_left:
+            return
+        log_ratios = logprobs.cpu().numpy() - batch["behavior_logprobs"]
+        ends = np.cumsum(batch["lengths"])
+        chosen = np.flatnonzero(batch["outcome"] >= 0)[: self.rollouts_left]
+        self.rollouts_left -= len(chosen)
+        for i in chosen:
+            own = slice(ends[i] - batch["lengths"][i], ends[i])
+            tokens = {k: batch[k][own] for k in ("tokens", "mask", "versions", "behavior_logprobs")}
+            line = self._rollout(tokens, log_ratios[own])
+            line |= {k: batch[k][i].item() for k in ("number", "problem", "reward", "advantage")}
+            line["task"] = list(task_weights(self.config.task))[batch["task"][i]]
+            line["outcome"] = OUTCOMES[batch["outcome"][i]]
+            line["finished"] = bool(batch["finished"][i])
+            self.samples.write(json.dumps({"step": version + 1} | short(line)) + "\n")
+
+    def _rollout(self, tokens, log_ratios):
+        """A sequence as text and numbers: {prompt, completion, spans, behavior_logprobs, log_ratios}."""
+        first = int(tokens["mask"].argmax())
+        texts = token_texts(self.tokenizer, tokens["tokens"].tolist())
+        # the prompt and the environment's texts are spans, too, of version -1
+        starts = np.flatnonzero(np.diff(tokens["versions"], prepend=-2)).tolist()
+        borders = zip(starts, [*starts[1:], len(texts)])
+        return dict(
+            prompt=self.tokenizer.decode(tokens["tokens"][:first]),
+            completion=self.tokenizer.decode(tokens["tokens"][first:], skip_special_tokens=True),
+            spans=[[int(tokens["versions"][a]), texts[a:b]] for a, b in borders],
+            behavior_logprobs=digits(tokens["behavior_logprobs"][tokens["mask"]]),
+            log_ratios=digits(log_ratios[tokens["mask"]]),
+        )
+
+    def _write(self, line):
+        self.file.write(json.dumps(short(line)) + "\n")
+
+    def _draw_report(self, version):
+        """Have report.html drawn every `report_every` steps, by a process of its own that nothing waits for."""
+        every = self.config.report_every
+        ended = self.report is None or self.report.poll() is not None
+        if every and version % every == 0 and ended:
+            command = ["nice", "-n", "19", *self.report_command, "--quiet"]
+            self.report = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+
+    def close(self):
+        if self.rank == 0:
+            self.wandb.finish()
+
+
+def token_texts(tokenizer, tokens):
+    """The text of each token; of a character that several make up, the last one has all of it.
+
+    A token's text depends on the one before it: some tokenizers leave out a first space.
+    """
+    texts = []
+    start = 0
+    for end in range(1, len(tokens) + 1):
+        known = tokenizer.decode(tokens[max(start - 1, 0) : start])
+        text = tokenizer.decode(tokens[max(start - 1, 0) : end])[len(known) :]
+        # bytes of a character that is not complete; more than four are none
+        if text.endswith("\ufffd") and end - start < 4 and end < len(tokens):
+            texts.append("")
+            continue
+        texts.append(text)
+        start = end
+    return texts

@@ -1,0 +1,161 @@
+"""Is what engines serve what is trained? And what else ends a run that goes wrong without a crash.
+
+Every so many updates the trainer computes the logprobs of a few sequences under its new weights, and
+an engine that has just swapped does so too: their mean difference is `mismatch`, in nats a token. It
+does not depend on how old samples are, nor on temperature, adapters or the loss.
+"""
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import requests
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from plumbing import secret
+from plumbing.queues import read_json
+from plumbing.samples import layout
+
+# updates from one measurement to the next
+EVERY = 20
+# sequences that are compared, and tokens of each: an engine computes all logits of a prompt at once
+SEQUENCES = 4
+LONGEST = 2048
+# steps in a row after which a run ends, and after which an alarm is given
+IN_A_ROW = 3
+LASTING = 10
+LOWEST_ESS = 0.3
+MOST_CUT_OFF = 0.95
+
+
+class Guards:
+    """Looks at every step, on every rank alike; measures the mismatch, rank 0 of the trainer with one engine."""
+
+    def __init__(self, config, run_dir, ranks):
+        self.config = config
+        self.run_dir = Path(run_dir)
+        self.ranks = ranks
+        self.limit = config.highest_mismatch
+        self.in_a_row = Counter()
+        self.measured = 0
+
+    # ---- served = trained
+
+    def is_due(self, version):
+        """Is the mismatch to be measured at this version, which the engines get?"""
+        return version % (EVERY * (self.config.conventional_g or 1)) == 0
+
+    @torch.no_grad()
+    def measure(self, model, batch, sender, version):
+        """{mismatch, tokens} of this version, which was just pushed; {} on other ranks, and if no engine answers.
+
+        batch: a micro-batch whose first sequences are compared. Collective. Raises RuntimeError above the limit.
+        """
+        lengths = batch["lengths"][:SEQUENCES]
+        positions, _ = layout(lengths)
+        tokens = batch["tokens"][: len(positions)]
+        # engines tell logprobs of prompts at temperature 1, whatever the run's is
+        logprobs = model.token_logprobs(tokens, positions, 1.0)[0].cpu().numpy()
+        if isinstance(model, FSDPModule):
+            # a forward leaves the root's parameters gathered until its backward
+            model.reshard()
+        if self.ranks.rank != 0:
+            return {}
+        sender.wait()
+        borders = np.cumsum(lengths)[:-1]
+        differences = []
+        try:
+            for ids, own in zip(np.split(tokens, borders), np.split(logprobs, borders)):
+                served = self._engine_logprobs(ids[:LONGEST].tolist(), version)
+                differences.append(np.abs(own[1 : len(ids[:LONGEST])] - served))
+        except (requests.RequestException, RuntimeError, KeyError) as e:
+            self.in_a_row["unmeasured"] += 1
+            print(f"train: mismatch of version {version} not measured: {e}", flush=True)
+            return {}
+        self.in_a_row["unmeasured"] = 0
+        differences = np.concatenate(differences)
+        found = float(differences.mean())
+        if not found <= self.limit:
+            raise RuntimeError(_mismatch_words(found, self.limit, f"at version {version}"))
+        return {"mismatch": found, "tokens": len(differences)}
+
+    def _engine_logprobs(self, ids, version):
+        """Logprobs [T-1] of a sequence as an engine's prompt; the engines take turns. RuntimeError if its version is another."""
+        urls = read_json(self.run_dir / "queues" / "version.json")["engines"]
+        self.measured += 1
+        answer = requests.post(
+            urls[self.measured % len(urls)] + "/inference/v1/generate",
+            json=dict(token_ids=ids, sampling_params=dict(max_tokens=1, prompt_logprobs=0)),
+            headers=secret.header(self.run_dir),
+            timeout=self.config.sync_timeout,
+        )
+        answer.raise_for_status()
+        answer = answer.json()
+        served = answer["choices"][0]["weight_versions"][0]["version"]
+        if served != str(version):
+            raise RuntimeError(f"the engine has version {served}")
+        return np.array(answer["prompt_logprobs"])
+
+    # ---- every step
+
+    def check(self, version, metrics):
+        """What lasts too long, as sentences; most often none. Raises RuntimeError at what ends the run."""
+        not_finite = not math.isfinite(metrics["grad_norm"])
+        if not_finite:
+            print(
+                f"train: step {version} has a gradient that is not finite (loss {metrics['loss']}): weights left as they are",
+                flush=True,
+            )
+        if self._lasts("not_finite", not_finite, IN_A_ROW):
+            raise RuntimeError(
+                f"train: {IN_A_ROW} steps in a row had gradients that are not finite: lower --lr, or look at the samples"
+            )
+        mismatch = metrics["mismatch"]
+        # a step without a sample of lag 0 says nothing; a difference may also be no number
+        differs = mismatch is not None and not mismatch <= self.limit
+        if mismatch is not None and self._lasts("mismatch", differs, IN_A_ROW):
+            raise RuntimeError(_mismatch_words(mismatch, self.limit, f"in {IN_A_ROW} steps"))
+        alarms = {
+            "unmeasured": (
+                self.in_a_row["unmeasured"] >= IN_A_ROW,
+                1,
+                "no engine answers when the mismatch is to be measured: whether engines serve what is trained is not known",
+            ),
+            "ess": (
+                metrics["ess"] < LOWEST_ESS,
+                IN_A_ROW,
+                f"effective sample size {metrics['ess']:.2f}: data is too old for this learning rate: lower --max_lag or --lr",
+            ),
+            "signal": (
+                metrics["signal"] == 0,
+                LASTING,
+                f"no group of {LASTING} steps had two different rewards (mean {metrics['reward']:.3g}): the reward function is "
+                "constant, or problems are all too easy or too hard",
+            ),
+            "cut_off": (
+                metrics["cut_off"] > MOST_CUT_OFF,
+                LASTING,
+                f"{metrics['cut_off']:.0%} of the answers of {LASTING} steps were cut off: raise --max_new_tokens, or the model "
+                "does not know how to stop",
+            ),
+        }
+        return [
+            words
+            for name, (is_wrong, steps, words) in alarms.items()
+            if self._lasts(f"alarm {name}", is_wrong, steps)
+        ]
+
+    def _lasts(self, name, is_wrong, steps):
+        """Has it been wrong in exactly so many steps in a row by now?"""
+        self.in_a_row[name] = self.in_a_row[name] + 1 if is_wrong else 0
+        return self.in_a_row[name] == steps
+
+
+def _mismatch_words(mismatch, limit, where):
+    return (
+        f"train: mismatch was above {limit:g} nats {where}, it is {mismatch:.1e}: engines serve other probabilities than are "
+        "trained. Look at the model's family (README), --dtype, --head_float32, logs/engine*.log; --mismatch_limit moves the "
+        "limit; `bash run.sh doctor` looks closer"
+    )
