@@ -12,11 +12,10 @@ score: bench/runs.py. A knob may be a setting's own (`G=8+lr=3e-4`); any other f
 
 Plain `G=8` has one engine and one rank of a thread each, which take turns: one core at a time works.
 
-unstable       runs that end more than DROP below their best score, or no higher than they began; a
-               setting of which more than a quarter do is left out of what the pipeline is compared with
-to n%          seconds until the mean over seeds is n% of the way from where the runs of the stable settings
-               begin (on average) to where the best stable conventional setting ends; of each resample of the
-               seeds the pipeline is compared with the conventional setting that is there first
+unstable       runs that end more than DROP below their best score, or no higher than they began
+to n%          seconds until the mean over seeds is n% of the way from where runs begin (on average) to where
+               the best conventional setting ends; of each resample of the seeds the pipeline is compared with
+               the conventional setting that is there first
 mean score     over the samples of a run: less noisy than its last score; then its difference from the
                first setting's, seed by seed
 engine idle    share of its places for sequences that were empty; of conventional RL's 1,024 most always are
@@ -36,13 +35,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import runs
 from bench.common import band, panels, save_figure, table
 from bench.curves import bootstrap, ratios, student, times_to, words
-from bench.runs import COMMON, PIPELINE, QUICK, conventional, places, scores_of
+from bench.runs import COMMON, PIPELINE, QUICK, column, conventional, places, scores_of
 
 # later on, runs that are faster have ended
 SHARES = (0.5, 0.75)
 DROP = 0.1
-# of a setting's runs, so many may be unstable
-TOLERATED = 0.25
 SETTINGS = ("pipeline", "G=1", "G=2", "G=4", "G=8", "G=16", "G=32")
 # of the table: how a mean over seeds is written
 FORMATS = {
@@ -66,19 +63,6 @@ def is_unstable(run):
     return found[-1] < found.max() - DROP or found[-1] <= found[0]
 
 
-def unstable(found):
-    """How many of a setting's runs are unstable."""
-    return sum(map(is_unstable, found))
-
-
-def comparable(by_setting):
-    """The settings that are stable, or all if none is."""
-    chosen = {
-        s: found for s, found in by_setting.items() if unstable(found) <= TOLERATED * len(found)
-    }
-    return chosen or by_setting
-
-
 def conventional_of(settings):
     """Those of the settings that are conventional RL."""
     return [setting for setting in settings if not setting.startswith("pipeline")]
@@ -88,7 +72,7 @@ def fixed_scores(by_setting):
     """{setting: [run]} -> the scores that times are compared at, one per share of SHARES."""
     begins = []
     ends = {}
-    for setting, found in comparable(by_setting).items():
+    for setting, found in by_setting.items():
         begins += [scores_of(run)[0] for run in found]
         ends[setting] = np.mean([scores_of(run)[-1] for run in found])
     begin = np.mean(begins)
@@ -98,17 +82,16 @@ def fixed_scores(by_setting):
 
 def figures_of(run):
     """One run's numbers in the table, named as in FORMATS."""
-    curve = run["curve"]
-    seconds = curve["time"][-1]
+    seconds = column(run, "time")[-1]
     return {
         "begin": scores_of(run)[0],
-        "samples/s": curve["samples"][-1] / seconds,
-        "max lag": max(curve["lag_max"]),
-        "mean lag": np.mean(curve["lag_mean"]),
-        "ESS": np.mean(curve["ess"]),
-        "engine idle": np.mean(curve["gen_idle"]),
-        "trainer waits": sum(curve["wait_data_s"]) / seconds,
-        "sends": sum(curve["wait_sync_s"]) / seconds,
+        "samples/s": column(run, "samples")[-1] / seconds,
+        "max lag": max(column(run, "lag_max")),
+        "mean lag": np.mean(column(run, "lag_mean")),
+        "ESS": np.mean(column(run, "ess")),
+        "engine idle": np.mean(column(run, "gen_idle")),
+        "trainer waits": sum(column(run, "wait_data_s")) / seconds,
+        "sends": sum(column(run, "wait_sync_s")) / seconds,
     }
 
 
@@ -131,7 +114,7 @@ def row_of(found, first):
     row["difference"] = student([score - mean_score(other) for score, other in pairs])
     row["mean score"] = student(scores)
     row["end"] = student([scores_of(run)[-1] for run in found])
-    row["unstable"] = unstable(found)
+    row["unstable"] = sum(map(is_unstable, found))
     return row
 
 
@@ -143,7 +126,7 @@ def summary(by_setting):
     for setting, found in by_setting.items():
         rows[setting] = row_of(found, first)
         rows[setting]["times"] = [times_to(found, level) for level in levels]
-    others = conventional_of(comparable(by_setting))
+    others = conventional_of(by_setting)
     by_level = [ratio(rows, others, k) for k in range(len(levels))]
     return dict(scores=levels, rows=rows, ratios=by_level)
 
@@ -183,33 +166,33 @@ def say(found, seeds):
         if answer is not None:
             best, faster = answer
             sentence = (
-                f"the pipeline is {words(bootstrap(faster), '.2f')} times as fast as the best stable "
+                f"the pipeline is {words(bootstrap(faster), '.2f')} times as fast as the best "
                 f"conventional setting ({best})"
             )
         print(f"to {share:.0%}: {sentence}")
 
 
 def draw(by_setting, path):
-    """The paper's five panels: mean over seeds, and a band from the lowest to the highest."""
-    columns = {
-        "samples against time": ("time", "samples"),
-        "max lag, versions": ("samples", "lag_max"),
-        "effective sample size": ("samples", "ess"),
-    }
-    by_score = ["held-out score against time", "held-out score against samples"]
-    figure, axes = panels([*by_score, *columns])
+    """Mean over seeds, and a band from the lowest to the highest."""
+    figure, axes = panels(["held-out score", "held-out score", "effective sample size"])
     for i, (setting, found) in enumerate(by_setting.items()):
         color = "k" if setting == "pipeline" else f"C{i}"
         for ax, x in zip(axes, ("time", "samples")):
             band(ax, [(places(run, x), scores_of(run)) for run in found], color, setting)
-        for ax, (x, y) in zip(axes[2:], columns.values()):
-            band(ax, [(run["curve"][x], run["curve"][y]) for run in found], color, setting)
+        lines = [(column(run, "samples"), column(run, "ess")) for run in found]
+        band(axes[2], lines, color, setting)
     for level in fixed_scores(by_setting):
         axes[0].axhline(level, color="C3", linestyle=":")
-    for ax, x in zip(axes, ("seconds", "samples", "seconds", "samples", "samples")):
+    for ax, x in zip(axes, ("seconds", "samples", "samples")):
         ax.set_xlabel(x)
     axes[0].legend(loc="lower right")
     save_figure(figure, path)
+
+
+def report(by_setting, path):
+    """The table, and the figure beside the raw numbers."""
+    say(summary(by_setting), len(next(iter(by_setting.values()))))
+    draw(by_setting, path.with_suffix(".png"))
 
 
 # ---- the command line
@@ -265,8 +248,7 @@ def main(argv=None):
     start = functools.partial(runs.one_run, port=arguments.port, preset=arguments.preset)
     wanted = {setting: knobs_of(setting, arguments, more) for setting in settings}
     found, path = runs.run_all(arguments, name, wanted, start)
-    say(summary(found), len(next(iter(found.values()))))
-    draw(found, path.with_suffix(".png"))
+    report(found, path)
 
 
 if __name__ == "__main__":

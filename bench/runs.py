@@ -240,7 +240,12 @@ def scores_of(run):
     return np.array([score for _, score in run["scores"]])
 
 
-def places(run, column):
-    """What a column of the curve says of the versions that have a score."""
-    values = np.array([0.0, *run["curve"][column]])
+def column(run, name):
+    """A column of the curve, of every step; TRL's runs have time and samples alone."""
+    return np.array(run["curve"].get(name, [np.nan] * len(run["curve"]["time"])))
+
+
+def places(run, name):
+    """What a column says of the versions that have a score."""
+    values = np.array([0.0, *column(run, name)])
     return values[[version for version, _ in run["scores"]]]
