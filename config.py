@@ -190,8 +190,6 @@ class Config:
     keep_last: int = 2
     # decoded rollouts per step in samples.jsonl and report.html, of several ranks the first one's
     samples_logged: int = 2
-    # draw report.html anew every so many steps (always at the end); 0: only at the end
-    report_every: int = 50
     # what was trained in the last so many steps is kept, for tools/replay.py, which starts from a checkpoint:
     # no fewer than save_every
     keep_steps: int = 0
@@ -385,7 +383,7 @@ def require(ok, message):
 
 AT_LEAST_1 = "steps batch_size attempts concurrency row_tokens max_new_tokens tensor_parallel bucket_mb eval_attempts".split()
 NOT_NEGATIVE = (
-    "max_lag conventional_g engines trainers eval_every eval_problems save_every keep_last report_every "
+    "max_lag conventional_g engines trainers eval_every eval_problems save_every keep_last "
     "engine_threads trainer_threads overlong_buffer samples_logged mismatch_limit keep_steps"
 ).split()
 

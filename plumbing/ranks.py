@@ -4,7 +4,6 @@ run.sh starts the ranks; `accelerate launch` and torchrun do as well, and one pr
 Deliberately absent: accelerate's own FSDP, which falls back to DDP on CPU; train.py shards the model itself.
 """
 
-import ctypes
 import os
 import signal
 import threading
@@ -16,20 +15,6 @@ from accelerate import PartialState
 
 from config import require
 from plumbing.transport import open_store
-
-
-def keep_freed_memory():
-    """Memory that this process frees stays with it, for what it allocates next.
-
-    glibc gives it back to the system, which hands it out again page by page, each cleared: of a
-    training step on CPU, whose rows all need the same, that is a tenth of the time (bench/train.py).
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    # other C libraries have none
-    if mallopt:
-        # M_TRIM_THRESHOLD: never; M_MMAP_MAX: large blocks are no exception
-        mallopt(-1, -1)
-        mallopt(-4, 0)
 
 
 class Stopped(Exception):
@@ -52,8 +37,6 @@ class Ranks:
             f"GPU {given} is this rank's, but torch {torch.__version__} (CUDA {torch.version.cuda}) cannot "
             "use it: see `nvidia-smi` for which CUDA its driver knows",
         )
-        if not cuda:
-            keep_freed_memory()
         # what accelerate remembers is of a group that has been closed
         if not dist.is_initialized():
             PartialState._reset_state()

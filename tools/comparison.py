@@ -12,7 +12,7 @@ import config as cfg
 from tools.panels import Panel, column, evaluated, smooth
 
 # two runs are the same setting whatever these are
-OWN = "run out run_id seed port nnodes master_addr master_port fresh dry_run wandb report_every"
+OWN = "run out run_id seed port nnodes master_addr master_port fresh dry_run wandb"
 MINUTES = "minutes of training"
 SAMPLES = "thousand samples"
 # key of metrics.jsonl, its axis, what it is
