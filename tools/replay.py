@@ -160,8 +160,7 @@ def train_to(run_dir, step, config, ranks):
     """(model, optimizers) as they were before `step`, trained again from the checkpoint before it."""
     path, version = start_before(run_dir, step)
     model, optimizers = train.build(config, ranks.device, 1)
-    if path:
-        checkpoints.restore(run_dir, model, optimizers, 0, path)
+    checkpoints.restore(path, model, optimizers)
     print(f"replay: from {path or config.model}", flush=True)
     for k in range(version + 1, step):
         batches = archive.batches(run_dir, k)
