@@ -73,7 +73,7 @@ list=$2
 why="could not be started"  # what the other nodes are told when this one stops
 trap 'rm -f "$list"' EXIT
 { read -r run_dir; read -r node; read -r suffix; read -r grace; } < "$list"
-unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK MASTER_ADDR MASTER_PORT  # they mean something else to those we start
+unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK MASTER_ADDR MASTER_PORT TORCHELASTIC_USE_AGENT_STORE  # they mean something else to those we start
 
 declare -A pid_of
 names=()
