@@ -166,7 +166,7 @@ class Actor:
             if answer is None:
                 return None
             engine = answer["engine"]
-            transcript.add_turn(answer)
+            transcript.append(answer["tokens"], answer["behavior_logprobs"], answer["versions"])
             turns.append(self.prompter.decode(answer["tokens"]))
             finished = answer["finished"]
             if not has_turns or not finished:
@@ -180,7 +180,7 @@ class Actor:
                 # cut off between two turns
                 finished = False
                 break
-            transcript.add_text(tokens)
+            transcript.append(tokens)
         return transcript, turns, finished
 
     async def score(self, task, problem, temperature, sampled):

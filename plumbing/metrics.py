@@ -5,6 +5,7 @@ up over micro-batches and ranks, and the function makes the metric of them.
 """
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -84,6 +85,12 @@ def short(value):
     if isinstance(value, dict):
         return {k: short(v) for k, v in value.items()}
     return value
+
+
+def digits(values):
+    """An array as a list for JSON, to four digits behind the point; what is not finite as None."""
+    rounded = values.astype(float).round(4).tolist()
+    return [x if math.isfinite(x) else None for x in rounded]
 
 
 def open_lines(path, version):
@@ -245,8 +252,8 @@ class MetricsLog:
             prompt=self.tokenizer.decode(tokens["tokens"][:first]),
             completion=self.tokenizer.decode(tokens["tokens"][first:], skip_special_tokens=True),
             spans=[[int(tokens["versions"][a]), texts[a:b]] for a, b in borders],
-            behavior_logprobs=tokens["behavior_logprobs"][tokens["mask"]].round(4).tolist(),
-            log_ratios=log_ratios[tokens["mask"]].round(4).tolist(),
+            behavior_logprobs=digits(tokens["behavior_logprobs"][tokens["mask"]]),
+            log_ratios=digits(log_ratios[tokens["mask"]]),
         )
 
     def _write(self, line):

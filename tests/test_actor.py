@@ -10,19 +10,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from aiohttp import web
 
 import config as cfg
 from actor import Actor, Sampler, allowed_groups, overlong_penalty
 from plumbing import client, secret
 from plumbing.answers import Span, token_versions
-from plumbing.attribution import Attribution
 from plumbing.checkpoints import NEW_RUN
 from plumbing.client import Engines
 from plumbing.ledger import Draws
 from plumbing.queues import Queue, publish_json, read_json
-from plumbing.samples import join, split
+from plumbing.samples import split
 from plumbing.sandbox import Sandbox
 
 # ---- the gate
@@ -122,8 +120,8 @@ class Curriculum:
     def next(self):
         return "a", 1000 * self.solved + random.SystemRandom().randrange(1000)
 
-    def update(self, task, number, rewards):
-        self.solved += sum(rewards) > 0
+    def update(self, task, problem, rewards, successes):
+        self.solved += sum(successes) > 0
 
     def state(self):
         return {"solved": self.solved}
@@ -139,7 +137,7 @@ def test_what_was_in_flight_is_drawn_again(make, tmp_path):
     draws = Draws(make(), path, NEW_RUN)
     first = [draws.next() for _ in range(10)]
     assert [i for i, _, _ in first] == list(range(10))
-    draws.sampler.update("a", first[0][2], [0.0, 1.0])
+    draws.sampler.update("a", first[0][2], [0.0, 1.0], [False, True])
     draws.save()
     # after the file that the checkpoint keeps: these were never started, as far as it knows
     lost = [draws.next() for _ in range(3)]
@@ -200,10 +198,10 @@ class Recorder:
     """A sampler that writes down what it is told."""
 
     def __init__(self):
-        self.told = []
+        self.updates = []
 
-    def update(self, task, number, rewards):
-        self.told.append((task, number, rewards))
+    def update(self, task, problem, rewards, successes):
+        self.updates.append((task, problem, rewards, successes))
 
 
 class FakeEngine:
@@ -250,7 +248,7 @@ def with_fake_engine(run_dir, model, answer, work, **knobs):
             publish_json(
                 run_dir / "queues" / "version.json", version=5, engines=[url], position=position
             )
-            assert actor.look_at_trainer() == position
+            assert actor.read_trainer() == position
             assert actor.version == 5
             await actor.start()
             await work(actor)
@@ -263,18 +261,15 @@ def with_fake_engine(run_dir, model, answer, work, **knobs):
 def one_group(run_dir, model, answer, problem=PROBLEM, attempts=4, **knobs):
     """Sample one group; returns (actor, the group's record, the calls, what the sampler was told)."""
     sampler = Recorder()
-    # draw 7 is written down, too
-    knobs["samples_logged"] = 1000
 
     async def work(actor):
-        actor.wanted = attempts
-        draws = SimpleNamespace(sampler=sampler, records={})
-        await actor.group(7, actor.tasks[0], 3, problem, draws)
-        assert actor.wanted == 0 and draws.records == {0: 7}
+        actor.in_progress = attempts
+        await actor.group(7, actor.tasks[0], 3, problem, sampler)
+        assert actor.in_progress == 0
 
     actor, calls = with_fake_engine(run_dir, model, answer, work, attempts=attempts, **knobs)
     record = Queue(run_dir / "queues" / "rollouts").get(0)[1]
-    return actor, record, calls, sampler.told
+    return actor, record, calls, sampler.updates
 
 
 def test_while_an_attempt_is_judged_its_place_is_another_groups(tmp_path, base_model):
@@ -287,10 +282,9 @@ def test_while_an_attempt_is_judged_its_place_is_another_groups(tmp_path, base_m
             return await score(*args)
 
         actor.sandbox.score = late
-        actor.wanted = 4
-        draws = SimpleNamespace(sampler=Recorder(), records={})
-        group = asyncio.create_task(actor.group(0, actor.tasks[0], 0, PROBLEM, draws))
-        while actor.wanted:
+        actor.in_progress = 4
+        group = asyncio.create_task(actor.group(0, actor.tasks[0], 0, PROBLEM, Recorder()))
+        while actor.in_progress:
             await asyncio.sleep(0.01)
         assert not group.done()
         judged.set()
@@ -363,27 +357,16 @@ def test_turns_keep_the_exact_tokens_that_were_sampled(tmp_path):
     assert r["num_versions"].tolist() == [3]
     assert r["behavior_logprobs"][mask].tolist() == logprobs
     assert not r["behavior_logprobs"][~mask].any()
-    shown = json.loads((tmp_path / "samples.jsonl").read_text())
-    assert shown["completion"] == ["so5", "so9", "7"]
-    spans = [[-1, "Guess.\n"], [1, "so"], [2, "5<|im_end|>"], [-1, "higher\n"]]
-    assert [[version, "".join(texts)] for version, texts in shown["spans"][:4]] == spans
-    # text by text, of one token each
-    assert [len(texts) for _, texts in shown["spans"][1:3]] == [2, 2]
-    assert shown["behavior_logprobs"] == pytest.approx(logprobs, abs=1e-4)
-    from tools.show import show
-
-    lines = show(shown, colour=False).splitlines()
-    assert lines[1:4] == ["Guess.", "so|v2>5<|im_end|>higher", "so|v3>9<|im_end|>lower"]
 
 
 def test_a_group_record_holds_what_the_engine_sampled(tmp_path, base_model):
-    _, r, calls, told = one_group(tmp_path, base_model, good, temperature=0.7)
+    _, r, calls, updates = one_group(tmp_path, base_model, good, temperature=0.7)
     assert len(calls) == 4
     for call in calls:
         assert call["sampling_params"]["temperature"] == 0.7
         assert call["sampling_params"]["stop_token_ids"] == [1]
     prompt = calls[0]["token_ids"]
-    assert (r["index"], r["failed"], r["run_id"]) == (7, 0, "abc")
+    assert (r["draw"], r["failed"], r["run_id"]) == (7, 0, "abc")
     assert r["lengths"].tolist() == [6] * 4
     for sample in split(r):
         assert sample["tokens"].tolist() == prompt + [29, 30, 1]
@@ -391,12 +374,9 @@ def test_a_group_record_holds_what_the_engine_sampled(tmp_path, base_model):
         assert sample["versions"].tolist() == [-1, -1, -1, 4, 4, 5]
         assert sample["behavior_logprobs"].tolist() == [0, 0, 0, -0.5, -0.5, -0.5]
         assert (sample["num_versions"], sample["reward"], sample["task"]) == (2, 1.0, 0)
+        assert sample["problem"] == 3
         assert sample["temperature"] == np.float32(0.7)
-    assert told == [("toy", 3, [1.0] * 4)]
-    shown = json.loads((tmp_path / "samples.jsonl").read_text().splitlines()[0])
-    assert shown["completion"] == "ab"
-    assert shown["number"] == 28 and shown["index"] == 7
-    assert shown["spans"][1:] == [[4, ["a", "b"]], [5, ["<eos>"]]]
+    assert updates == [("toy", 3, [1.0] * 4, [True] * 4)]
     assert r["number"].tolist() == [28, 29, 30, 31]
 
 
@@ -414,8 +394,7 @@ def test_kv_that_is_shared_counts_as_a_version(tmp_path, base_model, caching):
 
 
 def test_attempts_and_turns_prefer_the_engine_that_has_their_beginning(monkeypatch):
-    newest = SimpleNamespace(reaches=lambda version: True)
-    engines = Engines(cfg.Config(concurrency=4), {1}, 50, newest)
+    engines = Engines(cfg.Config(concurrency=4), {1}, 50)
     engines.serving = ["a", "b", "c"]
 
     async def ask(url, body, largest):
@@ -438,8 +417,7 @@ def test_attempts_and_turns_prefer_the_engine_that_has_their_beginning(monkeypat
 
 def test_an_engine_whose_every_answer_is_an_error_loses_no_attempt(monkeypatch):
     """It is the least loaded one all the time."""
-    newest = SimpleNamespace(reaches=lambda version: True)
-    engines = Engines(cfg.Config(concurrency=4), {1}, 50, newest)
+    engines = Engines(cfg.Config(concurrency=4), {1}, 50)
     engines.serving = ["broken", "well"]
     monkeypatch.setattr(client.random, "uniform", lambda low, high: 0.0)
 
@@ -464,7 +442,7 @@ def test_an_engine_whose_every_answer_is_an_error_loses_no_attempt(monkeypatch):
 
 
 def test_an_engine_that_answers_is_well_even_if_the_actor_is_too_busy_to_hear_it(monkeypatch):
-    engines = Engines(cfg.Config(concurrency=4), {1}, 50, None)
+    engines = Engines(cfg.Config(concurrency=4), {1}, 50)
     engines.serving = ["busy", "silent"]
     engines.answered_at["busy"] = time.monotonic()
     engines.answered_at["silent"] = time.monotonic() - client.HEALTH_TIMEOUT - 1
@@ -482,26 +460,6 @@ def test_an_engine_that_answers_is_well_even_if_the_actor_is_too_busy_to_hear_it
     assert engines._free() == ["busy"]
 
 
-@pytest.mark.parametrize("told_to_stop", [False, True])
-def test_a_trainer_does_not_wait_for_engines_that_say_nothing(tmp_path, told_to_stop):
-    """As long as no engine serves; a run that is to stop does not wait at all."""
-    config = cfg.Config(sync_timeout=0.5 if not told_to_stop else 60.0, attribute_every=1)
-    (tmp_path / "queues").mkdir()
-    secret.create(tmp_path)
-    publish_json(tmp_path / "queues" / "version.json", version=3, engines=[])
-    stop = SimpleNamespace(is_set=lambda: told_to_stop)
-    ranks = SimpleNamespace(rank=0, stop=stop)
-    said = []
-    log = SimpleNamespace(attribution=lambda version, parts: said.append(parts))
-    model = SimpleNamespace(token_logprobs=lambda tokens, *_: (torch.zeros(len(tokens)), None))
-    sender = SimpleNamespace(wait=lambda: None)
-    looks_on = Attribution(config, tmp_path, model, ranks, sender, log)
-    sample = dict(tokens=np.arange(5), mask=np.arange(5) > 2, behavior_logprobs=np.zeros(5))
-    sample |= dict(versions=np.full(5, 3), temperature=1.0, outcome=0)
-    assert len(list(looks_on.watch([join([sample])], 3))) == 1
-    assert said == [dict(age=None, numerics=None, all=None)]
-
-
 @pytest.fixture()
 def one_retry(monkeypatch):
     monkeypatch.setattr(client, "RETRIES", 1)
@@ -516,19 +474,18 @@ def test_failed_requests_are_tried_again(tmp_path, base_model, one_retry):
 def test_attempts_that_failed_for_good_make_the_group_smaller(
     tmp_path, base_model, one_retry, capsys
 ):
-    actor, r, _, told = one_group(tmp_path, base_model, failing(1, 2, 3, 4, 5, 6))
+    actor, r, _, updates = one_group(tmp_path, base_model, failing(1, 2, 3, 4, 5, 6))
     assert (len(r["lengths"]), r["failed"]) == (2, 2)
     assert actor.engines.counts == {"retried": 4, "failed": 2}
-    assert told == [("toy", 3, [1.0, 1.0])]
-    assert "problem 7: 2 of 4 attempts failed for good" in capsys.readouterr().out
+    assert updates == [("toy", 3, [1.0, 1.0], [True, True])]
+    assert "draw 7: 2 of 4 attempts failed" in capsys.readouterr().out
 
 
 def test_of_a_group_that_failed_an_empty_record_tells(tmp_path, base_model, one_retry):
-    """Nobody waits for it: preprocess drops and counts it. There is nothing to look at again."""
-    # every seventh draw is looked at: this one
-    due = dict(batch_size=28, attribute_every=1)
-    _, r, _, _ = one_group(tmp_path, base_model, failing(*range(1, 9)), **due)
-    assert (r["index"], len(r["lengths"]), r["failed"]) == (7, 0, 4)
+    """Nobody waits for it: preprocess drops and counts it."""
+    _, r, _, updates = one_group(tmp_path, base_model, failing(*range(1, 9)))
+    assert not updates
+    assert (r["draw"], len(r["lengths"]), r["failed"]) == (7, 0, 4)
 
 
 def test_an_engine_without_weights_costs_no_tries(tmp_path, base_model, one_retry, monkeypatch):
@@ -548,10 +505,10 @@ def test_what_is_drawn_is_written_down_before_it_is_started(tmp_path, base_model
     started = []
 
     async def work(actor):
-        async def group(i, task, number, problem, draws):
-            assert str(i) in read_json(tmp_path / "queues" / "sampler.json")["pending"]
-            assert problem == f"problem {number}"
-            started.append(i)
+        async def group(draw, task, i, problem, sampler):
+            assert str(draw) in read_json(tmp_path / "queues" / "sampler.json")["pending"]
+            assert problem == f"problem {i}"
+            started.append(draw)
 
         actor.group = group
         problems = {"toy": [f"problem {n}" for n in range(50)]}
@@ -560,28 +517,22 @@ def test_what_is_drawn_is_written_down_before_it_is_started(tmp_path, base_model
         # 16 places, for four groups of 4
         groups = actor.start_groups(draws, problems, 0)
         assert len(groups) == 4
-        actor.wanted = 0
+        actor.in_progress = 0
         # at version 5 with max_lag 1: seven steps of two groups
         groups |= actor.start_groups(draws, problems, 12)
         assert len(groups) == 6
-        actor.wanted = 0
+        actor.in_progress = 0
         assert not actor.start_groups(draws, problems, 14)
         publish_json(tmp_path / "queues" / "dropped.json", groups=3)
         groups |= actor.start_groups(draws, problems, 14)
-        # the record of draw 5 was lost; records 3, of a draw that is done with, and 99 do not matter
-        draws.records = {20: 5, 3: 0}
-        # those above run first
-        await asyncio.sleep(0)
-        draws.forget({"next": 1, "ahead": []})
-        publish_json(tmp_path / "queues" / "dropped.json", groups=3, lost=[3, 20, 99])
         for _ in range(3):
-            actor.wanted = 0
+            actor.in_progress = 0
             groups |= actor.start_groups(draws, problems, len(groups) + 8)
         await asyncio.gather(*groups)
 
     knobs = dict(attempts=4, batch_size=8, concurrency=16, max_lag=1, steps=100)
     with_fake_engine(tmp_path, base_model, good, work, **knobs)
-    assert sorted(started) == [0, 1, 2, 3, 4, 5, 5, 6, 7, 8]
+    assert sorted(started) == [0, 1, 2, 3, 4, 5, 6, 7, 8]
     assert read_json(tmp_path / "queues" / "sampler.json")["drawn"] == 9
 
 

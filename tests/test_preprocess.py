@@ -14,10 +14,9 @@ import config as cfg
 from conftest import ROOT
 from plumbing import launch
 from plumbing.ledger import Ledger
-from plumbing.problems import announce_loaded, wait_until_loaded
 from plumbing.queues import Queue, publish_json, read_json
 from plumbing.samples import join
-from preprocess import Packer, Ring, advantages, pack
+from preprocess import GroupBuffer, Packer, advantages, pack
 
 PACE = {"gen_tok_s": 10.0, "gen_idle": 0.25}
 
@@ -78,9 +77,9 @@ def make_packer(folder, ranks=1, ledger=None, **knobs):
     return Packer(config, queues, ledger or Ledger(0, []), 0), queues
 
 
-def a_group(index, samples):
-    """As Ring gives them."""
-    return {"index": index, "samples": samples, "pace": PACE}
+def a_group(draw, samples):
+    """As GroupBuffer gives them."""
+    return {"draw": draw, "samples": samples, "pace": PACE}
 
 
 def read_step(queue):
@@ -207,80 +206,80 @@ def test_reference_logprobs_are_the_trainers_function_on_the_frozen_base_model(
         assert of_sample[1:] == pytest.approx(expected[1:], abs=2e-6)
 
 
-# ---- the ring
+# ---- groups that wait
 
 
-def make_ring(folder, **knobs):
-    """(Ring, its input)."""
+def make_buffer(folder, **knobs):
+    """(GroupBuffer, its input)."""
     config = cfg.Config(stall_timeout=5, run_id="abc", **knobs)
     rollouts = Queue(folder / "rollouts")
-    return Ring(config, rollouts, Ledger(0, [])), rollouts
+    return GroupBuffer(config, rollouts, Ledger(0, []), 50), rollouts
 
 
 def test_groups_get_their_advantages_and_cut_off_answers_leave_the_loss(tmp_path):
-    ring, rollouts = make_ring(tmp_path, overlong_mask=True)
+    waiting, rollouts = make_buffer(tmp_path, overlong_mask=True)
     samples = [make_sample(4, reward=1.0), make_sample(5, finished=False)]
     rollouts.put(group_record(0, samples))
-    ring.receive()
-    [group] = ring.groups
+    waiting.receive()
+    [group] = waiting.groups
     finished, cut_off = group["samples"]
     assert (finished["advantage"], cut_off["advantage"]) == (1.0, -1.0)
     assert finished["mask"].tolist() == [False, False, True, True]
     # it is a sample of the batch all the same
     assert not cut_off["mask"].any()
-    assert (group["index"], group["pace"]) == (0, PACE)
+    assert (group["draw"], group["pace"]) == (0, PACE)
 
 
 def test_attempts_that_failed_or_do_not_fit_make_their_group_smaller(tmp_path):
-    ring, rollouts = make_ring(tmp_path, row_tokens=8, attempts=4)
+    waiting, rollouts = make_buffer(tmp_path, row_tokens=8, attempts=4)
     samples = [make_sample(4, reward=1.0), make_sample(9), make_sample(5)]
     rollouts.put(group_record(0, samples, failed=1))
     # nothing came back at all; nothing fits
     rollouts.put(group_record(1, [], failed=4))
     rollouts.put(group_record(2, [make_sample(9, reward=1.0), make_sample(9)], failed=2))
-    ring.receive()
-    [group] = ring.groups
+    waiting.receive()
+    [group] = waiting.groups
     assert [len(s["tokens"]) for s in group["samples"]] == [4, 5]
     # the baseline is that of all that came back
     assert [s["advantage"] for s in group["samples"]] == [1.0, -0.5]
-    ledger = ring.ledger
+    ledger = waiting.ledger
     assert ledger.dropped == {"failed": {0: 1, 1: 4, 2: 2}, "too_long": {0: 1, 2: 2}}
     assert ledger.dropped_groups == 2
     assert ledger.ahead == {1, 2}
 
 
 def test_groups_may_have_to_wait_for_their_turn(tmp_path):
-    ring, rollouts = make_ring(tmp_path, late="wait", no_signal="drop")
-    ring.never = {1}
+    waiting, rollouts = make_buffer(tmp_path, late="wait", no_signal="drop")
+    waiting.never = {1}
     two = [make_sample(4, reward=1.0), make_sample(5)]
     for index in (2, 3):
         rollouts.put(group_record(index, two))
-    ring.receive()
-    assert not ring.groups
+    waiting.receive()
+    assert not waiting.groups
     rollouts.put(group_record(5, two))
     # dropped, which must not hold the others up
     rollouts.put(group_record(0, [], failed=2))
-    ring.receive()
-    assert [group["index"] for group in ring.groups] == [2, 3]
+    waiting.receive()
+    assert [group["draw"] for group in waiting.groups] == [2, 3]
     rollouts.put(group_record(4, two))
-    ring.receive()
-    assert [group["index"] for group in ring.groups] == [2, 3, 4, 5]
+    waiting.receive()
+    assert [group["draw"] for group in waiting.groups] == [2, 3, 4, 5]
 
 
-def test_a_ring_that_gets_nothing_says_so(tmp_path):
-    ring, _ = make_ring(tmp_path)
-    ring.last_input = time.monotonic() - 6
-    with pytest.raises(TimeoutError, match="no rollouts in .*/rollouts for 5 s"):
-        ring.receive()
+def test_a_buffer_that_gets_nothing_says_so(tmp_path):
+    waiting, _ = make_buffer(tmp_path)
+    waiting.last_input = time.monotonic() - 6
+    with pytest.raises(TimeoutError, match="actor.py put no rollouts into .*/rollouts for 5 s"):
+        waiting.receive()
 
 
 def test_a_generation_phase_is_shuffled_and_nothing_else(tmp_path):
-    ring, rollouts = make_ring(tmp_path, conventional_g=4, batch_size=8, attempts=2)
+    waiting, rollouts = make_buffer(tmp_path, conventional_g=4, batch_size=8, attempts=2)
     for index in range(14):
         rollouts.put(group_record(index, [make_sample(reward=1.0), make_sample()]))
-    ring.receive()
-    ring.shuffle_phase(10, random.Random(0))
-    order = [group["index"] for group in ring.groups]
+    waiting.receive()
+    waiting.shuffle_phase(10, random.Random(0))
+    order = [group["draw"] for group in waiting.groups]
     assert sorted(order[:10]) == list(range(10))
     assert order[:10] != list(range(10))
     assert order[10:] == [10, 11, 12, 13]
@@ -315,8 +314,8 @@ def test_draws_are_done_with_when_their_group_is():
 # ---- the stage itself
 
 
-def write_run(out, loaded=True, **knobs):
-    """A run directory as the launcher makes it; the trainer stands at version 0, the actor has its problems."""
+def write_run(out, **knobs):
+    """A run directory as the launcher makes it; the trainer stands at version 0."""
     common = dict(batch_size=8, attempts=4, steps=3, row_tokens=64, trainers=1, run_id="abc")
     limits = dict(stall_timeout=30, start_timeout=30)
     config = cfg.Config(run="r", out=str(out), **common | limits | knobs)
@@ -328,8 +327,6 @@ def write_run(out, loaded=True, **knobs):
         vocabulary=64,
         position={"next": 0, "ahead": []},
     )
-    if loaded:
-        announce_loaded(run_dir / "queues")
     return run_dir
 
 
@@ -340,7 +337,7 @@ def until(condition):
         time.sleep(0.02)
 
 
-def test_a_ring_that_overflows_drops_the_oldest_and_says_so(tmp_path):
+def test_a_buffer_that_overflows_drops_the_oldest_and_says_so(tmp_path):
     """The real stage, with a trainer that stands still at version 0 (the test writes its notices)."""
     run_dir = write_run(tmp_path, on_full="drop_oldest", advantage="none")
     queues = run_dir / "queues"
@@ -369,13 +366,13 @@ def test_a_ring_that_overflows_drops_the_oldest_and_says_so(tmp_path):
         ledger.append((last["problems"], last["drops"]))
         return last["position"]
 
-    # more than the ring's four groups at once: the oldest goes
+    # more than the buffer's four groups at once: the oldest goes
     feed(5)
     stage = subprocess.Popen([sys.executable, "preprocess.py", str(run_dir)], cwd=ROOT)
     try:
         train()
         train()
-        # step 2 may not be emitted before the trainer is at version 1: these wait in the ring
+        # step 2 may not be emitted before the trainer is at version 1: these wait in the buffer
         feed(4)
         until(lambda: len(rollouts) == 0)
         # and are overtaken by these
@@ -392,64 +389,29 @@ def test_a_ring_that_overflows_drops_the_oldest_and_says_so(tmp_path):
     assert trained[1] == list(range(12, 20))
     assert trained[2] == list(range(28, 36))
     assert ledger == [
-        ({"1": 4, "2": 4}, {"too_long": {"0": 1}, "ring_full": {"0": 3}}),
+        ({"1": 4, "2": 4}, {"too_long": {"0": 1}, "buffer_full": {"0": 3}}),
         ({"3": 4, "4": 4}, {}),
-        ({"7": 4, "8": 4}, {"ring_full": {"5": 4, "6": 4}}),
+        ({"7": 4, "8": 4}, {"buffer_full": {"5": 4, "6": 4}}),
     ]
-    assert read_json(queues / "dropped.json") == {"groups": 3, "lost": []}
+    assert read_json(queues / "dropped.json") == {"groups": 3}
 
 
-def test_problems_that_load_slowly_are_not_taken_for_missing_rollouts(tmp_path):
-    run_dir = write_run(tmp_path, loaded=False, steps=1, stall_timeout=2)
-    command = [sys.executable, "preprocess.py", str(run_dir)]
-    stage = subprocess.Popen(command, cwd=ROOT)
-    try:
-        # longer than stall_timeout after all else is there
-        with pytest.raises(subprocess.TimeoutExpired):
-            stage.wait(6)
-        for i in range(2):
-            samples = [make_sample(5, reward=float(k % 2)) for k in range(4)]
-            Queue(run_dir / "queues" / "rollouts").put(group_record(i, samples))
-        announce_loaded(run_dir / "queues")
-        assert stage.wait(30) == 0
-    finally:
-        stage.kill()
-
-
-def test_problems_that_never_load_are_named(tmp_path):
-    run_dir = write_run(tmp_path, loaded=False, start_timeout=1)
-    command = [sys.executable, "preprocess.py", str(run_dir)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    words = "preprocess: the actor has not loaded its problems and rewards within 1 s"
-    assert done.returncode == 1 and words in done.stderr.splitlines()[-1]
-    # on the terminal, too
-    assert words in done.stdout
-    with pytest.raises(TimeoutError, match="train: the actor has not loaded .* task toy slow"):
-        wait_until_loaded(cfg.Config(start_timeout=0.1), run_dir / "queues", "train")
-
-
-def test_the_stage_goes_on_without_what_it_refuses(tmp_path):
-    """The real stage: a damaged record, one of another run, one with a token that the model has not, and one twice."""
+@pytest.mark.parametrize("case", ["another run", "an unknown token", "damaged"])
+def test_a_record_that_the_actor_does_not_write_ends_the_stage_by_name(tmp_path, case):
+    """The real stage."""
     run_dir = write_run(tmp_path, steps=1)
-    queues = run_dir / "queues"
-    rollouts = Queue(queues / "rollouts")
-    two = [make_sample(4, reward=1.0), make_sample(5)]
-    odd = [make_sample(4, reward=1.0), make_sample(5, tokens=np.full(5, 10**6))]
-    good = group_record(0, two)
-    foreign = group_record(2, two, run_id="xyz")
-    for record in (foreign, good, good, group_record(3, odd), {}, group_record(1, two)):
-        rollouts.put(record)
-    (queues / "rollouts" / "0000000004.safetensors").write_bytes(b"damaged")
+    rollouts = Queue(run_dir / "queues" / "rollouts")
+    samples = [make_sample(4, reward=1.0), make_sample(5)]
+    if case == "an unknown token":
+        samples[1]["tokens"] = np.full(5, 10**6)
+    rollouts.put(group_record(0, samples, run_id="xyz" if case == "another run" else "abc"))
+    if case == "damaged":
+        rollouts.file(0).write_bytes(b"damaged")
     command = [sys.executable, "preprocess.py", str(run_dir)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    last = read_step(Queue(queues / "batches" / "rank_0"))[-1]
-    assert last["problems"] == {"0": 2, "1": 2}
-    # what may have been groups of this run: the actor knows, and draws them again
-    assert read_json(queues / "dropped.json") == {"groups": 0, "lost": [3, 4]}
-    assert last["position"] == {"next": 2, "ahead": []}
-    for words in ("other_run", "duplicate", "problem 3: tokens from 0 to 1000000", "damaged"):
-        assert words in done.stdout
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and "rollouts/0000000000.safetensors" in last
+    assert "the same command continues the run" in last
 
 
 @pytest.mark.parametrize("no_signal", ["keep", "drop"])
@@ -475,7 +437,7 @@ def test_groups_without_signal(tmp_path, no_signal):
         assert last["by_task"] == {"toy": pytest.approx(of_toy)}
         assert last["position"] == {"next": 6, "ahead": []}
         assert last["drops"] == {"no_signal": {"1": 4, "3": 4, "5": 4}}
-        assert dropped == {"groups": 3, "lost": []}
+        assert dropped == {"groups": 3}
     else:
         of_toy["samples"] = 8
         assert last["by_task"]["toy"] == pytest.approx(of_toy)

@@ -128,16 +128,20 @@ def test_a_writer_killed_in_the_middle_leaves_no_half_record(tmp_path):
 
 
 def test_what_nfs_may_do_loses_nothing(tmp_path, monkeypatch):
-    """FAKE NFS client: it remembers that a name was not there until its directory is opened; renames happen, and report that they failed."""
+    """FAKE NFS client: it remembers that a name was not there until its directory is opened."""
     absent = set()
     exists = Path.exists
     listdir = os.listdir
-    rename = os.rename
+    glob = Path.glob
 
     def remembered(path, **_):
         if path not in absent and not exists(path):
             absent.add(path)
         return path not in absent
+
+    def listed(folder, pattern):
+        opened(folder)
+        return glob(folder, pattern)
 
     def opened(folder="."):
         for path in list(absent):
@@ -145,13 +149,9 @@ def test_what_nfs_may_do_loses_nothing(tmp_path, monkeypatch):
                 absent.remove(path)
         return listdir(folder)
 
-    def twice(a, b):
-        rename(a, b)
-        raise FileNotFoundError(2, "No such file or directory", str(a))
-
     monkeypatch.setattr(Path, "exists", remembered)
     monkeypatch.setattr(os, "listdir", opened)
-    monkeypatch.setattr(os, "rename", twice)
+    monkeypatch.setattr(Path, "glob", listed)
     q = Queue(tmp_path / "q")
     reader = Queue(tmp_path / "q")
     for i in range(5):
@@ -175,7 +175,7 @@ def test_full_and_empty_waits_end_with_an_error_that_names_the_queue(tmp_path):
         q.get(timeout=0.05)
 
 
-def test_notices(tmp_path):
+def test_published_values(tmp_path):
     assert read_json(tmp_path / "v.json") == {}
     publish_json(tmp_path / "v.json", version=3)
     assert read_json(tmp_path / "v.json") == {"version": 3}
@@ -204,3 +204,12 @@ def test_a_full_disk_is_named_and_loses_nothing(tmp_path):
     record = queue.get(0)[1]
     assert record["a"].shape == (10,)
     assert_empty(queue)
+
+
+@pytest.mark.parametrize("content", [b"", b"no record", bytes(100)])
+def test_a_file_that_is_no_record_is_named(tmp_path, content):
+    queue = Queue(tmp_path / "q")
+    queue.put({"i": 0})
+    queue.file(0).write_bytes(content)
+    with pytest.raises(RuntimeError, match="0000000000.safetensors cannot be read .*continues"):
+        queue.get(0)

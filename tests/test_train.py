@@ -17,9 +17,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import train
 from config import CLIP, Config, ConfigError
 from conftest import ROOT
-from plumbing import attention
+from plumbing import attention, mismatch, secret
 from plumbing.checkpoints import check_room
-from plumbing.guards import Guards
+from plumbing.metrics import Sums
+from plumbing.mismatch import Guards
+from plumbing.queues import publish_json
 from plumbing.samples import filler, join, layout
 from train import ess, learning_rate, policy_loss, token_logprobs
 
@@ -390,52 +392,56 @@ def micro_record(model, lengths, version, offset=0.0):
     return join(samples)
 
 
-def sums_of(model, record, version, **changed):
-    """(loss, {name: number or list}, what lag_table makes of it) of one micro-batch."""
-    loss, sums = train.micro_batch(model, record, version, knobs(**changed), CPU)
-    sums = {name: x.tolist() for name, x in sums.items()}
-    return loss, sums, train.lag_table(sums)
+def reduced(metrics):
+    """{name: value} of the metrics of one micro-batch."""
+    sums = Sums()
+    sums.add(metrics)
+    return sums.reduce()
 
 
-def test_micro_batch_sums_by_hand(model):
+def metrics_of(model, record, version, **changed):
+    """(loss, {name: value}) of one micro-batch."""
+    loss, metrics, _ = train.micro_batch(model, record, version, knobs(**changed), CPU)
+    return loss, reduced(metrics)
+
+
+def test_metrics_by_hand(model):
     # every ratio is 2
     record = micro_record(model, [10, 13], version=4, offset=math.log(2))
-    loss, s, table = sums_of(model, record, 6, clip_high=1.5)
-    assert (s["tokens"], s["row_tokens"], s["samples"], s["reward"], s["success"]) == (
-        17,
-        23,
-        2,
-        1,
-        1,
-    )
-    assert s["w"] == pytest.approx(34, rel=1e-4)
-    assert s["w2"] == pytest.approx(68, rel=1e-4)
-    assert s["clipped"] == 17
-    assert s["kl_behavior"] == pytest.approx(17 * (2 - 1 - math.log(2)), rel=1e-4)
-    assert (s["lag"], s["lag_max"], s["mismatch_tokens"]) == (34, 2, 0)
-    assert s["loss"] == pytest.approx(loss.item())
-    assert table.keys() == {"2"}
-    expected = dict(tokens=17, loss=loss.item() / 17, kl=s["kl_behavior"] / 17, ess=1, clip_frac=1)
-    assert table["2"] == pytest.approx(expected, rel=1e-4)
+    loss, m = metrics_of(model, record, 6, clip_high=1.5)
+    counts = dict(samples=2, tokens=23, sampled_tokens=17, late=0, lag_max=2)
+    assert {name: m[name] for name in counts} == counts
+    kl = 2 - 1 - math.log(2)
+    means = dict(reward=0.5, success=0.5, signal=0.5, cut_off=0, lag_mean=2, clip_frac=1, ess=1)
+    means |= dict(kl_behavior=kl, kl_ref=0, loss=loss.item() / 2, versions_2=0, versions_3=0)
+    assert {name: m[name] for name in means} == pytest.approx(means, rel=1e-4)
+    assert m["mismatch"] is None
+    assert m["by_lag"].keys() == {"2"}
+    expected = dict(tokens=17, loss=loss.item() / 17, kl=kl, ess=1, clip_frac=1)
+    assert m["by_lag"]["2"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_what_generates_and_what_trains_are_compared_where_they_must_agree(model):
     record = micro_record(model, [10, 13], version=6)
-    _, s, table = sums_of(model, record, 6)
-    assert s["mismatch_tokens"] == 17
-    assert s["mismatch"] < 1e-4
-    assert (s["lag"], s["clipped"]) == (0, 0)
-    assert table.keys() == {"0"}
-    # a sequence of two versions may have been sampled with an older KV cache
+    loss, metrics, logprobs = train.micro_batch(model, record, 6, knobs(), CPU)
+    distance = (logprobs.numpy() - record["behavior_logprobs"])[record["mask"]]
+    assert abs(distance).max() < 1e-5 and not logprobs.requires_grad
+    m = reduced(metrics)
+    assert m["mismatch"] < 1e-5
+    assert (m["lag_mean"], m["clip_frac"]) == (0, 0)
+    assert m["by_lag"].keys() == {"0"}
+    # a sequence of two versions may have been sampled with an older KV cache: it does not count
+    record["behavior_logprobs"][:10] -= record["mask"][:10]
+    assert metrics_of(model, record, 6)[1]["mismatch"] == pytest.approx(7 / 17, rel=1e-4)
     record["num_versions"][0] = 2
-    _, s, _ = sums_of(model, record, 6)
-    assert (s["mismatch_tokens"], s["versions_2"], s["versions_3"]) == (10, 1, 0)
+    m = metrics_of(model, record, 6)[1]
+    assert m["mismatch"] < 1e-5 and (m["versions_2"], m["versions_3"]) == (0.5, 0)
 
 
 def test_every_lag_finds_its_bucket(model):
     record = micro_record(model, [14], version=0)
     record["versions"][record["mask"]] = 20 - np.array([0, 1, 2, 3, 4, 5, 8, 9, 10, 20, 20])
-    table = sums_of(model, record, 20)[2]
+    table = metrics_of(model, record, 20)[1]["by_lag"]
     tokens = {name: row["tokens"] for name, row in table.items()}
     assert tokens == {"0": 1, "1": 1, "2": 1, "3-4": 2, "5-8": 2, "9+": 4}
 
@@ -444,12 +450,13 @@ def test_late_tokens_are_masked_and_counted(model):
     record = micro_record(model, [10, 13], version=4)
     # at version 5 the first sequence has lag 4, the second lag 1
     record["versions"][:10] = np.where(record["mask"][:10], 1, -1)
-    kept, s, _ = sums_of(model, record, 5, max_lag=3, late="keep")
-    assert (s["tokens"], s["late"], s["lag"]) == (17, 0, 7 * 4 + 10)
-    masked, s, _ = sums_of(model, record, 5, max_lag=3, late="mask")
-    assert (s["tokens"], s["late"], s["lag_max"], s["samples"]) == (10, 7, 1, 2)
+    kept, m = metrics_of(model, record, 5, max_lag=3, late="keep")
+    assert (m["sampled_tokens"], m["late"]) == (17, 0)
+    assert m["lag_mean"] == pytest.approx((7 * 4 + 10) / 17)
+    masked, m = metrics_of(model, record, 5, max_lag=3, late="mask")
+    assert (m["sampled_tokens"], m["late"], m["lag_max"], m["samples"]) == (10, 7, 1, 2)
     record["mask"][:10] = False
-    assert masked.item() == pytest.approx(sums_of(model, record, 5)[0].item())
+    assert masked.item() == pytest.approx(metrics_of(model, record, 5)[0].item())
     assert masked.item() != pytest.approx(kept.item())
 
 
@@ -458,19 +465,19 @@ def test_normalizers_entropy_and_kl(model):
     record = micro_record(model, [10, 13], version=6)
     record["advantage"][:] = 1.0
     mask = record["mask"]
-    plain = sums_of(model, record, 6)[0].item()
+    plain = metrics_of(model, record, 6)[0].item()
     positions, ids = layout(record["lengths"])
     answer = model.token_logprobs(record["tokens"], positions, 1.0)
     logprobs, entropy = (x.detach().numpy() for x in answer)
     assert plain == pytest.approx(-logprobs[mask].sum(), rel=1e-4)
     means = [logprobs[mask & (ids == i)].mean() for i in (0, 1)]
-    sequence = sums_of(model, record, 6, normalizer="sequence")[0].item()
+    sequence = metrics_of(model, record, 6, normalizer="sequence")[0].item()
     assert sequence == pytest.approx(-sum(means), rel=1e-4)
     reference = (logprobs - 0.3 * mask).astype(np.float32)
-    loss, s, _ = sums_of(model, record | {"ref_logprobs": reference}, 6, kl_coef=2.0)
-    assert s["kl_ref"] == pytest.approx(17 * (math.exp(-0.3) - 1 + 0.3), rel=1e-3)
-    assert loss.item() == pytest.approx(plain + 2 * s["kl_ref"], rel=1e-4)
-    loss = sums_of(model, record, 6, entropy_coef=0.5)[0]
+    loss, m = metrics_of(model, record | {"ref_logprobs": reference}, 6, kl_coef=2.0)
+    assert m["kl_ref"] == pytest.approx(math.exp(-0.3) - 1 + 0.3, rel=1e-3)
+    assert loss.item() == pytest.approx(plain + 2 * 17 * m["kl_ref"], rel=1e-4)
+    loss = metrics_of(model, record, 6, entropy_coef=0.5)[0]
     assert loss.item() == pytest.approx(plain - 0.5 * entropy[mask].sum(), rel=1e-4)
 
 
@@ -487,15 +494,15 @@ def test_a_micro_batch_is_trained_at_the_temperatures_it_was_sampled_at(model):
         behavior = token_logprobs(model, part, np.arange(len(part)), 1.0)[0].detach()
         w = (logprobs - behavior).exp().clamp(max=5.0)
         expected -= (w * logprobs)[torch.from_numpy(mask)].sum().item()
-    assert sums_of(model, record, 6)[0].item() == pytest.approx(expected, rel=1e-4)
+    assert metrics_of(model, record, 6)[0].item() == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("loss", CLIP)
 def test_a_filler_contributes_nothing(model, loss):
     config = knobs(loss=loss, entropy_coef=0.1, kl_coef=0.1, normalizer="sequence")
-    value, sums = train.micro_batch(model, join([filler()]), 3, config, CPU)
+    value, metrics, _ = train.micro_batch(model, join([filler()]), 3, config, CPU)
     value.backward()
-    assert all(not x.any() for x in sums.values())
+    assert not any(part.any() for _, *parts in metrics.values() for part in parts)
     assert not any(p.grad is not None and p.grad.any() for p in model.parameters())
 
 
@@ -508,10 +515,9 @@ def test_tokens_that_were_not_sampled_contribute_nothing(model, loss):
     for logprob in (0.0, -200.0):
         record["behavior_logprobs"][~record["mask"]] = logprob
         model.zero_grad()
-        value, sums = train.micro_batch(model, record, 7, config, CPU)
+        value, metrics, _ = train.micro_batch(model, record, 7, config, CPU)
         value.backward()
-        total = {name: x.tolist() for name, x in sums.items()}
-        found.append((gradient(model), total))
+        found.append((gradient(model), reduced(metrics)))
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
 
@@ -519,13 +525,24 @@ def test_tokens_that_were_not_sampled_contribute_nothing(model, loss):
 # ---- a step
 
 
+def one_step(model, optimizers, batches, version, config):
+    """A step as train.train does it; returns its metrics."""
+    sums = Sums()
+    for batch in batches:
+        loss, metrics, _ = train.micro_batch(model, batch, version, config, CPU)
+        loss.backward()
+        sums.add(metrics)
+    return train.optimizer_step(model, optimizers, sums, version, config)
+
+
 def parameters_after(batches, **changed):
-    """The tiny model's parameters after one step of plain gradient descent, (vector, metrics, samples)."""
+    """The tiny model's parameters after one step of plain gradient descent, (vector, metrics)."""
     model = packed_model()
     optimizer = torch.optim.SGD([{"params": list(model.parameters()), "lr_scale": 1.0}], lr=1.0)
     config = knobs(lr=0.1, max_grad_norm=1e9, **changed)
-    metrics, samples = train.train_step(model, [optimizer], batches, 6, config, CPU)
-    return torch.cat([p.detach().flatten() for p in model.parameters()]), metrics, samples
+    metrics = one_step(model, [optimizer], batches, 6, config)
+    assert not any(p.grad is not None and p.grad.any() for p in model.parameters())
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), metrics
 
 
 def test_the_loss_is_divided_by_the_samples_that_are_there(model):
@@ -533,13 +550,13 @@ def test_the_loss_is_divided_by_the_samples_that_are_there(model):
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
     record = micro_record(model, [10, 13, 8], version=6)
     record["advantage"][:] = [1.0, -0.5, 2.0]
-    loss, _ = train.micro_batch(model, record, 6, knobs(), CPU)
+    loss = train.micro_batch(model, record, 6, knobs(), CPU)[0]
     loss.backward()
-    after, metrics, samples = parameters_after([record], batch_size=4, attempts=4)
-    assert samples == 3
+    after, metrics = parameters_after([record], batch_size=4, attempts=4)
+    assert metrics["samples"] == 3
     assert metrics["loss"] == pytest.approx(loss.item() / 3, rel=1e-5)
     assert torch.allclose(after - before, -0.1 * gradient(model) / 3, atol=1e-7)
-    of_tokens, _, _ = parameters_after([record], normalizer="tokens")
+    of_tokens, _ = parameters_after([record], normalizer="tokens")
     assert torch.allclose(of_tokens - before, -0.1 * gradient(model) / 22, atol=1e-7)
 
 
@@ -553,10 +570,10 @@ def test_a_step_is_the_same_however_it_is_cut_and_filled_up(model):
         for name, values in record.items():
             part[name] = values[end - n : end] if len(values) == sum(lengths) else values[i : i + 1]
         parts.append(part)
-    whole, metrics, samples = parameters_after([record])
-    cut, of_cut, samples_cut = parameters_after([*parts, join([filler()])])
+    whole, metrics = parameters_after([record])
+    cut, of_cut = parameters_after([*parts, join([filler()])])
     assert torch.allclose(whole, cut, atol=1e-6)
-    assert samples == samples_cut == 3
+    assert metrics["samples"] == 3
     by_lag = metrics.pop("by_lag"), of_cut.pop("by_lag")
     assert of_cut == pytest.approx(metrics, rel=1e-4, abs=1e-6)
     assert by_lag[0].keys() == by_lag[1].keys() == {"0"}
@@ -567,7 +584,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_as_they_are(model):
     record = micro_record(model, [10], version=6)
     record["advantage"][:] = 3e38
     record["behavior_logprobs"] -= 1
-    after, metrics, _ = parameters_after([record])
+    after, metrics = parameters_after([record])
     assert not math.isfinite(metrics["grad_norm"])
     assert torch.equal(before, after)
 
@@ -582,14 +599,19 @@ def test_a_disk_without_room_for_a_checkpoint_is_said_at_once(tmp_path, model):
 def test_the_state_counts_steps_that_were_skipped_too():
     record = {"drops": {"failed": {"3": 2}, "too_long": {"3": 1, "4": 1}}, "position": {"next": 9}}
     state = {"version": 5, "samples": 40, "dropped": 1, "skipped": 0}
-    state = train.next_state(state, {"grad_norm": math.nan}, 7, record)
+    state = train.next_state(state, {"grad_norm": math.nan, "samples": 7}, record, 3.5)
     assert (state["version"], state["samples"], state["dropped"], state["skipped"]) == (6, 47, 5, 1)
-    state = train.next_state(state, {"grad_norm": 1.0}, 8, record)
+    assert state["wall_s"] == 3.5
+    state = train.next_state(state, {"grad_norm": 1.0, "samples": 8}, record, 4.0)
     assert (state["version"], state["skipped"], state["position"]) == (7, 1, {"next": 9})
 
 
 GOOD = {"grad_norm": 1.0, "loss": 0.0, "mismatch": 1e-3}
 GOOD |= {"ess": 1.0, "signal": 0.5, "cut_off": 0.0, "reward": 0.3}
+
+
+def make_guards(run_dir="", rank=0, **changed):
+    return Guards(knobs(dtype="float32", **changed), run_dir, SimpleNamespace(rank=rank))
 
 
 @pytest.mark.parametrize(
@@ -601,30 +623,29 @@ GOOD |= {"ess": 1.0, "signal": 0.5, "cut_off": 0.0, "reward": 0.3}
     ],
 )
 def test_three_wrong_steps_in_a_row_end_the_run(wrong, words):
-    guards = Guards(knobs(dtype="float32"))
+    guards = make_guards()
     for metrics in (GOOD | wrong, GOOD | wrong, GOOD, GOOD | wrong, GOOD | wrong):
-        guards.look(1, metrics)
+        guards.check(1, metrics)
     with pytest.raises(RuntimeError, match=words):
-        guards.look(2, GOOD | wrong)
+        guards.check(2, GOOD | wrong)
 
 
-def test_a_step_without_a_measured_mismatch_says_nothing():
-    guards = Guards(knobs(dtype="float32"))
+def test_a_step_without_a_sample_of_lag_0_says_nothing():
+    guards = make_guards()
     bad = GOOD | {"mismatch": 1.0}
     for metrics in (bad, bad, GOOD | {"mismatch": None}):
-        guards.look(1, metrics)
+        guards.check(1, metrics)
     with pytest.raises(RuntimeError, match="mismatch"):
-        guards.look(2, bad)
-    lenient = Guards(knobs(dtype="float32", mismatch_limit=2.0))
+        guards.check(2, bad)
+    lenient = make_guards(mismatch_limit=2.0)
     for _ in range(4):
-        lenient.look(1, bad)
+        lenient.check(1, bad)
 
 
 @pytest.mark.parametrize(
     "wrong,steps,words",
     [
         ({"ess": 0.29}, 3, "effective sample size 0.29: .*--max_lag"),
-        ({"mismatch": None}, 50, "no sample of 50 steps was sampled by .*--attribute_every"),
         ({"signal": 0.0}, 10, "no group of 10 steps had two different rewards .mean 0.3."),
         (
             {"cut_off": 0.96},
@@ -634,23 +655,90 @@ def test_a_step_without_a_measured_mismatch_says_nothing():
     ],
 )
 def test_what_lasts_is_said_once(wrong, steps, words):
-    guards = Guards(knobs(dtype="float32"))
-    said = [guards.look(k, GOOD | wrong) for k in range(steps - 1)]
+    guards = make_guards()
+    alarms = [guards.check(k, GOOD | wrong) for k in range(steps - 1)]
     # one good step, and it begins again
-    said += [
-        guards.look(k, metrics) for k, metrics in enumerate([GOOD] + [GOOD | wrong] * (steps - 1))
+    alarms += [
+        guards.check(k, metrics) for k, metrics in enumerate([GOOD] + [GOOD | wrong] * (steps - 1))
     ]
-    assert said == [[]] * len(said)
-    [alarm] = guards.look(99, GOOD | wrong)
+    assert alarms == [[]] * len(alarms)
+    [alarm] = guards.check(99, GOOD | wrong)
     assert re.match(words, alarm)
-    assert guards.look(100, GOOD | wrong) == []
+    assert guards.check(100, GOOD | wrong) == []
 
 
-def test_updates_that_bring_nothing_new_are_said_once():
-    guards = Guards(knobs(dtype="float32"))
-    said = [guards.look(k, GOOD, k) for k in range(13)]
-    assert [k for k, alarms in enumerate(said) if alarms] == [10]
-    assert "the weights that they had" in said[10][0]
+# ---- the mismatch of engines and trainer, measured while both go on
+
+
+class Answers:
+    """A FAKE engine for requests.post: the model's own logprobs, moved by `off`, of this version."""
+
+    def __init__(self, model, version, off=0.0):
+        self.model = model
+        self.version = version
+        self.off = off
+        self.asked = []
+
+    def post(self, url, json, headers, timeout):
+        self.asked.append((url, json))
+        ids = torch.tensor(json["token_ids"])
+        logp = torch.log_softmax(self.model(ids[None]).logits[0], -1)[:-1]
+        logprobs = logp.gather(1, ids[1:, None])[:, 0] + self.off
+        choice = {"weight_versions": [{"version": str(self.version)}]}
+        answer = {"choices": [choice], "prompt_logprobs": logprobs.tolist()}
+        return SimpleNamespace(raise_for_status=lambda: None, json=lambda: answer)
+
+
+def measure(model, tmp_path, monkeypatch, engine, guards):
+    (tmp_path / "queues").mkdir(exist_ok=True)
+    secret.create(tmp_path)
+    publish_json(tmp_path / "queues" / "version.json", engines=["http://a", "http://b"])
+    monkeypatch.setattr(mismatch.requests, "post", engine.post)
+    record = micro_record(model, [10, 13, 4, 30, 9, 5, 6, 7, 8], version=3)
+    # temperatures and the age of samples do not matter
+    record["temperature"][:] = 0.5
+    sender = SimpleNamespace(wait=lambda: None)
+    return guards.measure(model, record, sender, 40)
+
+
+def test_the_mismatch_is_measured_by_engines_in_turn(model, tmp_path, monkeypatch):
+    guards = make_guards(tmp_path)
+    engine = Answers(tiny_model(), 40, off=5e-4)
+    found = measure(model, tmp_path, monkeypatch, engine, guards)
+    # of eight sequences all tokens but the first
+    assert found == {"mismatch": pytest.approx(5e-4, rel=0.05), "tokens": 76}
+    assert [url[7] for url, _ in engine.asked] == ["b", "a"] * 4
+    assert engine.asked[0][1]["sampling_params"] == dict(max_tokens=1, prompt_logprobs=0)
+    assert measure(model, tmp_path, monkeypatch, engine, make_guards(tmp_path, rank=1)) == {}
+
+
+def test_another_policy_in_the_engines_ends_the_run(model, tmp_path, monkeypatch):
+    guards = make_guards(tmp_path)
+    with pytest.raises(RuntimeError, match="above 0.001 nats at version 40, it is 2.0e-03"):
+        measure(model, tmp_path, monkeypatch, Answers(tiny_model(), 40, off=2e-3), guards)
+
+
+def test_an_engine_of_another_version_says_nothing_and_for_long_is_an_alarm(
+    model, tmp_path, monkeypatch, capsys
+):
+    guards = make_guards(tmp_path)
+    for _ in range(3):
+        assert guards.check(1, GOOD) == []
+        assert measure(model, tmp_path, monkeypatch, Answers(tiny_model(), 39), guards) == {}
+    assert (
+        "mismatch of version 40 not measured: the engine has version 39" in capsys.readouterr()[0]
+    )
+    [alarm] = guards.check(2, GOOD)
+    assert alarm.startswith("no engine answers when the mismatch is to be measured")
+    assert guards.check(3, GOOD) == []
+
+
+def test_every_configuration_has_a_mismatch_every_20_updates():
+    pipeline = make_guards()
+    assert [v for v in range(1, 70) if pipeline.is_due(v)] == [20, 40, 60]
+    # an update every 8 steps
+    conventional = make_guards(conventional_g=8)
+    assert [v for v in range(1, 330) if conventional.is_due(v)] == [160, 320]
 
 
 # ---- attention
@@ -680,12 +768,12 @@ def test_attention_over_packed_rows_equals_a_mask(model, kernel, monkeypatch):
         monkeypatch.setattr(attention, "flash_runs_on", lambda x: True)
     record = micro_record(model, [10, 13, 4, 30], version=6)
     model.set_attn_implementation("sdpa")
-    expected = sums_of(model, record, 6, entropy_coef=0.1)[0]
+    expected = metrics_of(model, record, 6, entropy_coef=0.1)[0]
     expected.backward()
     of_mask = gradient(model)
     model.zero_grad()
     model.set_attn_implementation("packed")
-    got = sums_of(model, record, 6, entropy_coef=0.1)[0]
+    got = metrics_of(model, record, 6, entropy_coef=0.1)[0]
     got.backward()
     assert got.item() == pytest.approx(expected.item(), rel=1e-5)
     assert (gradient(model) - of_mask).norm() <= 1e-5 * of_mask.norm()

@@ -9,10 +9,8 @@ import time
 
 import pytest
 
-import config as cfg
 from conftest import ROOT
 from fake_engine import fake_vllm
-from plumbing.log import MetricsLog
 from test_run import command, leftovers, metrics
 
 KNOBS = (
@@ -92,17 +90,6 @@ def same(logged, line):
     for name, value in expected.items():
         # six digits are written to metrics.jsonl
         assert logged[name] == (value if value is None else pytest.approx(value, rel=1e-5)), name
-
-
-def test_an_attribution_arrives(tmp_path):
-    config = cfg.Config(run="a", run_id="0123abcd", wandb="offline")
-    config.mismatch_limit = 1.0
-    log = MetricsLog(config, str(tmp_path), 0)
-    log.attribution(4, {"age": {"nats": 0.5, "kl": 0.25}, "stale": None})
-    log.close()
-    (folder,) = (tmp_path / "wandb").glob("offline-run-*-0123abcd")
-    logged = rows(records(folder)["history"], "attribution.age.nats")
-    assert (logged[4]["attribution.age.nats"], logged[4]["attribution.age.kl"]) == (0.5, 0.25)
 
 
 @pytest.mark.slow

@@ -1,0 +1,165 @@
+"""Metrics over micro-batches and ranks, files of lines that are continued, and rollouts as text."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from test_samples import make_sample
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import config as cfg
+from plumbing.checkpoints import NEW_RUN
+from plumbing.metrics import (
+    MetricsLog,
+    Sums,
+    count,
+    largest,
+    mean,
+    mean_if_any,
+    open_lines,
+    token_texts,
+)
+from plumbing.samples import filler, join
+
+
+def test_sums_by_hand():
+    sums = Sums()
+    for n, x, high in ((2, 3.0, 5), (4, 9.0, 1)):
+        n = torch.tensor(n)
+        sums.add(
+            {
+                "n": (count, n),
+                "x": (mean, torch.tensor(x), n),
+                "high": (largest, torch.tensor(high)),
+                "none": (mean, torch.tensor(0.0), 0 * n),
+                "none_either": (mean_if_any, torch.tensor(0.0), 0 * n),
+                "parts": (lambda parts: parts, torch.tensor([x, 1.0])),
+            }
+        )
+    expected = dict(n=6, x=2.0, high=5, none=0.0, none_either=None, parts=[12.0, 2.0])
+    assert sums.reduce() == expected
+
+
+def test_a_file_of_lines_is_continued_from_a_checkpoint(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    before = ['{"step": 4}', '{"eval": 0.5, "version": 3}', '{"step": 5, "version": 5}']
+    after = ['{"eval": 0.5, "version": 5}', '{"step": 6}', '{"step": 7, "torn": 1']
+    path.write_text("\n".join(before + after))
+    with open_lines(path, 5) as file:
+        file.write('{"step": 6, "again": true}\n')
+    assert path.read_text().splitlines() == [*before, '{"step": 6, "again": true}']
+
+
+def byte_level():
+    """Tokens are bytes and pairs of them, as GPT-2's; of "né" the é is two."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    model = models.BPE({letter: i for i, letter in enumerate(letters)}, [])
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def word_pieces():
+    """Tokens with a mark for the space before them, as Llama's; decoding drops the first one."""
+    words = ["▁a", "▁b", "c", "<0xC3>", "<0xA9>", "<unk>"]
+    vocabulary = {w: i for i, w in enumerate(words)}
+    model = models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>")
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def test_the_text_of_each_token():
+    tokenizer = byte_level()
+    text = " né 日本\n"
+    ids = tokenizer(text)["input_ids"]
+    texts = token_texts(tokenizer, ids)
+    assert "".join(texts) == text and len(texts) == len(ids)
+    assert texts[:5] == [" ", "n", "", "é", " "]
+    # cut off within a character
+    assert len(token_texts(tokenizer, ids[:-2])) == len(ids) - 2
+    assert token_texts(word_pieces(), [0, 1, 2, 3, 4, 0]) == ["a", " b", "c", "", "é", " a"]
+
+
+@pytest.fixture()
+def make_log(tmp_path, base_model):
+    """MetricsLog of a run of two tasks with the toy's tokenizer."""
+
+    def make(rank=0, version=0, **knobs):
+        config = cfg.Config(task="countdown,toy", model=str(base_model), run_id="0123abcd", **knobs)
+        return MetricsLog(config, tmp_path, NEW_RUN | {"version": version}, rank)
+
+    return make
+
+
+def lines(path):
+    return [json.loads(x) for x in path.read_text().splitlines()]
+
+
+def test_rollouts_are_written_as_text_with_what_the_trainer_knows(tmp_path, make_log):
+    log = make_log(samples_logged=2)
+    ids = log.tokenizer("ba=ab")["input_ids"]
+    end = log.tokenizer.eos_token_id
+    # two turns: sampled, said by an environment, sampled again by two versions
+    mask = np.array([0, 0, 0, 1, 1, 0, 1, 1], bool)
+    versions = np.array([-1, -1, -1, 3, 3, -1, 3, 4])
+    turns = make_sample(8, tokens=np.array([*ids, ids[0], ids[1], end]), mask=mask)
+    turns |= dict(versions=versions, number=17, problem=6, task=1, advantage=0.25, reward=1.0)
+    turns |= dict(behavior_logprobs=np.where(mask, -0.5, 0.0), outcome=0)
+    batch = join([turns, filler(), make_sample(4, number=18, finished=False), make_sample(5)])
+    log.rollouts(batch, torch.arange(18) / 10, 4)
+    first, second = lines(tmp_path / "samples.jsonl")
+    spans = [[-1, ["b", "a", "="]], [3, ["a", "b"]], [-1, ["b"]], [3, ["a"]], [4, ["<eos>"]]]
+    expected = dict(step=5, number=17, problem=6, task="toy", reward=1.0, outcome="correct")
+    expected |= dict(prompt="ba=", completion="abba", spans=spans, advantage=0.25, finished=True)
+    expected |= dict(behavior_logprobs=[-0.5] * 4, log_ratios=[0.8, 0.9, 1.1, 1.2])
+    assert first == expected
+    # as many a step as are to be logged
+    assert (second["number"], second["finished"]) == (18, False)
+    log.rollouts(batch, torch.arange(18) / 10, 4)
+    assert len(lines(tmp_path / "samples.jsonl")) == 2
+    # of other ranks nothing
+    make_log(rank=1).rollouts(batch, torch.arange(18) / 10, 4)
+    # a continued run does again what came after its checkpoint
+    assert make_log(version=5) and len(lines(tmp_path / "samples.jsonl")) == 2
+    assert make_log(version=4) and not lines(tmp_path / "samples.jsonl")
+
+
+def test_lines_of_a_step_of_the_mismatch_and_of_alarms(tmp_path, make_log, capsys):
+    log = make_log(steps=100, report_every=0)
+    log.save_s = 2.5
+    state = NEW_RUN | {"version": 40, "samples": 640, "wall_s": 33.0}
+    metrics = dict(samples=16, tokens=320, reward=1 / 3, ess=0.99, lag_mean=1.25, lag_max=3)
+    metrics |= dict(mismatch=None, by_lag={"0": {"ess": 1 / 3}})
+    record = dict(gen_tok_s=5.0, gen_idle=0.25, by_task={}, problems={"4": 8}, drops={})
+    reader = SimpleNamespace(last=record, waited=0.0)
+    for _ in range(2):
+        log.step(state, metrics, reader, {"sync_s": 0.125})
+    log.mismatch(40, {"mismatch": 1 / 3, "tokens": 53})
+    log.mismatch(40, {})
+    log.alarms(40, ["something lasts"])
+    evaluation = dict(run_id="0123abcd", eval={"toy": 0.5}, problems=4, version=40)
+    log.evaluations([evaluation | {"wall_s": log.run_start + 12}])
+    first, second, mismatch, alarm, eval_line = lines(tmp_path / "metrics.jsonl")
+    assert (first["step"], first["version"], first["samples"]) == (40, 40, 640)
+    assert (first["reward"], first["by_lag"]) == (0.333333, {"0": {"ess": 0.333333}})
+    # a checkpoint falls into the step after it
+    assert (first["save_s"], second["save_s"], first["sync_s"]) == (2.5, 0.0, 0.125)
+    assert mismatch == {"mismatch": 0.333333, "tokens": 53, "version": 40}
+    assert alarm == {"alarm": "something lasts", "version": 40}
+    assert eval_line == dict(eval={"toy": 0.5}, problems=4, version=40, wall_s=12.0)
+    printed = capsys.readouterr().out
+    assert "step 40/100 | reward 0.333 | ess 0.990 | lag 1.2/3 | mismatch - | " in printed
+    assert "train: ALARM: something lasts" in printed
+    assert "eval: version 40 | toy 0.500 | 4 held-out problems" in printed
