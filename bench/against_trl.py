@@ -1,21 +1,16 @@
 """The pipeline against what one would pick instead: TRL's GRPOTrainer, on the same task, base model, machine and sampling parameters.
 
     pip install -r bench/requirements.txt
-    python bench/against_trl.py [--max_new_tokens 64] [--seeds 3] [--steps 64] [--quick] [--plot] [--port 8970]
+    python bench/against_trl.py [--max_new_tokens 64] [--seeds 8] [--steps 64] [--quick] [--plot] [--port 8970]
 
-Task, pipeline and scores are those of bench/runs.py. Both: 64 samples a step, 4 a problem, temperature 1,
-top-p 1, top-k off, at most 410 new tokens (with 64 there are no long answers to wait for, which suits
-TRL), AdamW (0.9, 0.95), the same learning rate after 3 steps of warm-up, gradients clipped at 1, no KL
-term, rewards not divided by their standard deviation. TRL has the whole machine for either of its
-phases, its default loss (`dapo`, on-policy here), and generates with
-Transformers: its ways to use vLLM need a GPU (its server wants NCCL; in its own process,
-vllm_mode="colocate", loading new weights fails in vLLM's CPU build: 'Parameter' object has no attribute
-'weight_loader'), and its continuous batching is three times slower here. Both write a checkpoint
-every 8 steps; start-up does not count.
-
-The scores that times are compared at are 50, 75 and 90% of the way to where TRL ends on average; intervals
-as in bench/curves.py. What is done is kept in bench/results/against-trl.json (against-trl-64.json): the
-same command goes on.
+Task, pipeline, scores, table and intervals are those of bench/compare.py. Both: 64 samples a step, 4 a problem,
+temperature 1, top-p 1, top-k off, at most 410 new tokens (with 64 there are no long answers to wait for,
+which suits TRL), AdamW (0.9, 0.95), the same learning rate after 3 steps of warm-up, gradients clipped at
+1, no KL term, rewards not divided by their standard deviation. TRL has the whole machine for either of
+its phases, its default loss (`dapo`, on-policy here), and generates with Transformers: its ways to use
+vLLM need a GPU (its server wants NCCL; in its own process, vllm_mode="colocate", loading new weights
+fails in vLLM's CPU build: 'Parameter' object has no attribute 'weight_loader'), and its continuous
+batching is three times slower here. Both write a checkpoint every 8 steps; start-up does not count.
 """
 
 import functools
@@ -26,14 +21,10 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from bench import curves, runs
-from bench.common import WORK, band, panels, save_figure, table
-from bench.compare import SHARES, fixed_scores
-from bench.curves import written
-from bench.runs import COMMON, PIPELINE, QUICK, places, scores, scores_of
+from bench import compare, runs
+from bench.common import WORK
+from bench.runs import COMMON, PIPELINE, QUICK, scores
 from tasks import tail
 
 # of COMMON, what TRL's runs hang on
@@ -138,41 +129,8 @@ def one_run(name, knobs, port):
     return json.loads(file.read_text())
 
 
-def say(by_setting, levels):
-    """Print the table and the ratios."""
-    grid, lines = curves.lines(by_setting)
-    times = {}
-    rows = []
-    for name, found in by_setting.items():
-        times[name] = [curves.times_to(grid, lines[name], level) for level in levels]
-        begin = np.mean([run["scores"][0][1] for run in found])
-        end = np.mean([run["scores"][-1][1] for run in found])
-        seconds = np.mean([run["curve"]["time"][-1] for run in found])
-        samples = np.mean([run["curve"]["samples"][-1] for run in found])
-        cells = [f"{begin:.3f}", f"{end:.3f}", f"{seconds:.1f}", f"{samples / seconds:.1f}"]
-        rows.append([name, *(written(of_level, ".1f") for of_level in times[name]), *cells])
-    columns = [f"s to {y:.3f} ({share:.0%})" for y, share in zip(levels, SHARES)]
-    table(["", *columns, "begin", "score", "s, all", "samples/s"], rows)
-    for share, ours, theirs in zip(SHARES, times["pipeline"], times["trl"]):
-        faster = written(curves.ratios(theirs, ours), ".1f")
-        print(f"to {share:.0%}: the pipeline is {faster} times as fast")
-
-
-def draw(by_setting, levels, path):
-    """Held-out score against time and against samples."""
-    figure, axes = panels(["held-out score against seconds", "held-out score against samples"])
-    for color, (name, found) in zip(("k", "C1"), by_setting.items()):
-        for ax, x in zip(axes, ("time", "samples")):
-            band(ax, [(places(run, x), scores_of(run)) for run in found], color, name)
-    for ax in axes:
-        for level in levels:
-            ax.axhline(level, color="C3", linestyle=":")
-    axes[0].legend()
-    save_figure(figure, path)
-
-
 def main(argv=None):
-    p = runs.run_parser(__doc__, seeds=3, port=8970)
+    p = runs.run_parser(__doc__, seeds=8, port=8970)
     p.add_argument("--steps", type=int, default=64)
     p.add_argument("--max_new_tokens", type=int, default=COMMON["max_new_tokens"])
     a = p.parse_args(argv)
@@ -186,11 +144,7 @@ def main(argv=None):
     runs.make_model()
     start = functools.partial(one_run, port=a.port)
     found, path = runs.run_all(a, name, settings, start)
-    if len(found) < 2:
-        sys.exit(f"bench/against_trl.py: {path} has no runs of both")
-    levels = fixed_scores({"trl": found["trl"]})
-    say(found, levels)
-    draw(found, levels, path.with_suffix(".png"))
+    compare.report(found, path)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What the measurements share: the machine in words, kept results, tables, rounds in turn, figures.
+"""What the measurements share: the machine in words, raw results, tables, rounds in turn, figures.
 
 Not a program. Raw numbers go to bench/results/<name>.json, figures beside them; `--out` changes it,
-and what `--quick` leaves is in out/bench. Deliberately absent: what is measured.
+and what `--quick` leaves is in out/bench.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def keep(path, values):
 
 
 def measured(path, wanted, measure, reuse=True):
-    """{key: result} of `wanted`, {key: knobs}, in its order; what is done is kept in `path`.
+    """{key: result} of `wanted`, {key: knobs}, in its order; each is in `path` as soon as it is there.
 
     What earlier calls left there is taken if its knobs are the same. measure(key, knobs) -> dict, to
     which knobs and machine are added; None: only what is there, whatever its knobs.
@@ -69,6 +69,10 @@ def measured(path, wanted, measure, reuse=True):
     return {key: kept[key] for key in wanted if key in kept}
 
 
+def _interrupted(*_):
+    sys.exit(f"{sys.argv[0]}: terminated; the same command does what is missing")
+
+
 def copy_sources(folder):
     """The sources in this folder, anew, for what changes them; it shares the models. Returns it."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -81,10 +85,6 @@ def copy_sources(folder):
     (folder / "out").mkdir()
     (folder / "out" / "models").symlink_to(ROOT / "out" / "models")
     return folder
-
-
-def _interrupted(*_):
-    sys.exit(f"{sys.argv[0]}: terminated; the same command does what is missing")
 
 
 def machine():
@@ -105,6 +105,17 @@ def machine():
     )
 
 
+def flags(knobs):
+    """{"lr": 1} -> ["--lr", "1"]."""
+    words = []
+    for name, value in knobs.items():
+        words += [f"--{name}", str(value)]
+    return words
+
+
+# ---- tables and figures
+
+
 def table(header, rows):
     """Print rows of cells in columns: the first to the left, the others to the right."""
     cells = [[str(x) for x in row] for row in [header, *rows]]
@@ -115,6 +126,11 @@ def table(header, rows):
         print("  ".join(words), flush=True)
 
 
+def median_and_range(values, form=".2f"):
+    """Median and range of rounds: 1.02 (0.98-1.06)."""
+    return f"{np.median(values):{form}} ({min(values):{form}}-{max(values):{form}})"
+
+
 def ratio_table(header, old, new):
     """Print two measurements of every round and their ratio new / old, which compares neighbours; medians."""
     columns = np.array([old, new, np.divide(new, old)]).T
@@ -123,12 +139,9 @@ def ratio_table(header, old, new):
     table([*header, "ratio"], cells)
 
 
-# ---- rounds
-
-
 def in_turn(contenders, rounds):
-    """{name: function(round)} -> {name: [result of every round]}, old and new alternately: a round
-    runs all of them, every other round in the opposite order.
+    """{name: function(round)} -> {name: [result of every round]}: a round runs all of them, every
+    other round in the opposite order.
     """
     results = {name: [] for name in contenders}
     for i in range(rounds):
@@ -138,9 +151,6 @@ def in_turn(contenders, rounds):
         for name in names:
             results[name].append(contenders[name](i))
     return results
-
-
-# ---- figures
 
 
 def panels(titles):
@@ -171,26 +181,3 @@ def band(ax, curves, color, label):
 def save_figure(figure, path):
     figure.savefig(path, dpi=80)
     print(f"figure {os.path.relpath(path, ROOT)}")
-
-
-# ---- the rest
-
-
-def cpu_seconds(pid):
-    """User and system time of a process, all its threads. OSError if it is gone."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def resident_mb(pid):
-    """Resident memory of a process, 1e6 bytes. OSError if it is gone."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGESIZE") / 1e6
-
-
-def flags(knobs):
-    """{"lr": 1} -> ["--lr", "1"]."""
-    words = []
-    for name, value in knobs.items():
-        words += [f"--{name}", str(value)]
-    return words

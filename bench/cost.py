@@ -1,156 +1,160 @@
-"""What an answer costs in CPU: engine and actor, by task, two checkouts in turn; real vLLM, no trainer.
+"""What a sample costs in CPU, in whole runs of two checkouts, or of two sets of knobs, in turn.
 
-    python bench/cost.py [--tasks tail,toy,guess] [--against DIR] [--other KNOBS] [--rounds 3] [--seconds 20]
+    python bench/cost.py [--tasks toy,tail,guess] [--against DIR] [--other KNOBS] [--rounds 3] [--steps 60]
 
-Every round starts an engine and the actor of each contender, this checkout and DIR (an older commit's,
-`git worktree add DIR COMMIT`) or this one with other knobs (JSON), lets them get warm and counts what
-arrives in queues/rollouts. Milliseconds of CPU a sample, of all processes of each: they depend less on
-a neighbour's load than samples/s do. `ratio`: the other's figure / this one's, for CPU, and this one's /
-the other's for samples/s. Nothing trains.
+Runs `bash run.sh` of this checkout and of DIR (an older commit's, `git worktree add DIR COMMIT`, with its
+own out/models), or of this one with other knobs (JSON). Milliseconds of CPU a sample are of all processes
+of a run, by stage, from step FIRST on: start-up does not count, and they depend less on a neighbour's
+load than samples/s do. `ratio`: the other's CPU / this one's, and this one's samples/s / the other's.
 """
 
-import argparse
+import contextlib
+import functools
 import json
-import os
-import subprocess
+import shutil
 import sys
-import time
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import psutil
 
-HERE = Path(__file__).resolve().parent.parent
-# of the measured commit, which may be another one than this file's
-CHECKOUT = Path(os.environ.get("CHECKOUT", HERE))
-sys.path.insert(0, str(CHECKOUT))
-from bench.actor import WARM, read
-from bench.common import in_turn, keep, machine, parser, result_file, table
-from bench.engines import announce_engines, make_run
-from plumbing.queues import Queue
-from tools.evaluate import start_engines, stop_engines
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from bench.common import (
+    ROOT,
+    WORK,
+    in_turn,
+    keep,
+    machine,
+    median_and_range,
+    parser,
+    result_file,
+    table,
+)
+from bench.runs import COMMON, PIPELINE, make_model, run_to_its_end
+from plumbing.queues import read_json
+from tools import report
 
-ENDLESS = dict(steps=10**7, max_lag=10**7, eval_problems=1, eval_every=0)
-# as bench/compare.py has them
-TAIL = dict(task="tail", attempts=4, max_new_tokens=410, max_model_len=416, concurrency=64)
-# as the presets have them
+# steps until caches and kernels are warm
+FIRST = 8
 TASKS = {
-    "tail": TAIL,
-    "toy": dict(task="toy"),
+    "toy": {},
+    "tail": COMMON | PIPELINE | dict(save_every=0),
     "guess": dict(task="guess", max_new_tokens=90, max_model_len=256),
 }
-PARTS = ("server", "core", "actor")
-FIGURES = (*PARTS, "samples_s", "tokens")
+# of run.sh's processes; whatever is none of these belongs to the engines
+STAGES = ("actor", "preprocess", "train")
+PARTS = (*STAGES, "engines")
 
 
-def cpu_so_far(server, actor):
-    """{server, core, actor: CPU seconds} so far, those of children that have ended and been replaced among them."""
-    of_kind = dict(
-        server=[server],
-        core=server.children(recursive=True),
-        actor=[actor, *actor.children(recursive=True)],
-    )
-    return {name: sum(sum(p.cpu_times()[:4]) for p in of_it) for name, of_it in of_kind.items()}
+class Watch:
+    """CPU seconds of a run's processes by stage, looked at whenever a new version is announced."""
+
+    def __init__(self, run_dir):
+        self.file = run_dir / "queues" / "version.json"
+        # of each process by its id
+        self.parts = {}
+        self.seconds = {}
+        # (version, {stage: CPU seconds so far})
+        self.seen = []
+
+    def look(self, pid):
+        version = read_json(self.file).get("version", 0)
+        if version < FIRST or (self.seen and version == self.seen[-1][0]):
+            return
+        root = psutil.Process(pid)
+        # parents come before their children
+        for process in [root, *root.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._add(process)
+        total = dict.fromkeys(PARTS, 0.0)
+        # processes that have ended keep what they took
+        for pid, seconds in self.seconds.items():
+            total[self.parts[pid]] += seconds
+        self.seen.append((version, total))
+
+    def _add(self, process):
+        """What a process has taken so far; what a stage starts is the stage's."""
+        words = [Path(word).name for word in process.cmdline()]
+        part = self.parts.get(process.ppid(), "engines")
+        self.parts[process.pid] = next((x for x in STAGES if f"{x}.py" in words), part)
+        self.seconds[process.pid] = sum(process.cpu_times()[:2])
+
+    def cpu(self, steps):
+        """{stage: CPU seconds a sample} between the first look and the last; steps: metrics.jsonl's."""
+        (first, before), (last, after) = self.seen[0], self.seen[-1]
+        samples = steps[last - 1]["samples"] - steps[first - 1]["samples"]
+        return {part: (after[part] - before[part]) / samples for part in PARTS}
 
 
-def measure(task, port, seconds, knobs):
-    """Of this checkout: {server, core, actor: CPU ms a sample; samples_s; tokens: sampled, a sample}.
-
-    server: vLLM's HTTP server; core: its scheduler and workers; actor: with its reward workers.
-    """
-    wanted = TASKS[task] | dict(port=port, engine_threads=1) | ENDLESS | knobs
-    config, run_dir = make_run(f"cost-{task}", **wanted)
-    engines = start_engines(config)
-    actor = None
-    try:
-        announce_engines(config, run_dir)
-        queue = Queue(run_dir / "queues" / "rollouts")
-        with open(run_dir / "logs" / "actor.log", "w") as log:
-            command = [sys.executable, "actor.py", str(run_dir)]
-            actor = subprocess.Popen(command, cwd=CHECKOUT, stdout=log, stderr=log)
-        found, _ = read(queue, 300, WARM)
-        if found < WARM:
-            raise TimeoutError(f"the actor gave {found} answers, see {log.name}")
-        # the long ones of the first wave are still to come
-        read(queue, 10)
-        processes = psutil.Process(engines[0].pid), psutil.Process(actor.pid)
-        before = cpu_so_far(*processes)
-        start = time.monotonic()
-        samples, tokens = read(queue, seconds)
-        elapsed = time.monotonic() - start
-        found = dict(samples_s=samples / elapsed, tokens=tokens / samples)
-        for name, cpu in cpu_so_far(*processes).items():
-            found[name] = 1000 * (cpu - before[name]) / samples
-        return found
-    finally:
-        if actor:
-            actor.kill()
-            actor.wait()
-        stop_engines(engines)
+def measure(name, knobs, port, root=ROOT):
+    """A run: {stage: CPU s a sample}, samples_s, and shares of its steps' time."""
+    run_dir = WORK / "runs" / name
+    # an earlier run's versions are not to be seen
+    shutil.rmtree(run_dir, ignore_errors=True)
+    watch = Watch(run_dir)
+    run_to_its_end(name, knobs, port, root=root, look=watch.look)
+    steps, _ = report.read(run_dir)
+    seconds = steps[-1]["wall_s"] - steps[FIRST - 1]["wall_s"]
+    found = watch.cpu(steps)
+    found["samples_s"] = (steps[-1]["samples"] - steps[FIRST - 1]["samples"]) / seconds
+    for key in ("wait_data_s", "wait_sync_s", "pause_s"):
+        found[key] = sum(step[key] for step in steps[FIRST:]) / seconds
+    return found
 
 
-def of_checkout(checkout, task, knobs, arguments, _):
-    """`measure` in a process whose code is this checkout's. knobs: more of them, as JSON; _: the round."""
-    command = [sys.executable, __file__, "--one", task, "--port", str(arguments.port)]
-    command += ["--seconds", str(arguments.seconds), "--knobs", knobs]
-    asked = dict(cwd=checkout, env=os.environ | {"CHECKOUT": str(checkout)}, text=True, timeout=900)
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, **asked)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def main(argv=None):
-    p = parser(__doc__)
-    p.add_argument("--tasks", default="tail,toy,guess")
-    p.add_argument("--against", type=Path, help="another checkout")
-    p.add_argument("--rounds", type=int, default=3)
-    p.add_argument("--seconds", type=float, default=20.0)
-    p.add_argument("--port", type=int, default=8640)
-    p.add_argument("--knobs", default="{}", help="JSON of more knobs")
-    p.add_argument("--other", help="the same for what it is compared with")
-    p.add_argument("--one", help=argparse.SUPPRESS)
-    a = p.parse_args(argv)
-    if a.one:
-        print(json.dumps(measure(a.one, a.port, a.seconds, json.loads(a.knobs))))
-        return
-    if a.quick:
-        a.rounds = 1
-        a.seconds = 5.0
-    wanted = dict(here=(HERE, a.knobs))
-    if a.against or a.other:
-        wanted["other"] = ((a.against or HERE).resolve(), a.other or a.knobs)
-    results = {}
-    for task in a.tasks.split(","):
-        contenders = {}
-        for name, (path, knobs) in wanted.items():
-            contenders[name] = partial(of_checkout, path, task, knobs, a)
-        results[task] = in_turn(contenders, a.rounds)
-    print(machine())
-    show(results)
-    keep(result_file(a, "cost"), dict(machine=machine(), knobs=a.knobs, tasks=results))
+def of_checkout(checkout, task, knobs, arguments, turn):
+    """`measure` of a task's run, with its default knobs and these; turn: its seed."""
+    knobs = TASKS[task] | dict(steps=arguments.steps, eval_every=0, seed=turn) | knobs
+    return measure(f"cost-{task}", knobs, arguments.port, checkout)
 
 
 def show(results):
     """A row for each task and checkout; medians over rounds."""
     rows = []
     for task, by_checkout in results.items():
-        medians = {}
         for name, rounds in by_checkout.items():
-            medians[name] = {k: float(np.median([r[k] for r in rounds])) for k in FIGURES}
-            parts = [medians[name][part] for part in PARTS]
-            cells = [f"{x:.2f}" for x in (*parts, sum(parts))]
-            cells += [f"{medians[name]['samples_s']:.0f}", f"{medians[name]['tokens']:.1f}"]
-            rows.append([f"{task}, {name}", *cells])
+            medians = {k: float(np.median([r[k] for r in rounds])) for k in rounds[0]}
+            parts = [medians[part] for part in PARTS]
+            cells = [f"{1000 * x:.2f}" for x in (*parts, sum(parts))]
+            shares = [f"{medians[k]:.2%}" for k in ("wait_data_s", "wait_sync_s", "pause_s")]
+            rows.append([f"{task}, {name}", *cells, f"{medians['samples_s']:.0f}", *shares])
         if len(by_checkout) == 2:
             pairs = list(zip(by_checkout["other"], by_checkout["here"]))
             cpu = [sum(a[k] for k in PARTS) / sum(b[k] for k in PARTS) for a, b in pairs]
             speed = [b["samples_s"] / a["samples_s"] for a, b in pairs]
-            rows.append([f"{task}, ratio", "", "", "", *map(_spread, (cpu, speed)), ""])
-    table(["", "server ms", "core ms", "actor ms", "all ms", "samples/s", "tokens"], rows)
+            ratios = map(median_and_range, (cpu, speed))
+            rows.append([f"{task}, ratio", *[""] * len(PARTS), *ratios, "", "", ""])
+    columns = [f"{part} ms" for part in (*PARTS, "all")]
+    table(["", *columns, "samples/s", "waits: data", "updates", "engines pause"], rows)
 
 
-def _spread(ratios):
-    return f"{np.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+def main(argv=None):
+    p = parser(__doc__)
+    p.add_argument("--tasks", default="toy,tail,guess")
+    p.add_argument("--against", type=Path, help="another checkout")
+    p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--steps", type=int, default=60)
+    p.add_argument("--port", type=int, default=8640)
+    p.add_argument("--knobs", default="{}", help="JSON of more knobs")
+    p.add_argument("--other", help="the same for what it is compared with")
+    a = p.parse_args(argv)
+    if a.quick:
+        a.rounds = 1
+        a.steps = 2 * FIRST
+    wanted = dict(here=(ROOT, a.knobs))
+    if a.against or a.other:
+        wanted["other"] = ((a.against or ROOT).resolve(), a.other or a.knobs)
+    results = {}
+    for task in a.tasks.split(","):
+        if task == "tail":
+            make_model()
+        contenders = {}
+        for name, (path, knobs) in wanted.items():
+            contenders[name] = functools.partial(of_checkout, path, task, json.loads(knobs), a)
+        results[task] = in_turn(contenders, a.rounds)
+    print(machine())
+    show(results)
+    keep(result_file(a, "cost"), dict(machine=machine(), knobs=a.knobs, tasks=results))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,17 @@
-"""One whole run of run.sh on the task `tail`, measured: what compare.py, against_trl.py and kl.py share.
+"""One whole run of run.sh, measured: what compare.py, against_trl.py, cost.py, limit.py and kl.py share.
 
 Not a program. A run is {curve, scores}: columns of one number a step, and [[version, score]].
 
 time    from the moment at which the engines have the first weights and sampling begins: no start-up. What
         checkpoints take is not counted for conventional RL, all of which stands still meanwhile; it is for
         the pipeline, whose engines go on
-score   of a checkpoint, afterwards: probability that it gives exactly the right answer, mean over 250
-        held-out problems. As that answer is known, nothing is sampled, and evaluations take no engine
-        time, of which conventional RL has to spare while it trains. The reward of what is trained is
+score   of a checkpoint of task tail, afterwards: probability that it gives exactly the right answer, mean
+        over 250 held-out problems. As that answer is known, nothing is sampled, and evaluations take no
+        engine time, of which conventional RL has to spare while it trains. The reward of what is trained is
         no yardstick: what is done first is trained first, and long sequences are the hard ones.
         Tasks other than tail: the run's own evaluations.
 """
 
-import json
 import os
 import random
 import re
@@ -24,15 +23,14 @@ import time
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import config as cfg
 from bench.common import ROOT, WORK, flags, machine, measured, parser, result_file
 from plumbing.samples import layout
 from preprocess import pack
 from tasks import tail
 from tools import base_model, report
-from train import load_model, token_logprobs
+from train import token_logprobs
 
 # seeds differ in problems and sampling; some seeds' base models (1, for one) get nothing right
 MODEL = ROOT / "out" / "models" / "tail-seed0"
@@ -77,6 +75,9 @@ def make_model():
     base_model.make_model(["tail"], MODEL, 0)
 
 
+# ---- many runs
+
+
 def run_parser(doc, seeds, port):
     """Command line of a script that compares whole runs; the defaults of two of its options."""
     p = parser(doc)
@@ -95,9 +96,10 @@ def run_all(arguments, name, settings, start):
     """
     name += "-quick" * arguments.quick
     path = result_file(arguments, name)
-    wanted = {}
     first = arguments.first_seed
-    for seed in range(first, first + (1 if arguments.quick else arguments.seeds)):
+    seeds = range(first, first + (1 if arguments.quick else arguments.seeds))
+    wanted = {}
+    for seed in seeds:
         # what comes first and last must not always be the same
         order = random.Random(seed).sample(list(settings), len(settings))
         for setting in order:
@@ -117,23 +119,25 @@ def run_all(arguments, name, settings, start):
 
     kept = not arguments.quick or arguments.plot
     results = measured(path, wanted, None if arguments.plot else measure, kept)
-    by_setting = {setting: [] for setting in settings}
-    for key, run in results.items():
-        by_setting[key.rpartition(", seed ")[0]].append(run)
-    by_setting = {setting: found for setting, found in by_setting.items() if found}
     # seeds that all settings have
-    complete = min(map(len, by_setting.values()), default=0)
-    by_setting = {setting: found[:complete] for setting, found in by_setting.items()}
-    if not by_setting:
-        sys.exit(f"{path} has no runs of {', '.join(settings)}")
+    complete = [s for s in seeds if all(f"{setting}, seed {s}" in results for setting in settings)]
+    if not complete:
+        sys.exit(f"{path} has no seed with runs of all of {', '.join(settings)}")
     print(machine())
+    by_setting = {}
+    for setting in settings:
+        by_setting[setting] = [results[f"{setting}, seed {seed}"] for seed in complete]
     return by_setting, path
 
 
-def run_to_its_end(name, knobs, port, preset="toy", root=ROOT):
+# ---- one run
+
+
+def run_to_its_end(name, knobs, port, preset="toy", root=ROOT, look=None):
     """`bash run.sh <preset> --knob value ...` of a checkout to its end, in out/bench/runs/<name>; returns that.
 
-    RuntimeError with its last lines if it fails.
+    look(pid of run.sh), if given, is called some ten times a second. RuntimeError with the last lines of
+    a run that fails.
     """
     run_dir = WORK / "runs" / name
     shutil.rmtree(run_dir, ignore_errors=True)
@@ -150,7 +154,10 @@ def run_to_its_end(name, knobs, port, preset="toy", root=ROOT):
             env={"PIPELINE_PYTHON": sys.executable} | os.environ,
         )
     try:
-        process.wait()
+        while process.poll() is None:
+            time.sleep(0.1)
+            if look:
+                look(process.pid)
     finally:
         # interrupted: run.sh stops its processes
         if process.poll() is None:
@@ -162,19 +169,17 @@ def run_to_its_end(name, knobs, port, preset="toy", root=ROOT):
     return run_dir
 
 
-def one_run(name, knobs, port, preset="toy", root=ROOT):
-    """A run to its end, as above."""
-    run_dir = run_to_its_end(name, knobs, port, preset, root)
+def one_run(name, knobs, port, preset="toy"):
+    """A run, as above."""
+    run_dir = run_to_its_end(name, knobs, port, preset)
     steps, evaluations = report.read(run_dir)
-    # not cfg.load: a copy of the sources may have knobs of its own
-    config = json.loads((run_dir / "config.json").read_text())["config"]
     found = []
     for x in evaluations:
         mean_of_sets = np.mean(list(x["eval"].values()))
         found.append([x["version"], float(mean_of_sets)])
-    if config["task"] == "tail":
-        found = scores(run_dir / "checkpoints", config["seed"], config["eval_data"])
-    return dict(curve=curve_of(steps, config["conventional_g"]), scores=found)
+    if knobs.get("task") == "tail":
+        found = scores(run_dir / "checkpoints", knobs["seed"], knobs.get("eval_data", ""))
+    return dict(curve=curve_of(steps, knobs.get("conventional_g", 0)), scores=found)
 
 
 def curve_of(steps, conventional_g):
@@ -194,13 +199,15 @@ def scores(folder, seed, eval_data=""):
     """[[version, score]] of the base model and of the checkpoints in a folder, which is deleted."""
     problems = tail.problems("test", seed, eval_data)[:PROBLEMS]
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    models = {0: str(MODEL)}
+    models = {0: MODEL}
     # step_000008, checkpoint-8
     for path in folder.glob("*[0-9]"):
-        models[int(re.search(r"\d+$", path.name)[0])] = str(path)
+        models[int(re.search(r"\d+$", path.name)[0])] = path
     found = []
     for version, path in sorted(models.items()):
-        model = load_model(cfg.Config(model=path), torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="packed"
+        )
         found.append([version, success(model, tokenizer, problems)])
     shutil.rmtree(folder)
     return found
@@ -233,7 +240,12 @@ def scores_of(run):
     return np.array([score for _, score in run["scores"]])
 
 
-def places(run, column):
-    """What a column of the curve says of the versions that have a score."""
-    values = np.array([0.0, *run["curve"][column]])
+def column(run, name):
+    """A column of the curve, of every step; TRL's runs have time and samples alone."""
+    return np.array(run["curve"].get(name, [np.nan] * len(run["curve"]["time"])))
+
+
+def places(run, name):
+    """What a column says of the versions that have a score."""
+    values = np.array([0.0, *column(run, name)])
     return values[[version for version, _ in run["scores"]]]

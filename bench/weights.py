@@ -18,13 +18,13 @@ from pathlib import Path
 
 import requests
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.common import WORK, in_turn, keep, machine, parser, result_file, table
-from bench.engines import Load, bodies, make_run
+from bench.engines import Load, make_run, requests_of, url_of
+from bench.train import SMALL, model_config
 from plumbing import secret
-from plumbing.hardware import urls
 from plumbing.queues import publish_json
 from plumbing.ranks import Ranks
 from plumbing.transport import join_group, open_store
@@ -41,7 +41,7 @@ PROMPT = [45, 4, 52, 29, 2]
 LONGEST = 120
 NICE = 10
 TIMEOUT = 600.0
-SAID = {
+PARTS = {
     "sync_s": "whole update",
     "wait_sync_s": "  of which the trainer waits",
     "gather_s": "  gather",
@@ -51,33 +51,18 @@ SAID = {
 }
 
 
-def make_model(path, tied, positions=512):
+def make_model(path, tied):
     """A random model of many tensors, with the toy task's tokenizer."""
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=1024,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=26,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        max_position_embeddings=positions,
-        initializer_range=0.08,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-        attn_implementation="sdpa",
-    )
+    shape = SMALL | dict(vocab_size=1024, intermediate_size=704, num_hidden_layers=26)
+    shape |= dict(num_attention_heads=8, num_key_value_heads=8)
+    config = model_config(shape, initializer_range=0.08, tie_word_embeddings=tied)
     Qwen2ForCausalLM(config).save_pretrained(path)
     make_tokenizer([toy]).save_pretrained(path)
 
 
-# ---- the bare wire
-
-
 def receive(port, elements):
-    """The other end of Wire, in a process of its own: receives until Wire's process is gone."""
+    """The other end of BareBroadcast, in a process of its own, until that one's is gone."""
     os.nice(NICE)
     torch.set_num_threads(1)
     store = open_store("127.0.0.1", port, TIMEOUT)
@@ -88,8 +73,8 @@ def receive(port, elements):
             group.broadcast(flat, 0).wait()
 
 
-class Wire:
-    """Broadcasts of so many float32 to a second process, and nothing else."""
+class BareBroadcast:
+    """So many float32 to a second process, and nothing else."""
 
     def __init__(self, elements):
         store = open_store("127.0.0.1", 0, TIMEOUT, server=True)
@@ -105,9 +90,6 @@ class Wire:
         return time.monotonic() - start
 
 
-# ---- updates
-
-
 class Updates:
     """Updates of the engine, one after the other."""
 
@@ -117,9 +99,14 @@ class Updates:
         self.version = -1
 
     @torch.no_grad()
-    def one(self):
-        """Slightly other weights to the engine; {part: seconds}, as Sender.take_timing."""
+    def one(self, noise=0.0):
+        """Slightly other weights to the engine; {part: seconds}, as Sender.take_timing.
+
+        noise: on every parameter, so that an engine that missed one would be found out.
+        """
         self.model.model.norm.weight.mul_(1.001)
+        for p in self.model.parameters() if noise else []:
+            p.add_(noise * torch.randn_like(p))
         self.version += 1
         self.sender.push(self.version, dict(next=0, ahead=[]))
         self.sender.wait()
@@ -144,57 +131,48 @@ def quiet(seconds):
 
 
 @torch.no_grad()
-def disturb(model):
-    """Noise on every parameter: an engine that missed one would be found out."""
-    for p in model.parameters():
-        p.add_(0.02 * torch.randn_like(p))
-
-
-def difference(url, headers, model):
+def difference(config, run_dir, model):
     """Largest |engine logprob - trainer logprob| over fresh completions."""
     worst = 0.0
-    sampling = dict(max_tokens=32, temperature=1.0, logprobs=0, ignore_eos=True)
-    for prompt in (PROMPT, PROMPT[::-1]):
-        body = dict(token_ids=prompt, sampling_params=sampling)
-        answer = requests.post(
-            f"{url}/inference/v1/generate", json=body, headers=headers, timeout=60
-        )
-        choice = answer.json()["choices"][0]
+    for body in requests_of([PROMPT, PROMPT[::-1]], [32], ignore_eos=True):
+        url = f"{url_of(config)}/inference/v1/generate"
+        headers = secret.header(run_dir)
+        choice = requests.post(url, json=body, headers=headers, timeout=60).json()["choices"][0]
+        prompt = body["token_ids"]
         ids = torch.tensor(prompt + choice["token_ids"])
+        logprobs, _ = token_logprobs(model, ids, torch.arange(len(ids)), 1.0)
         engine = torch.tensor(choice["behavior_logprobs"])
-        with torch.no_grad():
-            logprobs, _ = token_logprobs(model, ids, torch.arange(len(ids)), 1.0)
         worst = max(worst, (logprobs[len(prompt) :] - engine).abs().max().item())
-    return worst
+        if prompt != PROMPT:
+            return worst
 
 
 def measure(config, run_dir, seconds, rounds):
     """All rounds on an engine that runs: (results of in_turn, difference, parameters, tensors)."""
-    url = urls(config, 0)[0]
-    headers = secret.header(run_dir)
     # in place of plumbing/supervise.py
     (run_dir / "engines").mkdir()
     (run_dir / "queues").mkdir()
-    publish_json(run_dir / "engines" / "engine0.json", url=url, started="bench")
-    model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
+    publish_json(run_dir / "engines" / "engine0.json", url=url_of(config), started="bench")
+    model = AutoModelForCausalLM.from_pretrained(
+        config.model, dtype=torch.float32, attn_implementation="packed"
+    )
     sizes = [p.numel() for p in model.parameters()]
     updates = Updates(Sender(config, model, Ranks(config), run_dir), model)
-    wire = Wire(sum(sizes))
+    bare = BareBroadcast(sum(sizes))
     # of different lengths, so that they do not end together
     lengths = [LONGEST // 2 + 31 * k % (LONGEST // 2) for k in range(CONCURRENCY)]
     updates.one()
-    load = Load(url, headers, bodies([PROMPT], lengths, ignore_eos=True), CONCURRENCY)
-    wire.seconds()
+    load = Load(config, run_dir, requests_of([PROMPT], lengths, ignore_eos=True), CONCURRENCY)
+    bare.seconds()
     updates.window(seconds)
     contenders = {
         "none": lambda _: quiet(seconds),
         "some": lambda _: updates.window(seconds),
-        "bare": lambda _: [wire.seconds() for _ in range(5)],
+        "bare": lambda _: [bare.seconds() for _ in range(5)],
     }
     results = in_turn(contenders, rounds)
-    disturb(model)
-    updates.one()
-    worst = difference(url, headers, model)
+    updates.one(noise=0.02)
+    worst = difference(config, run_dir, model)
     load.stop()
     results["tokens_s without"] = [load.rate(start, end) for start, end in results.pop("none")]
     results["tokens_s with"] = [load.rate(start, end) for start, end, _ in results["some"]]
@@ -211,17 +189,17 @@ def rows(results, parameters, worst):
     yield f"tokens/s, one every {EVERY:.0f} s", f"{statistics.median(some):.0f}", ""
     by_round = " ".join(f"{ratio:.3f}" for ratio in ratios)
     yield "  ratio", f"{statistics.median(ratios):.3f}", by_round
-    for part in SAID:
+    for part in PARTS:
         seconds = [t[part] for times in results["updates"] for t in times]
-        yield SAID[part], f"{1000 * statistics.median(seconds):.1f} ms", ""
-    wire = [s for of_round in results["bare"] for s in of_round]
-    of_wire = []
+        yield PARTS[part], f"{1000 * statistics.median(seconds):.1f} ms", ""
+    broadcasts = [s for of_round in results["bare"] for s in of_round]
+    of_sends = []
     for times, bare in zip(results["updates"], results["bare"]):
         sent = statistics.median(t["send_s"] for t in times)
-        of_wire.append(statistics.median(bare) / sent)
+        of_sends.append(statistics.median(bare) / sent)
     size = f"{4e-6 * parameters:.0f} MB"
-    yield "bare gloo broadcast", f"{1000 * statistics.median(wire):.1f} ms", size
-    yield "  bare / send", f"{statistics.median(of_wire):.2f}", ""
+    yield "bare gloo broadcast", f"{1000 * statistics.median(broadcasts):.1f} ms", size
+    yield "  bare / send", f"{statistics.median(of_sends):.2f}", ""
     yield "engine - trainer logprob", f"{worst:.1e}", ""
 
 
@@ -237,17 +215,11 @@ def main(argv=None):
         a.seconds = 4.0
         a.rounds = 1
     torch.set_num_threads(1)
-    path = WORK / ("weights-model" + "-untied" * a.untied)
+    name = "weights" + "-untied" * a.untied
+    path = WORK / f"{name}-model"
     make_model(path, not a.untied)
-    config, run_dir = make_run(
-        "weights",
-        model=path,
-        port=a.port,
-        concurrency=64,
-        bucket_mb=a.bucket_mb,
-        max_new_tokens=LONGEST,
-        max_model_len=256,
-    )
+    own = dict(model=path, port=a.port, concurrency=64, bucket_mb=a.bucket_mb)
+    config, run_dir = make_run("weights", max_new_tokens=LONGEST, max_model_len=256, **own)
     engines = start_engines(config)
     try:
         os.setpriority(os.PRIO_PGRP, engines[0].pid, NICE)
@@ -260,7 +232,7 @@ def main(argv=None):
     )
     table(["", "median", ""], rows(results, parameters, worst))
     raw = dict(machine=machine(), parameters=parameters, tensors=tensors, difference=worst)
-    keep(result_file(a, "weights" + "-untied" * a.untied), raw | results)
+    keep(result_file(a, name), raw | results)
     if worst > 1e-4:
         sys.exit(f"bench/weights.py: the engine's logprobs differ from the trainer's by {worst}")
 

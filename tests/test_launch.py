@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.report import made_up_run
 from conftest import ROOT
+from made_up_run import made_up_run
 from plumbing import launch
 from plumbing.queues import publish_json, read_json
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.report import BROWSERS, browser, made_up_run
 from conftest import ROOT
+from made_up_run import BROWSERS, browser, made_up_run
 from tools import comparison, page, report
 from tools.find import run_of
 from tools.panels import Curve, Panel, main_panels, more_panels

@@ -5,7 +5,6 @@ runs `pytest tests/edits/checks.py -k NAME` there. In the repository itself, wit
 import asyncio
 import json
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from conftest import resolved
 from plumbing import checkpoints, secret
 from plumbing.ledger import Ledger
 from plumbing.queues import Queue
+from plumbing.ranks import Ranks
 from plumbing.samples import Transcript, join, layout, split
 
 
@@ -187,7 +187,8 @@ def test_muon_learns():
 def test_muon_goes_on_from_a_checkpoint(tmp_path, base_model):
     config = resolved("toy", "--run", "t", "--out", tmp_path)
     config.model = str(base_model)
-    ranks = SimpleNamespace(group=None, rank=0)
+    ranks = Ranks(config)
+    (tmp_path / "queues").mkdir()
     model, optimizers = train.build(config, CPU, 1)
     record = micro_record(model, [20, 20], version=0)
 
@@ -200,7 +201,8 @@ def test_muon_goes_on_from_a_checkpoint(tmp_path, base_model):
     checkpoints.save(config, tmp_path, model, optimizers, state, ranks)
     step(model, optimizers, 2)
     continued, others = train.build(config, CPU, 1)
-    assert checkpoints.restore(tmp_path, continued, others, 0)["version"] == 2
+    saved = checkpoints.newest(tmp_path)
+    assert checkpoints.restore(saved, continued, others)["version"] == 2
     step(continued, others, 2)
     for expected, got in zip(model.parameters(), continued.parameters()):
         assert torch.equal(expected, got)

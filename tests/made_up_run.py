@@ -1,34 +1,20 @@
-"""How long does report.html of a long run take to draw, and to open in a browser?
-
-    python bench/report.py [--rollouts 5000] [--steps 1000] [--rounds 5]
-
-The run is made up: curves of as many steps, rollouts of 4 to 60 tokens. The browser is a headless Chromium
-(`apt install chromium`, or `playwright install chromium`), started anew for each round. `ready`: filters and list can
-be used; `drawn`: the curves in sight are there, too; both from the start of loading.
-"""
+"""A run directory as a run leaves it, with invented numbers, and a browser to look at its report with."""
 
 import contextlib
 import json
 import math
 import os
 import shutil
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import config as cfg
-from bench.common import WORK, keep, machine, parser, result_file, table
 from plumbing import launch
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # it talks to nobody; as root it has no sandbox
 FLAGS = "--disable-gpu --disable-background-networking --disable-component-update --disable-sync".split()
 LETTERS = np.array(list("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"))
-SIZES = ("report_mb", "draw_s", "ready_s", "drawn_s")
 
 
 def made_up_run(folder, name, seed=0, steps=60, rollouts=200, slope=1.0, **knobs):
@@ -120,42 +106,3 @@ def browser():
         chromium = playwright.chromium.launch(executable_path=path, args=flags)
         yield chromium
         chromium.close()
-
-
-def open_once(path):
-    """(seconds until it is ready, until curves are drawn), in a browser of its own."""
-    with browser() as chromium:
-        page = chromium.new_page(viewport={"width": 1400, "height": 1000})
-        page.goto(path.resolve().as_uri())
-        page.wait_for_selector(".panel .main-svg")
-        drawn = page.evaluate("performance.now()")
-        return int(
-            page.evaluate("document.documentElement.dataset.readyAfter")
-        ) / 1000, drawn / 1000
-
-
-def main():
-    p = parser(__doc__)
-    p.add_argument("--rollouts", type=int, default=5000)
-    p.add_argument("--steps", type=int, default=1000)
-    p.add_argument("--rounds", type=int, default=5)
-    a = p.parse_args()
-    folder = WORK / "report"
-    run_dir = made_up_run(folder, "made-up", steps=a.steps, rollouts=a.rollouts, samples_logged=16)
-    command = [sys.executable, str(cfg.ROOT / "tools" / "report.py"), str(run_dir), "--quiet"]
-    rounds = []
-    for _ in range(1 if a.quick else a.rounds):
-        start = time.monotonic()
-        subprocess.run(command, check=True)
-        draw = time.monotonic() - start
-        path = run_dir / "report.html"
-        rounds.append([path.stat().st_size / 1e6, draw, *open_once(path)])
-    middle = np.median(rounds, axis=0)
-    rows = [[i, *(f"{x:.2f}" for x in row)] for i, row in enumerate(rounds)]
-    table(["round", *SIZES], [*rows, ["median", *(f"{x:.2f}" for x in middle)]])
-    kept = dict(machine=machine(), rollouts=a.rollouts, steps=a.steps, rounds=rounds)
-    keep(result_file(a, "report"), kept | dict(zip(SIZES, middle.tolist())))
-
-
-if __name__ == "__main__":
-    main()
