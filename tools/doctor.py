@@ -27,7 +27,7 @@ from transformers.utils import logging
 
 import config as cfg
 from plumbing import checkpoints
-from plumbing.hardware import gpu_count, gpu_memory_gb
+from plumbing.launch import gpu_count, gpu_memory_gb
 from plumbing.queues import read_json
 from tools import checks, plain, report
 
@@ -95,9 +95,7 @@ def engines_of(process):
     for child in psutil.Process(process.pid).children(recursive=True):
         # those that end meanwhile are no engines that could be killed
         with contextlib.suppress(psutil.NoSuchProcess):
-            command = child.cmdline()
-            serves = "vllm.entrypoints.openai.api_server" in command
-            if serves and "plumbing.supervise" not in command:
+            if "vllm.entrypoints.openai.api_server" in child.cmdline():
                 found.append(child)
     return found
 

@@ -39,18 +39,9 @@ BLUE, GREEN, RED = 34, 32, 31
 UNDERLINED, REVERSE = "4;", "7;"
 # of a step's line in metrics.jsonl
 NUMBERS = "loss grad_norm entropy ess kl_behavior kl_ref mismatch clip_frac reward tokens".split()
-# what several ranks' sums in another order may change of a number, relatively, and of a weight
-RELATIVE, WEIGHT = 1e-3, 1e-5
 
 
 # ---- the step again
-
-
-def checkpoint_before(run_dir, step):
-    """(directory of the newest checkpoint from which `step` can be trained, its version); (None, 0): the base model."""
-    found = [path for path in Path(run_dir, "checkpoints").glob("step_*[0-9]")]
-    path = max((path for path in found if int(path.name[5:]) < step), default=None)
-    return path, int(path.name[5:]) if path else 0
 
 
 def train_step(model, optimizers, batches, version, config, ranks):
@@ -66,8 +57,10 @@ def train_step(model, optimizers, batches, version, config, ranks):
 
 
 def train_until(run_dir, step, config, ranks):
-    """(model, optimizers) as they were before `step`, trained again from the checkpoint before it."""
-    path, version = checkpoint_before(run_dir, step)
+    """(model, optimizers) as they were before `step`, trained again from the newest checkpoint before it."""
+    saved = {int(path.name[5:]): path for path in checkpoints.all_of(run_dir)}
+    version = max((version for version in saved if version < step), default=0)
+    path = saved.get(version)
     # all of them, before anything is computed
     batches = {k: archive.batches(run_dir, k) for k in range(version + 1, step)}
     model, optimizers = train.build(config, ranks.device, 1)
@@ -79,78 +72,67 @@ def train_until(run_dir, step, config, ranks):
     return model, optimizers
 
 
-def print_numbers(line, again, other, exact):
-    """The table: a step's line of metrics.jsonl, its metrics again, and those of another loss, None if there is none.
+def print_numbers(columns, exact):
+    """A table of {heading: metrics}: as the run wrote them, again, and perhaps of another loss.
 
-    Returns the names of those that differ; exact: in any of their six digits.
+    Returns the names of those whose first two differ; exact: in any of their six digits.
     """
     differ = []
-    print(f"{'':<14}{'run':>14}{'again':>14}" + ("" if other is None else f"{'other':>14}"))
+    print(" " * 14 + "".join(f"{heading:>14}" for heading in columns))
     for name in NUMBERS:
-        values = [line.get(name), short(again[name])]
+        values = [short(metrics.get(name)) for metrics in columns.values()]
         alike = values[0] == values[1]
-        if not exact and None not in values:
-            alike = math.isclose(*values, rel_tol=RELATIVE, abs_tol=1e-6)
-        if not alike:
-            differ.append(name)
-        if other is not None:
-            values.append(short(other[name]))
+        if not exact and None not in values[:2]:
+            # several ranks' sums came in another order
+            alike = math.isclose(*values[:2], rel_tol=1e-3, abs_tol=1e-6)
         cells = "".join(f"{value!s:>14}" for value in values)
         print(f"{name:<14}{cells}{'' if alike else '   differs'}")
+        differ += [] if alike else [name]
     return differ
 
 
-def compare_weights(model, path, dtype, exact):
-    """Of the checkpoint that the run wrote after the step: the parameters that differ, printed in one line."""
+def compare_weights(model, path, dtype):
+    """The parameters that differ from the checkpoint that the run wrote after the step; prints by how much."""
     saved = load_file(path / "model.safetensors")
-    distances = {}
+    differ = {}
     for name, p in model.named_parameters():
-        if name in saved:
-            ours = p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach()
-            difference = ours.cpu().to(dtype).float() - saved[name].float()
-            distances[name] = difference.abs().max().item()
-    largest = max(distances.values())
-    same = f"differ by up to {largest:.1e}" if largest else "are the same, bit for bit"
-    print(f"replay: weights of {path} {same}")
-    return [name for name, x in distances.items() if x > (0 if exact else WEIGHT)]
+        ours = p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach()
+        distance = (ours.cpu().to(dtype).float() - saved[name].float()).abs().max().item()
+        if distance:
+            differ[name] = distance
+    words = f"differ by up to {max(differ.values())}" if differ else "are the same, bit for bit"
+    print(f"replay: weights of {path} {words}")
+    return [*differ]
 
 
 # ---- its rollouts
 
 
-@torch.no_grad()
-def token_losses(logprobs, batch, version, config):
-    """(loss [T], clipped [T], weight [T]) under this config's loss, 0 where nothing is trained; logprobs [T]."""
+def token_losses(logprobs, batch, config):
+    """(loss [T], is it clipped or dropped? [T], weight [T]) under this config's loss; logprobs [T]: the model's."""
     _, sequence_ids = layout(batch["lengths"])
     mask = torch.from_numpy(batch["mask"])
-    if config.late == "mask":
-        mask = mask & (version - torch.from_numpy(batch["versions"]) <= config.max_lag)
     behavior_logprobs = torch.where(mask, torch.from_numpy(batch["behavior_logprobs"]), logprobs)
     advantages = torch.from_numpy(batch["advantage"][sequence_ids])
     ids = torch.where(mask, torch.from_numpy(sequence_ids), -1)
-    loss, clipped = train.policy_loss(
-        config.loss, logprobs, behavior_logprobs, advantages, ids, config
-    )
+    values = (logprobs, behavior_logprobs, advantages, ids)
+    loss, clipped = train.policy_loss(config.loss, *values, config)
     weight = (logprobs - behavior_logprobs).exp()
     return (loss * mask).numpy(), (clipped & mask).numpy(), weight.numpy()
 
 
 def rollouts(model, batches, version, configs, tokenizer, ranks):
-    """(samples of the step, the farthest apart first: (difference of the two configs' losses, heading, tokens), counts).
+    """Every sample of the step under two configs: [(difference of their losses, heading, tokens)].
 
-    tokens: [(text, trained, weight, clipped, differs)]; counts: [tokens trained, that differ, that one of them clips].
+    tokens: [(text, weight, (trained, loss differs, clipped by one of them))].
     """
     found = []
-    counts = np.zeros(3, int)
     for batch in batches:
         with torch.no_grad():
             logprobs = train.micro_batch(model, batch, version, configs[0], ranks.device)[2].cpu()
-        (a, clips, weight), (b, others, _) = (
-            token_losses(logprobs, batch, version, config) for config in configs
-        )
-        difference = np.abs(a - b)
-        marks = np.stack([batch["mask"], difference > 1e-6, clips | others], 1)
-        counts += marks[batch["mask"]].sum(0)
+        first, second = (token_losses(logprobs, batch, config) for config in configs)
+        difference = np.abs(first[0] - second[0])
+        marks = np.stack([batch["mask"], difference > 1e-6, first[1] | second[1]], 1)
         ends = np.cumsum(batch["lengths"])
         # a filler is no sample
         for k in np.flatnonzero(batch["outcome"] >= 0):
@@ -158,20 +140,27 @@ def rollouts(model, batches, version, configs, tokenizer, ranks):
             texts = token_texts(tokenizer, batch["tokens"][own].tolist())
             apart = float(difference[own].sum())
             heading = f"reward {batch['reward'][k]:.2f} | advantage {batch['advantage'][k]:+.2f} | difference {apart:.3g}"
-            found.append((apart, heading, list(zip(texts, weight[own], marks[own]))))
-    return sorted(found, key=lambda rollout: -rollout[0]), counts
+            found.append((apart, heading, list(zip(texts, first[2][own], marks[own].tolist()))))
+    return found
 
 
-def in_colour(tokens, colour):
-    """Tokens as text for a terminal."""
-    text = ""
-    for token, weight, (trained, differs, clipped) in tokens:
-        code = GREY
-        if trained:
+def show(found, n, config, other):
+    """Print how far two losses are apart, and the rollouts in which they are farthest."""
+    colour = sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR"))
+    marks = [marks for *_, tokens in found for _, _, marks in tokens if marks[0]]
+    trained, differ, clipped = map(sum, zip(*marks))
+    names = [f"{c.loss} [{c.clip_low:g}, {c.clip_high:g}]" for c in (config, other)]
+    print(
+        f"replay: {' and '.join(names)}: the loss of {differ} of {trained} tokens differs, "
+        f"{clipped} are clipped or dropped by one of them\n"
+    )
+    for _, heading, tokens in sorted(found, key=lambda rollout: -rollout[0])[:n]:
+        text = ""
+        for token, weight, (trained, differs, clipped) in tokens:
             code = BLUE if weight < LOW else RED if weight > HIGH else GREEN
-        code = UNDERLINED * bool(clipped) + REVERSE * bool(differs) + str(code)
-        text += paint(code, harmless(token), colour)
-    return text
+            code = UNDERLINED * clipped + REVERSE * differs + str(code if trained else GREY)
+            text += paint(code, harmless(token), colour)
+        print(f"{heading}\n{text}\n")
 
 
 def main(argv=None):
@@ -184,7 +173,6 @@ def main(argv=None):
     a, knobs = p.parse_known_args(argv)
     run_dir = find_run(a.run_dir)
     config = cfg.load(run_dir)
-    exact = config.trainers == 1
     try:
         # the loss's own bounds, unless they are given
         own = dict(clip_low=-1.0, clip_high=-1.0) if "--loss" in knobs else {}
@@ -197,28 +185,19 @@ def main(argv=None):
         model, optimizers = train_until(run_dir, a.step, config, ranks)
     except (cfg.ConfigError, FileNotFoundError) as e:
         sys.exit(f"replay: {e}")
-    step = (model, batches, a.step - 1)
-    others = None
     if knobs or a.samples:
         tokenizer = AutoTokenizer.from_pretrained(config.model)
-        found, (trained, differ, clipped) = rollouts(*step, (config, other), tokenizer, ranks)
-        names = [f"{c.loss} [{c.clip_low:g}, {c.clip_high:g}]" for c in (config, other)]
-        print(
-            f"replay: {' and '.join(names)}: the loss of {differ} of {trained} tokens differs, "
-            f"{clipped} are clipped or dropped by one of them\n"
-        )
-        colour = sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR"))
-        for _, heading, tokens in found[: a.samples or 3]:
-            print(f"{heading}\n{in_colour(tokens, colour)}\n")
-    if knobs:
-        others = train_step(model, [], batches, a.step - 1, other, ranks)
-    again = train_step(model, optimizers, batches, a.step - 1, config, ranks)
+        found = rollouts(model, batches, a.step - 1, (config, other), tokenizer, ranks)
+        show(found, a.samples or 3, config, other)
     lines, _ = report.read(run_dir)
-    line = {line["step"]: line for line in lines}.get(a.step, {})
-    differ = print_numbers(line, again, others, exact)
+    columns = {"run": {line["step"]: line for line in lines}.get(a.step, {}), "again": {}}
+    if knobs:
+        columns[other.loss] = train_step(model, [], batches, a.step - 1, other, ranks)
+    columns["again"] = train_step(model, optimizers, batches, a.step - 1, config, ranks)
+    differ = print_numbers(columns, config.trainers == 1)
     after = Path(run_dir, "checkpoints", f"step_{a.step:06d}")
     if after.exists():
-        differ += compare_weights(model, after, getattr(torch, config.dtype), exact)
+        differ += compare_weights(model, after, getattr(torch, config.dtype))
     ranks.close()
     return differ
 
