@@ -35,8 +35,6 @@ WIDER = 10
 UNLIKELY = 5.0
 # fields that must be the same before and after packing
 KEPT = ("tokens", "mask", "behavior_logprobs", "versions", "temperature", "reward")
-# problems that a continued run must have drawn to tell whether its sampler went on
-DRAWN = 4
 
 
 def none_differ(name, differ, seen):
@@ -86,7 +84,7 @@ def check_engine_logprobs(run):
             rows.append((name, False, "no such sequence was seen: more --batch_size?"))
             continue
         nats = np.concatenate(sequences).mean()
-        worst = max(x.mean() for x in sequences)
+        worst = max(of_one.mean() for of_one in sequences)
         good = nats <= limit and worst <= WIDER * limit
         figure = f"{nats:.1e} nats (limit {limit:.0e}), worst of {len(sequences)} {worst:.1e}"
         rows.append((name, good, figure))
@@ -96,7 +94,7 @@ def check_engine_logprobs(run):
 def check_sampling(run):
     """actor.py asks for another temperature than --temperature, and records it. Or tokens are drawn from another
     distribution than the one whose logprobs are reported: more (-) or less (+) likely ones, by temperature, top-k,
-    top-p or penalties (generation_config).
+    top-p or penalties (generation_config). Or engines draw with the same random numbers (plumbing/launch.py).
     """
     temperatures = sorted({float(sample["temperature"]) for _, sample in run.samples()})
     name = f"drawn at --temperature {run.config.temperature:g}"
@@ -116,16 +114,12 @@ def check_sampling(run):
             surprise += (-logprobs - entropy).sum()
             variance += of_surprise.sum()
     z = surprise / max(variance, 1e-9) ** 0.5
-    good = abs(z) < UNLIKELY if tokens else None
     figure = f"{z:+.1f} standard deviations (limit {UNLIKELY:g}), {tokens} tokens"
-    return [*rows, ("drawn from the reported distribution", good, figure)]
-
-
-def check_seeds(run):
-    """Engines draw with the same random numbers: --seed in plumbing/launch.py."""
-    commands = launch.engine_commands(run.config, launch.gpu_count(), 0)
+    good = abs(z) < UNLIKELY if tokens else None
+    rows.append(("drawn from the reported distribution", good, figure))
+    commands = launch.engine_commands(run.config, launch.gpu_count())
     seeds = [command[command.index("--seed") + 1] for *_, command in commands]
-    return [("engines' seeds differ", len(set(seeds)) == len(seeds), " ".join(seeds))]
+    return [*rows, ("engines' seeds differ", len(set(seeds)) == len(seeds), " ".join(seeds))]
 
 
 # ---- what was sampled
@@ -209,8 +203,7 @@ def check_trainer(run):
         steps = list(plain.adam_steps(before, after))
         differ = sum(int((~same).sum()) for _, _, same, _ in steps)
         counted = {count for *_, count in steps}
-        every = len(after["model"])
-        figure = f"{differ} elements differ, {len(steps)} of {every} tensors, steps: {counted}"
+        figure = f"{differ} elements of {len(steps)} tensors differ, steps counted: {counted}"
         if max(counted, default=2) > 1:
             rows.append(unknown(name, figure))
             continue
@@ -222,8 +215,7 @@ def check_trainer(run):
         # the reference is version 0
         kl = run.steps[1]["kl_ref"]
         limit = NATS[run.config.dtype] ** 2
-        figure = f"{kl:.1e} nats (limit {limit:.0e})"
-        rows.append(("first step: KL to the reference", kl <= limit, figure))
+        rows.append(("first step: KL to the reference", kl <= limit, f"{kl:.1e} nats"))
     return rows
 
 
@@ -288,9 +280,9 @@ def check_held_out(run):
         test = [json.dumps(problem, sort_keys=True) for problem in run.test_problems[task]]
         both = sum(problem in train for problem in test)
         # of a task with few different problems it cannot be otherwise
-        wrong = False if len(train) >= len(problems) / 2 else None
+        good = not both if len(train) >= len(problems) / 2 else None
         name = f"held-out problems of {task} are not trained on"
-        rows.append((name, wrong if both else True, f"{both} of {len(test)} are"))
+        rows.append((name, good, f"{both} of {len(test)} are"))
     return rows
 
 
@@ -301,10 +293,9 @@ def check_continuation(run):
     """A run does not go on where it was interrupted: steps are missing, problems in flight are lost or trained twice; or
     it draws the problems of its beginning once more. See Sampler.state, and what checkpoints keep of it.
     """
-    newest = checkpoints.newest(run.run_dir)
-    version = int(newest.name[5:])
+    state = checkpoints.last_state(run.run_dir)
+    version, ledger = state["version"], state["sampler"]
     whole = sorted(run.steps) == list(range(1, version + 1)) and version > run.continued
-    ledger = checkpoints.state_of(newest)["sampler"]
     trained = Counter()
     known = set(ledger["pending"])
     for line in run.steps.values():
@@ -317,7 +308,8 @@ def check_continuation(run):
     drawn = {draw: (group["task"], group["number"]) for draw, group in run.groups.items()}
     pairs = [(drawn[k], drawn[k - first]) for k in drawn if k >= first and k - first in drawn]
     again = sum(now == begun for now, begun in pairs)
-    goes_on = again < len(pairs) if len(set(pairs)) >= DRAWN else None
+    # of few problems nothing is known
+    goes_on = again < len(pairs) if len(set(pairs)) > 3 else None
     figure = f"from version {run.continued} to {version}, {len(run.steps)} steps"
     return [
         ("engines killed, run interrupted and continued", whole, figure),

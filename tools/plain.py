@@ -87,8 +87,7 @@ class Recording:
         """(turns that were sampled, what stands before each of them, the prompt first): [[token]] both."""
         parts = {True: [], False: []}
         borders = np.flatnonzero(np.diff(sample["mask"])) + 1
-        firsts = [0, *borders]
-        for first, tokens in zip(firsts, np.split(sample["tokens"], borders)):
+        for first, tokens in zip([0, *borders], np.split(sample["tokens"], borders)):
             parts[bool(sample["mask"][first])].append(tokens.tolist())
         return parts[True], parts[False]
 

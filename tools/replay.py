@@ -7,7 +7,7 @@
 Steps between the checkpoint and this one are trained again first. Any knob of the loss may differ; everything before
 it is what the run itself computed. Runs on one device, also what several ranks have trained. A token's colour is its
 weight pi / mu: blue below 0.8, green up to 1.25, red above; underlined where the loss clips or drops it, and in
-reverse where two losses differ. Deliberately absent: engines; samples are what they were.
+reverse where two losses differ.
 """
 
 import argparse
@@ -37,7 +37,6 @@ from tools.status import find_run
 LOW, HIGH = 0.8, 1.25
 BLUE, GREEN, RED = 34, 32, 31
 UNDERLINED, REVERSE = "4;", "7;"
-# of a step's line in metrics.jsonl
 NUMBERS = "loss grad_norm entropy ess kl_behavior kl_ref mismatch clip_frac reward tokens".split()
 
 
@@ -73,10 +72,7 @@ def train_until(run_dir, step, config, ranks):
 
 
 def print_numbers(columns, exact):
-    """A table of {heading: metrics}: as the run wrote them, again, and perhaps of another loss.
-
-    Returns the names of those whose first two differ; exact: in any of their six digits.
-    """
+    """A table of {heading: metrics}. Returns the names that differ in the first two; exact: in any of six digits."""
     differ = []
     print(" " * 14 + "".join(f"{heading:>14}" for heading in columns))
     for name in NUMBERS:
@@ -122,9 +118,9 @@ def token_losses(logprobs, batch, config):
 
 
 def rollouts(model, batches, version, configs, tokenizer, ranks):
-    """Every sample of the step under two configs: [(difference of their losses, heading, tokens)].
+    """[(difference of two configs' losses, heading, tokens)] of the step's samples; tokens: [(text, weight, marks)].
 
-    tokens: [(text, weight, (trained, loss differs, clipped by one of them))].
+    marks: is the token trained, does its loss differ, does one of them clip it?
     """
     found = []
     for batch in batches:
@@ -150,10 +146,8 @@ def show(found, n, config, other):
     marks = [marks for *_, tokens in found for _, _, marks in tokens if marks[0]]
     trained, differ, clipped = map(sum, zip(*marks))
     names = [f"{c.loss} [{c.clip_low:g}, {c.clip_high:g}]" for c in (config, other)]
-    print(
-        f"replay: {' and '.join(names)}: the loss of {differ} of {trained} tokens differs, "
-        f"{clipped} are clipped or dropped by one of them\n"
-    )
+    print(f"replay: {' and '.join(names)}: the loss of {differ} of {trained} tokens differs")
+    print(f"replay: {clipped} are clipped or dropped by one of them\n")
     for _, heading, tokens in sorted(found, key=lambda rollout: -rollout[0])[:n]:
         text = ""
         for token, weight, (trained, differs, clipped) in tokens:
