@@ -13,7 +13,7 @@ import pytest
 
 import config as cfg
 from conftest import ROOT
-from plumbing import launch
+from made_up_run import made_up_run, read_lines, write_lines
 from plumbing.problems import load_problems
 from tools import comparison, panels, report
 from tools.panels import Panel
@@ -24,100 +24,6 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 FLAGS = "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync".split()
 # an open page takes its time on a busy machine, ms
 PATIENCE = 60_000
-LETTERS = np.array(list("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"))
-# what every step of an invented run has
-STEP = dict(
-    skipped=0,
-    tokens=9000,
-    train_tok_s=9e3,
-    gen_tok_s=5e3,
-    success=0.5,
-    signal=0.6,
-    cut_off=0.01,
-    loss=0.1,
-    lr=1e-3,
-    ess=0.99,
-    kl_behavior=1e-3,
-    kl_ref=0.0,
-    lag_mean=0.6,
-    lag_max=2,
-    clip_frac=0.0,
-    late=0,
-    versions_2=0.4,
-    versions_3=0.01,
-    step_s=2.0,
-    wait_data_s=0.6,
-    wait_sync_s=0.01,
-    gather_s=0.01,
-    send_s=0.05,
-    sync_s=0.2,
-    ready_s=0.02,
-    pause_s=0.03,
-    save_s=0.0,
-    gen_idle=0.1,
-    by_lag={"0": dict(tokens=4000, ess=0.999), "1": dict(tokens=4000, ess=0.99)},
-    by_task={},
-)
-
-
-def invented_run(folder, name, seed=0, steps=60, rollouts=0, slope=1.0, **knobs):
-    """A run directory as a run leaves it; returns it. slope: how fast it learns; rollouts of equally many a step."""
-    argv = ["toy", "--out", str(folder), "--run", name, "--seed", str(seed)]
-    for knob, value in knobs.items():
-        argv += [f"--{knob}", str(value)]
-    c = launch.resolve(cfg.parse([*argv, "--dry_run", "True"], 0), 0)
-    run_dir = launch.write(c)
-    rng = np.random.default_rng(seed)
-    lines = [invented_step(rng, c, step, slope * step / steps) for step in range(1, steps + 1)]
-    for version in range(0, steps + 1, max(steps // 5, 1)):
-        score = 0.2 + 0.7 * slope * version / steps + rng.normal(0, 0.01)
-        line = {"eval": {"toy": score}, "problems": 256, "version": version}
-        lines.append(line | {"wall_s": 30.0 + 2 * version})
-    lines.append({"alarm": "no group of 10 steps had two different rewards", "version": 12})
-    lines.append({"mismatch": 3e-6, "tokens": 100, "version": 20})
-    write_lines(run_dir / "metrics.jsonl", lines)
-    samples = [invented_rollout(rng, c, i, steps, rollouts) for i in range(rollouts)]
-    write_lines(run_dir / "samples.jsonl", samples)
-    (run_dir / "queues").mkdir(exist_ok=True)
-    serving = dict(version=steps, served=steps, engines=["http://127.0.0.1:8500"])
-    (run_dir / "queues" / "version.json").write_text(json.dumps(serving))
-    return run_dir
-
-
-def write_lines(path, lines):
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def read_lines(path):
-    return [json.loads(text) for text in path.read_text().splitlines()]
-
-
-def invented_step(rng, c, step, done):
-    """A line of metrics.jsonl; done: share of what is to be learnt."""
-    line = dict(step=step, version=step, samples=c.batch_size * step, wall_s=30.0 + 2 * step)
-    line |= dict(reward=0.2 + 0.7 * done + rng.normal(0, 0.03), entropy=1 - 0.5 * done)
-    line |= dict(mismatch=None if step % 9 == 0 else 1e-7, dropped=16 * (step >= 7))
-    drops = {"failed": {str(step): 16}} if step == 7 else {}
-    line |= dict(grad_norm=2.0 + rng.normal(0, 0.1), problems={str(step): 16}, drops=drops)
-    return STEP | line
-
-
-def invented_rollout(rng, c, i, steps, rollouts):
-    """A line of samples.jsonl."""
-    step = 1 + i * steps // rollouts
-    prompt = "".join(rng.choice(LETTERS, 8)) + "="
-    n = int(rng.integers(4, 60))
-    first = int(rng.integers(1, n))
-    text = list(rng.choice(LETTERS, n))
-    right = bool(rng.random() < 0.5)
-    sample = dict(number=16 * i, step=step, task="toy", problem=i, prompt=prompt)
-    sample |= dict(completion="".join(text), reward=float(right), finished=True)
-    sample |= dict(outcome="correct" if right else "wrong", advantage=right - 0.5)
-    older = max(step - 2, 0)
-    sample["spans"] = [[-1, list(prompt)], [older, text[:first]], [step - 1, text[first:]]]
-    sample["behavior_logprobs"] = (-rng.exponential(0.5, n)).round(4).tolist()
-    sample["log_ratios"] = rng.normal(0, 0.05, n).round(4).tolist()
-    return sample
 
 
 def tool(name, *arguments):
@@ -136,7 +42,7 @@ def opened(tmp_path_factory):
         pytest.skip("there is no Chromium: apt install chromium")
     from playwright.sync_api import sync_playwright
 
-    run_dir = invented_run(tmp_path_factory.mktemp("report"), "shown", rollouts=300)
+    run_dir = made_up_run(tmp_path_factory.mktemp("report"), "shown", rollouts=300)
     lines = read_lines(run_dir / "samples.jsonl")
     # what must stay text; the newest rollout is the first of the list
     newest = lines[-1]
@@ -295,7 +201,7 @@ def test_a_rollout_and_the_colours_of_its_tokens(opened):
 
 
 def test_a_page_holds_the_newest(tmp_path, monkeypatch):
-    run_dir = invented_run(tmp_path, "long", rollouts=50)
+    run_dir = made_up_run(tmp_path, "long", rollouts=50)
     numbers = [line["number"] for line in read_lines(run_dir / "samples.jsonl")]
     monkeypatch.setattr(report, "MOST_BYTES", 5000)
     found = [line["number"] for line in report.newest_rollouts(cfg.load(run_dir), run_dir)]
@@ -303,7 +209,7 @@ def test_a_page_holds_the_newest(tmp_path, monkeypatch):
 
 
 def test_panels_without_evaluations_or_measurements(tmp_path):
-    run_dir = invented_run(tmp_path, "short", steps=2)
+    run_dir = made_up_run(tmp_path, "short", steps=2)
     steps, _ = report.read(run_dir)
     for line in steps:
         line["mismatch"] = None
@@ -332,7 +238,7 @@ def test_runs_are_compared_by_what_differs(tmp_path):
     for lag, slope in ((1, 1.0), (8, 0.5)):
         for seed in (0, 1, 2):
             own = dict(seed=seed, slope=slope, max_lag=lag)
-            dirs.append(invented_run(tmp_path, f"lag{lag}-{seed}", **own))
+            dirs.append(made_up_run(tmp_path, f"lag{lag}-{seed}", **own))
     done = tool("report", *dirs)
     assert done.returncode == 0, done.stderr
     assert "max_lag 1: " in done.stdout and "lag8-2" in done.stdout
@@ -343,14 +249,14 @@ def test_runs_are_compared_by_what_differs(tmp_path):
     assert "held-out toy, mean of the first 26.9k samples" in done.stdout
     assert (tmp_path / "comparison.png").stat().st_size > 10000
     assert (tmp_path / "comparison.html").exists()
-    twice = tool("report", dirs[0], invented_run(tmp_path, "again", max_lag=1))
+    twice = tool("report", dirs[0], made_up_run(tmp_path, "again", max_lag=1))
     assert twice.returncode == 1 and "are the same setting and seed" in twice.stderr
 
 
 def test_seeds_alone_are_one_setting_and_have_a_band(tmp_path):
     runs = []
     for seed in (0, 1):
-        run_dir = invented_run(tmp_path, f"a-{seed}", seed=seed)
+        run_dir = made_up_run(tmp_path, f"a-{seed}", seed=seed)
         runs.append(comparison.Run(run_dir, *report.read(run_dir)))
     assert comparison.differing(runs) == {}
     by_setting = comparison.settings(runs)
@@ -383,7 +289,7 @@ def test_the_interval_is_of_paired_seeds_and_holds_the_truth_in_95_of_100():
 def test_runs_that_were_stopped_are_compared_over_what_all_have(tmp_path):
     runs = []
     for name, steps, lag in (("long", 60, 1), ("short", 24, 8)):
-        run_dir = invented_run(tmp_path, name, steps=steps, max_lag=lag)
+        run_dir = made_up_run(tmp_path, name, steps=steps, max_lag=lag)
         runs.append(comparison.Run(run_dir, *report.read(run_dir)))
     rows = {row[0]: row for row in comparison.differences(comparison.settings(runs))}
     assert rows["steps"][2:6] == ["24.000", "60.000", "-36", "one seed"]
@@ -407,11 +313,11 @@ def test_which_run_is_meant(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("tools.status.OUT", tmp_path)
     with pytest.raises(SystemExit, match="no run in"):
         find_run()
-    old = invented_run(tmp_path, "old")
-    new = invented_run(tmp_path, "new")
+    old = made_up_run(tmp_path, "old")
+    new = made_up_run(tmp_path, "new")
     os.utime(old / "config.json", (1, 1))
     # an evaluation is no run
-    evaluation = invented_run(tmp_path, "eval-x")
+    evaluation = made_up_run(tmp_path, "eval-x")
     values = json.loads((evaluation / "config.json").read_text())
     values["config"]["trainers"] = 0
     (evaluation / "config.json").write_text(json.dumps(values))
@@ -420,7 +326,7 @@ def test_which_run_is_meant(tmp_path, monkeypatch, capsys):
 
 
 def test_the_last_words_of_a_run(tmp_path):
-    run_dir = invented_run(tmp_path, "s", steps=6)
+    run_dir = made_up_run(tmp_path, "s", steps=6)
     done = tool("report", run_dir)
     # means of three steps each, no advice from so few, alarms
     assert "(mean of the first, the last 3 steps)" in done.stdout
@@ -448,7 +354,7 @@ def test_a_wrong_run_is_one_line(name):
 
 @pytest.mark.parametrize("name", ["report", "show"])
 def test_rollouts_of_an_older_version_are_one_line(name, tmp_path):
-    run_dir = invented_run(tmp_path, "old")
+    run_dir = made_up_run(tmp_path, "old")
     write_lines(run_dir / "samples.jsonl", [dict(number=1, index=0, task="toy", spans=[])])
     done = tool(name, run_dir)
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
@@ -456,7 +362,7 @@ def test_rollouts_of_an_older_version_are_one_line(name, tmp_path):
 
 
 def test_show_prints_rollouts_and_ends_with_its_pipe(tmp_path):
-    run_dir = invented_run(tmp_path, "s", rollouts=400)
+    run_dir = made_up_run(tmp_path, "s", rollouts=400)
     newest = read_lines(run_dir / "samples.jsonl")[-1]
     done = tool("show", run_dir, "--n", 1)
     n = len(newest["spans"][1][1])
@@ -471,7 +377,7 @@ def test_show_prints_rollouts_and_ends_with_its_pipe(tmp_path):
 
 
 def test_status_of_a_run_by_its_files(tmp_path):
-    run_dir = invented_run(tmp_path, "s")
+    run_dir = made_up_run(tmp_path, "s")
     done = tool("status", run_dir)
     assert done.returncode == 0, done.stderr
     assert "stopped; there is no checkpoint yet, the same command starts anew" in done.stdout
@@ -489,7 +395,7 @@ def test_status_of_a_run_by_its_files(tmp_path):
 
 
 def test_the_line_says_what_a_run_waits_for(tmp_path):
-    run_dir = invented_run(tmp_path, "s")
+    run_dir = made_up_run(tmp_path, "s")
     whole = (run_dir / "metrics.jsonl").read_text()
     (run_dir / "metrics.jsonl").unlink()
     version = run_dir / "queues" / "version.json"
@@ -519,7 +425,7 @@ def test_the_line_says_what_a_run_waits_for(tmp_path):
 
 
 def test_what_a_run_says_passes_above_the_line_that_stays(tmp_path):
-    run_dir = invented_run(tmp_path, "s")
+    run_dir = made_up_run(tmp_path, "s")
     command = [sys.executable, str(ROOT / "tools" / "status.py"), "--screen", str(run_dir)]
     # a stage may print what is no text, and markup that is none
     words = b"[train] step 1/270 | reward\n\xff[/bold] not markup\n" + b"x" * 500 + b"\n"

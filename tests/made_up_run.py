@@ -1,0 +1,103 @@
+"""A run directory as a run leaves it, with invented numbers, for tests of what looks at runs."""
+
+import json
+
+import numpy as np
+
+import config as cfg
+from plumbing import launch
+
+LETTERS = np.array(list("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"))
+# what every step of a made up run has
+STEP = dict(
+    skipped=0,
+    tokens=9000,
+    train_tok_s=9e3,
+    gen_tok_s=5e3,
+    success=0.5,
+    signal=0.6,
+    cut_off=0.01,
+    loss=0.1,
+    lr=1e-3,
+    ess=0.99,
+    kl_behavior=1e-3,
+    kl_ref=0.0,
+    lag_mean=0.6,
+    lag_max=2,
+    clip_frac=0.0,
+    late=0,
+    versions_2=0.4,
+    versions_3=0.01,
+    step_s=2.0,
+    wait_data_s=0.6,
+    wait_sync_s=0.01,
+    gather_s=0.01,
+    send_s=0.05,
+    sync_s=0.2,
+    ready_s=0.02,
+    pause_s=0.03,
+    save_s=0.0,
+    gen_idle=0.1,
+    by_lag={"0": dict(tokens=4000, ess=0.999), "1": dict(tokens=4000, ess=0.99)},
+    by_task={},
+)
+
+
+def made_up_run(folder, name, seed=0, steps=60, rollouts=0, slope=1.0, **knobs):
+    """A run directory as a run leaves it; returns it. slope: how fast it learns; rollouts of equally many a step."""
+    argv = ["toy", "--out", str(folder), "--run", name, "--seed", str(seed)]
+    for knob, value in knobs.items():
+        argv += [f"--{knob}", str(value)]
+    c = launch.resolve(cfg.parse([*argv, "--dry_run", "True"], 0), 0)
+    run_dir = launch.write(c)
+    rng = np.random.default_rng(seed)
+    lines = [made_up_step(rng, c, step, slope * step / steps) for step in range(1, steps + 1)]
+    for version in range(0, steps + 1, max(steps // 5, 1)):
+        score = 0.2 + 0.7 * slope * version / steps + rng.normal(0, 0.01)
+        line = {"eval": {"toy": score}, "problems": 256, "version": version}
+        lines.append(line | {"wall_s": 30.0 + 2 * version})
+    lines.append({"alarm": "no group of 10 steps had two different rewards", "version": 12})
+    lines.append({"mismatch": 3e-6, "tokens": 100, "version": 20})
+    write_lines(run_dir / "metrics.jsonl", lines)
+    samples = [made_up_rollout(rng, c, i, steps, rollouts) for i in range(rollouts)]
+    write_lines(run_dir / "samples.jsonl", samples)
+    (run_dir / "queues").mkdir(exist_ok=True)
+    serving = dict(version=steps, served=steps, engines=["http://127.0.0.1:8500"])
+    (run_dir / "queues" / "version.json").write_text(json.dumps(serving))
+    return run_dir
+
+
+def write_lines(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def read_lines(path):
+    return [json.loads(text) for text in path.read_text().splitlines()]
+
+
+def made_up_step(rng, c, step, done):
+    """A line of metrics.jsonl; done: share of what is to be learnt."""
+    line = dict(step=step, version=step, samples=c.batch_size * step, wall_s=30.0 + 2 * step)
+    line |= dict(reward=0.2 + 0.7 * done + rng.normal(0, 0.03), entropy=1 - 0.5 * done)
+    line |= dict(mismatch=None if step % 9 == 0 else 1e-7, dropped=16 * (step >= 7))
+    drops = {"failed": {str(step): 16}} if step == 7 else {}
+    line |= dict(grad_norm=2.0 + rng.normal(0, 0.1), problems={str(step): 16}, drops=drops)
+    return STEP | line
+
+
+def made_up_rollout(rng, c, i, steps, rollouts):
+    """A line of samples.jsonl."""
+    step = 1 + i * steps // rollouts
+    prompt = "".join(rng.choice(LETTERS, 8)) + "="
+    n = int(rng.integers(4, 60))
+    first = int(rng.integers(1, n))
+    text = list(rng.choice(LETTERS, n))
+    right = bool(rng.random() < 0.5)
+    sample = dict(number=16 * i, step=step, task="toy", problem=i, prompt=prompt)
+    sample |= dict(completion="".join(text), reward=float(right), finished=True)
+    sample |= dict(outcome="correct" if right else "wrong", advantage=right - 0.5)
+    older = max(step - 2, 0)
+    sample["spans"] = [[-1, list(prompt)], [older, text[:first]], [step - 1, text[first:]]]
+    sample["behavior_logprobs"] = (-rng.exponential(0.5, n)).round(4).tolist()
+    sample["log_ratios"] = rng.normal(0, 0.05, n).round(4).tolist()
+    return sample
