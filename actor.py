@@ -129,12 +129,10 @@ class Actor:
         return load_problems(self.config, "test")
 
     async def start(self):
-        """Start the reward workers and the watch over the engines."""
+        """Start the reward workers."""
         await self.sandbox.start()
-        self.watch = asyncio.create_task(self.engines.watch())
 
     async def close(self):
-        self.watch.cancel()
         await self.engines.close()
         self.sandbox.close()
 
@@ -166,7 +164,7 @@ class Actor:
             if answer is None:
                 return None
             engine = answer["engine"]
-            transcript.add_turn(answer)
+            transcript.append(answer["tokens"], answer["behavior_logprobs"], answer["versions"])
             turns.append(self.prompter.decode(answer["tokens"]))
             finished = answer["finished"]
             if not has_turns or not finished:
@@ -180,11 +178,11 @@ class Actor:
                 # cut off between two turns
                 finished = False
                 break
-            transcript.add_text(tokens)
+            transcript.append(tokens)
         return transcript, turns, finished
 
     async def score(self, task, problem, temperature, sampled):
-        """What `sample` gives -> a sample (plumbing/samples.py) and `success`; None stays None."""
+        """What `sample` gives -> a sample (plumbing/samples.py), `success` and `completion`; None stays None."""
         if sampled is None:
             return None
         transcript, turns, finished = sampled
@@ -198,6 +196,7 @@ class Actor:
             outcome=cfg.OUTCOMES.index(verdict["outcome"]),
             finished=finished,
             success=verdict["success"],
+            completion=completion,
         )
 
     async def attempt(self, task, problem, k, engine):
@@ -287,8 +286,8 @@ class Actor:
         if not trainer:
             return None
         self.version = trainer["version"]
-        self.engines.serve(trainer["engines"], trainer.get("served", 0))
-        self.engines.look()
+        self.engines.set_engines(trainer["engines"])
+        self.engines.measure_pace()
         return trainer["position"]
 
     async def wait_for_trainer(self):
@@ -307,7 +306,7 @@ class Actor:
         dropped = read_json(self.queues / "dropped.json").get("groups", 0)
         credit = allowed_groups(self.config, self.version) + dropped - started
         chosen = []
-        while self.in_progress < self.engines.places and len(chosen) < credit:
+        while self.in_progress < self.engines.capacity and len(chosen) < credit:
             chosen.append(draws.next())
             self.in_progress += self.config.attempts
         if chosen:

@@ -11,7 +11,7 @@ import difflib
 import io
 import json
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -190,18 +190,20 @@ class Config:
     keep_last: int = 2
     # decoded rollouts per step in samples.jsonl and report.html, of several ranks the first one's
     samples_logged: int = 2
-    # draw report.html anew every so many steps (always at the end); 0: only at the end
-    report_every: int = 50
     # what was trained in the last so many steps is kept, for tools/replay.py, which starts from a checkpoint:
     # no fewer than save_every
     keep_steps: int = 0
 
     # ---- machine
 
-    # engine i listens on port + i
+    # engine i listens on port + i, or on the next one that is free
     port: int = 8500
-    # filled in: address of every node
-    nodes: tuple[str, ...] = ()
+    # filled in: how many nodes
+    nnodes: int = 1
+    # filled in: address of node 0, and where trainer ranks meet there
+    master_addr: str = ""
+    # filled in
+    master_port: int = 0
     # deadline for engines and models to come up, s
     start_timeout: float = 900.0
     # longest wait of any stage for another, s
@@ -348,48 +350,29 @@ def parse(
         name = argv.pop(0)
     if name not in PRESETS:
         raise ConfigError(f"unknown preset '{name}': choose from {', '.join(PRESETS)}")
-    _refuse_unknown_flags(argv)
     default = default or Config(run=name, **PRESETS[name])
-    argv = ["--help" if word == "-h" else word for word in argv]
-    if "--help" in argv:
-        # only here: it imports this module
-        from plumbing.usage import help_text
-
-        about = argv[argv.index("--help") + 1 :][:1]
-        print(help_text(name, default, *about))
-        raise SystemExit(0)
     captured = io.StringIO()
     try:
-        with contextlib.redirect_stderr(captured), contextlib.redirect_stdout(captured):
+        with contextlib.redirect_stderr(captured):
             return tyro.cli(
                 Annotated[Config, tyro.conf.FlagConversionOff],
+                prog=f"bash run.sh {name}",
                 default=default,
                 args=argv,
                 use_underscores=True,
             )
-    except SystemExit:
+    except SystemExit as e:
+        if not e.code:
+            # --help
+            raise
         raise ConfigError(_one_line(captured.getvalue())) from None
 
 
-def _refuse_unknown_flags(argv):
-    """tyro's own message is a box of several lines; ours also says what was meant."""
-    known = [f.name for f in fields(Config)]
-    for arg in argv:
-        flag = arg.split("=")[0].removeprefix("--").replace("-", "_")
-        if not arg.startswith("--") or flag in known or flag == "help":
-            continue
-        near = difflib.get_close_matches(flag, known, n=1)
-        hint = f": did you mean --{near[0]}?" if near else "; `bash run.sh --help` lists all"
-        raise ConfigError(f"unknown flag {arg.split('=')[0]}{hint}")
-
-
 def _one_line(box: str) -> str:
-    """What tyro says in a box, as a line."""
-    words = " ".join(re.sub(r"[^\x20-\x7e]|\x1b\[[0-9;]*m|-{3,}", " ", box).split())
-    words = re.split(r" Argument helptext| For full helptext", words)[0]
-    words = words.removeprefix("Value error ").removeprefix("Parsing error ")
-    # the box's title, which its text says again
-    return re.sub(r"^(\w+) (\w+) (?=\1 )", "", words, flags=re.I)
+    """What tyro says in a box, as a line without the box's title."""
+    words = re.sub(r"\x1b\[[0-9;]*m|[^\x20-\x7e\n]|-{3,}", "", box).partition("\n")[2]
+    words = re.split(r" Argument helptext| For full helptext", " ".join(words.split()))[0]
+    return re.sub(r"(you meant: --\w+).*", r"\1", words)
 
 
 def require(ok, message):
@@ -400,7 +383,7 @@ def require(ok, message):
 
 AT_LEAST_1 = "steps batch_size attempts concurrency row_tokens max_new_tokens tensor_parallel bucket_mb eval_attempts".split()
 NOT_NEGATIVE = (
-    "max_lag conventional_g engines trainers eval_every eval_problems save_every keep_last report_every "
+    "max_lag conventional_g engines trainers eval_every eval_problems save_every keep_last "
     "engine_threads trainer_threads overlong_buffer samples_logged mismatch_limit keep_steps"
 ).split()
 

@@ -28,10 +28,9 @@ from transformers.utils import logging
 
 import config as cfg
 from plumbing import checkpoints
-from plumbing.attention import to_device
-from plumbing.families import check_model, finish_logits
 from plumbing.metrics import MetricsLog, Sums, count, largest, mean, mean_if_any
 from plumbing.mismatch import Guards
+from plumbing.model import check_model, empty_model, finish_logits, hand_out, to_device
 from plumbing.ranks import Ranks, Stopped
 from plumbing.reader import Reader
 from plumbing.samples import layout
@@ -50,13 +49,13 @@ def head_chunk(vocabulary, width):
     return max((1 << 26) // vocabulary, width // 2)
 
 
-def head_logprobs(hidden, weight, bias, family, targets, temperature):
+def head_logprobs(hidden, weight, bias, model_config, targets, temperature):
     """Logprobs and entropy of one chunk, in float32.
 
-    hidden [C, D], weight [V, D], bias [V] or None, family: the model's config, targets [C], temperature [C] -> ([C], [C])
+    hidden [C, D], weight [V, D], bias [V] or None, targets [C], temperature [C] -> ([C], [C])
     """
     logits = torch.nn.functional.linear(hidden, weight, bias).float()  # [C, V]
-    logits = finish_logits(logits, family) / temperature[:, None]
+    logits = finish_logits(logits, model_config) / temperature[:, None]
     logp = torch.log_softmax(logits, dim=-1)
     entropy = -(logp.exp() * logp).sum(-1)
     return logp.gather(1, targets[:, None])[:, 0], entropy
@@ -87,14 +86,14 @@ def token_logprobs(model, input_ids, position_ids, temperature, wanted=None):
     head = model.get_output_embeddings()
     weight = head.weight
     bias = getattr(head, "bias", None)
-    input_ids, position_ids, temperature, bounds_there, before = to_device(
+    input_ids, position_ids, temperature, cu_seq_lens, before = to_device(
         weight.device, input_ids, position_ids, temperature.contiguous(), bounds.int(), before
     )
     hidden = model.base_model(
         input_ids=input_ids[None],
         position_ids=position_ids[None],
         use_cache=False,
-        cu_seq_lens_q=bounds_there,
+        cu_seq_lens_q=cu_seq_lens,
         lengths=bounds.diff().tolist(),
     ).last_hidden_state[0]  # [T, D]
     hidden = hidden.index_select(0, before)  # [N, D]
@@ -104,15 +103,15 @@ def token_logprobs(model, input_ids, position_ids, temperature, wanted=None):
         hidden = hidden.float()
         weight = weight.float()
         bias = bias if bias is None else bias.float()
-    of_head = (weight, bias, model.config)
+    output_head = (weight, bias, model.config)
     chunk = head_chunk(*weight.shape)
     if len(targets) <= chunk:
-        logprobs, entropy = head_logprobs(hidden, *of_head, targets, temperature)
+        logprobs, entropy = head_logprobs(hidden, *output_head, targets, temperature)
     else:
         # the logits of a chunk are recomputed in the backward pass, so [T, V] never exists
         parts = []
         for h, t, temp in zip(hidden.split(chunk), targets.split(chunk), temperature.split(chunk)):
-            part = checkpoint(head_logprobs, h, *of_head, t, temp, use_reentrant=False)
+            part = checkpoint(head_logprobs, h, *output_head, t, temp, use_reentrant=False)
             parts.append(part)
         logprobs, entropy = (torch.cat(x) for x in zip(*parts))
     zeros = logprobs.new_zeros(len(input_ids))
@@ -366,10 +365,14 @@ def make_optimizers(model, config, device):
 
 def build(config, device, world):
     """The policy, a Hugging Face causal LM with float32 master weights, sharded if there is more than
-    one rank; its optimizers.
+    one rank; its optimizers. Rank 0 alone loads it and hands it out.
     """
+    sharded = world > 1 or config.dtype != "float32"
     # it stays in eval mode, so that no dropout comes between what samples and what is trained
-    model = load_model(config, torch.float32)
+    if sharded and dist.get_rank() > 0:
+        model = empty_model(config, torch.float32)
+    else:
+        model = load_model(config, torch.float32)
     layers = [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -377,13 +380,14 @@ def build(config, device, world):
             # transformers asks this of a layer; the modules within it stay as they are
             layer.training = True
     model.token_logprobs = types.MethodType(token_logprobs, model)
-    if world > 1 or config.dtype != "float32":
+    if sharded:
         mesh = dist.init_device_mesh(device.type, (world,))
         compute = getattr(torch, config.dtype)
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-        for layer in layers:
-            fully_shard(layer, mesh=mesh, mp_policy=precision)
-        fully_shard(model, mesh=mesh, mp_policy=precision)
+        # one after the other, so that no rank but 0 ever holds more than a layer and its shards
+        for part in [*layers, model]:
+            hand_out(part, device)
+            fully_shard(part, mesh=mesh, mp_policy=precision)
         register_fsdp_forward_method(model, "token_logprobs")
     model.to(device)
     return model, make_optimizers(model, config, device)
@@ -432,7 +436,7 @@ def train(config, run_dir, ranks):
     """The run, from its newest checkpoint to its last step; told to stop, it saves."""
     model, optimizers = build(config, ranks.device, ranks.world)
     checkpoints.check_room(config, run_dir, model)
-    state = checkpoints.restore(run_dir, model, optimizers, ranks.rank)
+    state = checkpoints.restore(checkpoints.newest(run_dir), model, optimizers)
     check_model(model, ranks.device, config.highest_mismatch)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     sender = Sender(config, model, ranks, run_dir)
@@ -485,6 +489,10 @@ def main(run_dir):
     config = cfg.load(run_dir)
     try:
         ranks = Ranks(config)
+        cfg.require(
+            ranks.world == config.trainers,
+            f"{ranks.world} ranks were started, micro-batches are packed for --trainers {config.trainers}: start as many",
+        )
         torch.manual_seed(config.seed + ranks.rank)
         train(config, run_dir, ranks)
     # a machine that is not as it should be: one line, no traceback

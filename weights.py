@@ -3,8 +3,8 @@
     sender.push(version)     collective: the current weights are on their way; returns when they are copied
     sender.wait()            until the engines serve them
 
-`push` gathers the parameters, on all trainer ranks in one fixed order, into a copy of the weights in
-rank 0's host memory. A thread of rank 0 does the rest, while training goes on:
+`push` gathers the parameters that are trained (`requires_grad`), on all ranks in one fixed order, into a
+copy in rank 0's host memory. A thread of rank 0 does the rest, while training goes on:
 
   1. ring the doorbell (a key in the weight group's store) and broadcast the copy in flat buckets;
      every engine worker receives in a thread of its own while decoding goes on, then sets a ready key;
@@ -17,8 +17,7 @@ in the group is admitted, with the newest weights, before the next update or whi
 sent; whoever fails is dropped, and its launcher starts it again. The group is formed anew each time:
 a torch.distributed group (gloo, or NCCL between GPUs) of the trainer and all engine workers.
 
-Every wait has the deadline `sync_timeout`. The wire is a trusted network's. Deliberately absent:
-restarting engines, which is their launcher's work.
+Every wait has the deadline `sync_timeout`. Deliberately absent: restarting engines.
 """
 
 import threading
@@ -29,10 +28,8 @@ import torch
 
 from plumbing.group import Engines, Group
 from plumbing.queues import publish_json
-from plumbing.transport import buckets
+from plumbing.transport import bucket_ranges
 
-# in every so many updates checksums are sent along, and compared by every engine
-VERIFY_EVERY = 10
 TIMES = ("sync_s", "gather_s", "wait_sync_s", "send_s", "ready_s", "pause_s")
 
 
@@ -46,47 +43,44 @@ class Sender:
     def __init__(self, config, model, ranks, run_dir):
         self.config = config
         self.ranks = ranks
-        device = ranks.device
         self.version_file = Path(run_dir, "queues", "version.json")
-        self.parameters = [p for _, p in model.named_parameters()]
-        names = [n for n, _ in model.named_parameters()]
-        shapes = [list(p.shape) for p in self.parameters]
-        self.dtype = dtype = getattr(torch, config.dtype)
-        bucket_bytes = config.bucket_mb << 20
-        self.plan = buckets(shapes, dtype.itemsize, bucket_bytes)
-        # of the update that is on its way, and of the newest that is complete
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.parameters = [p for _, p in named]
+        self.dtype = getattr(torch, config.dtype)
+        self.layout = dict(
+            names=[name for name, _ in named],
+            shapes=[list(p.shape) for p in self.parameters],
+            dtype=config.dtype,
+            bucket_bytes=config.bucket_mb << 20,
+            whole=len(named) == len(list(model.parameters())),
+        )
+        self.ranges = bucket_ranges(self.layout)
         self.timing = dict.fromkeys(TIMES, 0.0)
-        self.complete = dict.fromkeys(TIMES, 0.0)
         if ranks.rank != 0:
             return
-        self.layout = dict(
-            names=names, shapes=shapes, dtype=config.dtype, bucket_bytes=bucket_bytes
-        )
-        on_gpu = device.type == "cuda"
-        sizes = [n for _, _, n in self.plan]
-        self.flats = [torch.empty(n, dtype=dtype, pin_memory=on_gpu) for n in sizes]
+        sizes = [elements for _, _, elements in self.ranges]
+        memory = dict(dtype=self.dtype, pin_memory=ranks.device.type == "cuda")
+        self.buckets = [torch.empty(n, **memory) for n in sizes]
         self.staging = None
         if config.weight_backend == "nccl":
-            self.staging = [torch.empty(max(sizes), dtype=dtype, device=device) for _ in range(2)]
+            memory = dict(dtype=self.dtype, device=ranks.device)
+            self.staging = [torch.empty(max(sizes), **memory) for _ in range(2)]
         self.engines = Engines(config, run_dir)
         self.group = None
         # who took part in the last delivery, well or not: others want to be admitted
         self.tried = []
-        self.deliveries = 0
         # what queues/version.json says, under its lock
         vocabulary = model.get_input_embeddings().weight.shape[0]
-        self.said = dict(
-            version=-1, served=-1, engines=[], position={}, done=False, vocabulary=vocabulary
-        )
-        self.said_lock = threading.Lock()
-        # the weights in `flats`, under their lock, and what is known of them
-        self.flats_lock = threading.Lock()
+        self.status = dict(version=-1, vocabulary=vocabulary, done=False)
+        self.status_lock = threading.Lock()
+        # of `buckets` and what is known of them: held from `push` until the weights are delivered, or
+        # while an engine is admitted
+        self.lock = threading.Lock()
         self.version = None
         self.position = {}
+        self.push_times = {}
         self.pushed_at = 0.0
         self.pushed = threading.Event()
-        self.delivered = threading.Event()
-        self.delivered.set()
         self.closed = threading.Event()
         self.error = None
         self.thread = threading.Thread(target=self._deliver_all, daemon=True)
@@ -102,56 +96,50 @@ class Sender:
         Raises Stopped, on all ranks, if the run is told to stop while the update before hangs.
         """
         start = time.monotonic()
-        self.wait()
-        self._lock_flats()
+        self._acquire()
         self.ranks.check_stop()
         waited = time.monotonic() - start
         self._gather()
         if self.ranks.rank != 0:
             return
-        now = time.monotonic()
-        self.timing = dict.fromkeys(TIMES, 0.0)
-        self.timing |= dict(gather_s=now - start - waited, wait_sync_s=now - start)
+        seconds = time.monotonic() - start
+        self.push_times = dict(gather_s=seconds - waited, wait_sync_s=seconds)
         self.version = version
         self.position = position
         self.pushed_at = start
-        self.delivered.clear()
         self.pushed.set()
-        self.flats_lock.release()
 
     def _gather(self):
-        """The parameters into `flats`, bucket by bucket. Collective."""
-        for k, (first, last, _) in enumerate(self.plan):
+        """The parameters into `buckets`, one after the other. Collective."""
+        for k, (first, last, _) in enumerate(self.ranges):
             offset = 0
             for p in self.parameters[first:last]:
                 # the all-gather, on every rank in this order
                 full = p.to(self.dtype)
                 full = full.full_tensor() if hasattr(full, "full_tensor") else full
                 if self.ranks.rank == 0:
-                    into = self.flats[k][offset : offset + full.numel()]
+                    into = self.buckets[k][offset : offset + full.numel()]
                     into.copy_(full.reshape(-1), non_blocking=True)
                     offset += full.numel()
-        if self.ranks.rank == 0:
-            if self.flats[0].is_pinned():
-                # the copies to host memory must have ended before the thread reads it
-                torch.cuda.current_stream().synchronize()
+        if self.ranks.rank == 0 and self.buckets[0].is_pinned():
+            # the copies to host memory must have ended before the thread reads it
+            torch.cuda.current_stream().synchronize()
 
-    def _lock_flats(self):
-        """Rank 0: take the lock, which the thread may hold to admit an engine; a stop ends this."""
-        while self.ranks.rank == 0 and not self.flats_lock.acquire(timeout=0.1):
+    def _acquire(self):
+        """Rank 0: take the lock as soon as nothing is on its way; is it taken? A stop ends the wait."""
+        while self.ranks.rank == 0 and not self.ranks.stop.is_set():
             self.check()
-            if self.ranks.stop.is_set():
-                return
+            if self.lock.acquire(timeout=0.1):
+                return True
+        return False
 
     def wait(self):
         """Until the engines serve what was pushed last; raises what went wrong on the way.
 
         Rank 0, which a stop ends early; at once on the others.
         """
-        while self.ranks.rank == 0 and not self.ranks.stop.is_set():
-            self.check()
-            if self.delivered.wait(0.1):
-                return
+        if self._acquire():
+            self.lock.release()
 
     def check(self):
         """Raise what went wrong while weights were being delivered, if anything did."""
@@ -162,17 +150,17 @@ class Sender:
         """Seconds of the newest update that is complete, told once, else zeros.
 
         sync_s: all of it; of it the trainer itself waited wait_sync_s, for the update before and for
-        gathering (gather_s); send_s: the wire; ready_s: then until every worker had prepared it;
+        gathering (gather_s); send_s: the broadcast; ready_s: then until every worker had prepared it;
         pause_s: the longest time an engine did not decode.
         """
-        taken = self.complete
-        self.complete = dict.fromkeys(TIMES, 0.0)
+        taken = self.timing
+        self.timing = dict.fromkeys(TIMES, 0.0)
         return taken
 
     def announce(self, version, position, done=False):
         """Tell the other stages where the trainer is, without sending weights."""
         if self.ranks.rank == 0:
-            self._say(version=version, position=position, done=done)
+            self._publish(version=version, position=position, done=done)
 
     def close(self):
         """Leave the engines as they are, and admit no more."""
@@ -182,135 +170,108 @@ class Sender:
 
     # ---- the thread of rank 0
 
-    def _say(self, **values):
-        """Publish queues/version.json: {version, engines that serve the trainer's weights, ...}."""
-        with self.said_lock:
-            if values["version"] < self.said["version"]:
+    def _publish(self, **values):
+        """Write queues/version.json: {version, engines that serve the trainer's weights, ...}."""
+        with self.status_lock:
+            if values["version"] < self.status["version"]:
                 # the trainer is ahead of what has just been delivered
                 values = dict(engines=values["engines"], served=values["served"])
-            self.said |= values
-            publish_json(self.version_file, **self.said)
+            self.status |= values
+            publish_json(self.version_file, **self.status)
 
     def _deliver_all(self):
         """Deliver what is pushed; in between, deliver it again when an engine wants to be admitted."""
         try:
             while not self.closed.is_set():
-                is_new = self.pushed.wait(1.0)
-                admit = (
-                    not is_new and self.version is not None and self.engines.newcomers(self.tried)
-                )
-                with self.flats_lock:
-                    if self.pushed.is_set():
-                        self.pushed.clear()
-                        self.complete = self.timing | self._deliver()
-                        self.delivered.set()
-                    elif admit:
+                if self.pushed.wait(1.0):
+                    self.pushed.clear()
+                    self.timing = self.push_times | self._deliver()
+                    self.lock.release()
+                elif self.version is not None and self.engines.newcomers(self.tried):
+                    # unless there is something new
+                    if self.lock.acquire(blocking=False):
                         self._deliver()
+                        self.lock.release()
         except BaseException as e:
             self.error = e
 
-    def _willing(self):
-        """All healthy engines; waits until there is one. TimeoutError if none comes.
-
-        While all goes well: the members that still run, and newcomers. After a failure all are asked;
-        those that failed in this delivery are left out if there are others.
-        """
-        if self.group:
-            members = self.group.members
-            wanted = [*members, *self.engines.newcomers(members)]
-            found = [e for e in self.engines.registered() if e in wanted]
-            if found:
-                return found
-        deadline = time.monotonic() + self.config.start_timeout
-        while True:
-            found = self.engines.healthy(self.engines.registered())
-            if found:
-                return [e for e in found if e not in self.engines.failing] or found
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"none of {self.engines.registered() or 'no engine'} was healthy within "
-                    f"{self.config.start_timeout:.0f} s; {self.engines.error}"
-                )
-            time.sleep(0.2)
-
     def _deliver(self):
-        """The weights in `flats` to all engines that are well, to others again if some fail on the
+        """The weights in `buckets` to all engines that are well, to others again if some fail on the
         way. Returns the times of the update. Raises RuntimeError if no engine takes it.
         """
         self.engines.failing.clear()
-        attempts = 3 + len(self.engines.registered())
+        attempts = 3 + len(self.engines.listed())
         for _ in range(attempts):
-            engines = self._willing()
+            engines = self._healthy_engines()
+            self.tried = [*engines, *self.engines.failing]
             try:
                 self._form_group(engines)
                 start = time.monotonic()
-                # the first one of a group, and now and then
-                verify = self.group.updates % VERIFY_EVERY == 0
-                update = dict(version=str(self.version), verify=verify)
-                self.group.broadcast(self.flats, update, self.staging)
+                self.group.broadcast(self.buckets, self.version, self.staging)
                 sent = time.monotonic()
                 self.group.wait_until_ready()
                 ready = time.monotonic()
                 pauses = self._swap()
             # torch's errors of a broken group or store are RuntimeErrors
             except (RuntimeError, TimeoutError) as e:
-                self._give_up_group(e)
+                self._leave_group()
+                words = f"version {self.version} did not reach all engines: {str(e)[:300]}"
+                print(f"weights: {words}", flush=True)
                 continue
             if pauses:
-                self.deliveries += 1
-                return dict(
-                    sync_s=time.monotonic() - self.pushed_at,
-                    send_s=sent - start,
-                    ready_s=ready - sent,
-                    pause_s=max(pauses),
-                )
+                sync_s = time.monotonic() - self.pushed_at
+                times = dict(sync_s=sync_s, send_s=sent - start, ready_s=ready - sent)
+                return times | dict(pause_s=max(pauses))
         raise RuntimeError(
             f"version {self.version} reached no engine in {attempts} attempts; {self.engines.error}"
         )
 
+    def _healthy_engines(self):
+        """Whom the next group is to have; waits until there is one. TimeoutError if none comes.
+
+        While all goes well: the members that still run, and newcomers. After a failure all are asked;
+        those that failed in this delivery are left out if there are others.
+        """
+        members = self.group.members if self.group else []
+        deadline = time.monotonic() + self.config.start_timeout
+        while True:
+            wanted = [*members, *self.engines.newcomers(members)]
+            found = [e for e in self.engines.listed() if e in wanted]
+            if found:
+                return [e for e in found if e not in self.engines.failing] or found
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"none of {self.engines.listed() or 'no engine'} was healthy within "
+                    f"{self.config.start_timeout:.0f} s; {self.engines.error}"
+                )
+            time.sleep(0.2)
+
     def _form_group(self, engines):
         """A weight group of exactly these engines; the one that is there if it is that."""
-        self.tried = [*engines, *self.engines.failing]
         if self.group and self.group.members == engines:
             return
         self._leave_group()
         self.group = Group(self.config, self.engines, engines, self.layout, self.ranks.device)
-        kv = "recomputed" if self.config.recompute_kv else "stale"
-        through = ""
-        if self.config.weight_backend == "gloo" and torch.cuda.is_available():
-            through = ", through host memory: NCCL refuses two ranks on one GPU"
-        print(
-            f"weights: {self.config.weight_backend} group of {self.group.world} (trainer + "
-            f"{len(engines)} engines{through}), in-flight updates with {kv} KV cache",
-            flush=True,
-        )
+        words = f"group of {self.group.world} (trainer + {len(engines)} engines)"
+        print(f"weights: {self.config.weight_backend} {words}", flush=True)
 
     def _leave_group(self):
         if self.group:
             self.group.close()
         self.group = None
 
-    def _give_up_group(self, error):
-        self._leave_group()
-        # without gloo's source line
-        reason = (str(error).splitlines() or [type(error).__name__])[0].split("] ", 1)[-1]
-        print(f"weights: version {self.version} did not reach all engines: {reason}", flush=True)
-
     def _swap(self):
         """Ask all engines to swap; those that fail are dropped. Returns their pauses in seconds."""
         order = dict(version=self.version, recompute_kv=self.config.recompute_kv)
-        bodies = {member: order for member in self.group.members}
-        answers = self.engines.call_all("/request_weight_update", bodies)
-        if len(answers) < len(bodies):
+        answers = self.engines.call_all(
+            "/request_weight_update", {member: order for member in self.group.members}
+        )
+        if len(answers) < len(self.group.members):
             # without those that were dropped
             self._leave_group()
         urls = [url for url, _ in answers]
         if urls:
             # else all go on with the weights they have, and are asked again
-            self._say(
-                version=self.version,
-                served=self.version,
-                engines=urls,
-                position=self.position,
-            )
+            version = self.version
+            self._publish(version=version, served=version, engines=urls, position=self.position)
         return [answer["pause_s"] for answer in answers.values()]

@@ -1,282 +1,229 @@
 """The actor's HTTP client of all engines: the least loaded one samples, failed requests go elsewhere.
 
-Deliberately absent: what is sampled and why (actor.py), weight updates (weights.py).
+What an engine answers (plumbing/generate.py) is checked here, once. Deliberately absent: asking engines
+for their health: whoever started one kills it if it hangs, and the trainer drops it.
 """
 
 import asyncio
 import contextlib
 import random
+import socket
 import time
 from collections import Counter
 
 import aiohttp
 import msgspec
+import numpy as np
 
-from plumbing.answers import BadAnswer, largest_answer, read_answer, read_prefilled
-
-# a failed request is tried again this often, with back-off, before the attempt is given up
+# a failed request is tried again this often before the attempt is given up
 RETRIES = 3
-# seconds that an engine gets no work after it did not answer
-REST = 2.5
-# seconds that an engine has to say that it is well
-HEALTH_TIMEOUT = 10.0
+# seconds that an engine gets no work after a request to it failed
+BACK_OFF = 2.5
 
 
-class EngineGone(Exception):
-    """The engine died, was started again or has no weights: the request did not fail, it moves."""
+class BadAnswer(ValueError):
+    """An answer that is not believed: a word to count it by, and what is wrong."""
 
 
-async def _body(answer, largest):
-    """What an engine answered. BadAnswer if it is longer than `largest` bytes."""
-    body = bytearray()
-    async for part in answer.content.iter_any():
-        body += part
-        if len(body) > largest:
-            raise BadAnswer("too_long", f"more than {largest} bytes")
-    return bytes(body)
+class Span(msgspec.Struct):
+    """Tokens start .. end-1 were sampled by this version, a number as text."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Choice(msgspec.Struct):
+    token_ids: list[int]
+    behavior_logprobs: list[float]
+    weight_versions: list[Span]
+    finish_reason: str
+
+
+class Answer(msgspec.Struct):
+    choices: list[Choice]
+
+
+def read_answer(body, max_tokens, stop, vocabulary):
+    """An engine's answer, bytes -> {tokens, behavior_logprobs, versions, finished}. Raises BadAnswer.
+
+    stop: ids that end a completion; vocabulary: number of ids.
+    """
+    try:
+        # numbers that are not finite are no JSON
+        [choice] = msgspec.json.decode(body, type=Answer).choices
+    except (ValueError, RecursionError) as e:
+        raise BadAnswer("form", e) from None
+    tokens = choice.token_ids
+    logprobs = choice.behavior_logprobs
+    length = len(tokens)
+    # rounding may leave a logprob above 0, and vLLM cuts off minus infinity at -9999 nats
+    if not 0 < length <= max_tokens or min(tokens) < 0 or max(tokens) >= vocabulary:
+        raise BadAnswer("tokens", f"{length} of {max_tokens}, ids below {vocabulary}: {tokens}")
+    if len(logprobs) != length or min(logprobs) <= -9999 or max(logprobs) > 1e-3:
+        raise BadAnswer("logprobs", f"of {length} tokens: {logprobs}")
+    finished = choice.finish_reason == "stop"
+    is_cut_off = choice.finish_reason == "length" and length == max_tokens
+    if not (tokens[-1] in stop if finished else is_cut_off):
+        raise BadAnswer("finish", f"{choice.finish_reason} after {length} tokens, {tokens[-1]}")
+    logprobs = [min(x, 0.0) for x in logprobs]
+    versions = token_versions(choice.weight_versions, length)
+    return dict(tokens=tokens, behavior_logprobs=logprobs, versions=versions, finished=finished)
+
+
+def token_versions(spans, length):
+    """Version spans -> version of each token, int64 [length]; BadAnswer if they have gaps or go back."""
+    versions = [int(x.version) if x.version.isdecimal() else -1 for x in spans]
+    ends = [0, *(span.end for span in spans)]
+    follow = [span.start for span in spans] == ends[:-1] and ends == sorted(ends)
+    if not follow or ends[-1] != length or [0, *versions] != sorted([0, *versions]):
+        raise BadAnswer("versions", f"{spans} do not cover {length} tokens, in order")
+    return np.repeat(versions, np.diff(ends))
+
+
+def open_socket(address):
+    """A socket on which a host that has vanished is found in 30 s, however long it may take to answer."""
+    opened = socket.socket(*address[:3])
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+    return opened
 
 
 class Engines:
-    """The engines that serve the trainer's weights.
+    """The engines that serve the trainer's weights. stop, vocabulary: of `read_answer`."""
 
-    stop: token ids that end a completion; vocabulary: how many ids there are;
-    headers: of every request; who: asks, for lines on the terminal.
-    """
-
-    def __init__(self, config, stop, vocabulary, headers=None, who="actor"):
-        self.who = who
+    def __init__(self, config, stop, vocabulary, headers=None):
         self.config = config
-        self.headers = headers
         self.stop = sorted(stop)
         self.vocabulary = vocabulary
+        self.headers = headers
         self.serving = []
-        # the version that all of them have, at least
-        self.served = 0
-        # by url: sequences in progress; before this time no work; time of the last answer; HTTP connections
+        # by url: sequences in progress; before this time no work; HTTP connections
         self.load = Counter()
-        self.rest_until = Counter()
-        self.answered_at = Counter()
+        self.backs_off_until = Counter()
         self.sessions = {}
-        self.place_is_free = asyncio.Condition()
+        self.slot_is_free = asyncio.Condition()
         # events that are not errors but worth a line: retried, moved, failed, bad answers by reason
         self.counts = Counter()
-        self.next_warning = 0.0
-        # sampled since the last look; tokens/s and share of the engines' places that is empty, lately
+        # tokens sampled since the pace was measured
         self.tokens = 0
-        self.rate = 0.0
-        self.idle = 0.0
-        self.last_look = time.monotonic()
-
-    # ---- who serves
+        self.measured_at = time.monotonic()
+        self.lately = dict(gen_tok_s=0.0, gen_idle=0.0)
 
     @property
-    def places(self):
+    def capacity(self):
         """Sequences that all engines together hold."""
         return len(self.serving) * self.config.concurrency
 
-    def serve(self, urls, version=0):
-        """These engines serve the trainer's weights of this version now. Requests of one that does no more move."""
-        self.served = version
-        for url in self.serving:
-            if url not in urls:
-                self._drop(url, "was dropped by the trainer")
+    def set_engines(self, urls):
+        """These engines serve the trainer's weights now. Requests of one that does no more move."""
+        for url in set(self.serving) - set(urls):
+            if url in self.sessions:
+                words = f"was dropped by the trainer: its {self.load[url]} sequences move"
+                print(f"actor: engine {url} {words}", flush=True)
+                asyncio.get_running_loop().create_task(self.sessions.pop(url).close())
         self.serving = list(urls)
-
-    def _drop(self, url, why):
-        """End the connections to an engine, so that its requests go elsewhere."""
-        self.rest_until[url] = time.monotonic() + REST
-        if self.load[url]:
-            print(
-                f"{self.who}: engine {url} {why}: its {self.load[url]} sequences start again elsewhere",
-                flush=True,
-            )
-        session = self.sessions.pop(url, None)
-        if session:
-            asyncio.get_running_loop().create_task(session.close())
-
-    async def watch(self):
-        """Every 2 s: an engine that does not answer gets no work, and its requests go elsewhere."""
-        while True:
-            serving = list(self.serving)
-            healthy = await asyncio.gather(*(self._is_healthy(url) for url in serving))
-            for url, ok in zip(serving, healthy):
-                # this process may be too busy to hear in time that an engine is well
-                silent_s = time.monotonic() - self.answered_at[url]
-                if not ok and silent_s > HEALTH_TIMEOUT:
-                    self._drop(url, "does not answer")
-            await asyncio.sleep(2)
-            async with self.place_is_free:
-                self.place_is_free.notify_all()
-
-    async def _is_healthy(self, url):
-        limit = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT)
-        try:
-            async with self._session(url).get(url + "/health", timeout=limit) as answer:
-                return answer.status == 200
-        # RuntimeError: its connections were just closed
-        except (aiohttp.ClientError, asyncio.TimeoutError, RuntimeError):
-            return False
 
     def _session(self, url):
         """The HTTP connections to one engine; closing them ends its requests."""
         if url not in self.sessions:
+            timeout = aiohttp.ClientTimeout(total=self.config.request_timeout)
+            # the server closes idle connections after 5 s: close them first
+            how = aiohttp.TCPConnector(limit=0, keepalive_timeout=2, socket_factory=open_socket)
             self.sessions[url] = aiohttp.ClientSession(
-                headers=self.headers,
-                timeout=aiohttp.ClientTimeout(total=self.config.request_timeout),
-                # the server closes idle connections after 5 s: close them first
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2),
+                headers=self.headers, timeout=timeout, connector=how
             )
         return self.sessions[url]
 
     async def close(self):
-        sessions = list(self.sessions.values())
-        await asyncio.gather(*(s.close() for s in sessions), return_exceptions=True)
+        await asyncio.gather(*(session.close() for session in self.sessions.values()))
 
-    # ---- sampling
-
-    def _free(self, failed=()):
-        """Engines that serve, are well and have room for a sequence; those in `failed` only if there are no others.
-
-        One whose every answer is an error has room all the time: it must not get every retry, too.
-        """
+    def _free(self):
+        """Engines that serve, are well and have room for a sequence."""
         now = time.monotonic()
         room = self.config.concurrency
-        chosen = self.serving
-        if failed:
-            chosen = [url for url in chosen if url not in failed] or chosen
-        return [u for u in chosen if self.rest_until[u] < now and self.load[u] < room]
+        return [u for u in self.serving if self.load[u] < room and self.backs_off_until[u] < now]
 
     def least_loaded(self):
         """The engine with the fewest sequences; None if none serves."""
         return min(self._free() or self.serving, key=self.load.__getitem__, default=None)
 
     @contextlib.asynccontextmanager
-    async def _place(self, preferred, failed):
-        """One sequence's place on this engine if it has one, else on the least loaded, on those in `failed`
-        only if there are no others; waits until there is one.
-        """
-        async with self.place_is_free:
-            free = await self.place_is_free.wait_for(lambda: self._free(failed))
-            url = preferred if preferred in free else min(free, key=self.load.__getitem__)
+    async def _slot(self, preferred):
+        """A sequence's slot: on this engine if it has one, else on the least loaded; waits for one."""
+        async with self.slot_is_free:
+            while not self._free():
+                # nobody tells when an engine comes, or is well again
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.slot_is_free.wait(), 1.0)
+            url = preferred if preferred in self._free() else self.least_loaded()
             self.load[url] += 1
         try:
             yield url
         finally:
             self.load[url] -= 1
-            async with self.place_is_free:
-                self.place_is_free.notify()
+            async with self.slot_is_free:
+                self.slot_is_free.notify()
 
     async def generate(self, prompt, temperature, max_tokens, seed=None, salt=None, engine=None):
-        """One completion of prompt token ids: {tokens, logprobs, versions, finished, engine}.
+        """One completion of prompt token ids: what `read_answer` returns, and its `engine`.
 
         salt: beginnings of prompts with the same one may be computed once (None: alone); engine: where
-        they were, if it has a place.
-
-        Failed requests are tried again, with back-off; None when the retries are used up. Those that
-        an engine's death or restart broke off do not count: they wait for an engine.
+        they were, if it has a slot. None when all retries have failed; requests that an engine's death
+        or restart broke off do not count: they move to another one.
         """
-        params = dict(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            seed=seed,
-            stop_token_ids=self.stop,
-        )
+        params = dict(max_tokens=max_tokens, temperature=temperature, seed=seed)
+        params |= dict(stop_token_ids=self.stop)
         body = dict(token_ids=prompt, sampling_params=params, cache_salt=salt)
-
-        def read(content):
-            return read_answer(content, max_tokens, self.stop, self.vocabulary)
-
-        sampled = await self._ask_until_answered(body, max_tokens, read, engine)
-        if sampled:
-            self.tokens += len(sampled["tokens"])
-        return sampled
-
-    async def prefill(self, tokens, engine=None):
-        """A sequence as a prompt: {logprobs [T-1] of all tokens but the first, versions [1], engine}.
-
-        By the weights that the engine has now, at temperature 1, with nothing of a KV cache from before.
-        None as of `generate`.
-        """
-        params = dict(max_tokens=1, prompt_logprobs=0)
-        body = dict(token_ids=tokens, sampling_params=params, cache_salt=None)
-
-        def read(content):
-            return read_prefilled(content, len(tokens))
-
-        return await self._ask_until_answered(body, len(tokens), read, engine)
-
-    async def _ask_until_answered(self, body, tokens, read, engine):
-        """read(answer) | {engine}; None when the retries are used up. tokens: the answer tells of so many."""
         tries = 0
-        failed = set()
         while tries <= RETRIES:
-            async with self._place(engine, failed) as url:
+            async with self._slot(engine) as url:
                 try:
-                    served = self.served
-                    answer = read(await self._ask(url, body, largest_answer(tokens)))
-                    version = answer["versions"][0]
-                    if version < served:
-                        words = f"version {version}, all engines have {served}"
-                        raise BadAnswer("old_weights", words)
+                    content = await self._post(url, msgspec.json.encode(body))
+                    answer = read_answer(content, max_tokens, self.stop, self.vocabulary)
+                    self.tokens += len(answer["tokens"])
                     return answer | dict(engine=url)
-                except EngineGone as e:
-                    self.rest_until[url] = time.monotonic() + REST
-                    self._count("moved", url, e, tries)
-                except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as e:
+                except aiohttp.ClientConnectionError as e:
+                    self._note_failure("moved", url, e)
+                except (aiohttp.ClientError, TimeoutError, ValueError) as e:
                     tries += 1
-                    failed.add(url)
-                    if isinstance(e, BadAnswer):
-                        self.counts[f"bad_{e.reason}"] += 1
-                    self._count("retried" if tries <= RETRIES else "failed", url, e, tries)
+                    self._note_failure("retried" if tries <= RETRIES else "failed", url, e)
             await asyncio.sleep(min(0.5 * 2**tries, 10) * random.uniform(0.5, 1.5))
         return None
 
-    async def _ask(self, url, body, largest):
-        """One request -> its answer, bytes. Raises BadAnswer, EngineGone, and what aiohttp does."""
-        try:
-            async with self._session(url).post(
-                url + "/inference/v1/generate",
-                data=msgspec.json.encode(body),
-                allow_redirects=False,
-            ) as answer:
-                content = await _body(answer, largest)
-        except asyncio.TimeoutError:
-            raise
-        except aiohttp.ClientConnectionError as e:
-            raise EngineGone(f"{type(e).__name__} {e}") from e
-        words = content[:300].decode(errors="replace")
-        if answer.status == 503:
-            raise EngineGone(words)
+    async def _post(self, url, body):
+        """One request -> its answer, bytes. Raises ValueError, and what aiohttp does."""
+        session = self._session(url)
+        async with session.post(url + "/inference/v1/generate", data=body) as answer:
+            content = await answer.read()
         if answer.status != 200:
-            raise ValueError(f"{answer.status} {words}")
-        self.answered_at[url] = time.monotonic()
+            # 503: it has been started again, and has no weights yet
+            kind = aiohttp.ClientConnectionError if answer.status == 503 else ValueError
+            raise kind(f"{answer.status} {content[:300].decode(errors='replace')}")
         return content
 
-    def _count(self, event, url, error, tries):
-        """Count an event, with a line now and then: hundreds of requests may fail at once."""
+    def _note_failure(self, event, url, error):
+        """Count an event; lines of the 1st, 2nd, 4th, 8th...: hundreds may fail at once."""
+        self.backs_off_until[url] = time.monotonic() + BACK_OFF
         self.counts[event] += 1
-        if time.monotonic() > self.next_warning:
-            self.next_warning = time.monotonic() + 5
-            words = " ".join(str(error)[:200].split())
-            print(
-                f"{self.who}: request to {url} failed ({type(error).__name__}: {words}), "
-                f"{tries} of {RETRIES + 1} tries used; so far {dict(self.counts)}",
-                flush=True,
-            )
+        if isinstance(error, BadAnswer):
+            self.counts[f"bad_{error.args[0]}"] += 1
+        if self.counts[event].bit_count() == 1:
+            words = f"{type(error).__name__}: {' '.join(str(error)[:200].split())}"
+            print(f"actor: request to {url} {event}: {words}; {dict(self.counts)}", flush=True)
 
-    # ---- how busy
-
-    def look(self):
-        """Take the time since the last look into `rate` and `idle`, exponential means over 10 s."""
+    def measure_pace(self):
+        """Take the time since the last measurement into what `pace` tells."""
         now = time.monotonic()
-        seconds = now - self.last_look
-        self.last_look = now
-        weight = min(seconds / 10, 1)
-        empty = 1 - sum(self.load.values()) / max(self.places, 1)
-        self.idle += weight * (max(empty, 0.0) - self.idle)
-        self.rate += weight * (self.tokens / max(seconds, 1e-6) - self.rate)
+        seconds = max(now - self.measured_at, 1e-6)
+        idle = 1 - sum(self.load.values()) / max(self.capacity, 1)
+        newest = dict(gen_tok_s=self.tokens / seconds, gen_idle=max(idle, 0.0))
+        for name, value in newest.items():
+            self.lately[name] += min(seconds / 10, 1) * (value - self.lately[name])
+        self.measured_at = now
         self.tokens = 0
 
     def pace(self):
-        """gen_tok_s: sampled tokens per second; gen_idle: share of the engines' places that is empty."""
-        return dict(gen_tok_s=self.rate, gen_idle=self.idle)
+        """Sampled tokens per second and share of the engines' slots that is empty: means over some 10 s."""
+        return dict(self.lately)

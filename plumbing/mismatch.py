@@ -21,7 +21,7 @@ from plumbing.samples import layout
 # updates from one measurement to the next
 EVERY = 20
 # sequences that are compared, and tokens of each: an engine computes all logits of a prompt at once
-SEQUENCES = 4
+SEQUENCES = 8
 LONGEST = 2048
 # steps in a row after which a run ends, and after which an alarm is given
 IN_A_ROW = 3

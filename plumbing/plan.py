@@ -2,7 +2,7 @@
 
 `Plan` watches a load in which nothing is copied and notes which slice of which tensor would be copied
 where; updates are then plain copies into the tensors in use. A model that does more than copy takes
-vLLM's layerwise reload instead. Used by plumbing/engine.py. Deliberately absent: networking, threads.
+vLLM's layerwise reload instead. Used by plumbing/engine.py.
 """
 
 import functools
@@ -15,11 +15,10 @@ from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-)
+from vllm.model_executor.model_loader import reload as layerwise
 from vllm.platforms import current_platform
+
+from plumbing.transport import named_views
 
 PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
@@ -71,71 +70,68 @@ def storage_of(tensor):
 class Plan:
     """Where each part of an update ends up in the model.
 
-    Every parameter has a successor, which is filled while the model decodes and takes its place in
-    the swap. Making a plan changes nothing. It raises NotOnlyCopies (quantised layers, experts, ...),
-    ValueError if a parameter would not be loaded whole, or what vLLM's loaders raise.
-    received: [(name, tensor)] of all that is sent, each a view of one of `flats`, the buckets; their
-    values do not matter.
+    Every parameter that is updated has a successor, which is filled while the model decodes and takes
+    its place in the swap. Making a plan changes nothing. It raises NotOnlyCopies (quantised layers,
+    experts, ...), ValueError if what is sent does not make up the model, or what vLLM's loaders raise.
+    layout, ranges: of plumbing.transport.
     """
 
     @torch.no_grad()
-    def __init__(self, model, received, flats):
+    def __init__(self, model, layout, ranges):
         layers = list(model.modules())
         refuse_special_layers(layers)
+        # tensors without memory, of which only the place in their bucket counts
+        dtype = getattr(torch, layout["dtype"])
+        buckets = [torch.empty(n, dtype=dtype, device="meta") for _, _, n in ranges]
         with Copies() as copies:
-            model.load_weights(iter(received))
-        self._check(model, copies.pairs)
-        self.successor = {p: torch.zeros_like(p.data) for p in model.parameters()}
-        parameter = {storage_of(p): p for p in self.successor}
-        number = {storage_of(flat): k for k, flat in enumerate(flats)}
+            model.load_weights(iter(named_views(layout, ranges, buckets)))
+        self._check(model, copies.pairs, layout["whole"])
+        targets = {storage_of(target) for target, _ in copies.pairs}
+        updated = {storage_of(p): p for p in model.parameters() if storage_of(p) in targets}
+        # of a fused matrix a part may stay as it is
+        self.successor = {p: p.detach().clone() for p in updated.values()}
+        number = {storage_of(bucket): k for k, bucket in enumerate(buckets)}
         # by bucket: which parts of it go where
-        self.copies = [[] for _ in flats]
+        self.copies = [[] for _ in buckets]
         for target, source in copies.pairs:
             if source is not None:
-                k = number[storage_of(source)]
-                into = self._part(parameter[storage_of(target)], target)
+                parameter = updated[storage_of(target)]
+                successor = self.successor[parameter]
+                if successor.stride() != parameter.stride():
+                    raise NotOnlyCopies(f"a parameter of shape {tuple(parameter.shape)} has gaps")
+                offset = target.storage_offset() - parameter.storage_offset()
+                into = successor.as_strided(target.shape, target.stride(), offset)
                 place = (source.shape, source.stride(), source.storage_offset())
-                self.copies[k].append((into, place))
+                self.copies[number[storage_of(source)]].append((into, place))
         linear = torch.nn.functional.linear
-        self.packed = [x for x in layers if getattr(x, "cpu_linear", linear) is not linear]
+        packed = [x for x in layers if getattr(x, "cpu_linear", linear) is not linear]
+        self.packed = [x for x in packed if x.weight in self.successor]
         self.ready = []
 
     @staticmethod
-    def _check(model, pairs):
-        """Every parameter must be loaded whole, and nothing else."""
+    def _check(model, pairs, whole):
+        """A whole update must load every parameter whole; none may load anything else."""
         loaded = Counter()
         for target, _ in pairs:
             loaded[storage_of(target)] += target.numel()
-        wrong = []
         for name, parameter in model.named_parameters():
-            if loaded.pop(storage_of(parameter), 0) != parameter.numel():
-                wrong.append(name)
-        if wrong:
-            raise ValueError(f"the trainer's parameters do not make up the model's {wrong}")
+            missing = parameter.numel() - loaded.pop(storage_of(parameter), 0)
+            if missing < 0 or (missing and whole):
+                raise ValueError(f"the trainer's parameters do not make up the model's {name}")
         if loaded:
             raise NotOnlyCopies("a weight loader copies to somewhere else than a parameter")
 
-    def _part(self, parameter, target):
-        """The part of a parameter's successor that `target` is of the parameter."""
-        successor = self.successor[parameter]
-        if successor.stride() != parameter.stride():
-            raise NotOnlyCopies(f"a parameter of shape {tuple(parameter.shape)} has gaps")
-        offset = target.storage_offset() - parameter.storage_offset()
-        return successor.as_strided(target.shape, target.stride(), offset)
-
     @torch.no_grad()
-    def keep(self, k, flat):
-        """Copy what is needed of bucket k out of it, while the model decodes."""
+    def stage(self, k, bucket):
+        """Bucket k is here: copy what is needed out of it, while the model decodes."""
         for into, (shape, stride, offset) in self.copies[k]:
-            into.copy_(flat.as_strided(shape, stride, offset), non_blocking=True)
-
-    @torch.no_grad()
-    def prepare(self):
-        """All buckets are here: whatever else can be done while the model decodes."""
-        self.ready = [SimpleNamespace(weight=self.successor[x.weight]) for x in self.packed]
-        for ready in self.ready:
-            # makes ready.cpu_linear
-            pack_matrix(ready)
+            into.copy_(bucket.as_strided(shape, stride, offset), non_blocking=True)
+        if k == len(self.copies) - 1:
+            # all are here: whatever else can be done before the swap
+            self.ready = [SimpleNamespace(weight=self.successor[x.weight]) for x in self.packed]
+            for ready in self.ready:
+                # makes ready.cpu_linear
+                pack_matrix(ready)
 
     @torch.no_grad()
     def swap(self):
@@ -145,16 +141,12 @@ class Plan:
             layer.cpu_linear = ready.cpu_linear
         self.ready = []
 
-    def holds(self):
-        """Does the model hold what was received?"""
-        return all(torch.equal(p, successor) for p, successor in self.successor.items())
-
 
 def reload(model, model_config, received):
     """vLLM's own way to load `received` into a model in use: slower, and knows every model."""
-    initialize_layerwise_reload(model)
+    layerwise.initialize_layerwise_reload(model)
     model.load_weights(iter(received))
-    finalize_layerwise_reload(model, model_config)
+    layerwise.finalize_layerwise_reload(model, model_config)
     if current_platform.is_cpu() and model_config.hf_config.tie_word_embeddings:
         # reloading renews the packed copies of all matrices but a tied output head's
         model.lm_head.quant_method.process_weights_after_loading(model.lm_head)

@@ -5,7 +5,7 @@ import secrets
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from config import ConfigError
+from config import require
 
 
 class Prompter:
@@ -14,8 +14,10 @@ class Prompter:
     def __init__(self, config):
         self.config = config
         self.tokenizer = AutoTokenizer.from_pretrained(config.model)
-        if config.chat and not self.tokenizer.chat_template:
-            raise ConfigError(f"--chat True: the tokenizer of {config.model} has no chat template")
+        require(
+            self.tokenizer.chat_template or not config.chat,
+            f"--chat True: the tokenizer of {config.model} has no chat template",
+        )
         model = AutoConfig.from_pretrained(config.model)
         # how many token ids the model has; the tokenizer may know fewer
         self.vocabulary = model.get_text_config().vocab_size
@@ -81,8 +83,7 @@ class Prompter:
 
     def check(self, problems):
         """Raise ConfigError if a prompt is no token, or leaves no room for one. problems: {task: list}."""
-        limit = self.config.max_model_len
-        room = limit - 1
+        room = self.config.max_model_len - 1
         template = len(self.start({"prompt": ""}))
         for task, of_task in problems.items():
             for n, problem in enumerate(of_task, 1):
@@ -90,13 +91,8 @@ class Prompter:
                 if template and len(problem["prompt"].encode()) + template <= room:
                     continue
                 length = len(self.start(problem))
-                where = problem.get("where", f"task {task}, problem {n}")
-                if length == 0:
-                    raise ConfigError(
-                        f"{where}: the prompt {problem['prompt'][:50]!r} is no token at all: take the problem out"
-                    )
-                if length > room:
-                    raise ConfigError(
-                        f"{where}: the prompt has {length} tokens, --max_model_len {limit} leaves room for {room}: "
-                        "raise it or take the problem out"
-                    )
+                require(
+                    0 < length <= room,
+                    f"{problem.get('where', f'task {task}, problem {n}')}: the prompt {problem['prompt'][:50]!r} has {length} "
+                    f"tokens, there may be 1 to {room}: raise --max_model_len or take the problem out",
+                )

@@ -5,9 +5,8 @@ A record is a flat dict: its numpy arrays go into one .safetensors file as they 
 code. A file is written under a temporary name and renamed, so a reader sees all of it or nothing.
 What was not acknowledged is seen again by the next reader.
 
-A shared file system need promise no more than NFS: who opens a directory learns what is in it now,
-so a reader that misses a name lists the directory before it believes it. Deliberately absent: a
-server, several writers or readers.
+A shared file system need promise no more than NFS: a reader that misses a name lists the directory
+before it believes it. Deliberately absent: a server, several writers or readers.
 """
 
 import contextlib
@@ -58,7 +57,7 @@ class Queue:
         while self.maxlen and len(self) >= self.maxlen:
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"queue {self.path} has been full ({self.maxlen} records) for {timeout:.0f} s: its reader is dead or stuck"
+                    f"queue {self.path} has been full for {timeout:.0f} s: its reader is dead or stuck"
                 )
             time.sleep(POLL)
         with self.lock:

@@ -1,7 +1,7 @@
 """The trainer's processes: which rank this is, on which device, and what all ranks agree upon.
 
-run.sh (or torchrun) starts the ranks and gives them their numbers; one process alone is rank 0 of 1.
-Deliberately absent: anything about the model.
+run.sh starts the ranks; `accelerate launch` and torchrun do as well, and one process alone is rank 0 of 1.
+Deliberately absent: accelerate's own FSDP, which falls back to DDP on CPU; train.py shards the model itself.
 """
 
 import os
@@ -11,9 +11,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 
 from config import require
-from plumbing.hardware import keep_freed_memory
 from plumbing.transport import open_store
 
 
@@ -22,52 +22,44 @@ class Stopped(Exception):
 
 
 class Ranks:
-    """rank, world, device of this process. SIGTERM sets `stop`, which only rank 0's counts of.
+    """rank, world and device of this process, as accelerate's PartialState has them. SIGTERM sets
+    `stop`, which only rank 0's counts of.
 
-    group: a gloo group of all ranks, so that agreeing waits for no GPU; None if there is one rank.
+    The default group (NCCL on GPUs, gloo elsewhere) is for a step's collectives. group: a gloo group
+    with a longer deadline, in which ranks wait while rank 0 waits for data or writes a checkpoint.
     """
 
     def __init__(self, config):
-        self.rank = int(os.environ.get("RANK", 0))
-        self.world = int(os.environ.get("WORLD_SIZE", 1))
-        self.device = torch.device("cpu")
+        cuda = torch.cuda.is_available()
         given = os.environ.get("CUDA_VISIBLE_DEVICES")
         require(
-            torch.cuda.is_available() or not given,
+            cuda or not given,
             f"GPU {given} is this rank's, but torch {torch.__version__} (CUDA {torch.version.cuda}) cannot "
             "use it: see `nvidia-smi` for which CUDA its driver knows",
         )
+        # what accelerate remembers is of a group that has been closed
+        if not dist.is_initialized():
+            PartialState._reset_state()
+        # one process alone is a group of one
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+            os.environ.setdefault(name, value)
+        # accelerate would choose another number of threads
+        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+        # cpu=True: without GPUs accelerate would otherwise take every process for the only one
+        state = PartialState(
+            cpu=not cuda,
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            store=meeting_place(config.stall_timeout),
+            # a rank whose node is gone must not hang the others for ever
+            timeout=timedelta(seconds=config.stall_timeout),
+        )
+        self.rank = state.process_index
+        self.world = state.num_processes
+        self.device = state.device
+        limit = timedelta(seconds=2 * max(config.stall_timeout, config.start_timeout))
+        self.group = dist.new_group(backend="gloo", timeout=limit)
         self.stop = threading.Event()
-        self.group = None
-        if torch.cuda.is_available():
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-            torch.cuda.set_device(self.device)
-        else:
-            keep_freed_memory()
-        self.sharded = self.world > 1 or config.dtype != "float32"
-        if self.sharded:
-            backend = "nccl" if self.device.type == "cuda" else "gloo"
-            # of a step's collectives: a rank whose node is gone must not hang the others for ever
-            limit = timedelta(seconds=config.stall_timeout)
-            dist.init_process_group(
-                backend,
-                timeout=limit,
-                rank=self.rank,
-                world_size=self.world,
-                store=self._store(config.stall_timeout),
-            )
-        if self.world > 1:
-            # ranks wait in it while rank 0 waits for data or writes a checkpoint
-            limit = timedelta(seconds=2 * max(config.stall_timeout, config.start_timeout))
-            self.group = dist.new_group(backend="gloo", timeout=limit)
-
-    def _store(self, timeout):
-        """Where all ranks meet; None: torchrun has one of its own."""
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            return None
-        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        port = int(os.environ.get("MASTER_PORT", 0))
-        return open_store(host, port, timeout, server=self.rank == 0)
 
     def listen_for_stop(self):
         """From now on SIGTERM sets `stop`."""
@@ -78,11 +70,9 @@ class Ranks:
 
     def agree(self, number):
         """Rank 0's small whole number, on every rank. Collective."""
-        if self.group is None:
-            return int(number)
-        flag = torch.tensor([float(number)])
-        dist.broadcast(flag, 0, self.group)
-        return int(flag.item())
+        agreed = torch.tensor(int(number))
+        dist.broadcast(agreed, 0, self.group)
+        return int(agreed)
 
     def check_stop(self):
         """Raise Stopped on all ranks if rank 0 was told to stop. Collective."""
@@ -90,5 +80,16 @@ class Ranks:
             raise Stopped
 
     def close(self):
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        dist.destroy_process_group()
+
+
+def meeting_place(timeout):
+    """The store in which all ranks find each other; None: torchrun and accelerate have one of their own."""
+    if os.environ["WORLD_SIZE"] == "1":
+        return dist.HashStore()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    # torch's own would listen on all addresses of the machine
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    return open_store(host, port, timeout, server=os.environ["RANK"] == "0")

@@ -137,26 +137,26 @@ class Transcript:
 
     def __init__(self, prompt, kv_version=None):
         self.kv_versions = [] if kv_version is None else [kv_version]
-        self.tokens = list(prompt)
-        self.mask = [False] * len(prompt)
-        self.behavior_logprobs = [0.0] * len(prompt)
-        self.versions = [-1] * len(prompt)
-        self.sampled = 0
+        self.tokens = []
+        self.mask = []
+        self.behavior_logprobs = []
+        self.versions = []
+        self.append(prompt)
 
-    def add_turn(self, answer):
-        """What an engine sampled, as Engines.generate gives it."""
-        self.tokens += answer["tokens"]
-        self.mask += [True] * len(answer["tokens"])
-        self.behavior_logprobs += answer["behavior_logprobs"]
-        self.versions += list(answer["versions"])
-        self.sampled += len(answer["tokens"])
-
-    def add_text(self, tokens):
-        """What the environment said: not trained."""
+    def append(self, tokens, behavior_logprobs=None, versions=None):
+        """Tokens that an engine sampled, as Engines.generate gives them; without versions: a prompt or
+        an environment's words, which are not trained.
+        """
+        n = len(tokens)
         self.tokens += tokens
-        self.mask += [False] * len(tokens)
-        self.behavior_logprobs += [0.0] * len(tokens)
-        self.versions += [-1] * len(tokens)
+        self.mask += [versions is not None] * n
+        self.behavior_logprobs += [0.0] * n if behavior_logprobs is None else behavior_logprobs
+        self.versions += [-1] * n if versions is None else list(versions)
+
+    @property
+    def sampled(self):
+        """How many tokens were sampled."""
+        return sum(self.mask)
 
     def fields(self):
         """The per-token fields of a sample, and num_versions."""

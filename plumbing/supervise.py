@@ -1,124 +1,253 @@
-"""One process per engine: starts it, tells the run that it is there, starts it again if it dies or hangs.
+"""The processes of a run on this machine: starts them, watches them, stops them.
 
-    python -m plumbing.supervise RUN_DIR NAME URL RESTARTS START_TIMEOUT -- command...
-
-Its own words go to stdout, the engine's to stderr: run.sh shows the former and logs both. While the
-engine runs, RUN_DIR/engines/NAME.json says where; the trainer admits and drops what is listed there.
-Deliberately absent: anything that knows vLLM, torch or the configuration.
+An engine that dies or hangs is started again. While it runs, out/<run>/engines/<name>.json says where; the
+trainer admits and drops what is listed there. Deliberately absent: what is started, and where (launch.py).
 """
 
 import contextlib
 import ctypes
 import http.client
-import itertools
+import os
+import re
 import secrets
+import shlex
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
-import psutil
+from config import ROOT
+from plumbing.queues import publish_json, read_json
 
-from plumbing.queues import publish_json
-
-ANSWER = 10.0  # seconds an engine has to say that it is healthy
-HANGS = 3  # questions in a row left unanswered by an engine that hangs
-FORGET = 30.0  # seconds of health after which earlier deaths do not count any more
-GRACE = 3.0  # seconds an engine has to end by itself
-PR_SET_CHILD_SUBREAPER = 36
-
-
-def healthy(url):
-    """Does GET url/health answer 200?"""
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=ANSWER)
-    with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    return False
+RESTARTS = 3  # of an engine, in a row
+ANSWER = 3.0  # seconds an engine has to say that it is healthy
+HANGS = 10  # questions in a row left unanswered by an engine that hangs
+FORGET = 30.0  # seconds after which earlier deaths do not count any more
+GRACE = 4.0  # seconds that processes have to end by themselves; the trainer has more
+LIBC = ctypes.CDLL(None)
+PR_SET_PDEATHSIG = 1
+# what torchrun, srun and mpirun tell launchers would mislead the ranks that these start
+FOREIGN = re.compile(r"(\w+_)?(RANK|WORLD_SIZE)|MASTER_\w+|(TORCHELASTIC|PMI|OMPI|MV2)_\w+")
 
 
-def watch(engine, url, start_timeout, file):
-    """List the engine and wait for its end, or kill it if it hangs; seconds that it was healthy."""
-    entry = {"url": url, "started": secrets.token_hex(8)}
-    start = time.monotonic()
-    healthy_since = None
-    # what the list says
-    listed = False
-    failures = 0
-    # seconds of loading after which it says so
-    due = itertools.chain((10, 30), itertools.count(60, 60))
-    next_word = next(due)
-    while engine.poll() is None:
-        # a continued run clears the list; a run directory out of reach for a moment is tried again
-        with contextlib.suppress(OSError):
-            if not file.exists() or listed != bool(healthy_since):
-                listed = bool(healthy_since)
-                file.parent.mkdir(exist_ok=True)
-                publish_json(file, **entry, answers=listed)
-        seconds = time.monotonic() - start
-        if healthy(url):
-            if not healthy_since:
-                healthy_since = time.monotonic()
-                print(f"{file.stem}: answers after {seconds:.0f} s", flush=True)
-            failures = 0
-        elif healthy_since:
-            failures += 1
-        if not healthy_since and seconds > next_word:
-            print(f"{file.stem}: loading, {seconds:.0f} s", flush=True)
-            next_word = next(due)
-        too_late = not healthy_since and seconds > start_timeout
-        if too_late or failures == HANGS:
-            print(f"{file.stem} does not answer {url}/health: it is killed", flush=True)
-            engine.kill()
-        time.sleep(1)
-    return time.monotonic() - healthy_since if healthy_since else 0.0
+class Ended(Exception):
+    """A run that ends before its last step; code: the launcher's own, details: what is known of it."""
+
+    def __init__(self, why, code=1, details=""):
+        super().__init__(why)
+        self.code = code
+        self.details = details
 
 
-def stop(engine, file, others):
-    """The end of an engine, of everything that it has started, and of its place in the list.
+def say(line):
+    # the terminal may have gone
+    with contextlib.suppress(OSError):
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
 
-    others: children of this process that were there before it.
+
+def claim_port(host, first):
+    """The first port from `first` on that is free; as long as this process lives no other run gets it from here.
+
+    Nobody listens there yet: a server that sets SO_REUSEADDR can.
     """
-    engine.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        engine.wait(GRACE)
-    left = [p for p in psutil.Process().children(recursive=True) if p not in others]
-    for process in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(left, GRACE)
-    file.unlink(missing_ok=True)
+    for port in range(first, 65536):
+        claim = socket.socket()
+        with contextlib.suppress(OSError):
+            claim.bind((host, port))
+            claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # never closed
+            claim.detach()
+            return port
+    raise OSError(f"--port {first}: no port of {host} is free from there on")
 
 
-def main(run_dir, name, url, restarts, start_timeout, *command):
-    """Returns the exit code of the engine's last death once its restarts are used up."""
-    # what the engine leaves behind becomes this process's child, and is found by `stop`
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    file = Path(run_dir, "engines", f"{name}.json")
-    file.unlink(missing_ok=True)
-    # a shell that starts this process may leave it what writes its log
-    others = psutil.Process().children(recursive=True)
-    deaths = 0
-    while True:
-        engine = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr)
-        try:
-            seconds = watch(engine, url, float(start_timeout), file)
-        finally:
-            stop(engine, file, others)
-        # as a shell says it: 128 + the signal that killed it
-        code = engine.returncode if engine.returncode >= 0 else 128 - engine.returncode
-        deaths = 1 if seconds > FORGET else deaths + 1
-        if deaths > int(restarts):
-            print(f"{name} died with exit code {code}, after {restarts} restarts", flush=True)
+def end_with_launcher():
+    """In a new process: should the launcher be killed, it is told to end; the trainer then saves."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class Process:
+    """One process of a run, leader of a process group. What it prints goes to its log and the terminal, its
+    stderr to the log alone. lock: the run's, [file], which nobody gets before the last process has ended.
+    """
+
+    def __init__(self, run_dir, lock, name, env, command):
+        self.run_dir = Path(run_dir)
+        self.lock = lock
+        self.name = name
+        self.env = env
+        self.command = command
+        self.log = self.run_dir / "logs" / f"{name}.log"
+        self.process = None
+
+    def start(self):
+        env = {k: v for k, v in os.environ.items() if not FOREIGN.fullmatch(k)}
+        reading, writing = os.pipe()
+        with open(self.log, "ab") as log:
+            log.write(f"== {time.strftime('%F %T')} {shlex.join(self.command)}\n".encode())
+            # where its own words begin
+            self.begin = log.tell()
+            self.process = subprocess.Popen(
+                self.command,
+                cwd=ROOT,
+                env=env | self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=writing,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=end_with_launcher,
+                # the reading end, too: if the launcher is killed, last words break no pipe
+                pass_fds=[reading, *self.lock],
+            )
+        os.close(writing)
+        self.thread = threading.Thread(target=self._pass_on, args=(reading,), daemon=True)
+        self.thread.start()
+
+    def _pass_on(self, reading):
+        with open(reading, "rb") as lines, open(self.log, "ab", buffering=0) as log:
+            for line in lines:
+                if not isinstance(self, Engine):
+                    say(f"[{self.name}] {line.decode(errors='replace').rstrip()}")
+                # a full disk must not keep it from the terminal
+                with contextlib.suppress(OSError):
+                    log.write(line)
+
+    def signal(self, number):
+        """To all of its process group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def poll(self):
+        """Its exit code, as a shell has it; None while it runs. What it leaves behind ends with it."""
+        code = self.process.poll()
+        if code is not None:
+            self.signal(signal.SIGKILL)
+        return 128 - code if code and code < 0 else code
+
+    def last_errors(self):
+        """What its log says last of errors since it was started, or of anything."""
+        with open(self.log, "rb") as log:
+            log.seek(self.begin)
+            lines = log.read().decode(errors="replace").splitlines()
+        lines = [line for line in lines if line.strip() and not line.startswith("nanobind: ")]
+        errors = [line for line in lines if re.search(r"\b\w+(Error|Exception|Exit): ", line)]
+        return "\n".join(f"  [{self.name}] {line}" for line in (errors or lines)[-3:])
+
+
+class Engine(Process):
+    """An engine, on the first free port from its own on, which is started again when it dies or hangs."""
+
+    def __init__(self, run_dir, lock, name, env, command, start_timeout):
+        host = command[command.index("--host") + 1]
+        k = command.index("--port") + 1
+        port = claim_port(host, int(command[k]))
+        super().__init__(run_dir, lock, name, env, [*command[:k], str(port), *command[k + 1 :]])
+        self.address = (host, port)
+        self.file = self.run_dir / "engines" / f"{name}.json"
+        self.start_timeout = start_timeout
+        self.deaths = 0
+        self.last_code = None
+        self.restart_at = None
+
+    def start(self):
+        super().start()
+        self.entry = {"url": "http://%s:%d" % self.address, "started": secrets.token_hex(8)}
+        self.started = time.monotonic()
+        self.next_look = self.started
+        self.first_answer = None
+        self.failures = 0
+        self.restart_at = None
+
+    def poll(self):
+        """The exit code of its last death, when it is given up; None before."""
+        now = time.monotonic()
+        if self.restart_at:
+            if now > self.restart_at:
+                self.start()
+            return None
+        code = super().poll()
+        if code is None:
+            if now > self.next_look:
+                self._look()
+                self.next_look = time.monotonic() + 1
+            return None
+        self.file.unlink(missing_ok=True)
+        lasted = self.first_answer and now > self.first_answer + FORGET
+        self.deaths = 1 if lasted else self.deaths + 1
+        # what ends by itself, twice alike and before it has answered, will do so again
+        hopeless = code == self.last_code and code < 128 and not self.first_answer
+        if self.deaths > RESTARTS or hopeless:
             return code or 1
-        print(f"{name} died with exit code {code}, restart {deaths} of {restarts}", flush=True)
-        time.sleep(1 + 5 * (deaths - 1) ** 2)
+        say(f"run.sh: {self.name} died with exit code {code}, restart {self.deaths} of {RESTARTS}")
+        say(self.last_errors())
+        self.last_code = code
+        self.restart_at = now + 1 + 5 * (self.deaths - 1) ** 2
+        return None
+
+    def _look(self):
+        """Is it well? List it, or kill it if it hangs."""
+        seconds = time.monotonic() - self.started
+        if self._is_healthy():
+            self.failures = 0
+            if not self.first_answer:
+                self.first_answer = time.monotonic()
+                say(f"[{self.name}] answers after {seconds:.0f} s")
+        else:
+            self.failures += 1
+        self.entry["answers"] = bool(self.first_answer)
+        # a list that is out of reach for a moment is tried again
+        with contextlib.suppress(OSError):
+            if read_json(self.file) != self.entry:
+                self.file.parent.mkdir(exist_ok=True)
+                publish_json(self.file, **self.entry)
+        is_due = self.first_answer or seconds > self.start_timeout
+        if is_due and self.failures >= HANGS:
+            say(f"run.sh: {self.name} does not answer {self.entry['url']}/health: it is killed")
+            self.process.kill()
+
+    def _is_healthy(self):
+        connection = http.client.HTTPConnection(*self.address, timeout=ANSWER)
+        with contextlib.closing(connection):
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                connection.request("GET", "/health")
+                return connection.getresponse().status == 200
+        return False
 
 
-if __name__ == "__main__":
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: sys.exit(0))
-    arguments = sys.argv[1:]
-    arguments.remove("--")
-    sys.exit(main(*arguments))
+def watch(processes, last, is_over=lambda: False):
+    """Until the process called `last` has ended well, or is_over(). Raises Ended if one dies."""
+    running = list(processes)
+    while not is_over():
+        for process in list(running):
+            code = process.poll()
+            if code == 0:
+                running.remove(process)
+                if process.name == last:
+                    return
+            elif code:
+                why = f"{process.name} died with exit code {code}"
+                why += " (kill -9, perhaps for want of memory)" if code == 137 else ""
+                raise Ended(why, details=f"{process.log}:\n{process.last_errors()}")
+        time.sleep(0.5)
+
+
+def stop(processes, seconds):
+    """End all processes: first the trainer, which saves for so many seconds."""
+    started = [process for process in processes if process.process]
+    ranks = [process for process in started if process.name.startswith("train")]
+    orders = [(ranks, signal.SIGTERM, seconds), (started, signal.SIGTERM, GRACE)]
+    for some, number, wait in (*orders, (started, signal.SIGKILL, GRACE)):
+        for process in some:
+            process.signal(number)
+        deadline = time.monotonic() + wait
+        while time.monotonic() < deadline and any(p.process.poll() is None for p in some):
+            time.sleep(0.1)
+    for process in started:
+        # its last words
+        process.thread.join(1)
+        if isinstance(process, Engine):
+            process.file.unlink(missing_ok=True)

@@ -1,6 +1,7 @@
-"""What both sides of a weight update share: the group they meet in, the buckets, the checksums.
+"""What both sides of a weight update share: the group they meet in, and how parameters lie in buckets.
 
-weights.py is the trainer's side, plumbing/engine.py the engines'. Deliberately absent: HTTP, vLLM.
+weights.py is the trainer's side, plumbing/engine.py the engines'. Both know one layout: {names, shapes,
+dtype, bucket_bytes, whole: are these all parameters of the model?}.
 """
 
 import functools
@@ -28,15 +29,8 @@ def open_store(host, port, timeout, server=False):
         with socket.create_server((host, port)) as s:
             port = s.getsockname()[1]
             listener = s.detach()
-    return dist.TCPStore(
-        host,
-        port,
-        None,
-        server,
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,
-        master_listen_fd=listener,
-    )
+    limit = timedelta(seconds=timeout)
+    return dist.TCPStore(host, port, None, server, limit, False, master_listen_fd=listener)
 
 
 @functools.cache
@@ -81,7 +75,7 @@ def join_group(backend, store, rank, world, timeout, device=None):
         connected.result(timeout)
     except BaseException:
         # which may wait for the same as connecting does
-        in_thread(leave_group, group)
+        in_thread(abort_group, group)
         raise
     return group
 
@@ -92,48 +86,46 @@ def connect(group, device, limit):
         group.broadcast(torch.zeros(1, device=device), 0).wait(limit)
 
 
-def leave_group(group):
-    """Free whoever waits in a group that is not used any more; gloo's end by themselves."""
-    if not dist.is_nccl_available() or not isinstance(group, dist.ProcessGroupNCCL):
-        return
-    try:
-        group.abort()
-    except RuntimeError as e:
-        print(f"weights: a group that is given up says: {e}", flush=True)
+def abort_group(group):
+    """Free whoever waits in a group that is given up. Gloo cannot: its waits end with their deadline."""
+    if dist.is_nccl_available() and isinstance(group, dist.ProcessGroupNCCL):
+        try:
+            group.abort()
+        except RuntimeError as e:
+            print(f"weights: a group that is given up says: {e}", flush=True)
 
 
-def buckets(shapes, itemsize, bucket_bytes):
-    """Cut the parameters, in order, into buckets of at most bucket_bytes (a larger one gets its own).
-
-    shapes: list of shapes -> list of (first index, last index + 1, elements). Both sides compute it
-    from the same list.
+def bucket_ranges(layout):
+    """Cut the parameters, in order, into buckets of at most bucket_bytes (a larger one gets its own):
+    list of (first index, last index + 1, elements). Both sides compute it.
     """
-    plan = []
+    shapes = layout["shapes"]
+    largest = layout["bucket_bytes"] // getattr(torch, layout["dtype"]).itemsize
+    ranges = []
     first = 0
     elements = 0
     for i, shape in enumerate(shapes):
         n = torch.Size(shape).numel()
-        if elements and (elements + n) * itemsize > bucket_bytes:
-            plan.append((first, i, elements))
+        if elements and elements + n > largest:
+            ranges.append((first, i, elements))
             first = i
             elements = 0
         elements += n
-    plan.append((first, len(shapes), elements))
-    return plan
+    return [*ranges, (first, len(shapes), elements)]
 
 
-def checksum(flat):
-    """A number that depends on every bit of a tensor and on its place: int64, modulo 2^64."""
-    # two or four bytes an element
-    bits = flat.view(torch.int16)
-    place = torch.arange(min(len(bits), 1 << 20), device=bits.device) * 2 + 1
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for i, part in enumerate(bits.split(1 << 20)):
-        total += (2 * i + 1) * (part.long() * place[: len(part)]).sum()
-    return total
+def named_views(layout, ranges, buckets):
+    """[(name, tensor)] of all parameters of a layout, each a view of its bucket."""
+    views = []
+    for bucket, (first, last, _) in zip(buckets, ranges):
+        shapes = [torch.Size(shape) for shape in layout["shapes"][first:last]]
+        parts = bucket.split([shape.numel() for shape in shapes])
+        for name, shape, part in zip(layout["names"][first:last], shapes, parts):
+            views.append((name, part.view(shape)))
+    return views
 
 
-def settle(device, timeout, what):
+def synchronize(device, timeout, what):
     """Wait until the current stream of a GPU has done its work; TimeoutError after `timeout` s."""
     deadline = time.monotonic() + timeout
     while device.type == "cuda" and not torch.cuda.current_stream(device).query():

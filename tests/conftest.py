@@ -21,7 +21,7 @@ PROCESS = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 # the shared engine, one in each process; every other file has ports of its own, from 8690 to 8999 and from 9400 on
 PORT = 9000 + 10 * PROCESS
 # files that take minutes, the longest first: begun last, one of them would run on alone
-LONG = "run failures ledger evaluate nodes memory doctor ranks weights families launch".split()
+LONG = "run failures ledger evaluate nodes memory doctor ranks weights model launch".split()
 
 
 def pytest_collection_modifyitems(items):

@@ -20,7 +20,7 @@ import torch
 
 from conftest import ROOT, register, resolved
 from plumbing import launch, secret
-from plumbing.answers import Span, token_versions
+from plumbing.client import Span, token_versions
 from tools.evaluate import start_engines
 from train import token_logprobs
 from updater import model_of

@@ -10,7 +10,7 @@ import pytest
 
 import config as cfg
 from conftest import ROOT
-from plumbing import hardware, launch
+from plumbing import launch
 from tools import fake_step, memory
 
 # 60 million parameters, too many for an allocator's noise to matter
@@ -229,7 +229,7 @@ def nvidia_smi(tmp_path, monkeypatch):
 
 
 def test_the_launcher_refuses_in_one_line_and_starts_nothing(nvidia_smi, light, tmp_path):
-    assert hardware.gpu_memory_gb() == pytest.approx(25.76, abs=0.01)
+    assert launch.gpu_memory_gb() == pytest.approx(25.76, abs=0.01)
     knobs = (
         "--row_tokens 2048 --max_model_len 2048 --max_new_tokens 9 --gpu_memory_utilization 0.95"
     )

@@ -137,7 +137,7 @@ def test_rollouts_are_written_as_text_with_what_the_trainer_knows(tmp_path, make
 
 
 def test_lines_of_a_step_of_the_mismatch_and_of_alarms(tmp_path, make_log, capsys):
-    log = make_log(steps=100, report_every=0)
+    log = make_log(steps=100)
     log.save_s = 2.5
     state = NEW_RUN | {"version": 40, "samples": 640, "wall_s": 33.0}
     metrics = dict(samples=16, tokens=320, reward=1 / 3, ess=0.99, lag_mean=1.25, lag_max=3)

@@ -9,7 +9,7 @@ from plumbing import archive
 from tools import replay
 
 # as run.sh fills it in
-ALONE = dict(nodes=("127.0.0.1",), engines=1, trainer_threads=1)
+ALONE = dict(master_addr="127.0.0.1", engines=1, trainer_threads=1)
 
 
 @pytest.fixture(scope="module")

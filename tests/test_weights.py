@@ -35,7 +35,7 @@ PROMPT = [45, 4, 52, 29, 2]
 
 
 def url_of(config):
-    return f"http://{config.nodes[0]}:{config.port}"
+    return f"http://{config.master_addr}:{config.port}"
 
 
 def ask(config, prompt, n, salt=None, **sampling):

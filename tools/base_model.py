@@ -44,10 +44,7 @@ def settings(tasks):
     merged = {}
     for name, default in DEFAULT.items():
         values = [getattr(task, "TINY", {}).get(name, default) for task in tasks]
-        if isinstance(default, tuple):
-            merged[name] = sum(map(tuple, values), ())
-        else:
-            merged[name] = max(values)
+        merged[name] = sum(map(tuple, values), ()) if isinstance(default, tuple) else max(values)
     return merged
 
 
@@ -56,13 +53,25 @@ def make_tokenizer(tasks, seed=0):
 
     It is a Qwen2 tokenizer without merges: transformers loads whatever lies beside a Qwen2 model as one.
     """
-    from tokenizers import AddedToken
+    from tokenizers import AddedToken, pre_tokenizers
     from transformers import Qwen2Tokenizer
 
     merged = settings(tasks)
-    words = merged["words"]
-    text = _text_without(words, tasks, seed) + "".join(merged["characters"])
-    vocabulary = ["<pad>", "<eos>", *_byte_level(text)]
+    rng = random.Random(f"vocabulary{seed}")
+    parts = list(merged["characters"])
+    for task in tasks:
+        for _ in range(SEARCHED):
+            parts += [part for part, _ in task.teacher(rng)]
+    words = sorted(merged["words"], key=len, reverse=True)
+    if words:
+        pattern = re.compile("|".join(map(re.escape, words)))
+        parts = [pattern.sub("", part) for part in parts]
+    # a byte-level tokenizer writes some characters as others, a space for one
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    characters = set()
+    for piece, _ in byte_level.pre_tokenize_str("".join(parts)):
+        characters.update(piece)
+    vocabulary = ["<pad>", "<eos>", *sorted(characters)]
     tokenizer = Qwen2Tokenizer(
         vocab={token: i for i, token in enumerate(vocabulary)},
         merges=[],
@@ -70,43 +79,17 @@ def make_tokenizer(tasks, seed=0):
         eos_token="<eos>",
         pad_token="<pad>",
     )
-    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in merged["words"]])
     return tokenizer
-
-
-def _text_without(words, tasks, seed):
-    """What the teachers write in their first examples, without the words."""
-    rng = random.Random(f"vocabulary{seed}")
-    parts = []
-    for task in tasks:
-        for _ in range(SEARCHED):
-            parts += [part for part, _ in task.teacher(rng)]
-    if words:
-        longest_first = sorted(words, key=len, reverse=True)
-        pattern = re.compile("|".join(map(re.escape, longest_first)))
-        parts = [pattern.sub("", part) for part in parts]
-    return "".join(parts)
-
-
-def _byte_level(text):
-    """The characters of a text as a byte-level tokenizer writes them (a space becomes another one), sorted."""
-    from tokenizers import pre_tokenizers
-
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    characters = set()
-    for piece, _ in byte_level.pre_tokenize_str(text):
-        characters.update(piece)
-    return sorted(characters)
 
 
 def build(tokenizer, layers, hidden, positions):
     """A Qwen2 model of random weights for this tokenizer."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    # a multiple of 64
-    vocabulary = -(-len(tokenizer) // 64) * 64
     config = Qwen2Config(
-        vocab_size=vocabulary,
+        # a multiple of 64
+        vocab_size=-(-len(tokenizer) // 64) * 64,
         hidden_size=hidden,
         intermediate_size=3 * hidden,
         num_hidden_layers=layers,
@@ -157,7 +140,7 @@ def backward(model, examples):
     return total
 
 
-def warm_up(model, tokenizer, tasks, chosen, seed, name):
+def warm_up(model, tokenizer, tasks, chosen, seed):
     """Train a model on the examples of the tasks' teachers, in turn; chosen: see DEFAULT."""
     import torch
 
@@ -165,10 +148,8 @@ def warm_up(model, tokenizer, tasks, chosen, seed, name):
     rng = random.Random(f"warm-up{seed}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
     for step in range(steps):
-        examples = []
-        for k in range(chosen["batch"]):
-            task = tasks[k % len(tasks)]
-            examples.append(tokenized(task.teacher(rng), tokenizer))
+        turns = [tasks[k % len(tasks)] for k in range(chosen["batch"])]
+        examples = [tokenized(task.teacher(rng), tokenizer) for task in turns]
         loss = backward(model, examples)
         # up over 50 steps, and down to a tenth over all of them
         rise = min(1, step / 50)
@@ -177,10 +158,7 @@ def warm_up(model, tokenizer, tasks, chosen, seed, name):
         optimizer.step()
         optimizer.zero_grad()
         if step % 50 == 49:
-            print(
-                f"{name}: warm-up step {step + 1}/{steps}, cross-entropy {loss:.2f}",
-                flush=True,
-            )
+            print(f"warm-up step {step + 1}/{steps}, cross-entropy {loss:.2f}", flush=True)
 
 
 def make_model(names, path, seed, **other):
@@ -194,19 +172,12 @@ def make_model(names, path, seed, **other):
     if (path / "config.json").exists():
         return
     tasks = [importlib.import_module(f"tasks.{name}") for name in names]
-    name = "+".join(names)
     chosen = settings(tasks) | other
     tokenizer = make_tokenizer(tasks, seed)
     torch.manual_seed(seed)
     model = build(tokenizer, chosen["layers"], chosen["hidden"], chosen["positions"])
-    warm_up(model, tokenizer, tasks, chosen, seed, name)
-    _save(model, tokenizer, path)
-    millions = sum(p.numel() for p in model.parameters()) / 1e6
-    print(f"{name}: base model of {millions:.2f}M parameters in {path}", flush=True)
-
-
-def _save(model, tokenizer, path):
-    """Under a temporary name first: a model is whole or absent."""
+    warm_up(model, tokenizer, tasks, chosen, seed)
+    # a model is whole or absent
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     model.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
@@ -215,6 +186,8 @@ def _save(model, tokenizer, path):
     except OSError:
         # another node has made the same
         shutil.rmtree(temporary)
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    print(f"{'+'.join(names)}: base model of {millions:.2f}M parameters in {path}", flush=True)
 
 
 def main(argv):

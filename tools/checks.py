@@ -19,7 +19,7 @@ import torch
 
 import config as cfg
 from actor import overlong_penalty
-from plumbing import archive, checkpoints, hardware
+from plumbing import archive, checkpoints, launch
 from plumbing.samples import split
 from plumbing.sandbox import Sandbox
 from tools import memory, plain
@@ -618,7 +618,7 @@ def check_memory(case):
 def check_memory_estimate(case):
     """tools/memory.py says that less is taken than is: it lets runs start that cannot fit."""
     name = "memory as tools/memory.py has it"
-    if not hardware.gpu_count() or memory.model_config(case.config.model) is None:
+    if not launch.gpu_count() or memory.model_config(case.config.model) is None:
         return [not_looked(name, "no GPU, or no config.json of the model")]
     seen = case.watched["memory"].values()
     total = min(total for _, total in seen) / memory.GB

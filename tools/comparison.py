@@ -3,28 +3,18 @@
 Runs that differ in nothing but their seed are one setting. Called by tools/report.py.
 """
 
-import math
-import os
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
 
 import config as cfg
-from tools.panels import (
-    Curve,
-    Panel,
-    column,
-    evaluated,
-    minutes,
-    smooth,
-    tasks_of,
-    thousand_samples,
-)
+from tools.panels import Panel, column, evaluated, smooth
 
 # two runs are the same setting whatever these are
-OWN = ("run", "out", "run_id", "seed", "port", "nodes", "fresh", "dry_run", "wandb", "report_every")
+OWN = "run out run_id seed port nnodes master_addr master_port fresh dry_run wandb"
 MINUTES = "minutes of training"
+SAMPLES = "thousand samples"
 # key of metrics.jsonl, its axis, what it is
 QUANTITIES = (
     ("reward", MINUTES, "training reward"),
@@ -38,26 +28,41 @@ QUANTITIES = (
 POINTS = 300
 # characters of what differs that still make a name
 LONGEST_NAME = 60
-RESAMPLES = 10000
 # of Student's t, 97.5%, by degrees of freedom from 1 on
 T_QUANTILES = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
+HEADER = ("measure", "setting", "its mean", "first's", "difference", "95%, t", "of each seed")
 
 
+@dataclass
 class Run:
-    """A run's directory, configuration, steps and evaluations."""
+    """A run's directory, steps and evaluations."""
 
-    def __init__(self, run_dir, steps, evals):
-        self.run_dir = run_dir
-        self.config = cfg.load(run_dir)
-        self.steps = steps
-        self.evals = evals
+    run_dir: Path
+    steps: list
+    evals: list
+
+    def __post_init__(self):
+        self.config = cfg.load(self.run_dir)
+        self.tasks = list(self.evals[0]["eval"]) if self.evals else []
+        # minutes from its clock's start to its first step's: loading is no difference between settings
+        self.began = (self.steps[0]["wall_s"] - self.steps[0]["step_s"]) / 60
 
     def knob(self, name):
         """Its value; the path of a tiny base model without the seed."""
         value = getattr(self.config, name)
-        if name == "model":
-            return value.removesuffix(f"-seed{self.config.seed}")
-        return value
+        return value.removesuffix(f"-seed{self.config.seed}") if name == "model" else value
+
+    def held_out(self, task, axis):
+        """(x, scores) of its evaluations of a task; x: minutes of training or thousand samples."""
+        minutes, samples, scores = evaluated(self.steps, self.evals, task)
+        return (np.maximum(minutes - self.began, 0) if axis == MINUTES else samples), scores
+
+    def quantity(self, key, axis):
+        """(x, y) of a key of metrics.jsonl, smoothed; x: minutes of training or step."""
+        x = column(self.steps, "step")
+        if axis == MINUTES:
+            x = column(self.steps, "wall_s") / 60 - self.began
+        return x, smooth(column(self.steps, key))
 
 
 def differing(runs):
@@ -65,105 +70,70 @@ def differing(runs):
     found = {}
     for field in fields(cfg.Config):
         values = [run.knob(field.name) for run in runs]
-        if field.name not in OWN and any(value != values[0] for value in values):
+        if field.name not in OWN.split() and any(value != values[0] for value in values):
             found[field.name] = values
     return found
 
 
 def settings(runs):
-    """{name of a setting: its runs, by seed}; named by what differs, or by the runs' names.
+    """{name of a setting: its runs, by seed}; named by what differs, or by its first run.
 
     Raises ValueError if two runs are the same setting and seed.
     """
     knobs = differing(runs)
-    found = {}
+    by_words = {}
     for i, run in enumerate(runs):
-        words = [f"{name} {values[i]}" for name, values in knobs.items()]
-        of_setting = found.setdefault(", ".join(words), {})
-        twin = of_setting.setdefault(run.config.seed, run)
+        words = ", ".join(f"{name} {values[i]}" for name, values in knobs.items())
+        by_seed = by_words.setdefault(words, {})
+        twin = by_seed.setdefault(run.config.seed, run)
         if twin is not run:
             raise ValueError(
                 f"{twin.run_dir} and {run.run_dir} are the same setting and seed: leave one out"
             )
     named = {}
-    for words, by_seed in found.items():
+    for words, by_seed in by_words.items():
         own = [by_seed[seed] for seed in sorted(by_seed)]
-        names = [Path(run.run_dir).name for run in own]
-        short = os.path.commonprefix(names).rstrip("-_.") or names[0]
         # many knobs make no name
-        name = words if words and len(words) <= LONGEST_NAME else short
-        named[name if name not in named else f"{name} ({names[0]})"] = own
+        is_name = 0 < len(words) <= LONGEST_NAME
+        named[words if is_name else str(own[0].run_dir)] = own
     return named
 
 
 # ---- curves
 
 
-def banded(label, curves, color):
+def add_curves(panel, label, curves, color):
     """Curves (x, y), one a seed, as one: their mean, and a band from the lowest to the highest, where all seeds are.
 
     As they are, without a mean, if they have less than half of their length in common.
     """
-    if len(curves) == 1:
-        return [Curve(label, *curves[0], color=color)]
+    curves = [(x, y) for x, y in curves if len(x)]
+    if not curves:
+        return
     first = max(x[0] for x, _ in curves)
     last = min(x[-1] for x, _ in curves)
-    if last - first < 0.5 * max(np.ptp(x) for x, _ in curves):
-        return [Curve(f"{label}, a seed", x, y, color=color) for x, y in curves]
+    if len(curves) == 1 or last - first < 0.5 * max(np.ptp(x) for x, _ in curves):
+        for x, y in curves:
+            panel.add(label, x, y, color=color)
+        return
     grid = np.linspace(first, last, POINTS)
     lines = np.array([np.interp(grid, x, y) for x, y in curves])
-    ends = dict(low=lines.min(0), high=lines.max(0))
     words = f"{label} ({len(curves)} seeds: mean, lowest to highest)"
-    return [Curve(words, grid, lines.mean(0), color=color, **ends)]
-
-
-def held_out(run, task, axis):
-    """(x, scores) of a run's evaluations of a task; x: minutes of training or thousand samples."""
-    at_minutes, at_samples, scores = evaluated(run.steps, run.evals, task)
-    x = at_samples
-    if axis == MINUTES:
-        x = np.maximum(at_minutes - began(run), 0)
-    return x, scores
-
-
-def began(run):
-    """Minutes from the start of a run's clock to that of its first step: loading is no difference between settings."""
-    first = run.steps[0]
-    return (first["wall_s"] - first["step_s"]) / 60
-
-
-def quantity(run, key, axis):
-    """(x, y) of a key of metrics.jsonl, smoothed; x: minutes of training or step."""
-    x = minutes(run.steps) - began(run) if axis == MINUTES else column(run.steps, "step")
-    return x, smooth(column(run.steps, key))
-
-
-def one_panel(title, xlabel, by_setting):
-    """by_setting: {name: [(x, y) of each run]}; runs without points are left out."""
-    panel = Panel(f"{title} against {xlabel}", xlabel)
-    for color, (name, curves) in enumerate(by_setting.items()):
-        curves = [(x, y) for x, y in curves if len(x)]
-        if curves:
-            panel.curves += banded(name, curves, color)
-    return panel
+    panel.add(words, grid, lines.mean(0), color=color, low=lines.min(0), high=lines.max(0))
 
 
 def panels(by_setting):
     """The same axes for all settings."""
-    runs = sum(by_setting.values(), [])
-    tasks = {task: None for run in runs for task in tasks_of(run.evals)}
+    tasks = dict.fromkeys(task for runs in by_setting.values() for r in runs for task in r.tasks)
+    kinds = [(f"held-out {task}", axis, task) for task in tasks for axis in (MINUTES, SAMPLES)]
+    kinds += [(title, axis, key) for key, axis, title in QUANTITIES]
     found = []
-    for task in tasks:
-        for axis in (MINUTES, "thousand samples"):
-            curves = {}
-            for name, own in by_setting.items():
-                curves[name] = [held_out(run, task, axis) for run in own]
-            found.append(one_panel(f"held-out {task}", axis, curves))
-    for key, axis, title in QUANTITIES:
-        curves = {}
-        for name, own in by_setting.items():
-            curves[name] = [quantity(run, key, axis) for run in own]
-        found.append(one_panel(title, axis, curves))
+    for title, axis, key in kinds:
+        panel = Panel(f"{title} against {axis}", axis)
+        for color, (name, runs) in enumerate(by_setting.items()):
+            points = Run.held_out if title.startswith("held-out") else Run.quantity
+            add_curves(panel, name, [points(run, key, axis) for run in runs], color)
+        found.append(panel)
     return found
 
 
@@ -181,8 +151,8 @@ def mean_until(x, y, end):
 def measures(run, shared):
     """{what is compared: its value} of a run; shared: {task: thousand samples at which all runs were still evaluated}."""
     found = {"steps": run.steps[-1]["step"]}
-    for task in tasks_of(run.evals):
-        samples, scores = held_out(run, task, "thousand samples")
+    for task in run.tasks:
+        samples, scores = run.held_out(task, SAMPLES)
         found[f"held-out {task}, last"] = scores[-1]
         end = shared.get(task, 0)
         if samples[0] < end:
@@ -190,61 +160,30 @@ def measures(run, shared):
             found[words] = mean_until(samples, scores, end)
     tenth = max(len(run.steps) // 10, 1)
     found["reward, last tenth"] = column(run.steps, "reward")[-tenth:].mean()
-    found[MINUTES] = minutes(run.steps)[-1] - began(run)
+    found[MINUTES] = run.steps[-1]["wall_s"] / 60 - run.began
     if len(run.steps) > 1:
         seconds = column(run.steps[1:], "step_s").sum()
-        samples = 1000 * np.ptp(thousand_samples(run.steps))
-        found["samples/s of the steps"] = samples / seconds
+        found["samples/s of the steps"] = np.ptp(column(run.steps, "samples")) / seconds
     return found
 
 
 def shared_samples(runs):
     """{task: thousand samples of the earliest last evaluation}, of the tasks that all runs have."""
-    found = {}
-    for task in tasks_of(runs[0].evals):
-        if all(task in tasks_of(run.evals) for run in runs):
-            found[task] = min(held_out(run, task, "thousand samples")[0][-1] for run in runs)
-    return found
+    tasks = set.intersection(*(set(run.tasks) for run in runs))
+    return {task: min(run.held_out(task, SAMPLES)[0][-1] for run in runs) for task in tasks}
 
 
 def paired(ours, theirs):
-    """Difference theirs - ours over seeds [S]: (mean, 95% of a paired bootstrap, 95% of a paired t test), the last two
-    as (low, high), or None of a single seed.
-
-    A bootstrap of few seeds is too narrow: of three it is their range, and holds the truth in three cases of four.
-    """
+    """Mean difference theirs - ours over seeds [S], and its 95% interval (low, high) by Student's t; None of a single seed."""
     d = np.asarray(theirs, float) - np.asarray(ours, float)
-    n = len(d)
     mean = float(d.mean())
-    if n < 2:
-        return mean, None, None
-    drawn = np.random.default_rng(0).integers(n, size=(RESAMPLES, n))
-    low, high = np.percentile(d[drawn].mean(1), [2.5, 97.5])
-    half = t_quantile(n - 1) * d.std(ddof=1) / math.sqrt(n)
-    return mean, (float(low), float(high)), (mean - half, mean + half)
-
-
-def t_quantile(freedom):
-    """97.5% quantile of Student's t, to 1%."""
-    if freedom <= len(T_QUANTILES):
-        return T_QUANTILES[freedom - 1]
-    return 1.96 + 2.5 / freedom
-
-
-def span(interval):
-    return "one seed" if interval is None else f"{interval[0]:+.3g} to {interval[1]:+.3g}"
-
-
-HEADER = (
-    "measure",
-    "setting",
-    "its mean",
-    "first's",
-    "difference",
-    "95%, t",
-    "95%, bootstrap",
-    "of each seed",
-)
+    if len(d) < 2:
+        return mean, None
+    freedom = len(d) - 1
+    # beyond the table within 1%
+    quantile = T_QUANTILES[freedom - 1] if freedom <= len(T_QUANTILES) else 1.96 + 2.5 / freedom
+    half = quantile * float(d.std(ddof=1)) / len(d) ** 0.5
+    return mean, (mean - half, mean + half)
 
 
 def differences(by_setting):
@@ -254,25 +193,25 @@ def differences(by_setting):
     own = {run.config.seed: measures(run, shared) for run in ours}
     rows = []
     for name, runs in others:
-        theirs = {run.config.seed: measures(run, shared) for run in runs}
-        seeds = sorted(own.keys() & theirs.keys())
+        other = {run.config.seed: measures(run, shared) for run in runs}
+        seeds = sorted(own.keys() & other.keys())
         if not seeds:
-            rows.append([f"no seed in common with {first}", name, *["-"] * 6])
+            rows.append([f"no seed in common with {first}", name, *["-"] * 5])
             continue
-        known = [found[seed] for found in (own, theirs) for seed in seeds]
+        known = [found[seed] for found in (own, other) for seed in seeds]
         for measure in known[0]:
             if not all(measure in values for values in known):
                 continue
             a = [own[seed][measure] for seed in seeds]
-            b = [theirs[seed][measure] for seed in seeds]
-            mean, bootstrap, t = paired(a, b)
-            means = [f"{np.mean(b):.3f}", f"{np.mean(a):.3f}", f"{mean:+.3g}"]
-            each = " ".join(f"{y - x:+.3g}" for x, y in zip(a, b))
-            rows.append([measure, name, *means, span(t), span(bootstrap), each])
+            b = [other[seed][measure] for seed in seeds]
+            mean, interval = paired(a, b)
+            row = [measure, name, f"{np.mean(b):.3f}", f"{np.mean(a):.3f}", f"{mean:+.3g}"]
+            row.append(f"{interval[0]:+.3g} to {interval[1]:+.3g}" if interval else "one seed")
+            rows.append([*row, " ".join(f"{y - x:+.3g}" for x, y in zip(a, b))])
     return rows
 
 
-def written(header, rows):
+def as_text(header, rows):
     """Rows in columns, as lines of text."""
     cells = [[str(cell) for cell in row] for row in [header, *rows]]
     widths = [max(map(len, column)) for column in zip(*cells)]

@@ -30,7 +30,7 @@ import torch
 from transformers.utils import logging
 
 import config as cfg
-from plumbing import checkpoints, hardware, secret
+from plumbing import checkpoints, launch, secret
 from plumbing.queues import read_json
 from tools import plain, report
 from tools.checks import CHECKS, Case, Finding
@@ -128,10 +128,10 @@ def most_of(a, b):
 def memory_of(pid):
     """{GPU, or all processes: (bytes used, bytes there are)} now."""
     found = {}
-    if hardware.gpu_count():
+    if launch.gpu_count():
         ask = [
             "nvidia-smi",
-            f"--id={','.join(hardware.gpu_names(hardware.gpu_count()))}",
+            f"--id={','.join(launch.gpu_names(launch.gpu_count()))}",
             "--query-gpu=index,memory.used,memory.total",
             "--format=csv,noheader,nounits",
         ]
@@ -218,7 +218,7 @@ def run_twice(c, argv):
 
 
 def parse(words, gpus):
-    return cfg.parse(words, gpus, gpu_gb=hardware.gpu_memory_gb() or 80.0)
+    return cfg.parse(words, gpus, gpu_gb=launch.gpu_memory_gb() or 80.0)
 
 
 def knobs_of(argv, gpus):
@@ -293,7 +293,7 @@ def main(argv):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("doctor: terminated"))
     # in the background of a script SIGINT is ignored, also by the run that is interrupted by it
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    gpus = hardware.gpu_count()
+    gpus = launch.gpu_count()
     start = time.monotonic()
     try:
         c, words = knobs_of(argv, gpus)

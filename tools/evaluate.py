@@ -11,6 +11,7 @@ same machine. Deliberately absent: several nodes, continuing an evaluation that 
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -28,44 +29,32 @@ import requests
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import config as cfg  # noqa: E402
-from plumbing import checkpoints, hardware, launch  # noqa: E402
+from plumbing import checkpoints, launch  # noqa: E402
 
 # ---- engines
 
 
-def start_engines(config, gpus=0, extra=(), as_loaded=True):
-    """Start the engines of a resolved config and wait until they are healthy.
+def start_engines(config, gpus=0, as_loaded=True):
+    """Start the engines of a resolved config and wait until they are healthy; returns their processes.
 
-    extra: more arguments of vLLM's. as_loaded: they generate with the weights they have loaded, as version 0;
-    else nothing before a trainer has sent them some. Returns their processes, each leader of a process group. Raises RuntimeError or TimeoutError naming the log of one that failed.
+    as_loaded: they generate with the weights they have loaded, as version 0; else nothing before a trainer has sent
+    them some. Raises RuntimeError or TimeoutError naming their logs.
     """
-    modules = [str(cfg.ROOT), os.environ.get("PYTHONPATH", "")]
-    own = {
-        "PYTHONPATH": os.pathsep.join(filter(None, modules)),
-        "PIPELINE_SERVE_AS_LOADED": str(int(as_loaded)),
-    }
+    modules = filter(None, [str(cfg.ROOT), os.environ.get("PYTHONPATH")])
+    own = dict(PYTHONPATH=os.pathsep.join(modules), PIPELINE_SERVE_AS_LOADED=str(int(as_loaded)))
     deadline = time.monotonic() + config.start_timeout
     processes = []
     try:
         for name, env, command in launch.engine_commands(config, gpus, 0):
             with open(_logs(config) / f"{name}.log", "w") as log:
-                process = subprocess.Popen(
-                    [*command, *extra],
-                    env=os.environ | env | own,
-                    stdout=log,
-                    stderr=log,
-                    cwd=cfg.ROOT,
-                    start_new_session=True,
-                )
-            processes.append(process)
+                output = dict(stdout=log, stderr=log, cwd=cfg.ROOT, start_new_session=True)
+                processes.append(subprocess.Popen(command, env=os.environ | env | own, **output))
         for url in launch.urls(config, gpus):
             while not _is_healthy(url):
                 check_alive(processes, config)
                 if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"evaluate: the engine at {url} was not healthy within "
-                        f"{config.start_timeout:.0f} s: see {_logs(config)}"
-                    )
+                    late = f"not healthy within {config.start_timeout:.0f} s: see {_logs(config)}"
+                    raise TimeoutError(f"evaluate: the engine at {url} was {late}")
                 time.sleep(0.5)
     except BaseException:
         stop_engines(processes)
@@ -115,56 +104,33 @@ def pass_at_k(n, c, k):
 def majority(answers, successes):
     """Success of the most frequent answer of one problem's attempts; that of tied ones on average. No answer (None) has no vote."""
     votes = Counter(answer for answer in answers if answer is not None)
-    if not votes:
-        return 0.0
-    most = max(votes.values())
+    most = max(votes.values(), default=0)
     winners = [answer for answer, count in votes.items() if count == most]
-    return float(np.mean([successes[answers.index(answer)] for answer in winners]))
+    return float(np.mean([successes[answers.index(a)] for a in winners])) if winners else 0.0
 
 
-def interval(scores, seed=0, rounds=10000):
-    """Bootstrap 95% interval of the mean of one score per problem [P]: percentiles over `rounds` resamples of the problems."""
-    scores = np.asarray(scores, float)
-    problems = len(scores)
-    alike = np.full(problems, 1 / problems)
-    # how often each problem is drawn, [rounds, P]
-    counts = np.random.default_rng(seed).multinomial(problems, alike, size=rounds)
-    means = counts @ scores / problems
-    return tuple(np.percentile(means, [2.5, 97.5]))
+def interval(scores):
+    """95% interval of the mean of one score per problem [P], by the central limit theorem."""
+    half = 1.96 * np.std(scores) / np.sqrt(len(scores))
+    return max(np.mean(scores) - half, 0.0), min(np.mean(scores) + half, 1.0)
 
 
-def scores_by_metric(attempts):
-    """{metric: [score of each problem]}; attempts: of each problem the lines of answers.jsonl, equally many."""
-    n = len(attempts[0])
-    correct = [sum(line["success"] for line in lines) for lines in attempts]
-    mean = [c / n for c in correct]
-    if n == 1:
-        return {"pass@1": mean}
-    scores = {f"pass@1 = avg@{n}": mean}
-    k = 2
-    while k < n:
+def table(answers):
+    """{metric: (mean, low, high)} of one problem set; answers: {problem: [attempt, ...]}, lines of answers.jsonl."""
+    successes = [[line["success"] for line in lines] for lines in answers.values()]
+    correct = list(map(sum, successes))
+    n = len(successes[0])
+    scores = {"pass@1" if n == 1 else f"pass@1 = avg@{n}": [c / n for c in correct]}
+    # 2, 4, 8, ... and n
+    for k in [2**i for i in range(1, n.bit_length()) if 2**i < n] + [n] * (n > 1):
         scores[f"pass@{k}"] = [pass_at_k(n, c, k) for c in correct]
-        k *= 2
-    scores[f"pass@{n}"] = [pass_at_k(n, c, n) for c in correct]
-    votes = []
-    for lines in attempts:
-        answers = [line["answer"] for line in lines]
-        successes = [line["success"] for line in lines]
-        votes.append(majority(answers, successes))
-    scores[f"maj@{n}"] = votes
-    return scores
+    if n > 1:
+        votes = [[line["answer"] for line in lines] for lines in answers.values()]
+        scores[f"maj@{n}"] = list(map(majority, votes, successes))
+    return {name: (float(np.mean(of)), *interval(of)) for name, of in scores.items()}
 
 
-def table(answers, seed):
-    """[(metric, mean, low, high)] of one problem set; answers: {problem: [attempt, ...]}, as in answers.jsonl."""
-    rows = []
-    for metric, scores in scores_by_metric(list(answers.values())).items():
-        low, high = interval(scores, seed)
-        rows.append((metric, float(np.mean(scores)), low, high))
-    return rows
-
-
-# ---- the run
+# ---- the evaluation
 
 
 def configure(argv, gpus):
@@ -173,59 +139,44 @@ def configure(argv, gpus):
         argv and not argv[0].startswith("-"),
         "the first argument must be a model: a run, a checkpoint directory or a hub name",
     )
-    model = argv[0].rstrip("/")
-    path = Path(model)
+    path = Path(argv[0])
     if (path / "metrics.jsonl").exists() or (path / "checkpoints").exists():
         path = checkpoints.newest(path)
-        cfg.require(path, f"{model}: this run has no checkpoint yet")
-        model = str(path)
-    trained_in = path.parent.parent
+        cfg.require(path, f"{argv[0]}: this run has no checkpoint yet")
+    run_dir = path.parent.parent
     names = path.parts[-2:]
     default = None
-    if path.parent.name == "checkpoints" and (trained_in / "config.json").exists():
-        default = cfg.load(str(trained_in))
-        names = (trained_in.name, path.name)
+    if path.parent.name == "checkpoints" and (run_dir / "config.json").exists():
+        default = cfg.load(run_dir)
+        names = (run_dir.name, path.name)
     c = cfg.parse(argv[1:], gpus, default)
-    # on this node alone, wherever the run was
-    c.model = model
-    c.fresh = True
-    c.trainers = 0
-    c.nodes = ()
-    own = dict(
-        run="eval-" + re.sub(r"[^A-Za-z0-9._-]", "", "-".join(names)).strip(".-")[:90],
-        engines=gpus // c.tensor_parallel or 1,
-        gpu_memory_utilization=0.0,
-    )
+    name = re.sub(r"[^A-Za-z0-9._-]", "", "-".join(names)).strip(".-")[:90]
+    own = dict(run=f"eval-{name}", engines=gpus // c.tensor_parallel or 1, gpu_memory_utilization=0)
     given = [arg.split("=")[0] for arg in argv]
-    for knob, value in own.items():
-        if f"--{knob}" not in given:
-            setattr(c, knob, value)
-    return launch.resolve(c, gpus, training=False)
+    own = {knob: value for knob, value in own.items() if f"--{knob}" not in given}
+    # on this node alone, wherever the run was
+    own |= dict(model=str(path), fresh=True, trainers=0, nnodes=1, master_addr="")
+    return launch.resolve(dataclasses.replace(c, **own), gpus, training=False)
 
 
-async def voted(actor, task, problem, text):
-    """What attempts are compared by when they vote, None for no vote: the task's `answer`, or all of the text."""
-    if not hasattr(actor.sandbox.tasks[task], "answer"):
-        return str(text).strip()
-    reply = await actor.sandbox.call(task, "answer", problem, text)
-    return reply.get("value")
-
-
-async def attempt(actor, out, task, source, number, problem, k):
+async def attempt(actor, task, source, number, problem, k):
     """Attempt k at a problem -> its line of answers.jsonl."""
-    c = actor.config
     sample = await actor.evaluate_attempt(task, number, problem, k)
     if sample is None:
-        raise RuntimeError(
-            f"evaluate: problem {number} of {source}: the engines failed every try, see {_logs(c)}"
-        )
-    line = dict(
+        logs = _logs(actor.config)
+        raise RuntimeError(f"evaluate: problem {number} of {source} failed every try: see {logs}")
+    # attempts vote by the task's `answer`, or by all of their text
+    answer = str(sample["completion"]).strip()
+    if hasattr(actor.sandbox.tasks[task], "answer"):
+        reply = await actor.sandbox.call(task, "answer", problem, sample["completion"])
+        answer = reply.get("value")
+    return dict(
         source=source,
         problem=number,
         attempt=k,
         prompt=problem["prompt"],
-        completion=sample["text"],
-        answer=await voted(actor, task, problem, sample["text"]),
+        completion=sample["completion"],
+        answer=answer,
         expected=problem.get("answer"),
         where=problem.get("where"),
         success=bool(sample["success"]),
@@ -234,68 +185,50 @@ async def attempt(actor, out, task, source, number, problem, k):
         finished=bool(sample["finished"]),
         tokens=int(sample["mask"].sum()),
     )
-    out.write(json.dumps(line) + "\n")
-    return line
-
-
-async def wait_for_all(work, processes, config):
-    """Until all tasks are done. Raises what one of them raised; RuntimeError if an engine dies, TimeoutError if they go silent."""
-    pending = set(work)
-    last_answer = last_line = time.monotonic()
-    while pending:
-        done, pending = await asyncio.wait(pending, timeout=1, return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            task.result()
-        check_alive(processes, config)
-        now = time.monotonic()
-        if done:
-            last_answer = now
-        if now > last_answer + config.stall_timeout:
-            raise TimeoutError(
-                f"evaluate: no answer from the engines within {config.stall_timeout:.0f} s: see {_logs(config)}"
-            )
-        if now > last_line + 10:
-            last_line = now
-            print(f"eval: {len(work) - len(pending)} of {len(work)} answers", flush=True)
 
 
 async def all_attempts(actor, processes, urls, out):
-    """All attempts at all problems, to `out` as they come -> {source: {problem: [line, ...]}}."""
+    """All attempts at all problems, to `out` as they come -> {source: {problem: [line, ...]}}.
+
+    Raises what one of them raised; RuntimeError if an engine dies, TimeoutError if there is no answer for long.
+    """
+    c = actor.config
     await actor.start()
     actor.engines.serve(urls)
-    work = []
-    for task, source, number, problem in actor.held_out():
-        for k in range(actor.config.eval_attempts):
-            answer = attempt(actor, out, task, source, number, problem, k)
-            work.append(asyncio.create_task(answer))
-    try:
-        await wait_for_all(work, processes, actor.config)
-    finally:
-        await actor.close()
+    tries = [(problem, k) for problem in actor.held_out() for k in range(c.eval_attempts)]
+    pending = {asyncio.create_task(attempt(actor, *problem, k)) for problem, k in tries}
+    lines = []
+    last_answer = last_print = time.monotonic()
+    while pending:
+        done, pending = await asyncio.wait(pending, timeout=1)
+        check_alive(processes, c)
+        now = time.monotonic()
+        last_answer = now if done else last_answer
+        if now > last_answer + c.stall_timeout:
+            raise TimeoutError(f"evaluate: no answer for {c.stall_timeout:.0f} s: see {_logs(c)}")
+        for task in done:
+            lines.append(task.result())
+            out.write(json.dumps(lines[-1]) + "\n")
+        if now > last_print + 10:
+            last_print = now
+            print(f"eval: {len(lines)} of {len(tries)} answers", flush=True)
+    await actor.close()
     results = {}
-    for task in work:
-        line = task.result()
-        of_source = results.setdefault(line["source"], {})
-        of_source.setdefault(line["problem"], []).append(line)
+    for line in sorted(lines, key=lambda line: (line["problem"], line["attempt"])):
+        results.setdefault(line["source"], {}).setdefault(line["problem"], []).append(line)
     return results
 
 
-def print_results(results, seed):
-    """The table; returns its numbers, {source: {metric: [mean, low, high]}}."""
-    metrics = {}
+def print_results(results):
+    """The table; returns its numbers, {source: {metric: (mean, low, high)}}."""
+    metrics = {source: table(answers) for source, answers in results.items()}
     print(f"\n{'set':<16}{'problems':>9}  {'metric':<18}{'mean':>7}   95% interval")
     for source, answers in results.items():
-        metrics[source] = {}
-        for name, mean, low, high in table(answers, seed):
-            print(
-                f"{source:<16}{len(answers):>9}  {name:<18}{mean:>7.4f}   {low:.4f} to {high:.4f}"
-            )
-            metrics[source][name] = [mean, low, high]
-        lines = [line for attempts in answers.values() for line in attempts]
-        outcomes = Counter()
-        for line in lines:
-            cut_off = "" if line["finished"] else ", cut off"
-            outcomes[line["outcome"] + cut_off] += 1
+        where = f"{source:<16}{len(answers):>9}"
+        for name, (mean, low, high) in metrics[source].items():
+            print(f"{where}  {name:<18}{mean:>7.4f}   {low:.4f} to {high:.4f}")
+        lines = sum(answers.values(), [])
+        outcomes = Counter(x["outcome"] + ", cut off" * (not x["finished"]) for x in lines)
         tokens = np.mean([line["tokens"] for line in lines])
         print(f"{'':<25}  {dict(outcomes.most_common())}, {tokens:.0f} tokens on average")
     return metrics
@@ -304,31 +237,15 @@ def print_results(results, seed):
 def prepare(argv, gpus):
     """Everything that can be found wrong before engines start; returns the actor. Raises ConfigError."""
     c = configure(argv, gpus)
-    hardware.check_hub(c.model)
+    launch.check_model(c.model)
     launch.hold(c)
-    hardware.hold_ports(c, gpus, 0)
-    done = launch.open_run(c)
+    print(f"eval: {launch.open_run(c)} | {c.model}, temperature {c.eval_temperature}", flush=True)
     # only here, as it takes five seconds: a wrong flag is reported at once
     from actor import Actor
 
     actor = Actor(c, launch.write(c))
-    problems = {}
-    counts = Counter()
-    for task, source, _, problem in actor.held_out():
-        problems.setdefault(task, []).append(problem)
-        counts[source] += 1
-    actor.prompter.check(problems)
-    sets = ", ".join(f"{count} problems of {source}" for source, count in counts.items())
-    print(
-        f"eval: {done} | {c.model} on {sets}, {c.eval_attempts} attempts each, "
-        f"temperature {c.eval_temperature}",
-        flush=True,
-    )
+    actor.prompter.check(actor.test_problems)
     return actor
-
-
-def end(*_):
-    sys.exit(143)
 
 
 def main(argv):
@@ -338,8 +255,8 @@ def main(argv):
         actor = prepare(argv, gpus)
     except cfg.ConfigError as e:
         sys.exit(f"evaluate: {e}")
-    signal.signal(signal.SIGTERM, end)
-    signal.signal(signal.SIGHUP, end)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(143))
     c = actor.config
     processes = start_engines(c, gpus)
     try:
@@ -348,12 +265,9 @@ def main(argv):
             results = asyncio.run(work)
     finally:
         stop_engines(processes)
-    saved = dict(
-        model=c.model,
-        problems={source: len(answers) for source, answers in results.items()},
-        attempts=c.eval_attempts,
-        metrics=print_results(results, c.seed),
-    )
+    problems = {source: len(answers) for source, answers in results.items()}
+    saved = dict(model=c.model, problems=problems, attempts=c.eval_attempts)
+    saved["metrics"] = print_results(results)
     path = actor.run_dir / "results.json"
     path.write_text(json.dumps(saved, indent=1) + "\n")
     print(f"answers in {actor.run_dir}/answers.jsonl, numbers in {path}")

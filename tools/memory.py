@@ -2,48 +2,129 @@
 
     python tools/memory.py math --gpus 8 --gpu_memory_gb 80 [--model ... --any knob]
 
-No GPU and no network: the five shapes of fake_step.SHAPES are known by name, other models by their
-config.json. Exit code 3: it does not fit. A trainer's step is traced (tools/fake_step.py); the engine's
-weights and KV cache and the update buffers are computed; a forward pass of the engine and what
-CUDA and NCCL take are estimates. Nothing of this has been compared with a GPU. GB are 1e9 bytes.
-Deliberately absent: vLLM's own accounting, which decides how large its KV cache really is.
+No GPU and no network: the five SHAPES are known by name, other models by their config.json. Exit code 3: it
+does not fit. All of it is arithmetic on the model's shape (`trainer_gb`, `Placed.roles`), within 5% of a real process
+on a CPU; nothing has been compared with a GPU. GB are 1e9 bytes. Deliberately absent: vLLM's own accounting,
+which decides how large its KV cache really is.
 """
 
 import argparse
 import dataclasses
 import functools
 import json
-import math
 import os
+import re
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 import config as cfg
-from plumbing import hardware, mismatch
-from plumbing.transport import buckets
-from tools.fake_step import SHAPES, model_config, parameter_shapes, traced
+from plumbing import launch, mismatch
+from train import head_chunk
 
 GB = 1e9
 DOES_NOT_FIT = 3
 # a process's CUDA context, NCCL's buffers, CUDA graphs, what the allocator cannot use: an assumption
 RESERVE_GB = 2.0
 ASSUMED = "CUDA, NCCL (assumed)"
+TRAINER_PARTS = ("weights", "gradients", "optimizer", "activations", "gathered", "head")
+# Qwen2.5
+FIELDS = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size tie_word_embeddings".split()
+SHAPES = {
+    "0.5B": (896, 4864, 24, 14, 2, 151936, True),
+    "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
+    "7B": (3584, 18944, 28, 28, 4, 152064, False),
+    "14B": (5120, 13824, 48, 40, 8, 152064, False),
+    "32B": (5120, 27648, 64, 40, 8, 152064, False),
+}
+
+
+# ---- the model
+
+
+@functools.cache
+def model_config(name):
+    """The transformers config of a model directory, a hub model in the cache, or one of SHAPES; None if there is
+    none of these.
+    """
+    try:
+        return AutoConfig.from_pretrained(name, local_files_only=True)
+    except (OSError, ValueError):
+        found = re.fullmatch(r"(?:.*/)?Qwen2\.5-([\d.]+B)(?:-Instruct)?", name)
+    if not found or found[1] not in SHAPES:
+        return None
+    return Qwen2Config(**dict(zip(FIELDS, SHAPES[found[1]])), max_position_embeddings=131072)
+
+
+@functools.cache
+def parameter_sizes(name):
+    """{name of a parameter: number of elements}."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config(name))
+    return {name: p.numel() for name, p in model.named_parameters()}
+
+
+def parameters(name, part=""):
+    """How many a model has, or those in whose names this is."""
+    return sum(n for key, n in parameter_sizes(name).items() if part in key)
+
+
+def itemsize(c):
+    return getattr(torch, c.dtype).itemsize
+
+
+# ---- the trainer
 
 
 def trainer_gb(c):
-    """{what: GB} of a trainer rank, whatever the engines are."""
-    engines = dict(engines=0, tensor_parallel=0, gpu_memory_utilization=0, weight_backend="auto")
-    c = dataclasses.replace(c, **engines)
-    return {what: size / GB for what, size in traced(dataclasses.astuple(c)).items()}
+    """{what: GB} of a trainer rank at the peak of a step, whatever the engines are.
+
+    A step (train.py) may have its peak at three places: where the gradient of the head's logits is computed, in the
+    last layer's backward pass, or where FSDP2 adds up the gradients of what is in no layer. The factors count
+    what autograd keeps of a Qwen2 layer: norms, queries, attention, gate and up.
+    """
+    model = model_config(c.model)
+    D, I, V = model.hidden_size, model.intermediate_size, model.vocab_size
+    L = model.num_hidden_layers
+    size = itemsize(c)
+    tokens = size * c.row_tokens
+    every = parameters(c.model)
+    in_layers = parameters(c.model, ".layers.")
+    kept = L * tokens * (4 * I + 10.5 * D)
+    in_backward = tokens * 2 * I
+    if c.gradient_checkpointing:
+        # each layer's input is kept, and one layer is computed again
+        kept = L * tokens * D
+        in_backward = tokens * (6 * I + 12 * D)
+    # FSDP2 holds in the compute dtype what it computes with: a few layers, and all that is in none
+    several = c.trainers > 1
+    sharded = several or size < 4
+    root = sharded * size * (every - in_layers)
+    layer = sharded * size * in_layers / L
+    # logits in float32 and what their softmax and entropy keep; in 16 bits themselves and their gradient, too
+    logits = (16 if size == 4 else 20) * V * min(c.row_tokens, head_chunk(V, D))
+    weight = size * V * D + 4 * V * D * c.head_float32
+    # activations, gathered, head
+    peaks = [
+        (kept, root + several * layer, logits),
+        (kept + in_backward, root + (3 + several) * layer, weight),
+        (0, 4 * root, 0),
+    ]
+    each = every / c.trainers
+    amounts = (4 * each, 4 * each, 8 * each, *max(peaks, key=sum))
+    return {what: amount / GB for what, amount in zip(TRAINER_PARTS, amounts)}
+
+
+# ---- all of a run
 
 
 def forward_gb(model, tokens, sequences, parallel):
-    """A forward pass without gradients, an estimate: the MLP's three [T, I], three [T, D] of 16 bits;
-    logits of the last tokens, three times in float32.
+    """A forward pass without gradients, an estimate: the MLP's three [T, I], three [T, D] of 16 bits; logits of
+    the last tokens, three times in float32.
     """
     trunk = 3 * (model.intermediate_size / parallel + model.hidden_size)
     logits = 3 * 4 * sequences * model.vocab_size
@@ -63,10 +144,7 @@ class Placed:
         """{role: {what: GB}}, see the module's docstring."""
         c = self.c
         model = model_config(c.model)
-        sizes = bucket_sizes_gb(c)
-        weights = sum(sizes)
-        rank = trainer_gb(c) | {ASSUMED: RESERVE_GB}
-        rank_0 = dict(rank)
+        weights = itemsize(c) * parameters(c.model) / GB
         served = weights / c.tensor_parallel
         batched = max(8192, c.max_model_len + c.concurrency)
         forward = forward_gb(model, batched, c.concurrency, c.tensor_parallel)
@@ -77,10 +155,14 @@ class Placed:
         # when the mismatch is measured, all logits of a prompt, in 16 and in 32 bits
         longest = min(mismatch.LONGEST, c.max_model_len)
         engine["logits of prompts"] = 6 * longest * model.vocab_size / GB
+        rank = trainer_gb(c) | {ASSUMED: RESERVE_GB}
+        rank_0 = dict(rank)
         if c.weight_backend == "nccl":
             # else buckets are in host memory
-            rank_0["update buffers"] = 2 * max(sizes)
-            engine["update buffers"] += max(sizes)
+            largest = itemsize(c) * max(parameter_sizes(c.model).values())
+            bucket = max(c.bucket_mb << 20, largest) / GB
+            rank_0["update buffers"] = 2 * bucket
+            engine["update buffers"] += bucket
         found = {"trainer rank": rank, "rank 0": rank_0, "engine": engine}
         if c.kl_coef:
             # preprocess.py has it on the last rank's GPU
@@ -106,8 +188,8 @@ class Placed:
         head_dim = getattr(model, "head_dim", None)
         head_dim = head_dim or model.hidden_size // model.num_attention_heads
         heads = max(model.num_key_value_heads / c.tensor_parallel, 1)
-        per_layer = 2 * heads * head_dim * getattr(torch, c.dtype).itemsize
-        return model.num_hidden_layers * per_layer * c.max_model_len / GB
+        per_token = 2 * model.num_hidden_layers * heads * head_dim * itemsize(c)
+        return per_token * c.max_model_len / GB
 
     @property
     def lack(self):
@@ -118,36 +200,21 @@ class Placed:
             lacks["the KV cache of one sequence"] = self.sequence_gb - cache
         return max(lacks.items(), key=lambda item: item[1])
 
-    def on_trainers(self):
-        """GB taken of the fullest GPU that trains."""
-        return max(total for gpu, total in self.totals.items() if gpu != "engine")
-
-    def largest_row(self):
-        """The largest row_tokens that fits, a multiple of 1024, extrapolated from this and half of it;
-        0 if none does.
-        """
-        tokens = self.c.row_tokens
-        half = self.but(row_tokens=tokens // 2)
-        per_token = (self.on_trainers() - half.on_trainers()) / (tokens - tokens // 2)
-        rows = tokens + (self.gpu_gb - self.on_trainers()) / per_token
-        return max(int(rows // 1024) * 1024, 0)
+    @property
+    def fits(self):
+        return self.lack[1] <= 0
 
     def but(self, **knobs):
         """The same with other knobs."""
         return dataclasses.replace(self, c=dataclasses.replace(self.c, **knobs))
 
-    @property
-    def static_gb(self):
-        """Weights, gradients, optimizer of a trainer rank: 16 bytes a parameter over all ranks."""
-        return 16 * parameters(self.c.model) / self.c.trainers / GB
-
-    def hopeless(self):
-        """These alone are too much: no need to trace."""
-        return self.static_gb + RESERVE_GB > self.gpu_gb
-
-    @property
-    def fits(self):
-        return not self.hopeless() and self.lack[1] <= 0
+    def largest_row(self):
+        """The largest row_tokens that fits the GPUs that train, a multiple of 1024; 0 if none does."""
+        for row in range(1 << 20, 0, -1024):
+            totals = self.but(row_tokens=row).totals
+            if max(total for gpu, total in totals.items() if gpu != "engine") <= self.gpu_gb:
+                return row
+        return 0
 
     def changes(self):
         """What may help, as knobs, in the order in which it is tried."""
@@ -172,33 +239,18 @@ class Placed:
     def advice(self):
         """The first of `changes` with which it fits, as flags."""
         for knobs in self.changes():
-            changed = self.but(**knobs)
-            if changed.fits:
+            if self.but(**knobs).fits:
                 return "try " + " ".join(f"--{name} {value}" for name, value in knobs.items())
         return "it takes more GPUs, or larger ones"
 
     def verdict(self):
-        if self.hopeless():
-            what = f"weights, gradients and optimizer take {self.static_gb:.0f} GB of each trainer's GPU"
-            return f"does not fit: {what} of {self.gpu_gb:.0f}; {self.advice()}"
         where, lack = self.lack
         if lack > 0:
             return f"does not fit: {where}: {lack:.2f} GB too little; {self.advice()}"
         return f"fits, with {-lack:.1f} of {self.gpu_gb:.0f} GB to spare ({where})"
 
 
-def parameters(name):
-    return sum(math.prod(shape) for shape in parameter_shapes(name))
-
-
-def bucket_sizes_gb(c):
-    """Of the buckets that weights travel in."""
-    itemsize = getattr(torch, c.dtype).itemsize
-    plan = buckets(parameter_shapes(c.model), itemsize, c.bucket_mb << 20)
-    return [n * itemsize / GB for _, _, n in plan]
-
-
-# ---------------------------------------------------------------------------- what is printed
+# ---- the command line
 
 
 def show(placed):
@@ -217,31 +269,24 @@ def show(placed):
         if any(cells):
             print(f"{what:<24}" + "".join(f"{cell:>14}" for cell in cells))
     sequences = placed.roles["engine"]["KV cache"] / placed.sequence_gb
-    copy = billions * getattr(torch, c.dtype).itemsize
     print(
         f"KV cache of an engine: {sequences:.0f} sequences of {c.max_model_len} tokens, "
         f"of {c.concurrency} in progress"
     )
-    print(f"host: {4 * billions:.0f} GB in every rank while it loads, then {copy:.0f} GB in rank 0")
-    if not placed.hopeless():
-        print(f"largest --row_tokens that fits: {placed.largest_row()}")
-
-
-# ---------------------------------------------------------------------------- the command line
+    print(f"largest --row_tokens that fits: {placed.largest_row()}")
 
 
 def resolved(words, gpus, gpu_gb):
     """The Config of a command line, as run.sh resolves it on these GPUs."""
-    c = cfg.parse(words, gpus, gpu_gb=gpu_gb)
     # nothing is started: no ports are needed
-    c.dry_run = True
-    return hardware.resolve(c, gpus)
+    c = cfg.parse([*words, "--dry_run", "True"], gpus, gpu_gb=gpu_gb)
+    return launch.resolve(c, gpus)
 
 
 def main(argv):
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    options.add_argument("--gpus", type=int, default=hardware.gpu_count() or 8)
-    options.add_argument("--gpu_memory_gb", type=float, default=hardware.gpu_memory_gb() or 80.0)
+    options.add_argument("--gpus", type=int, default=launch.gpu_count() or 8)
+    options.add_argument("--gpu_memory_gb", type=float, default=launch.gpu_memory_gb() or 80.0)
     # for run.sh: a resolved config as JSON on standard input; the verdict alone
     options.add_argument("--resolved", action="store_true")
     options.add_argument("--brief", action="store_true")

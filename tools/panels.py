@@ -1,61 +1,83 @@
-"""What the pictures of a run show, as numbers: report.png and report.html draw the same panels.
+"""Curves of a run or of several, as a picture (matplotlib) and as a page (plotly.js, tools/page.html).
 
-A panel is a title and curves over one axis. Nothing here draws.
+A panel is a title and curves over one axis. The page is one file that fetches nothing: curves to zoom into, tables,
+rollouts to leaf through.
 """
 
+import json
+import os
+import re
 from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
 
+import matplotlib
 import numpy as np
 
-# label -> key of metrics.jsonl, in the order in which they happen
-UPDATE_PARTS = {
-    "gathering": "gather_s",
-    "the wire": "send_s",
-    "engines getting ready": "ready_s",
-    "engines paused": "pause_s",
-}
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+PALETTE = "#1f77b4 #ff7f0e #2ca02c #d62728 #9467bd #8c564b #e377c2 #7f7f7f #bcbd22 #17becf".split()
+# title, values that its axis shows in any case, keys of metrics.jsonl; the first ones are in report.png, too
+KEYS = (
+    ("lag of trained tokens, versions", (0,), "lag_mean lag_max"),
+    ("effective sample size", (0.9, 1), "ess"),
+    ("tokens / s", (0,), "gen_tok_s train_tok_s"),
+    ("seconds of a step, and waiting in it", (0,), "step_s wait_data_s wait_sync_s save_s"),
+    ("seconds of a weight update", (0,), "gather_s send_s ready_s pause_s sync_s"),
+)
+MORE_KEYS = (
+    ("share of the engines' places that are empty", (0,), "gen_idle"),
+    ("KL(behaviour || trained), nats a token", (), "kl_behavior"),
+    ("loss, per sample", (), "loss"),
+    ("entropy, nats", (), "entropy"),
+    ("norm of the gradient before clipping", (), "grad_norm"),
+    ("share of tokens outside the clip range", (), "clip_frac"),
+    ("share of samples with an advantage", (0,), "signal"),
+    ("share of answers cut off", (0,), "cut_off"),
+    ("learning rate", (), "lr"),
+)
 
 
 @dataclass
 class Curve:
     """Points of one quantity, x [N] and y [N]; not a number where there is none.
 
-    style: line, dots (a line through marked points), faint, or area (on top of the areas before it).
-    low, high [N]: a band around y, or nothing. color: number of its colour; None: the next one.
+    style: line, dots (a line through marked points) or faint; low, high [N]: a band around it, or None.
     """
 
     label: str
     x: np.ndarray
     y: np.ndarray
-    style: str = "line"
+    style: str
+    color: str
     low: np.ndarray | None = None
     high: np.ndarray | None = None
-    color: int | None = None
 
 
 @dataclass
 class Panel:
-    """Curves over the same axis. bottom, top: where its axis begins and ends at most; None: where its curves do."""
+    """Curves over the same axis. include: values that the axis shows in any case."""
 
     title: str
     xlabel: str = "step"
-    curves: list[Curve] = field(default_factory=list)
-    bottom: float | None = None
-    top: float | None = None
+    include: tuple = ()
     log: bool = False
+    curves: list[Curve] = field(default_factory=list)
+
+    def add(self, label, x, y, style="line", color=None, **band):
+        """One more curve; color: number of it in PALETTE, by default the next one."""
+        number = len(self.curves) if color is None else color
+        color = PALETTE[number % len(PALETTE)]
+        self.curves.append(Curve(label, np.asarray(x), np.asarray(y), style, color, **band))
+
+
+# ---- the panels of a run
 
 
 def column(lines, key):
     """One value a line, as floats [lines]; null is not a number."""
     return np.array([line[key] for line in lines], dtype=float)
-
-
-def minutes(lines):
-    return column(lines, "wall_s") / 60
-
-
-def thousand_samples(lines):
-    return column(lines, "samples") / 1000
 
 
 def smooth(y):
@@ -66,173 +88,176 @@ def smooth(y):
     return np.convolve(padded, np.ones(9) / 9, "valid")
 
 
-def tasks_of(evals):
-    """Names of what was evaluated first."""
-    return list(evals[0]["eval"]) if evals else []
-
-
 def evaluated(steps, evals, task):
     """(minutes, thousand samples, scores) of a task's evaluations, each [N]."""
-    # thousand samples that each version was trained on; before the first step: none
-    versions = column(steps, "version")
-    trained = dict(zip(versions, thousand_samples(steps)))
-    trained[versions[0] - 1] = 0.0
+    # before the first step: trained on nothing
+    trained = {steps[0]["version"] - 1: 0} | {line["version"]: line["samples"] for line in steps}
     have = [line for line in evals if task in line["eval"] and line["version"] in trained]
-    samples = np.array([trained[line["version"]] for line in have])
+    samples = np.array([trained[line["version"]] for line in have]) / 1000
     scores = np.array([line["eval"][task] for line in have])
-    return minutes(have), samples, scores
+    return column(have, "wall_s") / 60, samples, scores
 
 
 def reward_panels(steps, evals):
     """Training reward and held-out scores, against the time and against the samples."""
+    axes = {
+        "minutes": column(steps, "wall_s") / 60,
+        "thousand samples": column(steps, "samples") / 1000,
+    }
     reward = column(steps, "reward")
-    top = max(1.02, reward.max())
-    limits = dict(bottom=min(0, reward.min()), top=top)
-    by_time = Panel("reward against minutes", "minutes", **limits)
-    by_samples = Panel("reward against samples", "thousand samples", **limits)
-    for panel, x in ((by_time, minutes(steps)), (by_samples, thousand_samples(steps))):
-        panel.curves.append(Curve("each step", x, reward, "faint", color=0))
-        panel.curves.append(Curve("training reward", x, smooth(reward), color=0))
-    for number, task in enumerate(tasks_of(evals), 3):
-        at_minutes, at_samples, scores = evaluated(steps, evals, task)
-        label = f"held-out {task}"
-        by_time.curves.append(Curve(label, at_minutes, scores, "dots", color=number))
-        by_samples.curves.append(Curve(label, at_samples, scores, "dots", color=number))
-    return [by_time, by_samples]
-
-
-def lag_panel(steps):
-    x = column(steps, "step")
-    curves = [
-        Curve("max", x, column(steps, "lag_max"), color=1),
-        Curve("mean", x, column(steps, "lag_mean"), color=0),
-    ]
-    return Panel("lag of trained tokens, versions", curves=curves, bottom=0)
-
-
-def ess_panel(steps):
-    ess = column(steps, "ess")
-    curve = Curve("effective sample size", column(steps, "step"), ess)
-    return Panel("effective sample size", curves=[curve], bottom=min(0.9, ess.min()), top=1.005)
+    panels = []
+    for i, (xlabel, x) in enumerate(axes.items()):
+        panel = Panel(f"reward against {xlabel}", xlabel, include=(0, 1))
+        panel.add("each step", x, reward, "faint", 0)
+        panel.add("training reward", x, smooth(reward), color=0)
+        for number, task in enumerate(evals[0]["eval"] if evals else [], 3):
+            points = evaluated(steps, evals, task)
+            panel.add(f"held-out {task}", points[i], points[2], "dots", number)
+        panels.append(panel)
+    return panels
 
 
 def ess_by_lag_panel(steps):
     """At which lag do the data stop helping?"""
     points = {}
     for line in steps:
-        for bucket, row in line["by_lag"].items():
-            point = (line["step"], row["ess"], row["tokens"])
-            points.setdefault(bucket, []).append(point)
-    by_bucket = {bucket: np.array(rows, float).T for bucket, rows in points.items()}
-    total = sum(tokens.sum() for _, _, tokens in by_bucket.values())
-    panel = Panel("effective sample size by lag", top=1.005)
-    for bucket, (step, ess, tokens) in by_bucket.items():
-        share = tokens.sum() / total
-        label = f"lag {bucket} ({share:.0%} of tokens)"
-        panel.curves.append(Curve(label, step, smooth(ess)))
+        for lag, row in line["by_lag"].items():
+            points.setdefault(lag, []).append((line["step"], row["ess"], row["tokens"]))
+    total = sum(tokens for rows in points.values() for _, _, tokens in rows)
+    panel = Panel("effective sample size by lag", include=(1,))
+    for lag, rows in points.items():
+        step, ess, tokens = np.array(rows, float).T
+        panel.add(f"lag {lag} ({tokens.sum() / total:.0%} of tokens)", step, smooth(ess))
     return panel
 
 
-def speed_panel(steps):
-    x = column(steps, "step")
-    curves = [
-        Curve("sampled", x, smooth(column(steps, "gen_tok_s"))),
-        Curve("trained (with prompts)", x, smooth(column(steps, "train_tok_s"))),
-    ]
-    return Panel("tokens / s", curves=curves, bottom=0)
-
-
-def trainer_panel(steps):
-    """Where the trainer's time goes; it sends weights in the background, but for gathering and waiting."""
-    x = column(steps, "step")
-    waiting = column(steps, "wait_data_s")
-    sending = column(steps, "wait_sync_s")
-    rest = np.maximum(column(steps, "step_s") - waiting - sending, 0)
-    parts = {"waiting for data": waiting, "sending weights": sending, "training": rest}
-    curves = [Curve(label, x, smooth(y), "area") for label, y in parts.items()]
-    return Panel("the trainer's seconds per step", curves=curves, bottom=0)
-
-
-def update_panel(steps):
-    updates = [line for line in steps if line["sync_s"]]
-    x = column(updates, "step")
-    panel = Panel("a weight update, ms", bottom=0)
-    for label, key in UPDATE_PARTS.items():
-        panel.curves.append(Curve(label, x, smooth(1000 * column(updates, key)), "area"))
-    panel.curves.append(Curve("all of it", x, smooth(1000 * column(updates, "sync_s"))))
+def mismatch_panel(steps, mismatches):
+    """Of samples of lag 0, and where engines were asked for the logprobs of the trainer's sequences."""
+    panel = Panel("mismatch, nats a token", log=True)
+    panel.add("samples of lag 0", column(steps, "step"), column(steps, "mismatch"))
+    measured = column(mismatches, "mismatch")
+    panel.add("sequences computed by both", column(mismatches, "version"), measured, "dots")
     return panel
 
 
-def attribution_panel(parts):
-    """What the distance between behaviour and trained policy is made of."""
-    title = "KL(behaviour || trained) and its parts, nats a token, by version"
-    panel = Panel(title, "version", log=True)
-    for name, (versions, values) in parts.items():
-        panel.curves.append(Curve(name, np.array(versions), np.array(values), "dots"))
+def plain_panel(steps, title, include, keys):
+    """Quantities of metrics.jsonl: smoothed, and of a single one each step's value, too."""
+    panel = Panel(title, include=include)
+    x = column(steps, "step")
+    if " " not in keys:
+        panel.add("each step", x, column(steps, keys), "faint", 0)
+    for color, key in enumerate(keys.split()):
+        panel.add(key, x, smooth(column(steps, key)), color=color)
     return panel
 
 
-def waits_panel(steps):
-    """Who waited for whom: shares of the time."""
-    x = column(steps, "step")
-    seconds = column(steps, "step_s")
-    shares = {
-        "trainer waits for rollouts": column(steps, "wait_data_s") / seconds,
-        "trainer waits for engines to take weights": column(steps, "wait_sync_s") / seconds,
-        "places of engines empty (the gate, the end)": column(steps, "gen_idle"),
-        "engines paused for weights": column(steps, "pause_s") / seconds,
-    }
-    curves = [Curve(label, x, smooth(y)) for label, y in shares.items()]
-    return Panel("who waits for whom, share of the time", curves=curves, bottom=0)
+def run_panels(steps, evals, mismatches):
+    """(panels of report.png, further ones of report.html: what one looks at when something is wrong)."""
+    first = [*reward_panels(steps, evals), ess_by_lag_panel(steps)]
+    first += [plain_panel(steps, *panel) for panel in KEYS]
+    more = [mismatch_panel(steps, mismatches)]
+    return first, more + [plain_panel(steps, *panel) for panel in MORE_KEYS]
 
 
-def simple_panel(steps, key, title, **limits):
-    """A quantity of metrics.jsonl as it is, and its running mean."""
-    x = column(steps, "step")
-    y = column(steps, key)
-    known = ~np.isnan(y)
-    curves = [
-        Curve("each step", x, y, "faint", color=0),
-        Curve(key, x[known], smooth(y[known]), color=0),
-    ]
-    return Panel(title, curves=curves, **limits)
+# ---- as a picture
 
 
-def with_points(found):
-    """Those panels that have something to show: not everything is measured in every run."""
-    return [p for p in found if any(np.isfinite(curve.y).any() for curve in p.curves)]
+def draw_panel(ax, panel):
+    """One panel, with matplotlib."""
+    for curve in panel.curves:
+        if curve.style == "faint":
+            ax.plot(curve.x, curve.y, color=curve.color, alpha=0.25)
+            continue
+        marker = "o" if curve.style == "dots" else None
+        ax.plot(curve.x, curve.y, color=curve.color, marker=marker, label=curve.label)
+        if curve.low is not None:
+            ax.fill_between(curve.x, curve.low, curve.high, color=curve.color, alpha=0.15)
+    for value in panel.include:
+        # not seen, but within the axis
+        ax.axhline(value, alpha=0)
+    ax.set(title=panel.title, xlabel=panel.xlabel)
+    if panel.log:
+        ax.set_yscale("log")
+    ax.grid(alpha=0.3)
+    if len(panel.curves) > 1:
+        ax.legend()
 
 
-def main_panels(steps, evals, parts):
-    """Of report.png: reward against time and samples, lag, ESS (whole and by lag), tokens/s, where the time of
-    trainer and updates goes; with --attribute_every (parts) also the parts of the KL.
-    """
-    found = [
-        *reward_panels(steps, evals),
-        lag_panel(steps),
-        ess_by_lag_panel(steps),
-        ess_panel(steps),
-        speed_panel(steps),
-        trainer_panel(steps),
-        update_panel(steps),
-    ]
-    if parts:
-        found.append(attribution_panel(parts))
-    return with_points(found)
+def draw(path, title, panels):
+    """Panels in two rows."""
+    columns = (len(panels) + 1) // 2
+    figure, axes = plt.subplots(2, columns, figsize=(5 * columns, 8), constrained_layout=True)
+    for ax in axes.flat[len(panels) :]:
+        ax.set_axis_off()
+    for ax, panel in zip(axes.flat, panels):
+        draw_panel(ax, panel)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=80)
+    plt.close(figure)
 
 
-def more_panels(steps):
-    """Of report.html beside those: what one looks at when something is wrong."""
-    found = [
-        waits_panel(steps),
-        simple_panel(steps, "mismatch", "mismatch, nats", log=True),
-        simple_panel(steps, "kl_behavior", "KL(behaviour || trained), nats a token"),
-        simple_panel(steps, "loss", "loss, per sample"),
-        simple_panel(steps, "entropy", "entropy, nats"),
-        simple_panel(steps, "grad_norm", "norm of the gradient before clipping"),
-        simple_panel(steps, "clip_frac", "share of tokens outside the clip range"),
-        simple_panel(steps, "signal", "share of samples with an advantage", bottom=0),
-        simple_panel(steps, "cut_off", "share of answers cut off", bottom=0),
-        Panel("learning rate", curves=[Curve("lr", column(steps, "step"), column(steps, "lr"))]),
-    ]
-    return with_points(found)
+# ---- as a page
+
+
+def numbers(values, digits=5):
+    """Array -> list of floats for JSON, which knows no NaN."""
+    return [float(f"{v:.{digits}g}") if np.isfinite(v) else None for v in values]
+
+
+def traces(panel):
+    """The curves of a panel as plotly's traces."""
+    found = []
+    for curve in panel.curves:
+        trace = dict(x=numbers(curve.x, 12), name=curve.label, legendgroup=curve.label)
+        trace |= dict(mode="lines", line=dict(color=curve.color, width=1.5))
+        if curve.low is not None:
+            edge = trace | dict(line=dict(width=0), hoverinfo="skip", showlegend=False)
+            found.append(edge | dict(y=numbers(curve.low)))
+            fill = dict(fill="tonexty", fillcolor=curve.color + "26")
+            found.append(edge | fill | dict(y=numbers(curve.high)))
+        if curve.style == "faint":
+            trace |= dict(opacity=0.3, showlegend=False)
+        elif curve.style == "dots":
+            trace["mode"] = "lines+markers"
+        found.append(trace | dict(y=numbers(curve.y)))
+    return found
+
+
+def figure(panel):
+    """A panel as plotly's data and layout."""
+    data = traces(panel)
+    yaxis = dict(exponentformat="e", minexponent=5, type="log" if panel.log else "linear")
+    yaxis["autorangeoptions"] = dict(include=list(panel.include))
+    layout = dict(
+        title=dict(text=panel.title, font=dict(size=14)),
+        margin=dict(l=55, r=10, t=36, b=75),
+        yaxis=yaxis,
+        hovermode="x unified",
+        showlegend=sum(trace.get("showlegend", True) for trace in data) > 1,
+        legend=dict(orientation="h", yref="container", y=0, yanchor="bottom", font=dict(size=11)),
+    )
+    return dict(data=data, layout=layout)
+
+
+def table(title, header, rows, empty="none", folded=False):
+    """As page.html takes it; empty: said where there are no rows; folded: shown when one clicks on it."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    return dict(title=title, header=header, rows=cells, empty=empty, folded=folded)
+
+
+def write_page(path, title, summary, tables, panels, rollouts=()):
+    """Write the page: words, tables, panels, rollouts (lines of samples.jsonl)."""
+    # only here: half a second
+    from plotly.offline import get_plotlyjs
+
+    data = dict(title=title, summary=summary, tables=tables, rollouts=rollouts)
+    data["panels"] = [figure(panel) for panel in panels]
+    # nothing in a rollout may end the script that it is in
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    page = Path(__file__).with_name("page.html").read_text()
+    parts = {"title": escape(title), "plotly": get_plotlyjs(), "data": text}
+    whole = re.sub(r"\{\{(title|plotly|data)\}\}", lambda match: parts[match[1]], page)
+    # who looks at the old one sees all of it, also while another process draws
+    temporary = Path(path).with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(whole)
+    temporary.replace(path)

@@ -26,13 +26,13 @@ from transformers import AutoTokenizer
 import config as cfg
 import train
 from plumbing import archive, checkpoints
-from plumbing.hardware import gpu_count, share_cores
+from plumbing.launch import gpu_count, share_cores
 from plumbing.metrics import short
 from plumbing.ranks import Ranks
 from plumbing.samples import layout
 from tools import report
-from tools.find import run_of
 from tools.show import GREY, harmless, paint
+from tools.status import find_run
 
 LOW, HIGH = 0.8, 1.25
 BLUE, GREEN, RED = 34, 32, 31
@@ -160,8 +160,7 @@ def train_to(run_dir, step, config, ranks):
     """(model, optimizers) as they were before `step`, trained again from the checkpoint before it."""
     path, version = start_before(run_dir, step)
     model, optimizers = train.build(config, ranks.device, 1)
-    if path:
-        checkpoints.restore(run_dir, model, optimizers, 0, path)
+    checkpoints.restore(path, model, optimizers)
     print(f"replay: from {path or config.model}", flush=True)
     for k in range(version + 1, step):
         batches = archive.batches(run_dir, k)
@@ -177,7 +176,7 @@ def main(argv=None):
     p.add_argument("--samples", type=int, default=0, help="show so many rollouts")
     p.epilog = "Other flags are knobs: the step under this one, too, for example --loss icepop"
     a, knobs = p.parse_known_args(argv)
-    a.run_dir = run_of(a.run_dir)
+    a.run_dir = find_run(a.run_dir)
     try:
         config = cfg.load(a.run_dir)
         # the loss's own bounds, unless they are given

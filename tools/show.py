@@ -15,7 +15,9 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.find import run_of  # noqa: E402
+import config as cfg  # noqa: E402
+from plumbing.problems import load_problems  # noqa: E402
+from tools.status import find_run  # noqa: E402
 
 # of a terminal: of the versions in turn, of what nobody sampled, of the first line
 COLOURS = (36, 33, 35, 32, 34, 31)
@@ -24,48 +26,68 @@ BOLD = 1
 RIGHT, WRONG = "1;32", "1;31"
 
 
+def read_rollouts(file):
+    """The whole lines of samples.jsonl from here on; exits with a line if an older version wrote them."""
+    while True:
+        start = file.tell()
+        text = file.readline()
+        if not text.endswith(b"\n"):
+            # the rest of it is yet to come
+            file.seek(start)
+            return
+        line = json.loads(text)
+        if "problem" not in line:
+            sys.exit(f"{file.name}: an older version wrote it, with other fields: move it aside")
+        yield line
+
+
+def right_answers(config):
+    """{task: [problem's "answer", or None]} of what is trained on; {} and a line if it cannot be had here."""
+    try:
+        problems = load_problems(config, "train")
+    except (cfg.ConfigError, OSError) as e:
+        print(f"(no right answers are shown: {e})", file=sys.stderr)
+        return {}
+    return {task: [problem.get("answer") for problem in problems[task]] for task in problems}
+
+
+def answer_to(line, answers):
+    """What is right for a rollout's problem, as text; None if that is not known."""
+    answer = answers[line["task"]][line["problem"]] if answers else None
+    return None if answer is None else str(answer)
+
+
 def paint(code, text, colour):
     """The text in this colour, if colours are wanted."""
-    if not colour:
-        return text
-    return f"\x1b[{code}m{text}\x1b[0m"
+    return f"\x1b[{code}m{text}\x1b[0m" if colour else text
 
 
 def harmless(text):
     """A rollout must not drive the terminal."""
-    shown = ""
-    for character in text:
-        if not character.isprintable() and character not in "\n\t":
-            character = repr(character).strip("'")
-        shown += character
-    return shown
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c).strip("'") for c in text)
 
 
 def versions_of(line):
     """Versions that sampled a rollout, in the order in which they did."""
-    return [version for version, _ in line["spans"] if version >= 0]
+    return list(dict.fromkeys(version for version, _ in line["spans"] if version >= 0))
 
 
 def heading(line):
     """Problem, reward, versions."""
     versions = versions_of(line)
-    sampled = "nothing sampled"
-    if versions:
-        names = " ".join(map(str, dict.fromkeys(versions)))
-        youngest = line["version"] - max(versions)
-        oldest = line["version"] - min(versions)
-        sampled = f"versions {names}, trainer at {line['version']}: lag {youngest} to {oldest}"
+    trained = line["step"] - 1
     outcome = line["outcome"]
     if not line["finished"]:
         outcome += ", cut off"
     return (
-        f"problem {line['index']} of {line['task']} | "
-        f"reward {line['reward']:.2f} {outcome} | {sampled}"
+        f"step {line['step']}, problem {line['problem']} of {line['task']} | "
+        f"reward {line['reward']:.2f} {outcome}, advantage {line['advantage']:+.2f} | "
+        f"versions {' '.join(map(str, versions))}: lag {trained - max(versions)} to {trained - min(versions)}"
     )
 
 
-def show(line, colour=True):
-    """One line of samples.jsonl as text for a terminal."""
+def show(line, answers, colour=True):
+    """One line of samples.jsonl as text for a terminal; answers: see right_answers."""
     text = ""
     last = None
     for version, tokens in line["spans"]:
@@ -79,25 +101,8 @@ def show(line, colour=True):
         last = version
     head = paint(RIGHT if line["outcome"] == "correct" else WRONG, heading(line), colour)
     shown = f"{head}\n{text}\n"
-    if line.get("answer") is not None:
-        shown += f"answer: {line['answer']}\n"
-    return shown
-
-
-def wanted(line, multi):
-    return not multi or len(set(versions_of(line))) > 1
-
-
-def follow(file, multi, colour):
-    """Show what is added to the file, until Ctrl-C."""
-    while True:
-        text = file.readline()
-        if not text:
-            time.sleep(0.5)
-            continue
-        line = json.loads(text)
-        if wanted(line, multi):
-            print(show(line, colour), flush=True)
+    answer = answer_to(line, answers)
+    return shown if answer is None else f"{shown}answer: {harmless(answer)}\n"
 
 
 def main():
@@ -107,17 +112,20 @@ def main():
     p.add_argument("--follow", action="store_true", help="go on with what is added")
     p.add_argument("--multi", action="store_true", help="of several versions only")
     a = p.parse_args()
-    # `| head` is no error
+    # `| head` and Ctrl-C are no errors
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    path = run_of(a.run, "samples.jsonl") / "samples.jsonl"
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    path = find_run(a.run, "samples.jsonl") / "samples.jsonl"
+    answers = right_answers(cfg.load(path.parent))
     colour = sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR"))
-    with open(path) as file:
-        lines = [json.loads(text) for text in file]
-        chosen = [line for line in lines if wanted(line, a.multi)]
-        for line in chosen[-a.n :]:
-            print(show(line, colour))
-        if a.follow:
-            follow(file, a.multi, colour)
+    with open(path, "rb") as file:
+        while True:
+            lines = [x for x in read_rollouts(file) if not a.multi or len(versions_of(x)) > 1]
+            for line in lines[-a.n :]:
+                print(show(line, answers, colour), flush=True)
+            if not a.follow:
+                return
+            time.sleep(0.5)
 
 
 if __name__ == "__main__":

@@ -8,37 +8,42 @@ Nothing here talks to a process of the run, so that it may be asked from any mac
 
 import argparse
 import contextlib
-import fcntl
 import json
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
-
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import config as cfg  # noqa: E402
-from plumbing import checkpoints  # noqa: E402
-from plumbing.hardware import is_to_be_made  # noqa: E402
-from plumbing.metrics import RECENT  # noqa: E402
+from plumbing import checkpoints, launch  # noqa: E402
 from plumbing.queues import read_json  # noqa: E402
-from tools.find import run_of  # noqa: E402
 
-# a step that takes so many times as long as the recent ones is worth a word
+OUT = cfg.ROOT / "out"
+# steps that are meant by "lately"
+RECENT = 10
+# a step that takes so many times as long as those is worth a word
 SLOW = 5
-SUMMARY = """\
-{run_dir}: {state}
-step       {step}
-held-out   {held_out}
-lately     {lately}
-engines    {engines}
-queues     {queues}
-checkpoint {checkpoint}
-alarms     {alarms}
-"""
+
+
+def find_run(name=None, file="config.json"):
+    """The directory of a run, given as such or by its name under out/; None: of the newest. Exits with a line if
+    there is none that has this file.
+    """
+    if name:
+        places = [Path(name), OUT / name]
+        for place in places:
+            if (place / file).exists():
+                return place
+        sys.exit(f"{name}: there is no {file} in {places[0]}, nor in {places[1]}")
+    # an evaluation (tools/evaluate.py) has no trainer
+    found = [path for path in OUT.glob(f"*/{file}") if cfg.load(path.parent).trainers]
+    if not found:
+        sys.exit(f"no run in {OUT} has a {file} yet: name one")
+    newest = max(found, key=lambda path: path.stat().st_mtime).parent
+    print(f"(the newest run: {newest})", file=sys.stderr)
+    return newest
 
 
 def duration(seconds):
@@ -55,30 +60,18 @@ def scores(line):
     return " ".join(f"{name} {score:.3f}" for name, score in line["eval"].items())
 
 
-def is_held(run_dir):
-    """Does a process of the run, on any machine, still have its lock?"""
-    run_dir = Path(run_dir).resolve()
-    path = run_dir.with_name(f".{run_dir.name}.lock")
-    if not path.exists():
-        return False
-    with open(path) as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-    return False
-
-
 class Status:
     """Looks at a run again and again, and reads of metrics.jsonl only what is new."""
 
     def __init__(self, run_dir):
         self.run_dir = Path(run_dir)
         self.config = cfg.load(run_dir)
+        self.forget()
+
+    def forget(self):
         self.offset = 0
-        self.steps = []
-        self.evals = []
-        self.alarms = []
+        # lines of metrics.jsonl by what they are about; of steps the last ones
+        self.lines = {"step": [], "eval": [], "alarm": []}
         self.stepped_at = None
 
     def look(self):
@@ -87,104 +80,94 @@ class Status:
         if not path.exists():
             return
         if path.stat().st_size < self.offset:
-            self.__init__(self.run_dir)
+            self.forget()
         with open(path, "rb") as file:
             file.seek(self.offset)
             new = file.read()
+        # the last line may not be whole yet
         whole = new[: new.rfind(b"\n") + 1]
         self.offset += len(whole)
-        for text in whole.splitlines():
-            line = json.loads(text)
-            if "step" in line:
-                self.steps.append({k: line[k] for k in line if k not in ("problems", "by_lag")})
-                self.stepped_at = path.stat().st_mtime
-            elif "eval" in line:
-                self.evals.append(line)
-            elif "alarm" in line:
-                self.alarms.append(line)
-        del self.steps[:-RECENT]
+        for line in map(json.loads, whole.splitlines()):
+            for about in self.lines.keys() & line.keys():
+                self.lines[about].append(line)
+        del self.lines["step"][:-RECENT]
+        if whole:
+            self.stepped_at = path.stat().st_mtime
 
-    def mean(self, key):
-        return sum(line[key] for line in self.steps) / len(self.steps)
+    def lately(self, key):
+        """Mean of a metric."""
+        return statistics.mean(line[key] for line in self.lines["step"])
 
     def who_waits(self):
-        """Shares of the recent time."""
-        seconds = sum(line["step_s"] for line in self.steps)
-        waited = sum(line["wait_data_s"] for line in self.steps)
-        return (
-            f"trainer waits {waited / seconds:.0%}, engine places {self.mean('gen_idle'):.0%} empty"
-        )
+        waits = self.lately("wait_data_s") / self.lately("step_s")
+        return f"trainer waits {waits:.0%}, engine places {self.lately('gen_idle'):.0%} empty"
 
-    def left(self):
-        """Seconds to the last step, at the recent pace."""
-        seconds = statistics.median(line["step_s"] for line in self.steps)
-        return (self.config.steps - self.steps[-1]["step"]) * seconds
-
-    def loading(self):
-        """Engines that have been started and serve nothing yet, as words."""
-        said = read_json(self.run_dir / "queues" / "version.json")
-        serving = said.get("engines", [])
-        words = []
-        for file, entry in self.engines():
-            if entry["url"] not in serving or not entry.get("answers", True):
-                with contextlib.suppress(OSError):
-                    seconds = time.time() - file.stat().st_mtime
-                    words.append(f"{file.stem} loading, {duration(seconds)}")
-        return words
+    def eta(self):
+        """Time to the last step, at the recent pace."""
+        steps = self.lines["step"]
+        seconds = statistics.median(line["step_s"] for line in steps)
+        return duration((self.config.steps - steps[-1]["step"]) * seconds)
 
     def engines(self):
-        """[(file, what it says)] of the engines that have been started and have not died."""
-        files = sorted((self.run_dir / "engines").glob("*.json"))
-        known = [(file, read_json(file)) for file in files]
-        return [(file, entry) for file, entry in known if entry]
-
-    def serving(self):
-        """How many engines serve which version, as words; [] before the first weights."""
-        said = read_json(self.run_dir / "queues" / "version.json")
-        if not said.get("engines"):
-            return []
-        alive = [entry["url"] for _, entry in self.engines() if entry.get("answers", True)]
-        count = len(set(alive) & set(said["engines"]))
-        return [f"{count} of {self.config.engines} serve version {said['served']}"]
+        """(which version is served, of which engines one waits), as words; "" if there is nothing to say."""
+        known = read_json(self.run_dir / "queues" / "version.json")
+        urls = known.get("engines", [])
+        serving = 0
+        loading = []
+        for file in sorted((self.run_dir / "engines").glob("*.json")):
+            entry = read_json(file)
+            if entry and entry["url"] in urls and entry.get("answers", True):
+                serving += 1
+            elif entry:
+                # it may be removed right now
+                with contextlib.suppress(OSError):
+                    age = duration(time.time() - file.stat().st_mtime)
+                    loading.append(f"{file.stem} loading, {age}")
+        words = f"{serving} of {self.config.engines} serve version {known.get('served')}"
+        return words if urls else "", "; ".join(loading)
 
     def starting(self):
         """What it waits for before its first step."""
-        waits = self.loading()
-        if not waits and not self.serving():
-            waits = ["models are being loaded"]
-        if is_to_be_made(self.config.model):
-            waits = ["the tiny base model is being made"]
-        return "; ".join(waits) or "the first rollouts are sampled"
+        if launch.is_to_be_made(self.config.model):
+            return "the tiny base model is being made"
+        serving, loading = self.engines()
+        if serving:
+            return loading or "the first rollouts are sampled"
+        return loading or "models are being loaded"
 
     def line(self):
         """All that matters now, in a line."""
+        steps, evals, alarms = self.lines.values()
+        serving, loading = self.engines()
         # a continued run has steps, and engines without weights
-        if not self.steps or not self.serving():
+        if not steps or not serving:
             return self.starting()
-        last = self.steps[-1]
+        last = steps[-1]["step"]
         words = [
-            f"step {last['step']}/{self.config.steps}, eta {duration(self.left())}",
-            f"reward {self.mean('reward'):.3f}",
-            f"lag {self.mean('lag_mean'):.1f}/{max(x['lag_max'] for x in self.steps)}",
+            f"step {last}/{self.config.steps}, eta {self.eta()}",
+            f"reward {self.lately('reward'):.3f}",
+            f"lag {self.lately('lag_mean'):.1f}/{max(line['lag_max'] for line in steps)}",
             self.who_waits(),
         ]
-        if self.evals:
-            words.append(f"held-out {scores(self.evals[-1])}")
+        words += [f"held-out {scores(line)}" for line in evals[-1:]]
         silent = time.time() - self.stepped_at
-        if silent > SLOW * self.mean("step_s") + 5 and last["step"] < self.config.steps:
+        if silent > SLOW * self.lately("step_s") + 5 and last < self.config.steps:
             words.append(f"no step for {duration(silent)}")
-        words += self.loading()
-        if self.alarms:
-            words.append(f"{len(self.alarms)} alarms")
-        return " | ".join(words)
+        words.append(loading)
+        words.append(f"{len(alarms)} alarms" if alarms else "")
+        return " | ".join(filter(None, words))
 
-    # ---- at length
+    def is_running(self):
+        """Does a process of the run, on any machine, still hold its name?"""
+        run_dir = self.run_dir.resolve()
+        return launch.holder(replace(self.config, out=str(run_dir.parent), run=run_dir.name)) != ""
 
     def state(self):
         """Running, complete, or stopped."""
-        if is_held(self.run_dir):
+        evals = self.lines["eval"]
+        if self.is_running():
             return "running"
-        if self.evals and self.evals[-1]["version"] == self.config.steps:
+        if evals and evals[-1]["version"] == self.config.steps:
             return "complete; a larger --steps extends it"
         if checkpoints.newest(self.run_dir) is None:
             return "stopped; there is no checkpoint yet, the same command starts anew"
@@ -192,39 +175,37 @@ class Status:
 
     def summary(self):
         """What `run.sh status` prints."""
+        steps, evals, alarms = self.lines.values()
         step = f"none of {self.config.steps} yet: {self.starting()}"
-        lately = "-"
-        if self.steps:
+        lately = ""
+        if steps:
             ago = duration(time.time() - self.stepped_at)
-            last = self.steps[-1]
-            step = f"{last['step']} of {self.config.steps}, {ago} ago, {self.mean('step_s'):.1f} s each; eta {duration(self.left())}"
-            lately = (
-                f"reward {self.mean('reward'):.3f}, lag {self.mean('lag_mean'):.2f}, ess {self.mean('ess'):.3f}; "
-                f"{self.who_waits()}"
-            )
-        queues = {}
-        for folder in sorted((self.run_dir / "queues").glob("*/")):
-            queues[folder.name] = len(list(folder.rglob("*.safetensors")))
-        first_and_last = self.evals[:1] + self.evals[1:][-1:]
-        held_out = [f"{scores(line)} (version {line['version']})" for line in first_and_last]
+            step = f"{steps[-1]['step']} of {self.config.steps}, {ago} ago, {self.lately('step_s'):.1f} s each; eta {self.eta()}"
+            means = [f"{key} {self.lately(key):.3f}" for key in ("reward", "lag_mean", "ess")]
+            lately = f"{', '.join(means)}; {self.who_waits()}"
+        first_and_last = evals[:1] + evals[1:][-1:]
+        queues = sorted((self.run_dir / "queues").glob("*/"))
+        waiting = {folder.name: len(list(folder.rglob("*.safetensors"))) for folder in queues}
         newest = checkpoints.newest(self.run_dir)
-        engines = self.serving() + self.loading() if is_held(self.run_dir) else []
-        return SUMMARY.format(
-            run_dir=self.run_dir,
-            state=self.state(),
-            step=step,
-            held_out=" | ".join(held_out) or "-",
-            lately=lately,
-            engines="; ".join(engines) or "none",
-            queues=", ".join(f"{n} in {name}" for name, n in queues.items()) or "-",
-            checkpoint=newest.name if newest else "none yet",
-            alarms="; ".join(f"version {x['version']}: {x['alarm']}" for x in self.alarms)
-            or "none",
-        )
+        rows = {
+            "step": step,
+            "held-out": " | ".join(f"{scores(x)} (version {x['version']})" for x in first_and_last),
+            "lately": lately,
+            "engines": "; ".join(filter(None, self.engines())) * self.is_running(),
+            "queues": ", ".join(f"{n} in {name}" for name, n in waiting.items()),
+            "checkpoint": newest.name if newest else "",
+            "alarms": "; ".join(f"version {x['version']}: {x['alarm']}" for x in alarms),
+        }
+        lines = [f"{name:<10} {words or 'none'}\n" for name, words in rows.items()]
+        return f"{self.run_dir}: {self.state()}\n{''.join(lines)}"
 
 
 def screen(run_dir):
     """Pass on stdin, line by line, above a line that stays."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
     status = Status(run_dir)
     start = time.monotonic()
 
@@ -250,7 +231,7 @@ def main():
     a = p.parse_args()
     if a.screen:
         return screen(a.run)
-    status = Status(run_of(a.run))
+    status = Status(find_run(a.run))
     status.look()
     print(status.summary(), end="")
 

@@ -5,30 +5,27 @@ runs `pytest tests/edits/checks.py -k NAME` there. In the repository itself, wit
 import asyncio
 import json
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from test_train import CPU, knobs, micro_record, packed_model
+from test_samples import group_record, make_sample
+from test_train import CPU, knobs, metrics_of, micro_record, one_step, packed_model
 
 import actor
+import preprocess
 import train
 from conftest import resolved
 from plumbing import checkpoints, secret
-from plumbing.checkpoints import NEW_RUN
-from plumbing.ledger import Draws
+from plumbing.ledger import Ledger
 from plumbing.queues import Queue
+from plumbing.ranks import Ranks
 from plumbing.samples import Transcript, join, layout, split
 
 
-def answer(tokens):
-    """What an engine sampled, with nothing known of it but the tokens."""
-    return {
-        "tokens": tokens,
-        "behavior_logprobs": [-1.0] * len(tokens),
-        "versions": [0] * len(tokens),
-    }
+def sampled(n):
+    """(tokens, behavior_logprobs, versions) of what an engine sampled."""
+    return list(range(1, n + 1)), [-1.0] * n, [0] * n
 
 
 # ---- cispo_by_position
@@ -36,14 +33,14 @@ def answer(tokens):
 
 def test_cispo_by_position_knows_the_tenth_of_every_token():
     transcript = Transcript([7, 7])
-    transcript.add_turn(answer([1, 2, 3, 4, 5]))
+    transcript.append(*sampled(5))
     # what the environment says is no part of it
-    transcript.add_text([8, 8, 8])
-    transcript.add_turn(answer([1, 2, 3, 4, 5]))
+    transcript.append([8, 8, 8])
+    transcript.append(*sampled(5))
     sample = transcript.fields()
     assert sample["tenth"][sample["mask"]].tolist() == list(range(10))
     short = Transcript([7])
-    short.add_turn(answer([1, 2, 3]))
+    short.append(*sampled(3))
     assert short.fields()["tenth"].tolist() == [0, 0, 3, 6]
 
 
@@ -74,7 +71,7 @@ def test_cispo_by_position_counts_ratios_above_2_by_tenth():
     record = join(split(record))
     config = knobs(loss="cispo")
     optimizers = train.make_optimizers(model, config, CPU)
-    metrics, _ = train.train_step(model, optimizers, [record, record], 6, config, CPU)
+    metrics = one_step(model, optimizers, [record, record], 6, config)
     assert metrics["above_2"] == pytest.approx([1] * 5 + [0, 0, 0, 1 / 3, 0])
     # tenth 8 ends at 5 - 2.4 = 2.6, the first half of a completion nowhere below 3.8
     assert metrics["clip_frac"] == pytest.approx(1 / 30)
@@ -101,7 +98,8 @@ class FakeEngines:
             of_token = torch.log_softmax(logits, -1)
             tokens.append(torch.multinomial(of_token.exp(), 1, generator=self.random).item())
             logprobs.append(of_token[tokens[-1]].item())
-        return answer(tokens) | {"behavior_logprobs": logprobs, "finished": False, "engine": engine}
+        of_tokens = dict(tokens=tokens, behavior_logprobs=logprobs, versions=[0] * len(tokens))
+        return of_tokens | dict(finished=False, engine=engine)
 
     def pace(self):
         return {"gen_tok_s": 0.0, "gen_idle": 0.0}
@@ -114,9 +112,8 @@ async def one_group(config, run_dir, model):
     stage.engines = FakeEngines(model)
     await stage.sandbox.start()
     sampler = actor.Sampler({"toy": [0]}, {"toy": 1.0}, 0)
-    draws = Draws(sampler, run_dir / "queues" / "sampler.json", NEW_RUN)
     try:
-        await stage.group(0, "toy", 0, {"prompt": "ba=", "answer": "ab"}, draws)
+        await stage.group(0, "toy", 0, {"prompt": "ba=", "answer": "ab"}, sampler)
     finally:
         stage.sandbox.close()
     return Queue(run_dir / "queues" / "rollouts").get(0)[1]
@@ -131,11 +128,9 @@ def test_temperature_per_member_is_sampled_and_trained_at(tmp_path, base_model):
     expected = [0.8, 0.9, 1.0, 1.1, 1.2]
     assert record["temperature"].tolist() == pytest.approx(expected)
     record["advantage"] = np.zeros(5, np.float32)
-    _, sums = train.micro_batch(model, record, 0, config, CPU)
-    assert sums["mismatch"] / sums["mismatch_tokens"] < 1e-5
+    assert metrics_of(model, record, 0)[1]["mismatch"] < 1e-5
     record["temperature"][:] = 1.0
-    _, sums = train.micro_batch(model, record, 0, config, CPU)
-    assert sums["mismatch"] / sums["mismatch_tokens"] > 1e-3
+    assert metrics_of(model, record, 0)[1]["mismatch"] > 1e-3
 
 
 # ---- muon
@@ -150,7 +145,7 @@ def test_muon_takes_the_matrices_of_the_layers_and_adamw_the_rest():
     config = knobs(lr=0.01)
     optimizers = train.make_optimizers(model, config, CPU)
     assert [type(x).__name__ for x in optimizers] == ["AdamW", "Muon"]
-    train.train_step(model, optimizers, [record], 0, config, CPU)
+    one_step(model, optimizers, [record], 0, config)
     kinds = set()
     for name, p in model.named_parameters():
         moved = (p.detach() - before[name]).abs()
@@ -183,7 +178,7 @@ def test_muon_learns():
 
     better, worse = preference()
     for version in range(10):
-        train.train_step(model, optimizers, [record], version, config, CPU)
+        one_step(model, optimizers, [record], version, config)
     after = preference()
     assert after[0] > better + 0.5
     assert after[1] < worse - 0.5
@@ -192,12 +187,13 @@ def test_muon_learns():
 def test_muon_goes_on_from_a_checkpoint(tmp_path, base_model):
     config = resolved("toy", "--run", "t", "--out", tmp_path)
     config.model = str(base_model)
-    ranks = SimpleNamespace(group=None, rank=0)
+    ranks = Ranks(config)
+    (tmp_path / "queues").mkdir()
     model, optimizers = train.build(config, CPU, 1)
     record = micro_record(model, [20, 20], version=0)
 
     def step(model, optimizers, version):
-        train.train_step(model, optimizers, [record], version, config, CPU)
+        one_step(model, optimizers, [record], version, config)
 
     for version in (0, 1):
         step(model, optimizers, version)
@@ -205,7 +201,8 @@ def test_muon_goes_on_from_a_checkpoint(tmp_path, base_model):
     checkpoints.save(config, tmp_path, model, optimizers, state, ranks)
     step(model, optimizers, 2)
     continued, others = train.build(config, CPU, 1)
-    assert checkpoints.restore(tmp_path, continued, others, 0)["version"] == 2
+    saved = checkpoints.newest(tmp_path)
+    assert checkpoints.restore(saved, continued, others)["version"] == 2
     step(continued, others, 2)
     for expected, got in zip(model.parameters(), continued.parameters()):
         assert torch.equal(expected, got)
@@ -228,7 +225,7 @@ def test_entropy_per_task_by_hand():
     mean = [entropy[record["mask"] & (of_task == number)].mean() for number in (0, 1)]
     config = knobs(task="toy,countdown")
     optimizers = train.make_optimizers(model, config, CPU)
-    metrics, _ = train.train_step(model, optimizers, [record], 6, config, CPU)
+    metrics = one_step(model, optimizers, [record], 6, config)
     expected = {"toy": mean[0], "countdown": mean[1]}
     assert metrics["entropy_by_task"] == pytest.approx(expected, rel=1e-4)
     assert mean[0] > mean[1] + 0.01
@@ -244,7 +241,7 @@ def test_entropy_per_task_of_one_task_and_of_none_of_a_task():
     for task in ("toy", "toy,countdown"):
         config = knobs(task=task)
         optimizers = train.make_optimizers(model, config, CPU)
-        metrics, _ = train.train_step(model, optimizers, [record], 6, config, CPU)
+        metrics = one_step(model, optimizers, [record], 6, config)
         assert metrics["entropy_by_task"]["toy"] == pytest.approx(metrics["entropy"], rel=1e-5)
         assert metrics["entropy_by_task"].get("countdown", 0.0) == 0.0
 
@@ -259,7 +256,7 @@ def test_curriculum_passes_over_what_is_too_easy_or_too_hard():
     while sampler.drawn < 6 * 11:
         task, number = sampler.next()
         drawn.append(number)
-        sampler.update(task, number, [1.0] * number + [0.0] * (10 - number))
+        sampler.update(task, number, [0.5] * 10, [True] * number + [False] * (10 - number))
     counts = np.bincount(drawn, minlength=11)
     # 20 to 80%: in every one of six epochs; the others in every other one
     assert counts.tolist() == [3, 3, 6, 6, 6, 6, 6, 6, 6, 3, 3]
@@ -277,7 +274,7 @@ def test_curriculum_goes_on_where_it_was():
         for _ in range(groups):
             task, number = sampler.next()
             drawn.append((task, number))
-            sampler.update(task, number, [float(number % 3 == 0), 1.0])
+            sampler.update(task, number, [0.5] * 2, [number % 3 == 0, True])
         return drawn
 
     sampler = actor.Sampler(problems, shares, 3)
@@ -285,3 +282,59 @@ def test_curriculum_goes_on_where_it_was():
     saved = json.loads(json.dumps(sampler.state()))
     continued = actor.Sampler(problems, shares, 3, saved)
     assert draw(continued, 100) == draw(sampler, 100)
+
+
+# ---- replay_by_success
+
+
+def test_replay_by_success_draws_again_what_is_solved_now_and_then():
+    sampler = actor.Sampler({"toy": list(range(40))}, {"toy": 1.0}, 0)
+
+    def draw(sampler, groups):
+        drawn = []
+        for _ in range(groups):
+            task, number = sampler.next()
+            drawn.append(number)
+            # problem 7 is solved in half of its attempts, 9 in one of ten, the others never
+            rate = {7: 0.5, 9: 0.1}.get(number, 0.0)
+            sampler.update(task, number, [0.5] * 10, np.arange(10) < 10 * rate)
+        return drawn
+
+    drawn = draw(sampler, 400)
+    counts = np.bincount(drawn, minlength=40)
+    # once a problem is known to be solved at times, every second one is drawn for that
+    assert counts[7] > 2 * counts[9] > 2 * max(counts[i] for i in range(40) if i not in (7, 9))
+    assert all(counts[i] >= 4 for i in range(40))
+    saved = json.loads(json.dumps(sampler.state()))
+    continued = actor.Sampler({"toy": list(range(40))}, {"toy": 1.0}, 0, saved)
+    assert draw(continued, 100) == draw(sampler, 100)
+
+
+# ---- rloo_by_length
+
+
+def test_rloo_by_length_by_hand(tmp_path):
+    # answers of 2, 4 and 6 tokens, the mean is 4; leave-one-out advantages 1, -1/2, -1/2
+    rollouts = Queue(tmp_path / "rollouts")
+    samples = [make_sample(2 + n, reward=float(n == 2)) for n in (2, 4, 6)]
+    rollouts.put(group_record(0, samples))
+    rollouts.put(group_record(1, [], failed=3))
+    config = knobs(run_id="abc", advantage="loo_length", attempts=3, batch_size=6)
+    waiting = preprocess.GroupBuffer(config, rollouts, Ledger(0, []), 50)
+    waiting.receive()
+    [group] = waiting.groups
+    found = [sample["advantage"] for sample in group["samples"]]
+    assert found == pytest.approx([1 * 4 / 2, -1 / 2, -1 / 2 * 4 / 6])
+
+
+# ---- log_ratio_histogram
+
+
+def test_log_ratio_histogram_by_hand():
+    model = packed_model()
+    record = micro_record(model, [10, 13], version=6, offset=0.55)
+    # the second sequence's last three
+    record["behavior_logprobs"][-3:] += 1.1
+    found = metrics_of(model, record, 6)[1]["log_ratios"]
+    # bins of 0.1 from -1: 0.55 is in number 15, -0.55 in number 4; prompts are in none
+    assert found == [3.0 if k == 4 else 14.0 if k == 15 else 0.0 for k in range(20)]

@@ -1,0 +1,210 @@
+"""The model as the trainer runs it: packed attention, finished logits, and the check that both are the model's own.
+
+In a packed row several sequences lie end to end and none sees another (transformers' attention
+implementation "packed"). A family of models that does something else is refused by name, by
+`check_model` before anything is trained. Deliberately absent: padding, dropout (what is trained is what
+sampled), attention sinks, a list of families (tests/test_model.py has one).
+"""
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+from plumbing.samples import layout
+
+# handed to every attention function, without a bearing on the result
+HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states"}
+# of the sequences of check_model, 64 tokens together
+LENGTHS = (5, 12, 8, 16, 23)
+
+
+def flash_runs_on(x):
+    """FlashAttention is for GPUs, in 16 bits."""
+    return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
+
+
+def plain_attention(query, key, value, scaling, window, softcap):
+    """Causal attention of one sequence with all of its scores, for what sdpa cannot do.
+
+    query [1, H, T, D], key, value [1, K, T, D] -> [1, H, T, D]. window: how many tokens are seen,
+    itself included, or None; softcap: scores are bent to (-softcap, softcap), or None.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key = key.repeat_interleave(groups, dim=1)
+    value = value.repeat_interleave(groups, dim=1)
+    scores = (query @ key.mT) * (scaling or query.shape[-1] ** -0.5)  # [1, H, T, T]
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    place = torch.arange(query.shape[2], device=query.device)
+    ago = place[:, None] - place
+    hidden = (ago < 0) | (ago >= (window or len(place)))
+    scores = scores.masked_fill(hidden, -torch.inf)
+    return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+
+
+def packed_attention(
+    module,
+    query,
+    key,
+    value,
+    mask,
+    scaling=None,
+    sliding_window=None,
+    softcap=None,
+    is_causal=None,
+    cu_seq_lens_q=None,
+    lengths=None,
+    **others,
+):
+    """Causal attention within each sequence of a packed row.
+
+    query [1, H, T, D], key, value [1, K, T, D] -> [1, T, H, D]; cu_seq_lens_q [N+1] on the device,
+    lengths [N] on the host. FlashAttention on GPUs (16 bits); elsewhere sequence by sequence, 1.3
+    times as fast as one sdpa over the row with a mask [T, T] (bench/train.py).
+    """
+    layer = type(module).__name__
+    both_ways = is_causal is False or getattr(module, "is_causal", True) is False
+    for name, argument in (others | {"mask": mask, "is_causal=False": both_ways}).items():
+        if name not in HARMLESS and argument is not None and argument is not False:
+            raise ValueError(
+                f"train: {layer} hands its attention '{name}', which plumbing/model.py does not know: "
+                "choose another model, or add it there"
+            )
+    if lengths is None:
+        raise ValueError(
+            f"train: {layer} is not told where sequences end, as its model hands no arguments on: choose another model"
+        )
+    longest = max(lengths)
+    if flash_runs_on(query):
+        if softcap:
+            raise ValueError(
+                f"train: {layer} caps its scores, which FlashAttention does not: choose another model, or --dtype float32"
+            )
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
+        bounds = (cu_seq_lens_q, cu_seq_lens_q, longest, longest)
+        window = (sliding_window - 1 if sliding_window else -1, 0)
+        out = varlen_attn(q, k, v, *bounds, scale=scaling, window_size=window, enable_gqa=True)
+        return out[None], None
+    plain = softcap or (sliding_window and longest > sliding_window)
+    grouped = query.shape[1] != key.shape[1]
+    out = []
+    for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value))):
+        if plain:
+            out.append(plain_attention(q, k, v, scaling, sliding_window, softcap))
+        else:
+            out.append(sdpa(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped))
+    return torch.cat(out, dim=2).transpose(1, 2), None
+
+
+AttentionInterface.register("packed", packed_attention)
+
+
+# ---------------------------------------------------------------------------- logits, tensors, weights
+
+
+def finish_logits(logits, model_config):
+    """What models do to the output of their head [.., V], as their Hugging Face config says."""
+    # Granite divides by it, Cohere multiplies
+    scale = getattr(model_config, "logit_scale", None) or 1.0
+    scale = scale / (getattr(model_config, "logits_scaling", None) or 1.0)
+    if scale != 1.0:
+        logits = logits * scale
+    # Gemma 2
+    cap = getattr(model_config, "final_logit_softcapping", None)
+    if cap:
+        logits = cap * torch.tanh(logits / cap)
+    return logits
+
+
+def to_device(device, *tensors):
+    """CPU tensors on `device`, without waiting for what it is doing."""
+    if device.type != "cuda":
+        return list(tensors)
+    return [x.pin_memory().to(device, non_blocking=True) for x in tensors]
+
+
+def empty_model(config, dtype):
+    """As train.load_model, on the meta device: rank 0's weights are to come, see `hand_out`."""
+    shape = AutoConfig.from_pretrained(config.model)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation="packed")
+    model.head_float32 = config.head_float32
+    # unlike a model that is loaded, it would train with dropout
+    return model.eval()
+
+
+@torch.no_grad()
+def hand_out(part, device):
+    """Rank 0's parameters and buffers of a part of the model, on every rank's device. Collective.
+
+    Other ranks have them on the meta device. What is sharded already is left as it is.
+    """
+    for tensor in [*part.parameters(), *part.buffers()]:
+        if isinstance(tensor, DTensor):
+            continue
+        if tensor.is_meta:
+            here = torch.empty_like(tensor, device=device)
+            if isinstance(tensor, torch.nn.Parameter):
+                here = torch.nn.Parameter(here, tensor.requires_grad)
+            # in place, so that tied weights stay tied
+            torch.utils.swap_tensors(tensor, here)
+        else:
+            tensor.data = tensor.data.to(device)
+        dist.broadcast(tensor.data, 0)
+
+
+# ---------------------------------------------------------------------------- the check
+
+
+def own_logprobs(model, tokens, device):
+    """log p of each token but the first of one sequence [T] -> [T-1], by the model's own forward."""
+    ids = torch.from_numpy(tokens).to(device)
+    # with masks of its own; not "sdpa": that leaves out Gemma 2's soft caps, too
+    model.config._attn_implementation = "eager"
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+    model.config._attn_implementation = "packed"
+    logp = torch.log_softmax(logits.float(), dim=-1)
+    return logp.gather(1, ids[1:, None])[:, 0].cpu()
+
+
+def trainer_logprobs(model, sequences):
+    """Likewise by the trainer, of sequences packed into a row: [T] each -> [sum of T-1]."""
+    positions, _ = layout([len(tokens) for tokens in sequences])
+    logprobs, _ = model.token_logprobs(np.concatenate(sequences), positions, 1.0)
+    return logprobs.cpu()[positions > 0]
+
+
+@torch.no_grad()
+def check_model(model, device, limit):
+    """Raise RuntimeError, by name, if the trainer does not compute what the model does. Collective.
+
+    model: as train.build gives it; limit: nats a token, of random tokens.
+    """
+    family = model.config.model_type
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    row = np.random.default_rng(0).integers(0, vocabulary, sum(LENGTHS))
+    sequences = np.split(row, np.cumsum(LENGTHS)[:-1])
+    own = (own_logprobs(model, row, device) - trainer_logprobs(model, [row])).abs().mean().item()
+    separate = torch.cat([trainer_logprobs(model, [tokens]) for tokens in sequences])
+    packed = (trainer_logprobs(model, sequences) - separate).abs().mean().item()
+    if isinstance(model, FSDPModule):
+        # a forward leaves the root's parameters gathered until its backward
+        model.reshard()
+    # so that NaN is refused, too
+    if not own <= limit:
+        raise RuntimeError(
+            f"train: the trainer's logprobs are {own:.1e} nats a token off those of {family}'s own forward, above "
+            f"--mismatch_limit {limit:g}: this family does something that plumbing/model.py does not know; choose "
+            "another model, or add it there"
+        )
+    if not packed <= limit:
+        raise RuntimeError(
+            f"train: sequences of {family} that are packed into a row see each other: {packed:.1e} nats a token, above "
+            f"--mismatch_limit {limit:g}: recurrent layers and convolutions cannot be trained here; choose a model "
+            "that has attention alone"
+        )
