@@ -8,9 +8,7 @@ temperature 1, top-p 1, top-k off, at most 410 new tokens (with 64 there are no 
 which suits TRL), AdamW (0.9, 0.95), the same learning rate after 3 steps of warm-up, gradients clipped at
 1, no KL term, rewards not divided by their standard deviation. TRL has the whole machine for either of
 its phases, its default loss (`dapo`, on-policy here), and generates with Transformers: its ways to use
-vLLM need a GPU (its server wants NCCL; in its own process, vllm_mode="colocate", loading new weights
-fails in vLLM's CPU build: 'Parameter' object has no attribute 'weight_loader'), and its continuous
-batching is three times slower here. Both write a checkpoint every 8 steps; start-up does not count.
+vLLM need a GPU. Both write a checkpoint every 8 steps; start-up does not count.
 """
 
 import functools
@@ -30,6 +28,13 @@ from tasks import tail
 # of COMMON, what TRL's runs hang on
 TRL = "task model steps batch_size attempts max_new_tokens lr warmup_steps save_every".split()
 LONGEST = 3600
+# of GRPOConfig: what the pipeline has by default
+ALIKE = dict(temperature=1.0, top_p=1.0, top_k=0, beta=0.0, scale_rewards="none", adam_beta2=0.95)
+ALIKE |= dict(max_grad_norm=1.0, lr_scheduler_type="constant_with_warmup")
+MACHINE = dict(use_cpu=True, bf16=False, gradient_checkpointing=False, disable_tqdm=True)
+MACHINE |= dict(
+    report_to="none", logging_strategy="no", save_strategy="steps", save_only_model=True
+)
 
 
 def watch(curve, samples):
@@ -70,30 +75,16 @@ def train_trl(knobs, file):
 
     arguments = GRPOConfig(
         str(folder),
-        use_cpu=True,
         max_steps=knobs["steps"],
         per_device_train_batch_size=knobs["batch_size"],
         num_generations=knobs["attempts"],
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
         max_completion_length=knobs["max_new_tokens"],
-        beta=0.0,
-        scale_rewards="none",
         learning_rate=knobs["lr"],
-        lr_scheduler_type="constant_with_warmup",
         warmup_steps=knobs["warmup_steps"],
-        adam_beta2=0.95,
-        max_grad_norm=1.0,
-        bf16=False,
-        gradient_checkpointing=False,
         seed=knobs["seed"],
-        report_to="none",
-        logging_strategy="no",
-        save_strategy="steps",
         save_steps=knobs["save_every"],
-        save_only_model=True,
-        disable_tqdm=True,
+        **ALIKE,
+        **MACHINE,
     )
     model = AutoModelForCausalLM.from_pretrained(
         knobs["model"], dtype=torch.float32, attn_implementation="sdpa"

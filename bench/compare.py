@@ -18,10 +18,10 @@ to n%          seconds until the mean over seeds is n% of the way from where run
                the conventional setting that is there first
 mean score     over the samples of a run: less noisy than its last score; then its difference from the
                first setting's, seed by seed
-engine idle    share of its places for sequences that were empty; of conventional RL's 1,024 most always are
-trainer waits  for samples; sends: for weights to be on their way; shares of all its time
 
-Intervals: bench/curves.py. Speeds mean something on a machine that has nothing else to do.
+Intervals are 95%. A mean over seeds has Student's t; the time at which a mean curve reaches a score, and the
+ratio of two such times, have a bootstrap over seeds from ENOUGH of them on: below, its intervals are too
+narrow (three seeds' hold the truth in 76% of cases), and there are none. Speeds mean something on a machine that has nothing else to do.
 """
 
 import functools
@@ -34,13 +34,18 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import runs
 from bench.common import band, panels, save_figure, table
-from bench.curves import bootstrap, ratios, student, times_to, words
 from bench.runs import COMMON, PIPELINE, QUICK, column, conventional, places, scores_of
 
 # later on, runs that are faster have ended
 SHARES = (0.5, 0.75)
 DROP = 0.1
 SETTINGS = ("pipeline", "G=1", "G=2", "G=4", "G=8", "G=16", "G=32")
+# points of a curve
+POINTS = 1000
+RESAMPLES = 2000
+ENOUGH = 8
+# of Student's t, 97.5%, by degrees of freedom from 1 on
+T_QUANTILES = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
 # of the table: how a mean over seeds is written
 FORMATS = {
     "begin": ".3f",
@@ -48,10 +53,82 @@ FORMATS = {
     "max lag": ".1f",
     "mean lag": ".2f",
     "ESS": ".3f",
-    "engine idle": ".0%",
-    "trainer waits": ".0%",
-    "sends": ".0%",
 }
+
+
+# ---- intervals; a setting is a list of runs, one a seed, in the same order in all settings
+
+
+def student(values):
+    """(mean, low, high) of one value a seed; a single one has no interval."""
+    mean = float(np.mean(values))
+    n = len(values)
+    if n < 2:
+        return mean, np.nan, np.nan
+    # beyond the table within 0.3%
+    quantile = T_QUANTILES[n - 2] if n - 2 < len(T_QUANTILES) else 1.96 + 2.6 / (n - 1)
+    half = quantile * float(np.std(values, ddof=1)) / n**0.5
+    return mean, mean - half, mean + half
+
+
+def mean_curves(found):
+    """(seconds [POINTS], scores of every run [runs, POINTS]) as long as all runs of a setting go on."""
+    end = min(places(run, "time")[-1] for run in found)
+    grid = np.linspace(0, end, POINTS)
+    own = [np.interp(grid, places(run, "time"), scores_of(run)) for run in found]
+    return grid, np.array(own)
+
+
+def resamples(seeds):
+    """Seeds drawn with replacement, [1 + RESAMPLES, seeds]; the first row is the seeds as they are,
+    and with too few seeds the only one.
+    """
+    drawn = np.random.default_rng(0).integers(seeds, size=(RESAMPLES, seeds))
+    return np.vstack([np.arange(seeds), drawn])[: None if seeds >= ENOUGH else 1]
+
+
+def crossing(grid, curves, level):
+    """Where curves [N, POINTS] first reach a level, [N]; infinity where they never do."""
+    reached = curves >= level
+    first = grid[reached.argmax(-1)]
+    return np.where(reached.any(-1), first, np.inf)
+
+
+def times_to(found, level):
+    """Seconds until the mean curve of a setting reaches a level: of its runs, and of every resample."""
+    grid, curves = mean_curves(found)
+    parts = []
+    # a part at a time: all resampled curves at once would be large
+    for drawn in np.array_split(resamples(len(found)), 20):
+        parts.append(crossing(grid, curves[drawn].mean(1), level))
+    return np.concatenate(parts)
+
+
+def ratios(theirs, ours):
+    """Times of the one / times of the other, [N]; 0 where ours never gets there, infinity where only theirs does not."""
+    with np.errstate(invalid="ignore"):
+        found = theirs / ours
+    return np.where(np.isinf(ours), 0.0, found)
+
+
+def bootstrap(values):
+    """(value of the runs, low, high) of what `times_to` and `ratios` return."""
+    if len(values) == 1:
+        return float(values[0]), np.nan, np.nan
+    # of whole resamples: there may be infinities, between which nothing can be taken
+    low, high = np.quantile(values[1:], [0.025, 0.975], method="nearest")
+    return float(values[0]), float(low), float(high)
+
+
+def words(interval, form):
+    """(1.02, 0.98, 1.06) -> 1.02 (0.98 to 1.06)."""
+    value, low, high = interval
+    if np.isinf(value):
+        return "never"
+    if np.isnan(low):
+        return format(value, form)
+    high = format(high, form) if np.isfinite(high) else "never"
+    return f"{value:{form}} ({low:{form}} to {high})"
 
 
 # ---- what is made of runs
@@ -82,16 +159,12 @@ def fixed_scores(by_setting):
 
 def figures_of(run):
     """One run's numbers in the table, named as in FORMATS."""
-    seconds = column(run, "time")[-1]
     return {
         "begin": scores_of(run)[0],
-        "samples/s": column(run, "samples")[-1] / seconds,
+        "samples/s": column(run, "samples")[-1] / column(run, "time")[-1],
         "max lag": max(column(run, "lag_max")),
         "mean lag": np.mean(column(run, "lag_mean")),
         "ESS": np.mean(column(run, "ess")),
-        "engine idle": np.mean(column(run, "gen_idle")),
-        "trainer waits": sum(column(run, "wait_data_s")) / seconds,
-        "sends": sum(column(run, "wait_sync_s")) / seconds,
     }
 
 
@@ -104,8 +177,7 @@ def mean_score(run):
 def row_of(found, first):
     """A setting's row; first: the runs of the setting that it is compared with, of the same seeds.
 
-    times: for every score as in curves.times_to; end, mean score: (mean, low, high); difference: of
-    mean scores, likewise; the means of figures_of.
+    end, mean score: (mean, low, high); difference: of mean scores, likewise; the means of figures_of.
     """
     figures = [figures_of(run) for run in found]
     row = {name: float(np.mean([of_run[name] for of_run in figures])) for name in FORMATS}

@@ -1,16 +1,15 @@
-"""What a sample costs in CPU, in whole runs of two checkouts, or of two sets of knobs, in turn.
+"""What a sample costs in CPU, in whole runs of this checkout, and of another one in turn.
 
-    python bench/cost.py [--tasks toy,tail,guess] [--against DIR] [--other KNOBS] [--rounds 3] [--steps 60]
+    python bench/cost.py [--tasks toy,tail,guess] [--against DIR] [--rounds 3] [--steps 60]
 
 Runs `bash run.sh` of this checkout and of DIR (an older commit's, `git worktree add DIR COMMIT`, with its
-own out/models), or of this one with other knobs (JSON). Milliseconds of CPU a sample are of all processes
+own out/models). Milliseconds of CPU a sample are of all processes
 of a run, by stage, from step FIRST on: start-up does not count, and they depend less on a neighbour's
 load than samples/s do. `ratio`: the other's CPU / this one's, and this one's samples/s / the other's.
 """
 
 import contextlib
 import functools
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -19,17 +18,8 @@ import numpy as np
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from bench.common import (
-    ROOT,
-    WORK,
-    in_turn,
-    keep,
-    machine,
-    median_and_range,
-    parser,
-    result_file,
-    table,
-)
+from bench import common
+from bench.common import ROOT, WORK
 from bench.runs import COMMON, PIPELINE, make_model, run_to_its_end
 from plumbing.queues import read_json
 from tools import report
@@ -102,9 +92,9 @@ def measure(name, knobs, port, root=ROOT):
     return found
 
 
-def of_checkout(checkout, task, knobs, arguments, turn):
-    """`measure` of a task's run, with its default knobs and these; turn: its seed."""
-    knobs = TASKS[task] | dict(steps=arguments.steps, eval_every=0, seed=turn) | knobs
+def of_checkout(checkout, task, arguments, turn):
+    """`measure` of a task's run; turn: its seed."""
+    knobs = TASKS[task] | dict(steps=arguments.steps, eval_every=0, seed=turn)
     return measure(f"cost-{task}", knobs, arguments.port, checkout)
 
 
@@ -122,39 +112,36 @@ def show(results):
             pairs = list(zip(by_checkout["other"], by_checkout["here"]))
             cpu = [sum(a[k] for k in PARTS) / sum(b[k] for k in PARTS) for a, b in pairs]
             speed = [b["samples_s"] / a["samples_s"] for a, b in pairs]
-            ratios = map(median_and_range, (cpu, speed))
+            ratios = map(common.median_and_range, (cpu, speed))
             rows.append([f"{task}, ratio", *[""] * len(PARTS), *ratios, "", "", ""])
     columns = [f"{part} ms" for part in (*PARTS, "all")]
-    table(["", *columns, "samples/s", "waits: data", "updates", "engines pause"], rows)
+    common.table(["", *columns, "samples/s", "waits: data", "updates", "engines pause"], rows)
 
 
 def main(argv=None):
-    p = parser(__doc__)
+    p = common.parser(__doc__)
     p.add_argument("--tasks", default="toy,tail,guess")
     p.add_argument("--against", type=Path, help="another checkout")
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--steps", type=int, default=60)
     p.add_argument("--port", type=int, default=8640)
-    p.add_argument("--knobs", default="{}", help="JSON of more knobs")
-    p.add_argument("--other", help="the same for what it is compared with")
     a = p.parse_args(argv)
     if a.quick:
         a.rounds = 1
         a.steps = 2 * FIRST
-    wanted = dict(here=(ROOT, a.knobs))
-    if a.against or a.other:
-        wanted["other"] = ((a.against or ROOT).resolve(), a.other or a.knobs)
+    checkouts = dict(here=ROOT)
+    if a.against:
+        checkouts["other"] = a.against.resolve()
+    make_model()
     results = {}
     for task in a.tasks.split(","):
-        if task == "tail":
-            make_model()
         contenders = {}
-        for name, (path, knobs) in wanted.items():
-            contenders[name] = functools.partial(of_checkout, path, task, json.loads(knobs), a)
-        results[task] = in_turn(contenders, a.rounds)
-    print(machine())
+        for name, checkout in checkouts.items():
+            contenders[name] = functools.partial(of_checkout, checkout, task, a)
+        results[task] = common.in_turn(contenders, a.rounds)
+    print(common.machine())
     show(results)
-    keep(result_file(a, "cost"), dict(machine=machine(), knobs=a.knobs, tasks=results))
+    common.keep(common.result_file(a, "cost"), dict(machine=common.machine(), tasks=results))
 
 
 if __name__ == "__main__":

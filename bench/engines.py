@@ -1,7 +1,4 @@
-"""A real engine that a script starts by itself, without a trainer, and a client that keeps it busy.
-
-Not a program.
-"""
+"""Not a program: an engine that a script starts by itself, without a trainer, and a client that keeps it busy."""
 
 import asyncio
 import itertools

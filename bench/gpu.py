@@ -1,12 +1,12 @@
-"""What one GPU can prove in ten minutes, without the internet: parity, gradients, MFU, memory, copies.
+"""What one GPU can prove in ten minutes, without the internet: parity, gradients, MFU, memory.
 
     bash bench/gpu.sh [--only parity mfu-1.5b-16k ...] [--minutes 9.5] [--rehearse] [--out DIR]
 
 Each check is a function below whose docstring says what it proves. It has a process of its own, so that
 memory that runs out or a crash costs the others nothing and peaks are its own, and a time limit. gpu.json
-is written after every check; what a check says is in out/bench/gpu-<check>.log. All weights are random; torch, transformers and this checkout are enough. What a
-machine lacks is skipped by name. `--rehearse` runs the same lines on the CPU with tiny shapes; its times
-mean nothing. Deliberately absent: vLLM (`bash run.sh doctor` looks at that), and whatever needs two GPUs.
+is written after every check; what a check says is in out/bench/gpu-<check>.log. All weights are random;
+torch, transformers and this checkout are enough. `--rehearse` runs the same lines on the CPU with tiny
+shapes; its times mean nothing. Deliberately absent: vLLM (`bash run.sh doctor` looks at that), several GPUs.
 """
 
 import functools
@@ -14,7 +14,6 @@ import importlib.util
 import json
 import math
 import os
-import statistics
 import subprocess
 import sys
 import threading
@@ -42,7 +41,6 @@ from bench.common import WORK, keep, machine, parser, result_file
 from bench.train import CUDA, DEVICE, PEAK_FLOPS, SMALL, WIDE, draw, flops, model_config, one_step
 from plumbing import attention
 from plumbing.samples import TOKEN_FIELDS, join
-from plumbing.transport import checksum
 
 TINY = SMALL | dict(vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2)
 # Qwen2.5-7B
@@ -74,12 +72,6 @@ def skipped(what, why):
     return dict(what=what, value=None, unit="", limit="", status=f"skipped ({why})")
 
 
-def peak_of(case, size):
-    """The largest memory of tensors, bytes, which a CPU does not tell."""
-    if CUDA:
-        yield figure(case, "peak", size / 1e9, "GB")
-
-
 def on_gpu(real, tiny):
     """What differs between a GPU and the rehearsal."""
     return real if CUDA else tiny
@@ -108,7 +100,7 @@ def measure(function, repeats=3):
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     peak = torch.cuda.max_memory_allocated() if CUDA else 0
-    return statistics.median(times), peak
+    return float(np.median(times)), peak
 
 
 # ---- models and rows
@@ -275,38 +267,7 @@ def gradients():
         yield figure(group, ": norm / norm in float32 - 1", abs(longer.item()), most=0.03)
 
 
-# ---- the head, memory, MFU, copies
-
-
-def head_step(model, tokens):
-    """Forward and backward: tokens [T] -> logprobs [T]."""
-    model.zero_grad()
-    found, _ = train.token_logprobs(model, tokens, np.arange(len(tokens)), 1.0)
-    found.sum().backward()
-    return found.detach()
-
-
-def head():
-    """The output head in chunks gives the same logprobs and gradient whatever their size; time and
-    memory of each size, forward and backward. The model has no layers.
-    """
-    shape = on_gpu(WIDE, TINY) | dict(num_hidden_layers=0)
-    tokens = row(shape, on_gpu(8192, 512))["tokens"]
-    model = random_model(shape, {}, cfg.Config(), torch.bfloat16)
-    step = functools.partial(head_step, model, tokens)
-    train.head_chunk = lambda vocabulary, width: len(tokens)
-    reference = step()
-    of_reference = model.lm_head.weight.grad.clone()
-    for chunk in on_gpu([110, 440, 1760], [128, 256]):
-        train.head_chunk = lambda vocabulary, width, chunk=chunk: chunk
-        case = f"logits of {chunk} tokens at once: "
-        error = (step() - reference).abs().max().item()
-        yield figure(case, "logprobs, max", error, "nats", most=0.02)
-        error = relative(model.lm_head.weight.grad, of_reference)
-        yield figure(case, "d weight", error, "of its norm", most=0.02)
-        seconds, peak = measure(step)
-        yield figure(case, f"{len(tokens)} tokens", 1e3 * seconds, "ms")
-        yield from peak_of(case, peak)
+# ---- MFU and memory
 
 
 def mfu(size, row_tokens, gradient_checkpointing, goal=None):
@@ -328,11 +289,9 @@ def mfu(size, row_tokens, gradient_checkpointing, goal=None):
         config, model, optimizers = build(
             shape, "bfloat16", changed, gradient_checkpointing=gradient_checkpointing
         )
-
-        def step():
-            one_step(model, [] if size == "7b" else optimizers, config, DEVICE, records)
-            model.zero_grad()
-
+        if size == "7b":
+            optimizers = []
+        step = functools.partial(one_step, model, optimizers, config, DEVICE, records)
         seconds, peak = measure(step, repeats=on_gpu(2, 1))
     except torch.OutOfMemoryError:
         yield skipped(case, "out of memory")
@@ -341,29 +300,8 @@ def mfu(size, row_tokens, gradient_checkpointing, goal=None):
     share = flops(shape, lengths) / seconds / PEAK_FLOPS
     yield figure(case, ": MFU", share, least=on_gpu(goal, None))
     yield figure(case, ": tokens/s", rows * row_tokens / seconds)
-    yield from peak_of(f"{case}: ", peak)
-
-
-def copy_all(sources, targets):
-    """Bucket by bucket, as weights.py gathers and sends them."""
-    for source, target in zip(sources, targets):
-        target.copy_(source, non_blocking=True)
-
-
-def copies():
-    """The copies of a weight update in buckets of 256 MB; what arrives is what was sent."""
-    total = on_gpu(2048, 4) << 20
-    n = (on_gpu(256, 1) << 20) // 2
-    weights = torch.randn(total // 2, device=DEVICE).split(n)
-    flats = [torch.empty(n, dtype=torch.bfloat16, pin_memory=CUDA) for _ in weights]
-    arrived = [torch.empty(n, dtype=torch.bfloat16, device=DEVICE) for _ in weights]
-    moves = {"GPU to pinned host": (weights, flats), "pinned host to GPU": (flats, arrived)}
-    for what, buffers in moves.items():
-        seconds, _ = measure(functools.partial(copy_all, *buffers))
-        yield figure("", what, total / seconds / 1e9, "GB/s")
-    pairs = zip(arrived, weights)
-    wrong = sum(int(checksum(a) != checksum(b.bfloat16())) for a, b in pairs)
-    yield figure("", "buckets with a wrong checksum", wrong, most=0)
+    if CUDA:
+        yield figure(case, ": peak", peak / 1e9, "GB")
 
 
 # ---- running them
@@ -377,8 +315,6 @@ CHECKS = {
     "mfu-1.5b-64k": (90, mfu, "1.5b", 65536, True),
     "mfu-7b-16k": (120, mfu, "7b", 16384, True),
     "mfu-7b-64k": (120, mfu, "7b", 65536, True),
-    "head": (120, head),
-    "copies": (60, copies),
     "mfu-1.5b-16k-checkpointing": (60, mfu, "1.5b", 16384, True),
     "mfu-7b-16k-keeping": (60, mfu, "7b", 16384, False),
 }
@@ -398,18 +334,10 @@ def run(name, limit, rehearse):
         timer.cancel()
     if process.wait():
         last = (log.read_text().strip().splitlines() or ["no word"])[-1]
-        why = last if process.returncode > 0 else f"not done within {limit:.0f} s"
-        lines.append(skipped("all of it", "") | dict(status=f"FAIL ({why})"))
+        if process.returncode < 0:
+            last = f"ended by signal {-process.returncode}, the limit is {limit:.0f} s"
+        lines.append(skipped("all of it", "") | dict(status=f"FAIL ({last})"))
     return lines
-
-
-def show(name, line):
-    """Print a line of the table."""
-    value = ""
-    if line["value"] is not None:
-        value = f"{line['value']:.4g} {line['unit']}"
-    cells = f"{name:27} {line['what']:51} {value:>18} {line['limit']:>10}"
-    print(f"{cells}  {line['status']}", flush=True)
 
 
 def main(argv=None):
@@ -440,7 +368,9 @@ def main(argv=None):
             limit = on_gpu(1, 10) * CHECKS[name][0]
             lines = run(name, min(limit, left), a.rehearse)
         for line in lines:
-            show(name, line)
+            value = "" if line["value"] is None else f"{line['value']:.4g} {line['unit']}"
+            cells = f"{name:27} {line['what']:51} {value:>18} {line['limit']:>10}"
+            print(f"{cells}  {line['status']}", flush=True)
         found[name] = lines
         keep(result, found)
     every = [line for name in a.only for line in found[name]]

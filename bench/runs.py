@@ -35,34 +35,19 @@ from train import token_logprobs
 # seeds differ in problems and sampling; some seeds' base models (1, for one) get nothing right
 MODEL = ROOT / "out" / "models" / "tail-seed0"
 PROBLEMS = 250
-COMMON = dict(
-    task="tail",
-    # relative: what is kept is good for every clone
-    model=str(MODEL.relative_to(ROOT)),
-    steps=96,
-    batch_size=64,
-    attempts=4,
-    max_new_tokens=410,
-    max_model_len=416,
-    row_tokens=1024,
-    lr=1.5e-4,
-    warmup_steps=3,
-    lr_schedule="constant",
-    eval_problems=1,
-    eval_every=0,
-    save_every=8,
-    keep_last=0,
-    trainers=1,
-    engines=1,
-    engine_threads=1,
-)
+# the model's path is relative: what is kept is good for every clone
+COMMON = dict(task="tail", model=str(MODEL.relative_to(ROOT)), steps=96, batch_size=64, attempts=4)
+COMMON |= dict(max_new_tokens=410, max_model_len=416, row_tokens=1024)
+COMMON |= dict(lr=1.5e-4, warmup_steps=3, lr_schedule="constant")
+COMMON |= dict(eval_problems=1, eval_every=0, save_every=8, keep_last=0)
+COMMON |= dict(trainers=1, engines=1, engine_threads=1)
 QUICK = dict(steps=12, max_new_tokens=64)
 # as many sequences in progress as a step has samples keep the data fresh
 PIPELINE = dict(max_lag=1, trainer_threads=1, concurrency=64)
 # a generation phase starts all it can at once; with rows as small as these a second thread of the trainer makes
 # its steps slower
 CONVENTIONAL = dict(trainer_threads=1, concurrency=1024)
-COLUMNS = "samples tokens lag_max lag_mean ess kl_behavior wait_data_s wait_sync_s save_s gen_idle late".split()
+COLUMNS = ("samples", "lag_max", "lag_mean", "ess", "wait_data_s", "save_s", "gen_idle")
 
 
 def conventional(g):
@@ -106,15 +91,9 @@ def run_all(arguments, name, settings, start):
             wanted[f"{setting}, seed {seed}"] = settings[setting] | dict(seed=seed)
 
     def measure(key, knobs):
-        begin = time.monotonic()
         run = start(re.sub(r"\W+", "-", f"{name}-{key}"), knobs)
-        samples = run["curve"]["samples"][-1]
-        seconds = run["curve"]["time"][-1]
-        print(
-            f"{key}: {samples} samples in {seconds:.1f} s, {samples / seconds:.0f} samples/s, score "
-            f"{run['scores'][-1][1]:.3f}, {time.monotonic() - begin:.0f} s with start-up",
-            flush=True,
-        )
+        samples_s = run["curve"]["samples"][-1] / run["curve"]["time"][-1]
+        print(f"{key}: {samples_s:.0f} samples/s, score {run['scores'][-1][1]:.3f}", flush=True)
         return run
 
     kept = not arguments.quick or arguments.plot
@@ -188,10 +167,6 @@ def curve_of(steps, conventional_g):
     curve = {k: [x[k] for x in steps] for k in COLUMNS}
     saved = np.cumsum(curve["save_s"]) if conventional_g else np.zeros(len(steps))
     curve["time"] = [x["wall_s"] - begin - off for x, off in zip(steps, saved.tolist())]
-    curve["sampled"] = []
-    for x in steps:
-        tokens = [t["tokens"] * t["samples"] for t in x["by_task"].values()]
-        curve["sampled"].append(round(sum(tokens)))
     return curve
 
 

@@ -1,19 +1,18 @@
 """What train.py's step costs, against a bare Hugging Face loop on the same samples, in turn.
 
-    python bench/train.py [--shape small|tail|heavy|1.5b] [--rounds 5] [--contenders train.py bare sorted]
+    python bench/train.py [--shape small|tail|heavy|1.5b] [--rounds 5] [--contenders train.py sorted]
+
+    train.py  train.build, train.micro_batch and train.optimizer_step, on rows of preprocess.pack
+    sorted    the loop one writes first: samples sorted by length and padded on the right, as many as fit
+              row_tokens; HF forward, cross-entropy on all logits, backward, AdamW; no attention mask, as
+              causal attention does not see what is on the right; no clipping, no ratios, no metrics.
+              With bfloat16 autocast over float32 weights
 
 Every contender has its own process and the same random weights, and takes one optimizer step a round, in
 turn, on the same samples (on a GPU all its rounds before the next starts, as the models do not fit beside
-each other). `of bare`, `of sorted`: median over the rounds of that contender's CPU seconds / its own, and
-the range; of seconds on a GPU. tokens/s counts real tokens with prompts, no padding.
-
-    train.py  train.build, train.micro_batch and train.optimizer_step, on rows of preprocess.pack
-    bare      HF forward, cross-entropy on all logits, backward, AdamW, no clipping, on the same rows
-    sorted    the same on the samples sorted by length and padded on the right, as many as fit row_tokens with
-              their padding; no attention mask, as causal attention does not see what is on the right
-
-Lengths are log-normal: of `small` and `1.5b` with sigma 0.9, of `tail` and `heavy` with sigma 1.6, which is
-the law of tasks/tail.py. With bfloat16 the others run autocast over float32 weights.
+each other). `of sorted`: median over the rounds of that contender's CPU seconds / these, and the range; of
+seconds on a GPU. tokens/s counts real tokens with prompts, no padding. Lengths are log-normal: of `small` and
+`1.5b` with sigma 0.9, of `tail` and `heavy` with sigma 1.6, which is the law of tasks/tail.py.
 
 MFU (GPU) = (6 N tokens + 12 layers hidden sum(length^2) / 2) / seconds / 989e12. N: matrix weights with
 the output head once and without the embedding; second term: causal attention within each sample;
@@ -39,7 +38,7 @@ import config as cfg
 import train
 from bench.common import WORK, keep, machine, median_and_range, parser, result_file, table
 from plumbing.metrics import Sums
-from plumbing.samples import filler, join, layout
+from plumbing.samples import filler, join
 from preprocess import advantages, pack
 
 logging.set_verbosity_error()
@@ -64,10 +63,6 @@ SHAPES = {
     "heavy": SMALL | dict(row_tokens=4096, completions=(26, 1.6, 4, 4080)),
     "1.5b": WIDE,
 }
-OF_MODEL = (
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
-    "num_key_value_heads"
-).split()
 
 
 # ---- samples and model
@@ -94,28 +89,13 @@ def draw(shape, seed):
     return [samples[i] for i in rng.permutation(len(samples))]
 
 
-def lengths_of(samples):
-    return [len(s["tokens"]) for s in samples]
-
-
-def rows_of(shape, samples):
-    """The samples in packed rows."""
-    rows = pack(lengths_of(samples), shape["row_tokens"])
-    return [[samples[i] for i in row] for row in rows]
-
-
 def model_config(shape, **changed):
     """The Qwen2Config of a shape."""
-    knobs = dict(
-        {k: shape[k] for k in OF_MODEL},
-        max_position_embeddings=32768,
-        rope_parameters=dict(rope_type="default", rope_theta=1e6),
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    return Qwen2Config(**knobs | changed)
+    sizes = {k: v for k, v in shape.items() if k.endswith(("_size", "_layers", "_heads"))}
+    rope = dict(rope_type="default", rope_theta=1e6)
+    knobs = dict(max_position_embeddings=32768, rope_parameters=rope, tie_word_embeddings=True)
+    ids = dict(bos_token_id=None, eos_token_id=1, pad_token_id=0)
+    return Qwen2Config(**sizes | knobs | ids | changed)
 
 
 def make_model(name):
@@ -134,6 +114,7 @@ def make_model(name):
 
 def one_step(model, optimizers, config, device, records):
     """train.py's step on one rank, as train.train does it; returns its metrics."""
+    model.zero_grad()
     sums = Sums()
     for record in records:
         loss, metrics, _ = train.micro_batch(model, record, 0, config, device)
@@ -147,29 +128,41 @@ def own(shape, path):
     # only here: bench/gpu.py needs no ranks
     from plumbing.ranks import Ranks
 
-    config = cfg.Config(
-        run="bench",
-        model=str(path),
-        dtype=shape["dtype"],
-        row_tokens=shape["row_tokens"],
-        gradient_checkpointing=shape["dtype"] != "float32",
-    )
-    cfg.check(config)
+    knobs = dict(run="bench", model=str(path), dtype=shape["dtype"])
+    config = cfg.check(cfg.Config(**knobs, gradient_checkpointing=shape["dtype"] != "float32"))
     device = Ranks(config).device
     model, optimizers = train.build(config, device, 1)
 
     def prepare(samples):
-        return [join(row) for row in rows_of(shape, samples)]
+        rows = pack([len(s["tokens"]) for s in samples], shape["row_tokens"])
+        return [join([samples[i] for i in row]) for row in rows]
 
     return prepare, functools.partial(one_step, model, optimizers, config, device)
 
 
-def by_hand(shape, path, prepare):
-    """The loop one writes first: model(...).logits, cross-entropy times advantage, backward, AdamW.
+def pad(arrays):
+    """Arrays of different lengths -> one tensor, zeros added on the right."""
+    width = max(map(len, arrays))
+    return torch.from_numpy(np.stack([np.pad(x, (0, width - len(x))) for x in arrays]))
 
-    prepare: shape, samples -> [(the model's inputs, weight of every token's loss)], [B, T] each. Targets
-    are shifted, as slicing the logits would copy them.
-    """
+
+def padded(shape, samples):
+    """Samples -> [(input ids [B, T], weight of every token's loss [B, T])]."""
+    chosen = [[]]
+    for sample in sorted(samples, key=lambda s: len(s["tokens"])):
+        # the newest one is the longest
+        if chosen[-1] and (len(chosen[-1]) + 1) * len(sample["tokens"]) > shape["row_tokens"]:
+            chosen.append([])
+        chosen[-1].append(sample)
+    batches = []
+    for batch in chosen:
+        weights = [s["advantage"] * s["mask"] / len(samples) for s in batch]
+        batches.append((pad([s["tokens"] for s in batch]), pad(weights).float()))
+    return batches
+
+
+def by_hand(shape, path):
+    """The loop one writes first. Targets are shifted, as slicing the logits would copy them."""
     model = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="sdpa"
     )
@@ -180,67 +173,20 @@ def by_hand(shape, path, prepare):
 
     def step(batches):
         optimizer.zero_grad()
-        for inputs, weight in batches:
-            inputs = {k: v.to(DEVICE) for k, v in inputs.items()}
+        for ids, weight in batches:
+            ids = ids.to(DEVICE)
             with torch.autocast(DEVICE.type, torch.bfloat16, enabled=shape["dtype"] == "bfloat16"):
-                logits = model(**inputs, use_cache=False).logits  # [B, T, V]
-            targets = F.pad(inputs["input_ids"][:, 1:], (0, 1)).flatten()
+                logits = model(ids, use_cache=False).logits  # [B, T, V]
+            targets = F.pad(ids[:, 1:], (0, 1)).flatten()
             of_target = F.pad(weight[:, 1:], (0, 1)).flatten().to(DEVICE)
             losses = F.cross_entropy(logits.flatten(0, 1).float(), targets, reduction="none")
             (losses * of_target).sum().backward()
         optimizer.step()
 
-    return functools.partial(prepare, shape), step
+    return functools.partial(padded, shape), step
 
 
-def packed(shape, samples):
-    """Rows of preprocess.pack."""
-    batches = []
-    for row in rows_of(shape, samples):
-        record = join(row)
-        positions, sequence_ids = layout(record["lengths"])
-        weight = record["advantage"][sequence_ids] * record["mask"] / len(samples)
-        inputs = dict(input_ids=record["tokens"][None], position_ids=positions[None])
-        inputs = {k: torch.from_numpy(v) for k, v in inputs.items()}
-        batches.append((inputs, torch.from_numpy(weight)[None]))
-    return batches
-
-
-def right_sized(samples, capacity):
-    """Consecutive samples in batches that are no larger than so many tokens with their padding."""
-    batches = []
-    batch = []
-    for sample in samples:
-        wider = batch + [sample]
-        if batch and len(wider) * max(lengths_of(wider)) > capacity:
-            batches.append(batch)
-            wider = [sample]
-        batch = wider
-    return batches + [batch]
-
-
-def pad(arrays):
-    """Arrays of different lengths -> one tensor, zeros added on the right."""
-    width = max(map(len, arrays))
-    return torch.from_numpy(np.stack([np.pad(x, (0, width - len(x))) for x in arrays]))
-
-
-def padded(shape, samples):
-    """Sorted by length, as many as fit a row with their padding."""
-    samples = sorted(samples, key=lambda s: len(s["tokens"]))
-    batches = []
-    for batch in right_sized(samples, shape["row_tokens"]):
-        inputs = dict(input_ids=pad([s["tokens"] for s in batch]))
-        weights = [s["advantage"] * s["mask"] / len(samples) for s in batch]
-        batches.append((inputs, pad(weights).float()))
-    return batches
-
-
-BUILD = {
-    "train.py": own,
-    "bare": functools.partial(by_hand, prepare=packed),
-    "sorted": functools.partial(by_hand, prepare=padded),
-}
+BUILD = {"train.py": own, "sorted": by_hand}
 
 
 # ---- measuring
@@ -307,9 +253,8 @@ def row_of(name, results, shape, lengths):
     steps = results[name]
     speed = [n.sum() / s["seconds"] for n, s in zip(lengths, steps)]
     row = {"": name, "tokens/s": f"{np.median(speed):.0f}"}
-    for other in ("bare", "sorted"):
-        ratios = [o[key] / s[key] for o, s in zip(results.get(other, []), steps)]
-        row[f"of {other}"] = median_and_range(ratios) if ratios else ""
+    ratios = [o[key] / s[key] for o, s in zip(results.get("sorted", []), steps)]
+    row["of sorted"] = median_and_range(ratios) if ratios else ""
     row["batches"] = f"{np.mean([s['micro_batches'] for s in steps]):.1f}"
     if CUDA:
         mfu = [flops(shape, n) / s["seconds"] / PEAK_FLOPS for n, s in zip(lengths, steps)]
@@ -329,14 +274,15 @@ def main(argv=None):
     shape = SHAPES[a.shape]
     make_model(a.shape)
     results = run(a.contenders, a.shape, a.rounds)
-    lengths = [np.array(lengths_of(draw(shape, r))) for r in range(a.rounds)]
+    lengths = []
+    for r in range(a.rounds):
+        lengths.append(np.array([len(s["tokens"]) for s in draw(shape, r)]))
     every = np.concatenate(lengths)
     where = torch.cuda.get_device_name() if CUDA else f"{torch.get_num_threads()} CPU threads"
     print(f"{machine()}; {where}")
     print(
-        f"{a.shape}, {shape['dtype']}: {a.rounds} rounds of {shape['samples']} samples, lengths median "
-        f"{np.median(every):.0f}, mean {every.mean():.0f}, longest {every.max()}; rows of "
-        f"{shape['row_tokens']} tokens"
+        f"{a.shape}, {shape['dtype']}: {a.rounds} rounds of {shape['samples']} samples of {every.mean():.0f} "
+        f"tokens on average, {every.max()} at most; rows of {shape['row_tokens']}"
     )
     lines = [row_of(name, results, shape, lengths) for name in results]
     table(lines[0], [line.values() for line in lines])

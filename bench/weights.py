@@ -1,6 +1,6 @@
 """What a weight update costs: tokens/s of one real engine with an update every 2 s against none, in turn.
 
-    python bench/weights.py [--seconds 6] [--rounds 6] [--untied] [--bucket_mb 256] [--quick]
+    python bench/weights.py [--seconds 6] [--rounds 6] [--quick]
 
 A random Qwen2 of 21M parameters in 300+ tensors, its engine at nice 10, as run.sh starts it; 48 requests
 are always in progress. Each round: a window without updates and one with (in turns which is first), and
@@ -8,7 +8,6 @@ bare gloo broadcasts of the same bytes to a second process (nice 10 too). A rati
 one round; the table has the medians. In the end the engine's logprobs must be the trainer's.
 """
 
-import contextlib
 import multiprocessing
 import os
 import statistics
@@ -21,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from bench.common import WORK, in_turn, keep, machine, parser, result_file, table
+from bench.common import WORK, in_turn, keep, machine, median_and_range, parser, result_file, table
 from bench.engines import Load, make_run, requests_of, url_of
 from bench.train import SMALL, model_config
 from plumbing import secret
@@ -51,43 +50,42 @@ PARTS = {
 }
 
 
-def make_model(path, tied):
+def make_model(path):
     """A random model of many tensors, with the toy task's tokenizer."""
     torch.manual_seed(0)
     shape = SMALL | dict(vocab_size=1024, intermediate_size=704, num_hidden_layers=26)
     shape |= dict(num_attention_heads=8, num_key_value_heads=8)
-    config = model_config(shape, initializer_range=0.08, tie_word_embeddings=tied)
+    config = model_config(shape, initializer_range=0.08)
     Qwen2ForCausalLM(config).save_pretrained(path)
     make_tokenizer([toy]).save_pretrained(path)
 
 
-def receive(port, elements):
-    """The other end of BareBroadcast, in a process of its own, until that one's is gone."""
+def receive(port, elements, times):
+    """The other end of `bare_broadcasts`, in a process of its own."""
     os.nice(NICE)
     torch.set_num_threads(1)
     store = open_store("127.0.0.1", port, TIMEOUT)
     group = join_group("gloo", store, 1, 2, TIMEOUT)
     flat = torch.ones(elements)
-    with contextlib.suppress(RuntimeError):
-        while True:
-            group.broadcast(flat, 0).wait()
+    for _ in range(times):
+        group.broadcast(flat, 0).wait()
 
 
-class BareBroadcast:
-    """So many float32 to a second process, and nothing else."""
-
-    def __init__(self, elements):
-        store = open_store("127.0.0.1", 0, TIMEOUT, server=True)
-        spawn = multiprocessing.get_context("spawn")
-        arguments = (store.port, elements)
-        spawn.Process(target=receive, args=arguments, daemon=True).start()
-        self.flat = torch.ones(elements)
-        self.group = join_group("gloo", store, 0, 2, TIMEOUT)
-
-    def seconds(self):
+def bare_broadcasts(elements, times=6):
+    """Seconds of broadcasts of so many float32 to a second process, but for the first."""
+    store = open_store("127.0.0.1", 0, TIMEOUT, server=True)
+    spawn = multiprocessing.get_context("spawn")
+    other = spawn.Process(target=receive, args=(store.port, elements, times), daemon=True)
+    other.start()
+    group = join_group("gloo", store, 0, 2, TIMEOUT)
+    flat = torch.ones(elements)
+    found = []
+    for _ in range(times):
         start = time.monotonic()
-        self.group.broadcast(self.flat, 0).wait()
-        return time.monotonic() - start
+        group.broadcast(flat, 0).wait()
+        found.append(time.monotonic() - start)
+    other.join()
+    return found[1:]
 
 
 class Updates:
@@ -124,27 +122,23 @@ class Updates:
 
 
 def quiet(seconds):
-    """(start, end) of a window without updates."""
+    """A window without updates, likewise."""
     start = time.monotonic()
     time.sleep(seconds)
-    return start, time.monotonic()
+    return start, time.monotonic(), []
 
 
 @torch.no_grad()
 def difference(config, run_dir, model):
-    """Largest |engine logprob - trainer logprob| over fresh completions."""
-    worst = 0.0
-    for body in requests_of([PROMPT, PROMPT[::-1]], [32], ignore_eos=True):
-        url = f"{url_of(config)}/inference/v1/generate"
-        headers = secret.header(run_dir)
-        choice = requests.post(url, json=body, headers=headers, timeout=60).json()["choices"][0]
-        prompt = body["token_ids"]
-        ids = torch.tensor(prompt + choice["token_ids"])
-        logprobs, _ = token_logprobs(model, ids, torch.arange(len(ids)), 1.0)
-        engine = torch.tensor(choice["behavior_logprobs"])
-        worst = max(worst, (logprobs[len(prompt) :] - engine).abs().max().item())
-        if prompt != PROMPT:
-            return worst
+    """Largest |engine logprob - trainer logprob| over a fresh completion."""
+    url = f"{url_of(config)}/inference/v1/generate"
+    body = next(requests_of([PROMPT], [LONGEST], ignore_eos=True))
+    answer = requests.post(url, json=body, headers=secret.header(run_dir), timeout=60)
+    choice = answer.json()["choices"][0]
+    ids = torch.tensor(PROMPT + choice["token_ids"])
+    logprobs, _ = token_logprobs(model, ids, torch.arange(len(ids)), 1.0)
+    engine = torch.tensor(choice["behavior_logprobs"])
+    return (logprobs[len(PROMPT) :] - engine).abs().max().item()
 
 
 def measure(config, run_dir, seconds, rounds):
@@ -158,24 +152,22 @@ def measure(config, run_dir, seconds, rounds):
     )
     sizes = [p.numel() for p in model.parameters()]
     updates = Updates(Sender(config, model, Ranks(config), run_dir), model)
-    bare = BareBroadcast(sum(sizes))
     # of different lengths, so that they do not end together
     lengths = [LONGEST // 2 + 31 * k % (LONGEST // 2) for k in range(CONCURRENCY)]
     updates.one()
     load = Load(config, run_dir, requests_of([PROMPT], lengths, ignore_eos=True), CONCURRENCY)
-    bare.seconds()
     updates.window(seconds)
     contenders = {
         "none": lambda _: quiet(seconds),
         "some": lambda _: updates.window(seconds),
-        "bare": lambda _: [bare.seconds() for _ in range(5)],
+        "bare": lambda _: bare_broadcasts(sum(sizes)),
     }
     results = in_turn(contenders, rounds)
     updates.one(noise=0.02)
     worst = difference(config, run_dir, model)
     load.stop()
-    results["tokens_s without"] = [load.rate(start, end) for start, end in results.pop("none")]
-    results["tokens_s with"] = [load.rate(start, end) for start, end, _ in results["some"]]
+    results["tokens_s without"] = [load.rate(*window[:2]) for window in results.pop("none")]
+    results["tokens_s with"] = [load.rate(*window[:2]) for window in results["some"]]
     results["updates"] = [times for _, _, times in results.pop("some")]
     return results, worst, sum(sizes), len(sizes)
 
@@ -185,22 +177,16 @@ def rows(results, parameters, worst):
     without = results["tokens_s without"]
     some = results["tokens_s with"]
     ratios = [b / a for a, b in zip(without, some)]
-    yield "tokens/s without updates", f"{statistics.median(without):.0f}", ""
-    yield f"tokens/s, one every {EVERY:.0f} s", f"{statistics.median(some):.0f}", ""
-    by_round = " ".join(f"{ratio:.3f}" for ratio in ratios)
-    yield "  ratio", f"{statistics.median(ratios):.3f}", by_round
-    for part in PARTS:
+    yield f"tokens/s, an update every {EVERY:.0f} s / none", median_and_range(ratios, ".3f")
+    for part, words in PARTS.items():
         seconds = [t[part] for times in results["updates"] for t in times]
-        yield PARTS[part], f"{1000 * statistics.median(seconds):.1f} ms", ""
-    broadcasts = [s for of_round in results["bare"] for s in of_round]
-    of_sends = []
-    for times, bare in zip(results["updates"], results["bare"]):
-        sent = statistics.median(t["send_s"] for t in times)
-        of_sends.append(statistics.median(bare) / sent)
+        yield words, f"{1000 * statistics.median(seconds):.1f} ms"
+    bare = [statistics.median(seconds) for seconds in results["bare"]]
+    sent = [statistics.median(t["send_s"] for t in times) for times in results["updates"]]
     size = f"{4e-6 * parameters:.0f} MB"
-    yield "bare gloo broadcast", f"{1000 * statistics.median(broadcasts):.1f} ms", size
-    yield "  bare / send", f"{statistics.median(of_sends):.2f}", ""
-    yield "engine - trainer logprob", f"{worst:.1e}", ""
+    yield f"bare gloo broadcast of {size}", f"{1000 * statistics.median(bare):.1f} ms"
+    yield "  bare / send", median_and_range([a / b for a, b in zip(bare, sent)])
+    yield "engine - trainer logprob", f"{worst:.1e}"
 
 
 def main(argv=None):
@@ -208,31 +194,25 @@ def main(argv=None):
     p.add_argument("--seconds", type=float, default=6.0)
     p.add_argument("--rounds", type=int, default=6)
     p.add_argument("--port", type=int, default=8900)
-    p.add_argument("--untied", action="store_true", help="an output head of its own")
-    p.add_argument("--bucket_mb", type=int, default=256)
     a = p.parse_args(argv)
     if a.quick:
         a.seconds = 4.0
         a.rounds = 1
     torch.set_num_threads(1)
-    name = "weights" + "-untied" * a.untied
-    path = WORK / f"{name}-model"
-    make_model(path, not a.untied)
-    own = dict(model=path, port=a.port, concurrency=64, bucket_mb=a.bucket_mb)
-    config, run_dir = make_run("weights", max_new_tokens=LONGEST, max_model_len=256, **own)
+    path = WORK / "weights-model"
+    make_model(path)
+    knobs = dict(model=path, port=a.port, concurrency=64)
+    config, run_dir = make_run("weights", **knobs, max_new_tokens=LONGEST, max_model_len=256)
     engines = start_engines(config)
     try:
         os.setpriority(os.PRIO_PGRP, engines[0].pid, NICE)
         results, worst, parameters, tensors = measure(config, run_dir, a.seconds, a.rounds)
     finally:
         stop_engines(engines)
-    print(
-        f"{machine()}; {parameters / 1e6:.1f}M parameters, {tensors} tensors; {CONCURRENCY} requests "
-        f"in progress; {a.rounds} rounds of 2 x {a.seconds:.0f} s"
-    )
-    table(["", "median", ""], rows(results, parameters, worst))
+    print(f"{machine()}; {parameters / 1e6:.1f}M parameters in {tensors} tensors")
+    table(["", "median"], rows(results, parameters, worst))
     raw = dict(machine=machine(), parameters=parameters, tensors=tensors, difference=worst)
-    keep(result_file(a, name), raw | results)
+    keep(result_file(a, "weights"), raw | results)
     if worst > 1e-4:
         sys.exit(f"bench/weights.py: the engine's logprobs differ from the trainer's by {worst}")
 
