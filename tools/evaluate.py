@@ -190,7 +190,7 @@ async def attempt(actor, task, source, number, problem, k):
 async def all_attempts(actor, processes, urls, out):
     """All attempts at all problems, to `out` as they come -> {source: {problem: [line, ...]}}.
 
-    Raises what one of them raised; RuntimeError if an engine dies, TimeoutError if there is no answer for long.
+    Raises what one of them raised; RuntimeError if an engine dies. Every request has a deadline.
     """
     c = actor.config
     await actor.start()
@@ -198,19 +198,15 @@ async def all_attempts(actor, processes, urls, out):
     tries = [(problem, k) for problem in actor.held_out() for k in range(c.eval_attempts)]
     pending = {asyncio.create_task(attempt(actor, *problem, k)) for problem, k in tries}
     lines = []
-    last_answer = last_print = time.monotonic()
+    last_print = time.monotonic()
     while pending:
         done, pending = await asyncio.wait(pending, timeout=1)
         check_alive(processes, c)
-        now = time.monotonic()
-        last_answer = now if done else last_answer
-        if now > last_answer + c.stall_timeout:
-            raise TimeoutError(f"evaluate: no answer for {c.stall_timeout:.0f} s: see {_logs(c)}")
         for task in done:
             lines.append(task.result())
             out.write(json.dumps(lines[-1]) + "\n")
-        if now > last_print + 10:
-            last_print = now
+        if time.monotonic() > last_print + 10:
+            last_print = time.monotonic()
             print(f"eval: {len(lines)} of {len(tries)} answers", flush=True)
     await actor.close()
     results = {}
@@ -266,8 +262,7 @@ def main(argv):
     finally:
         stop_engines(processes)
     problems = {source: len(answers) for source, answers in results.items()}
-    saved = dict(model=c.model, problems=problems, attempts=c.eval_attempts)
-    saved["metrics"] = print_results(results)
+    saved = dict(model=c.model, problems=problems, metrics=print_results(results))
     path = actor.run_dir / "results.json"
     path.write_text(json.dumps(saved, indent=1) + "\n")
     print(f"answers in {actor.run_dir}/answers.jsonl, numbers in {path}")

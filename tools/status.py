@@ -94,19 +94,24 @@ class Status:
         if whole:
             self.stepped_at = path.stat().st_mtime
 
-    def lately(self, key):
-        """Mean of a metric."""
+    def mean(self, key):
         return statistics.mean(line[key] for line in self.lines["step"])
 
-    def who_waits(self):
-        waits = self.lately("wait_data_s") / self.lately("step_s")
-        return f"trainer waits {waits:.0%}, engine places {self.lately('gen_idle'):.0%} empty"
-
-    def eta(self):
-        """Time to the last step, at the recent pace."""
+    def progress(self):
+        """The newest step, and what the recent ones were like, as two texts."""
         steps = self.lines["step"]
+        last = steps[-1]["step"]
         seconds = statistics.median(line["step_s"] for line in steps)
-        return duration((self.config.steps - steps[-1]["step"]) * seconds)
+        step = f"{last}/{self.config.steps}, eta {duration((self.config.steps - last) * seconds)}"
+        silent = time.time() - self.stepped_at
+        if silent > SLOW * seconds + 5 and last < self.config.steps:
+            step += f", no step for {duration(silent)}"
+        lag = f"{self.mean('lag_mean'):.1f}/{max(line['lag_max'] for line in steps)}"
+        waits = self.mean("wait_data_s") / self.mean("step_s")
+        return step, (
+            f"reward {self.mean('reward'):.3f} | lag {lag} | trainer waits {waits:.0%}, "
+            f"engine places {self.mean('gen_idle'):.0%} empty"
+        )
 
     def engines(self):
         """(which version is served, of which engines one waits), as words; "" if there is nothing to say."""
@@ -142,19 +147,10 @@ class Status:
         # a continued run has steps, and engines without weights
         if not steps or not serving:
             return self.starting()
-        last = steps[-1]["step"]
-        words = [
-            f"step {last}/{self.config.steps}, eta {self.eta()}",
-            f"reward {self.lately('reward'):.3f}",
-            f"lag {self.lately('lag_mean'):.1f}/{max(line['lag_max'] for line in steps)}",
-            self.who_waits(),
-        ]
+        step, lately = self.progress()
+        words = [f"step {step}", lately]
         words += [f"held-out {scores(line)}" for line in evals[-1:]]
-        silent = time.time() - self.stepped_at
-        if silent > SLOW * self.lately("step_s") + 5 and last < self.config.steps:
-            words.append(f"no step for {duration(silent)}")
-        words.append(loading)
-        words.append(f"{len(alarms)} alarms" if alarms else "")
+        words += [loading, f"{len(alarms)} alarms" if alarms else ""]
         return " | ".join(filter(None, words))
 
     def is_running(self):
@@ -176,13 +172,9 @@ class Status:
     def summary(self):
         """What `run.sh status` prints."""
         steps, evals, alarms = self.lines.values()
-        step = f"none of {self.config.steps} yet: {self.starting()}"
-        lately = ""
+        step, lately = f"none of {self.config.steps} yet: {self.starting()}", ""
         if steps:
-            ago = duration(time.time() - self.stepped_at)
-            step = f"{steps[-1]['step']} of {self.config.steps}, {ago} ago, {self.lately('step_s'):.1f} s each; eta {self.eta()}"
-            means = [f"{key} {self.lately(key):.3f}" for key in ("reward", "lag_mean", "ess")]
-            lately = f"{', '.join(means)}; {self.who_waits()}"
+            step, lately = self.progress()
         first_and_last = evals[:1] + evals[1:][-1:]
         queues = sorted((self.run_dir / "queues").glob("*/"))
         waiting = {folder.name: len(list(folder.rglob("*.safetensors"))) for folder in queues}
