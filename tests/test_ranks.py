@@ -33,14 +33,14 @@ def all_groups():
     """Groups of STEPS steps: samples of random lengths, plausible engine logprobs, mixed versions."""
     rng = np.random.default_rng(0)
     groups = []
-    for index in range(STEPS * GROUPS):
+    for draw in range(STEPS * GROUPS):
         samples = []
         for k in range(ATTEMPTS):
-            sample = make_sample(rng, index // GROUPS, k)
-            if index * ATTEMPTS + k != FAILED:
+            sample = make_sample(rng, draw // GROUPS, k)
+            if draw * ATTEMPTS + k != FAILED:
                 samples.append(sample)
         pace = {"gen_tok_s": 0.0, "gen_idle": 0.0}
-        groups.append({"index": index, "samples": samples, "pace": pace})
+        groups.append({"draw": draw, "samples": samples, "pace": pace})
     return groups
 
 
@@ -56,6 +56,7 @@ def make_sample(rng, step, k):
         "behavior_logprobs": (rng.normal(-4, 0.3, n) * mask).astype(np.float32),
         "versions": versions,
         "task": 0,
+        "problem": 0,
         "temperature": 0.9,
         "reward": float(k % 2),
         "outcome": 0 if k % 2 else 1,

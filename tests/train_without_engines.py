@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 import train
-from plumbing.problems import announce_loaded
 from weights import TIMES
 
 clip = torch.nn.utils.clip_grad_norm_
@@ -24,8 +23,6 @@ clip = torch.nn.utils.clip_grad_norm_
 
 class FakeSender:
     """Announces nothing, sends nothing; every update is complete at once."""
-
-    unchanged = 0
 
     def __init__(self, config, model, ranks, run_dir):
         # the real one keeps them: they must be the ones that are trained, and not gathered copies
@@ -61,9 +58,6 @@ def main(run_dirs):
     for run_dir in run_dirs:
         path = Path(run_dir, "gradients.safetensors")
         torch.nn.utils.clip_grad_norm_ = functools.partial(clip_and_keep, path)
-        # the actor's notice, which has one writer
-        if os.environ.get("RANK", "0") == "0":
-            announce_loaded(f"{run_dir}/queues")
         train.main(run_dir)
 
 
