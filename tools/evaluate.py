@@ -170,21 +170,11 @@ async def attempt(actor, task, source, number, problem, k):
     if hasattr(actor.sandbox.tasks[task], "answer"):
         reply = await actor.sandbox.call(task, "answer", problem, sample["completion"])
         answer = reply.get("value")
-    return dict(
-        source=source,
-        problem=number,
-        attempt=k,
-        prompt=problem["prompt"],
-        completion=sample["completion"],
-        answer=answer,
-        expected=problem.get("answer"),
-        where=problem.get("where"),
-        success=bool(sample["success"]),
-        reward=float(sample["reward"]),
-        outcome=cfg.OUTCOMES[sample["outcome"]],
-        finished=bool(sample["finished"]),
-        tokens=int(sample["mask"].sum()),
-    )
+    asked = dict(source=source, problem=number, attempt=k, prompt=problem["prompt"])
+    asked |= dict(expected=problem.get("answer"), where=problem.get("where"), answer=answer)
+    scored = {key: sample[key] for key in ("completion", "success", "reward", "finished")}
+    outcome = cfg.OUTCOMES[sample["outcome"]]
+    return asked | scored | dict(outcome=outcome, tokens=int(sample["mask"].sum()))
 
 
 async def all_attempts(actor, processes, urls, out):

@@ -9,6 +9,7 @@ which decides how large its KV cache really is.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -32,7 +33,6 @@ DOES_NOT_FIT = 3
 RESERVE_GB = 2.0
 ASSUMED = "CUDA, NCCL (assumed)"
 TRAINER_PARTS = ("weights", "gradients", "optimizer", "activations", "gathered", "head")
-# Qwen2.5
 FIELDS = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size tie_word_embeddings".split()
 SHAPES = {
     "0.5B": (896, 4864, 24, 14, 2, 151936, True),
@@ -51,13 +51,11 @@ def model_config(name):
     """The transformers config of a model directory, a hub model in the cache, or one of SHAPES; None if there is
     none of these.
     """
-    try:
+    found = re.fullmatch(r"(?:.*/)?Qwen2\.5-([\d.]+B)(?:-Instruct)?", name)
+    with contextlib.suppress(OSError, ValueError):
         return AutoConfig.from_pretrained(name, local_files_only=True)
-    except (OSError, ValueError):
-        found = re.fullmatch(r"(?:.*/)?Qwen2\.5-([\d.]+B)(?:-Instruct)?", name)
-    if not found or found[1] not in SHAPES:
-        return None
-    return Qwen2Config(**dict(zip(FIELDS, SHAPES[found[1]])), max_position_embeddings=131072)
+    if found and found[1] in SHAPES:
+        return Qwen2Config(**dict(zip(FIELDS, SHAPES[found[1]])), max_position_embeddings=131072)
 
 
 @functools.cache
@@ -175,18 +173,16 @@ class Placed:
     def totals(self):
         """{GPU: GB taken}; engine and trainer share the only one."""
         found = {role: sum(parts.values()) for role, parts in self.roles.items()}
-        if self.gpus > 1:
-            return found
-        trainer = found.get("last rank", found["rank 0"])
-        return {"engine and trainer": found["engine"] + trainer}
+        both = found["engine"] + found.get("last rank", found["rank 0"])
+        return found if self.gpus > 1 else {"engine and trainer": both}
 
     @property
     def sequence_gb(self):
         """Keys and values of max_model_len tokens in one of an engine's GPUs."""
         c = self.c
         model = model_config(c.model)
-        head_dim = getattr(model, "head_dim", None)
-        head_dim = head_dim or model.hidden_size // model.num_attention_heads
+        head_dim = model.hidden_size // model.num_attention_heads
+        head_dim = getattr(model, "head_dim", None) or head_dim
         heads = max(model.num_key_value_heads / c.tensor_parallel, 1)
         per_token = 2 * model.num_hidden_layers * heads * head_dim * itemsize(c)
         return per_token * c.max_model_len / GB

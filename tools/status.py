@@ -160,14 +160,13 @@ class Status:
 
     def state(self):
         """Running, complete, or stopped."""
-        evals = self.lines["eval"]
         if self.is_running():
             return "running"
-        if evals and evals[-1]["version"] == self.config.steps:
+        if any(line["version"] == self.config.steps for line in self.lines["eval"]):
             return "complete; a larger --steps extends it"
-        if checkpoints.newest(self.run_dir) is None:
-            return "stopped; there is no checkpoint yet, the same command starts anew"
-        return "stopped; the same command continues"
+        if checkpoints.newest(self.run_dir):
+            return "stopped; the same command continues"
+        return "stopped; there is no checkpoint yet, the same command starts anew"
 
     def summary(self):
         """What `run.sh status` prints."""
