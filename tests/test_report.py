@@ -216,7 +216,7 @@ def test_panels_without_evaluations_or_measurements(tmp_path):
         line["by_lag"] = {}
     first, more = panels.run_panels(steps, [], [])
     for panel in first + more:
-        json.dumps(panels.figure(panel), allow_nan=False)
+        json.dumps(panels.as_json(panel), allow_nan=False)
     panels.draw(tmp_path / "some.png", "no evaluations", first + more)
 
 
@@ -224,10 +224,10 @@ def test_a_curve_as_json():
     panel = Panel("t", include=(0, 2.5))
     y = np.array([1.0, math.nan, math.inf, 123456.789])
     panel.add("a", np.arange(4) + 123456, y, low=y, high=y)
-    low, high, trace = panels.traces(panel)
-    assert trace["y"] == low["y"] == high["y"] == [1.0, None, None, 123460.0]
-    assert trace["x"] == [123456, 123457, 123458, 123459] and high["fill"] == "tonexty"
-    assert panels.figure(panel)["layout"]["yaxis"]["autorangeoptions"] == {"include": [0, 2.5]}
+    found = json.loads(json.dumps(panels.as_json(panel), allow_nan=False))
+    [curve] = found["curves"]
+    assert curve["y"] == curve["low"] == curve["high"] == [1.0, None, None, 123456.8]
+    assert curve["x"] == [123456, 123457, 123458, 123459] and found["include"] == [0, 2.5]
 
 
 # ---- comparisons
