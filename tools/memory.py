@@ -11,7 +11,6 @@ which decides how large its KV cache really is.
 import argparse
 import dataclasses
 import functools
-import json
 import os
 import re
 import sys
@@ -27,7 +26,6 @@ from plumbing import launch, mismatch
 from train import head_chunk
 
 GB = 1e9
-DOES_NOT_FIT = 3
 # a process's CUDA context, NCCL's buffers, CUDA graphs, what the allocator cannot use: an assumption
 RESERVE_GB = 2.0
 ASSUMED = "CUDA, NCCL (assumed)"
@@ -287,16 +285,13 @@ def main(argv):
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     options.add_argument("--gpus", type=int, default=launch.gpu_count() or 8)
     options.add_argument("--gpu_memory_gb", type=float, default=launch.gpu_memory_gb() or 80.0)
-    # for run.sh: a resolved config as JSON on standard input; the verdict alone
-    options.add_argument("--resolved", action="store_true")
-    options.add_argument("--brief", action="store_true")
     given, words = options.parse_known_args(argv)
     gpus, gpu_gb = given.gpus, given.gpu_memory_gb
     # from here on no GPU is to be touched
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
         cfg.require(gpus >= 1 and gpu_gb > 0, "--gpus and --gpu_memory_gb must be above 0")
-        c = cfg.from_json(json.load(sys.stdin)) if given.resolved else resolved(words, gpus, gpu_gb)
+        c = resolved(words, gpus, gpu_gb)
     except cfg.ConfigError as e:
         sys.exit(f"memory: {e}")
     if model_config(c.model) is None:
@@ -306,11 +301,10 @@ def main(argv):
         )
         return
     placed = Placed(c, gpus, gpu_gb)
-    if not given.brief:
-        show(placed)
+    show(placed)
     print(f"memory: {c.model} {placed.verdict()}")
     if not placed.fits:
-        sys.exit(DOES_NOT_FIT)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """What a run is doing, from its files alone.
 
-    bash run.sh status [out/toy]     in some lines; without a run: of the newest
-    python tools/status.py --screen out/toy     run.sh's: passes on what it reads, above a line that stays
+    bash run.sh status [out/toy]     without a run: of the newest
 
 Nothing here talks to a process of the run, so that it may be asked from any machine that sees the run directory.
 """
@@ -23,8 +22,6 @@ from plumbing.queues import read_json  # noqa: E402
 OUT = cfg.ROOT / "out"
 # steps that are meant by "lately"
 RECENT = 10
-# a step that takes so many times as long as those is worth a word
-SLOW = 5
 
 
 def find_run(name=None, file="config.json"):
@@ -61,38 +58,22 @@ def scores(line):
 
 
 class Status:
-    """Looks at a run again and again, and reads of metrics.jsonl only what is new."""
+    """What the files of a run say of it."""
 
     def __init__(self, run_dir):
         self.run_dir = Path(run_dir)
         self.config = cfg.load(run_dir)
-        self.forget()
-
-    def forget(self):
-        self.offset = 0
         # lines of metrics.jsonl by what they are about; of steps the last ones
         self.lines = {"step": [], "eval": [], "alarm": []}
-        self.stepped_at = None
-
-    def look(self):
-        """Take in what is new. A continued run writes metrics.jsonl anew: then all of it."""
         path = self.run_dir / "metrics.jsonl"
-        if not path.exists():
-            return
-        if path.stat().st_size < self.offset:
-            self.forget()
-        with open(path, "rb") as file:
-            file.seek(self.offset)
-            new = file.read()
-        # the last line may not be whole yet
-        whole = new[: new.rfind(b"\n") + 1]
-        self.offset += len(whole)
-        for line in map(json.loads, whole.splitlines()):
-            for about in self.lines.keys() & line.keys():
-                self.lines[about].append(line)
+        if path.exists():
+            self.written_at = path.stat().st_mtime
+            for text in path.read_text().splitlines():
+                # the last line may not be whole yet
+                line = json.loads(text) if text.endswith("}") else {}
+                for about in self.lines.keys() & line.keys():
+                    self.lines[about].append(line)
         del self.lines["step"][:-RECENT]
-        if whole:
-            self.stepped_at = path.stat().st_mtime
 
     def lately(self, key):
         """Mean of a metric."""
@@ -135,28 +116,6 @@ class Status:
             return loading or "the first rollouts are sampled"
         return loading or "models are being loaded"
 
-    def line(self):
-        """All that matters now, in a line."""
-        steps, evals, alarms = self.lines.values()
-        serving, loading = self.engines()
-        # a continued run has steps, and engines without weights
-        if not steps or not serving:
-            return self.starting()
-        last = steps[-1]["step"]
-        words = [
-            f"step {last}/{self.config.steps}, eta {self.eta()}",
-            f"reward {self.lately('reward'):.3f}",
-            f"lag {self.lately('lag_mean'):.1f}/{max(line['lag_max'] for line in steps)}",
-            self.who_waits(),
-        ]
-        words += [f"held-out {scores(line)}" for line in evals[-1:]]
-        silent = time.time() - self.stepped_at
-        if silent > SLOW * self.lately("step_s") + 5 and last < self.config.steps:
-            words.append(f"no step for {duration(silent)}")
-        words.append(loading)
-        words.append(f"{len(alarms)} alarms" if alarms else "")
-        return " | ".join(filter(None, words))
-
     def is_running(self):
         """Does a process of the run, on any machine, still hold its name?"""
         run_dir = self.run_dir.resolve()
@@ -179,7 +138,7 @@ class Status:
         step = f"none of {self.config.steps} yet: {self.starting()}"
         lately = ""
         if steps:
-            ago = duration(time.time() - self.stepped_at)
+            ago = duration(time.time() - self.written_at)
             step = f"{steps[-1]['step']} of {self.config.steps}, {ago} ago, {self.lately('step_s'):.1f} s each; eta {self.eta()}"
             means = [f"{key} {self.lately(key):.3f}" for key in ("reward", "lag_mean", "ess")]
             lately = f"{', '.join(means)}; {self.who_waits()}"
@@ -200,40 +159,10 @@ class Status:
         return f"{self.run_dir}: {self.state()}\n{''.join(lines)}"
 
 
-def screen(run_dir):
-    """Pass on stdin, line by line, above a line that stays."""
-    from rich.console import Console
-    from rich.live import Live
-    from rich.text import Text
-
-    status = Status(run_dir)
-    start = time.monotonic()
-
-    def now():
-        # a run directory out of reach for a moment: what is known stays
-        with contextlib.suppress(OSError):
-            status.look()
-        words = f"{duration(time.monotonic() - start)} | {status.line()}"
-        return Text(words, style="reverse", overflow="ellipsis", no_wrap=True)
-
-    console = Console()
-    # a process may say what is no text
-    sys.stdin.reconfigure(errors="replace")
-    with Live(console=console, get_renderable=now, refresh_per_second=1, transient=True):
-        for line in sys.stdin:
-            console.print(Text(line.rstrip("\n")), soft_wrap=True)
-
-
 def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("run", nargs="?", help="directory or name of a run; default: the newest")
-    p.add_argument("--screen", action="store_true", help="pass on stdin above a line that stays")
-    a = p.parse_args()
-    if a.screen:
-        return screen(a.run)
-    status = Status(find_run(a.run))
-    status.look()
-    print(status.summary(), end="")
+    print(Status(find_run(p.parse_args().run)).summary(), end="")
 
 
 if __name__ == "__main__":
