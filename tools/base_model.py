@@ -107,12 +107,9 @@ def build(tokenizer, layers, hidden, positions):
 
 def tokenized(example, tokenizer):
     """A teacher's example -> (token ids, learn), equally long lists; what the model speaks ends in <eos>."""
-    ids = []
-    learn = []
+    ids, learn = [], []
     for text, mine in example:
-        part = tokenizer(text)["input_ids"]
-        if mine:
-            part = part + [tokenizer.eos_token_id]
+        part = tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] * mine
         ids += part
         learn += [mine] * len(part)
     return ids, learn
@@ -193,8 +190,7 @@ def make_model(names, path, seed, **other):
 def main(argv):
     if len(argv) != 3:
         sys.exit("usage: python tools/base_model.py TASKS DIRECTORY SEED")
-    tasks, path, seed = argv
-    make_model(list(cfg.task_weights(tasks)), path, int(seed))
+    make_model(list(cfg.task_weights(argv[0])), argv[1], int(argv[2]))
 
 
 if __name__ == "__main__":

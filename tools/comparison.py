@@ -52,16 +52,13 @@ class Run:
         value = getattr(self.config, name)
         return value.removesuffix(f"-seed{self.config.seed}") if name == "model" else value
 
-    def held_out(self, task, axis):
-        """(x, scores) of its evaluations of a task; x: minutes of training or thousand samples."""
-        minutes, samples, scores = evaluated(self.steps, self.evals, task)
-        return (np.maximum(minutes - self.began, 0) if axis == MINUTES else samples), scores
-
-    def quantity(self, key, axis):
-        """(x, y) of a key of metrics.jsonl, smoothed; x: minutes of training or step."""
-        x = column(self.steps, "step")
-        if axis == MINUTES:
-            x = column(self.steps, "wall_s") / 60 - self.began
+    def points(self, key, axis):
+        """(x, y) of a task's held-out scores, or of a key of metrics.jsonl, smoothed."""
+        if key in self.tasks:
+            minutes, samples, scores = evaluated(self.steps, self.evals, key)
+            return (np.maximum(minutes - self.began, 0) if axis == MINUTES else samples), scores
+        minutes = column(self.steps, "wall_s") / 60 - self.began
+        x = minutes if axis == MINUTES else column(self.steps, "step")
         return x, smooth(column(self.steps, key))
 
 
@@ -107,12 +104,9 @@ def add_curves(panel, label, curves, color):
 
     As they are, without a mean, if they have less than half of their length in common.
     """
-    curves = [(x, y) for x, y in curves if len(x)]
-    if not curves:
-        return
-    first = max(x[0] for x, _ in curves)
-    last = min(x[-1] for x, _ in curves)
-    if len(curves) == 1 or last - first < 0.5 * max(np.ptp(x) for x, _ in curves):
+    first = max((x[0] for x, _ in curves), default=0)
+    last = min((x[-1] for x, _ in curves), default=0)
+    if len(curves) <= 1 or last - first < 0.5 * max(np.ptp(x) for x, _ in curves):
         for x, y in curves:
             panel.add(label, x, y, color=color)
         return
@@ -125,14 +119,13 @@ def add_curves(panel, label, curves, color):
 def panels(by_setting):
     """The same axes for all settings."""
     tasks = dict.fromkeys(task for runs in by_setting.values() for r in runs for task in r.tasks)
-    kinds = [(f"held-out {task}", axis, task) for task in tasks for axis in (MINUTES, SAMPLES)]
-    kinds += [(title, axis, key) for key, axis, title in QUANTITIES]
+    kinds = [(task, axis, f"held-out {task}") for task in tasks for axis in (MINUTES, SAMPLES)]
     found = []
-    for title, axis, key in kinds:
+    for key, axis, title in [*kinds, *QUANTITIES]:
         panel = Panel(f"{title} against {axis}", axis)
         for color, (name, runs) in enumerate(by_setting.items()):
-            points = Run.held_out if title.startswith("held-out") else Run.quantity
-            add_curves(panel, name, [points(run, key, axis) for run in runs], color)
+            have = [run for run in runs if key in run.steps[0] or key in run.tasks]
+            add_curves(panel, name, [run.points(key, axis) for run in have], color)
         found.append(panel)
     return found
 
@@ -152,7 +145,7 @@ def measures(run, shared):
     """{what is compared: its value} of a run; shared: {task: thousand samples at which all runs were still evaluated}."""
     found = {"steps": run.steps[-1]["step"]}
     for task in run.tasks:
-        samples, scores = run.held_out(task, SAMPLES)
+        samples, scores = run.points(task, SAMPLES)
         found[f"held-out {task}, last"] = scores[-1]
         end = shared.get(task, 0)
         if samples[0] < end:
@@ -170,7 +163,7 @@ def measures(run, shared):
 def shared_samples(runs):
     """{task: thousand samples of the earliest last evaluation}, of the tasks that all runs have."""
     tasks = set.intersection(*(set(run.tasks) for run in runs))
-    return {task: min(run.held_out(task, SAMPLES)[0][-1] for run in runs) for task in tasks}
+    return {task: min(run.points(task, SAMPLES)[0][-1] for run in runs) for task in tasks}
 
 
 def paired(ours, theirs):
@@ -199,9 +192,7 @@ def differences(by_setting):
             rows.append([f"no seed in common with {first}", name, *["-"] * 5])
             continue
         known = [found[seed] for found in (own, other) for seed in seeds]
-        for measure in known[0]:
-            if not all(measure in values for values in known):
-                continue
+        for measure in [m for m in known[0] if all(m in values for values in known)]:
             a = [own[seed][measure] for seed in seeds]
             b = [other[seed][measure] for seed in seeds]
             mean, interval = paired(a, b)

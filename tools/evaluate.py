@@ -170,27 +170,17 @@ async def attempt(actor, task, source, number, problem, k):
     if hasattr(actor.sandbox.tasks[task], "answer"):
         reply = await actor.sandbox.call(task, "answer", problem, sample["completion"])
         answer = reply.get("value")
-    return dict(
-        source=source,
-        problem=number,
-        attempt=k,
-        prompt=problem["prompt"],
-        completion=sample["completion"],
-        answer=answer,
-        expected=problem.get("answer"),
-        where=problem.get("where"),
-        success=bool(sample["success"]),
-        reward=float(sample["reward"]),
-        outcome=cfg.OUTCOMES[sample["outcome"]],
-        finished=bool(sample["finished"]),
-        tokens=int(sample["mask"].sum()),
-    )
+    asked = dict(source=source, problem=number, attempt=k, prompt=problem["prompt"])
+    asked |= dict(expected=problem.get("answer"), where=problem.get("where"), answer=answer)
+    scored = {key: sample[key] for key in ("completion", "success", "reward", "finished")}
+    outcome = cfg.OUTCOMES[sample["outcome"]]
+    return asked | scored | dict(outcome=outcome, tokens=int(sample["mask"].sum()))
 
 
 async def all_attempts(actor, processes, urls, out):
     """All attempts at all problems, to `out` as they come -> {source: {problem: [line, ...]}}.
 
-    Raises what one of them raised; RuntimeError if an engine dies, TimeoutError if there is no answer for long.
+    Raises what one of them raised; RuntimeError if an engine dies. Every request has a deadline.
     """
     c = actor.config
     await actor.start()
@@ -198,19 +188,15 @@ async def all_attempts(actor, processes, urls, out):
     tries = [(problem, k) for problem in actor.held_out() for k in range(c.eval_attempts)]
     pending = {asyncio.create_task(attempt(actor, *problem, k)) for problem, k in tries}
     lines = []
-    last_answer = last_print = time.monotonic()
+    last_print = time.monotonic()
     while pending:
         done, pending = await asyncio.wait(pending, timeout=1)
         check_alive(processes, c)
-        now = time.monotonic()
-        last_answer = now if done else last_answer
-        if now > last_answer + c.stall_timeout:
-            raise TimeoutError(f"evaluate: no answer for {c.stall_timeout:.0f} s: see {_logs(c)}")
         for task in done:
             lines.append(task.result())
             out.write(json.dumps(lines[-1]) + "\n")
-        if now > last_print + 10:
-            last_print = now
+        if time.monotonic() > last_print + 10:
+            last_print = time.monotonic()
             print(f"eval: {len(lines)} of {len(tries)} answers", flush=True)
     await actor.close()
     results = {}
@@ -265,8 +251,7 @@ def main(argv):
     finally:
         stop_engines(processes)
     problems = {source: len(answers) for source, answers in results.items()}
-    saved = dict(model=c.model, problems=problems, attempts=c.eval_attempts)
-    saved["metrics"] = print_results(results)
+    saved = dict(model=c.model, problems=problems, metrics=print_results(results))
     path = actor.run_dir / "results.json"
     path.write_text(json.dumps(saved, indent=1) + "\n")
     print(f"answers in {actor.run_dir}/answers.jsonl, numbers in {path}")

@@ -9,6 +9,7 @@ which decides how large its KV cache really is.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import os
@@ -30,7 +31,6 @@ GB = 1e9
 RESERVE_GB = 2.0
 ASSUMED = "CUDA, NCCL (assumed)"
 TRAINER_PARTS = ("weights", "gradients", "optimizer", "activations", "gathered", "head")
-# Qwen2.5
 FIELDS = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size tie_word_embeddings".split()
 SHAPES = {
     "0.5B": (896, 4864, 24, 14, 2, 151936, True),
@@ -49,13 +49,11 @@ def model_config(name):
     """The transformers config of a model directory, a hub model in the cache, or one of SHAPES; None if there is
     none of these.
     """
-    try:
+    found = re.fullmatch(r"(?:.*/)?Qwen2\.5-([\d.]+B)(?:-Instruct)?", name)
+    with contextlib.suppress(OSError, ValueError):
         return AutoConfig.from_pretrained(name, local_files_only=True)
-    except (OSError, ValueError):
-        found = re.fullmatch(r"(?:.*/)?Qwen2\.5-([\d.]+B)(?:-Instruct)?", name)
-    if not found or found[1] not in SHAPES:
-        return None
-    return Qwen2Config(**dict(zip(FIELDS, SHAPES[found[1]])), max_position_embeddings=131072)
+    if found and found[1] in SHAPES:
+        return Qwen2Config(**dict(zip(FIELDS, SHAPES[found[1]])), max_position_embeddings=131072)
 
 
 @functools.cache
@@ -173,18 +171,16 @@ class Placed:
     def totals(self):
         """{GPU: GB taken}; engine and trainer share the only one."""
         found = {role: sum(parts.values()) for role, parts in self.roles.items()}
-        if self.gpus > 1:
-            return found
-        trainer = found.get("last rank", found["rank 0"])
-        return {"engine and trainer": found["engine"] + trainer}
+        both = found["engine"] + found.get("last rank", found["rank 0"])
+        return found if self.gpus > 1 else {"engine and trainer": both}
 
     @property
     def sequence_gb(self):
         """Keys and values of max_model_len tokens in one of an engine's GPUs."""
         c = self.c
         model = model_config(c.model)
-        head_dim = getattr(model, "head_dim", None)
-        head_dim = head_dim or model.hidden_size // model.num_attention_heads
+        head_dim = model.hidden_size // model.num_attention_heads
+        head_dim = getattr(model, "head_dim", None) or head_dim
         heads = max(model.num_key_value_heads / c.tensor_parallel, 1)
         per_token = 2 * model.num_hidden_layers * heads * head_dim * itemsize(c)
         return per_token * c.max_model_len / GB
@@ -194,8 +190,7 @@ class Placed:
         """(where, GB) of what lacks most; GB below 0 is to spare."""
         lacks = {gpu: total - self.gpu_gb for gpu, total in self.totals.items()}
         cache = self.roles["engine"]["KV cache"]
-        if cache < self.sequence_gb:
-            lacks["the KV cache of one sequence"] = self.sequence_gb - cache
+        lacks["the KV cache of one sequence"] = self.sequence_gb - cache
         return max(lacks.items(), key=lambda item: item[1])
 
     @property
@@ -217,61 +212,50 @@ class Placed:
     def changes(self):
         """What may help, as knobs, in the order in which it is tried."""
         c = self.c
-        if not c.gradient_checkpointing:
-            yield dict(gradient_checkpointing=True)
-        if c.max_model_len < c.row_tokens:
-            yield dict(row_tokens=c.max_model_len)
+        yield dict(gradient_checkpointing=True)
+        yield dict(row_tokens=min(c.max_model_len, c.row_tokens))
         for utilization in (0.6, 0.5, 0.4, 0.3, 0.2):
             if utilization < c.gpu_memory_utilization:
                 yield dict(gpu_memory_utilization=utilization)
         heads = model_config(c.model).num_attention_heads
-        for parallel in filter(lambda n: heads % n == 0, (1, 2, 4, 8)):
+        for parallel in (1, 2, 4, 8):
             for engines in range(self.gpus // parallel, 0, -1):
                 trainers = self.gpus - engines * parallel
-                if parallel >= c.tensor_parallel and trainers >= c.trainers:
+                enough = parallel >= c.tensor_parallel and trainers >= c.trainers
+                if enough and heads % parallel == 0:
                     yield dict(engines=engines, tensor_parallel=parallel, trainers=trainers)
         for name in reversed(SHAPES):
             if parameters(f"Qwen2.5-{name}") < parameters(c.model):
                 yield dict(model=f"Qwen/Qwen2.5-{name}")
 
-    def advice(self):
-        """The first of `changes` with which it fits, as flags."""
-        for knobs in self.changes():
-            if self.but(**knobs).fits:
-                return "try " + " ".join(f"--{name} {value}" for name, value in knobs.items())
-        return "it takes more GPUs, or larger ones"
-
     def verdict(self):
         where, lack = self.lack
-        if lack > 0:
-            return f"does not fit: {where}: {lack:.2f} GB too little; {self.advice()}"
-        return f"fits, with {-lack:.1f} of {self.gpu_gb:.0f} GB to spare ({where})"
+        if lack <= 0:
+            return f"fits, with {-lack:.1f} of {self.gpu_gb:.0f} GB to spare ({where})"
+        advice = "it takes more GPUs, or larger ones"
+        for knobs in self.changes():
+            if self.but(**knobs).fits:
+                advice = "try " + " ".join(f"--{name} {value}" for name, value in knobs.items())
+                break
+        return f"does not fit: {where}: {lack:.2f} GB too little; {advice}"
+
+    def describe(self):
+        """Print what every role takes."""
+        c = self.c
+        print(f"{c.model}: {parameters(c.model) / 1e9:.2f} billion parameters, {c.dtype}")
+        print(
+            f"--trainers {c.trainers} --engines {c.engines} --tensor_parallel {c.tensor_parallel}"
+        )
+        for role, parts in self.roles.items():
+            words = " + ".join(f"{gb:.1f} {what}" for what, gb in parts.items())
+            print(f"{role}: {sum(parts.values()):.1f} GB = {words}")
+        sequences = self.roles["engine"]["KV cache"] / self.sequence_gb
+        of = f"of {c.max_model_len} tokens, of {c.concurrency} in progress"
+        print(f"KV cache of an engine: {sequences:.0f} sequences {of}")
+        print(f"largest --row_tokens that fits: {self.largest_row()}")
 
 
 # ---- the command line
-
-
-def show(placed):
-    """Print what every role takes."""
-    c = placed.c
-    billions = parameters(c.model) / 1e9
-    print(
-        f"{c.model}: {billions:.2f} billion parameters, {c.dtype}; {placed.gpus} x {placed.gpu_gb:.0f} GB: "
-        f"--trainers {c.trainers} --engines {c.engines} --tensor_parallel {c.tensor_parallel}"
-    )
-    columns = [parts | {"total": sum(parts.values())} for parts in placed.roles.values()]
-    print(f"{'GB':<24}" + "".join(f"{role:>14}" for role in placed.roles))
-    lines = dict.fromkeys(what for parts in columns for what in parts if what != "total")
-    for what in [*lines, "total"]:
-        cells = [f"{parts[what]:.1f}" if parts.get(what) else "" for parts in columns]
-        if any(cells):
-            print(f"{what:<24}" + "".join(f"{cell:>14}" for cell in cells))
-    sequences = placed.roles["engine"]["KV cache"] / placed.sequence_gb
-    print(
-        f"KV cache of an engine: {sequences:.0f} sequences of {c.max_model_len} tokens, "
-        f"of {c.concurrency} in progress"
-    )
-    print(f"largest --row_tokens that fits: {placed.largest_row()}")
 
 
 def resolved(words, gpus, gpu_gb):
@@ -290,18 +274,14 @@ def main(argv):
     # from here on no GPU is to be touched
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        cfg.require(gpus >= 1 and gpu_gb > 0, "--gpus and --gpu_memory_gb must be above 0")
         c = resolved(words, gpus, gpu_gb)
     except cfg.ConfigError as e:
         sys.exit(f"memory: {e}")
     if model_config(c.model) is None:
-        known = ", ".join(SHAPES)
-        print(
-            f"memory: not checked: {c.model} has no config.json here, and is no Qwen2.5 of {known}"
-        )
+        print(f"memory: not checked: {c.model} has no config.json here, and is no known Qwen2.5")
         return
     placed = Placed(c, gpus, gpu_gb)
-    show(placed)
+    placed.describe()
     print(f"memory: {c.model} {placed.verdict()}")
     if not placed.fits:
         sys.exit(1)

@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import sys
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -70,12 +69,11 @@ def read(run_dir):
 
 def known(run_dir):
     """(steps, evaluations, alarms, mismatches) of a run; exits with a line if it has no step yet."""
-    if not Path(run_dir, "metrics.jsonl").exists():
-        sys.exit(f"report: there is no {run_dir}/metrics.jsonl: no step is done yet")
-    steps, *others = lines_with(run_dir, "step", "eval", "alarm", "mismatch")
-    if not steps:
-        sys.exit(f"report: {run_dir}/metrics.jsonl has no steps yet")
-    return steps, *others
+    if Path(run_dir, "metrics.jsonl").exists():
+        steps, *others = lines_with(run_dir, "step", "eval", "alarm", "mismatch")
+        if steps:
+            return steps, *others
+    sys.exit(f"report: {run_dir}/metrics.jsonl has no steps yet")
 
 
 # ---- in words
@@ -109,10 +107,12 @@ def summary(steps, evals, mismatches):
     window = max(min(5, len(steps) // 2), 1)
     mismatch = column(steps + mismatches, "mismatch")
     measured = mismatch[~np.isnan(mismatch)]
-    values = dict(
-        step=last["step"],
-        samples=last["samples"],
-        dropped=last["dropped"],
+    values = {key: last[key] for key in ("step", "samples", "dropped")}
+    values |= {key: column(steps, key).mean() for key in MEANS}
+    seconds = column(steps, "step_s").sum()
+    values |= {key: column(steps, key).sum() / seconds for key in SHARES}
+    return SUMMARY.format(
+        **values,
         minutes=last["wall_s"] / 60,
         held_out="".join(score_lines(evals)) if evals else "",
         first=reward[:window].mean(),
@@ -122,11 +122,6 @@ def summary(steps, evals, mismatches):
         measured=len(measured),
         mismatch=max(measured, default=np.nan),
     )
-    for key in MEANS:
-        values[key] = column(steps, key).mean()
-    for key in SHARES:
-        values[key] = column(steps, key).sum() / column(steps, "step_s").sum()
-    return SUMMARY.format(**values)
 
 
 def advice(waits, blocked, serving, training, per_engine=1):
@@ -164,13 +159,10 @@ def advice_on(config, steps):
     recent = steps[FILLING:][-50:]
     if len(recent) < FILLING:
         return ""
-    return advice(
-        column(recent, "wait_data_s").sum() / column(recent, "step_s").sum(),
-        column(recent, "gen_idle").mean(),
-        config.engines * config.tensor_parallel,
-        config.trainers,
-        config.tensor_parallel,
-    )
+    waits = column(recent, "wait_data_s").sum() / column(recent, "step_s").sum()
+    serving = config.engines * config.tensor_parallel
+    blocked = column(recent, "gen_idle").mean()
+    return advice(waits, blocked, serving, config.trainers, config.tensor_parallel)
 
 
 # ---- as a page
@@ -196,13 +188,11 @@ def newest_rollouts(config, run_dir):
 
 def drops(steps):
     """[[reason, samples, first step, last step]] of what was not trained."""
-    counts = Counter()
-    at = {}
+    counts = {}
     for line in steps:
         for reason, problems in line["drops"].items():
-            counts[reason] += sum(problems.values())
-            at.setdefault(reason, []).append(line["step"])
-    return [[reason, n, at[reason][0], at[reason][-1]] for reason, n in counts.most_common() if n]
+            counts.setdefault(reason, {})[line["step"]] = sum(problems.values())
+    return [[reason, sum(n.values()), min(n), max(n)] for reason, n in counts.items()]
 
 
 def continuations(run_dir):

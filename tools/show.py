@@ -1,6 +1,6 @@
 """The latest rollouts of a run, in colour.
 
-    python tools/show.py [out/toy] [--n 5] [--follow] [--multi]      without a run: the newest
+    python tools/show.py [out/toy] [--n 5] [--multi]      without a run: the newest
 
 Each version's tokens have a colour of their own, with |v12> where version 12 took over in the middle of the
 sequence; the prompt and an environment's texts are grey. --multi: only those that more than one version sampled.
@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -27,18 +26,15 @@ RIGHT, WRONG = "1;32", "1;31"
 
 
 def read_rollouts(file):
-    """The whole lines of samples.jsonl from here on; exits with a line if an older version wrote them."""
-    while True:
-        start = file.tell()
-        text = file.readline()
-        if not text.endswith(b"\n"):
-            # the rest of it is yet to come
-            file.seek(start)
-            return
-        line = json.loads(text)
-        if "problem" not in line:
-            sys.exit(f"{file.name}: an older version wrote it, with other fields: move it aside")
-        yield line
+    """The lines of samples.jsonl but for a torn one; exits with a line if an older version wrote them."""
+    for text in file:
+        if text.endswith(b"\n"):
+            line = json.loads(text)
+            if "problem" not in line:
+                sys.exit(
+                    f"{file.name}: an older version wrote it, with other fields: move it aside"
+                )
+            yield line
 
 
 def right_answers(config):
@@ -109,23 +105,17 @@ def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("run", nargs="?", help="directory or name of a run; default: the newest")
     p.add_argument("--n", type=int, default=5, help="so many, the newest")
-    p.add_argument("--follow", action="store_true", help="go on with what is added")
     p.add_argument("--multi", action="store_true", help="of several versions only")
     a = p.parse_args()
-    # `| head` and Ctrl-C are no errors
+    # `| head` is no error
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     path = find_run(a.run, "samples.jsonl") / "samples.jsonl"
     answers = right_answers(cfg.load(path.parent))
     colour = sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR"))
     with open(path, "rb") as file:
-        while True:
-            lines = [x for x in read_rollouts(file) if not a.multi or len(versions_of(x)) > 1]
-            for line in lines[-a.n :]:
-                print(show(line, answers, colour), flush=True)
-            if not a.follow:
-                return
-            time.sleep(0.5)
+        lines = [x for x in read_rollouts(file) if not a.multi or len(versions_of(x)) > 1]
+    for line in lines[-a.n :]:
+        print(show(line, answers, colour))
 
 
 if __name__ == "__main__":
