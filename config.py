@@ -138,8 +138,8 @@ class Config:
     kl_coef: float = 0.0
     # bonus on the entropy of each sampled token's distribution
     entropy_coef: float = 0.0
-    # mean |trainer - engine logprob|, nats, that ends the run: measured every 20 updates, and on samples of
-    # lag 0; also of the check at the start. 0: 1e-3 in float32, 0.2 in bfloat16 (not measured on a GPU)
+    # mean |trainer - engine logprob|, nats, that ends the run: measured at the first update and every 20th
+    # from there on, and on samples of lag 0. 0: 1e-3 in float32, 0.2 in bfloat16 (not measured on a GPU)
     mismatch_limit: float = 0.0
 
     # ---- optimizer

@@ -30,7 +30,7 @@ import config as cfg
 from plumbing import checkpoints
 from plumbing.metrics import MetricsLog, Sums, count, largest, mean, mean_if_any
 from plumbing.mismatch import Guards
-from plumbing.model import check_model, empty_model, finish_logits, hand_out, to_device
+from plumbing.model import empty_model, finish_logits, hand_out, to_device
 from plumbing.ranks import Ranks, Stopped
 from plumbing.reader import Reader
 from plumbing.samples import layout
@@ -437,7 +437,6 @@ def train(config, run_dir, ranks):
     model, optimizers = build(config, ranks.device, ranks.world)
     checkpoints.check_room(config, run_dir, model)
     state = checkpoints.restore(checkpoints.newest(run_dir), model, optimizers)
-    check_model(model, ranks.device, config.highest_mismatch)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     sender = Sender(config, model, ranks, run_dir)
     reader = Reader(config, run_dir, ranks, vocabulary, sender.check)

@@ -14,8 +14,7 @@ copy in rank 0's host memory. A thread of rank 0 does the rest, while training g
 
 Engines come and go: each one that runs has a file in out/<run>/engines. Whoever is healthy and not
 in the group is admitted, with the newest weights, before the next update or while nothing is to be
-sent; whoever fails is dropped, and its launcher starts it again. The group is formed anew each time:
-a torch.distributed group (gloo, or NCCL between GPUs) of the trainer and all engine workers.
+sent; whoever fails is dropped. The group (gloo, or NCCL between GPUs) is formed anew each time.
 
 Every wait has the deadline `sync_timeout`. Deliberately absent: restarting engines.
 """
@@ -34,10 +33,8 @@ TIMES = ("sync_s", "gather_s", "wait_sync_s", "send_s", "ready_s", "pause_s")
 
 
 class Sender:
-    """Sends the model's weights to all engines. Made and called on every trainer rank.
-
-    ranks: plumbing.ranks.Ranks. Rank 0 holds the copy of the weights and the thread that delivers
-    it; on the other ranks `push` only takes part in the gathering.
+    """Sends the model's weights to all engines. Made and called on every trainer rank: rank 0 holds the
+    copy of the weights and the thread that delivers it; on the others `push` only helps to gather.
     """
 
     def __init__(self, config, model, ranks, run_dir):
@@ -67,19 +64,15 @@ class Sender:
             self.staging = [torch.empty(max(sizes), **memory) for _ in range(2)]
         self.engines = Engines(config, run_dir)
         self.group = None
-        # who took part in the last delivery, well or not: others want to be admitted
+        # who took part in the last delivery, well or not
         self.tried = []
         # what queues/version.json says, under its lock
-        vocabulary = model.get_input_embeddings().weight.shape[0]
-        self.status = dict(version=-1, vocabulary=vocabulary, done=False)
+        self.status = dict(version=-1, vocabulary=model.get_input_embeddings().num_embeddings)
         self.status_lock = threading.Lock()
         # of `buckets` and what is known of them: held from `push` until the weights are delivered, or
         # while an engine is admitted
         self.lock = threading.Lock()
         self.version = None
-        self.position = {}
-        self.push_times = {}
-        self.pushed_at = 0.0
         self.pushed = threading.Event()
         self.closed = threading.Event()
         self.error = None
@@ -134,10 +127,7 @@ class Sender:
         return False
 
     def wait(self):
-        """Until the engines serve what was pushed last; raises what went wrong on the way.
-
-        Rank 0, which a stop ends early; at once on the others.
-        """
+        """Rank 0: until the engines serve what was pushed last, or a stop; raises what went wrong."""
         if self._acquire():
             self.lock.release()
 
@@ -149,9 +139,9 @@ class Sender:
     def take_timing(self):
         """Seconds of the newest update that is complete, told once, else zeros.
 
-        sync_s: all of it; of it the trainer itself waited wait_sync_s, for the update before and for
-        gathering (gather_s); send_s: the broadcast; ready_s: then until every worker had prepared it;
-        pause_s: the longest time an engine did not decode.
+        sync_s: all of it; of it the trainer waited wait_sync_s, for the update before and for gathering
+        (gather_s); send_s: the broadcast; ready_s: then until every worker had prepared it; pause_s:
+        the longest time an engine did not decode.
         """
         taken = self.timing
         self.timing = dict.fromkeys(TIMES, 0.0)
@@ -196,8 +186,8 @@ class Sender:
             self.error = e
 
     def _deliver(self):
-        """The weights in `buckets` to all engines that are well, to others again if some fail on the
-        way. Returns the times of the update. Raises RuntimeError if no engine takes it.
+        """The weights in `buckets` to all engines that are well, once more if some fail on the way.
+        Returns the times of the update. Raises RuntimeError if no engine takes it.
         """
         self.engines.failing.clear()
         attempts = 3 + len(self.engines.listed())
@@ -212,25 +202,21 @@ class Sender:
                 self.group.wait_until_ready()
                 ready = time.monotonic()
                 pauses = self._swap()
+                if pauses:
+                    sync_s = time.monotonic() - self.pushed_at
+                    times = dict(sync_s=sync_s, send_s=sent - start, ready_s=ready - sent)
+                    return times | dict(pause_s=max(pauses))
             # torch's errors of a broken group or store are RuntimeErrors
             except (RuntimeError, TimeoutError) as e:
                 self._leave_group()
                 words = f"version {self.version} did not reach all engines: {str(e)[:300]}"
                 print(f"weights: {words}", flush=True)
-                continue
-            if pauses:
-                sync_s = time.monotonic() - self.pushed_at
-                times = dict(sync_s=sync_s, send_s=sent - start, ready_s=ready - sent)
-                return times | dict(pause_s=max(pauses))
-        raise RuntimeError(
-            f"version {self.version} reached no engine in {attempts} attempts; {self.engines.error}"
-        )
+        words = f"version {self.version} reached no engine in {attempts} attempts"
+        raise RuntimeError(f"{words}; {self.engines.error}")
 
     def _healthy_engines(self):
-        """Whom the next group is to have; waits until there is one. TimeoutError if none comes.
-
-        While all goes well: the members that still run, and newcomers. After a failure all are asked;
-        those that failed in this delivery are left out if there are others.
+        """Whom the next group is to have: its members that still run, and newcomers; without those that
+        failed in this delivery if there are others. Waits for one; TimeoutError if none comes.
         """
         members = self.group.members if self.group else []
         deadline = time.monotonic() + self.config.start_timeout
@@ -240,10 +226,8 @@ class Sender:
             if found:
                 return [e for e in found if e not in self.engines.failing] or found
             if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"none of {self.engines.listed() or 'no engine'} was healthy within "
-                    f"{self.config.start_timeout:.0f} s; {self.engines.error}"
-                )
+                words = f"none of {self.engines.listed() or 'no engine'} was healthy within"
+                raise TimeoutError(f"{words} {self.config.start_timeout:.0f} s")
             time.sleep(0.2)
 
     def _form_group(self, engines):
@@ -252,8 +236,8 @@ class Sender:
             return
         self._leave_group()
         self.group = Group(self.config, self.engines, engines, self.layout, self.ranks.device)
-        words = f"group of {self.group.world} (trainer + {len(engines)} engines)"
-        print(f"weights: {self.config.weight_backend} {words}", flush=True)
+        backend = self.config.weight_backend
+        print(f"weights: {backend} group of the trainer and {len(engines)} engines", flush=True)
 
     def _leave_group(self):
         if self.group:
@@ -263,9 +247,8 @@ class Sender:
     def _swap(self):
         """Ask all engines to swap; those that fail are dropped. Returns their pauses in seconds."""
         order = dict(version=self.version, recompute_kv=self.config.recompute_kv)
-        answers = self.engines.call_all(
-            "/request_weight_update", {member: order for member in self.group.members}
-        )
+        orders = {member: order for member in self.group.members}
+        answers = self.engines.call_all("/request_weight_update", orders)
         if len(answers) < len(self.group.members):
             # without those that were dropped
             self._leave_group()

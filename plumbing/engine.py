@@ -1,17 +1,14 @@
 """Inside vLLM: the contract of an engine, and the receiving end of weight updates.
 
-vLLM itself stays unmodified. `--middleware plumbing.engine.Contract` puts two calls into its HTTP
-server; `--worker-extension-cls plumbing.engine.WorkerExtension` gives its workers the methods that
-these need. The calls, beside GET /health and /metrics, each with the run's secret (plumbing/secret.py):
+vLLM itself stays unmodified: `--middleware plumbing.engine.Contract` is in front of its HTTP server,
+`--worker-extension-cls plumbing.engine.WorkerExtension` gives its workers methods. The calls, beside
+GET /health and /metrics, each with the run's secret (plumbing/secret.py):
 
     POST /inference/v1/generate  token ids in; token ids, logprobs, version spans out (generate.py)
     POST /init_process_group     join the trainer's weight group, from now on receive every update
     POST /request_weight_update  {version, recompute_kv}: the new weights are here: swap, stamp, go on
 
-vLLM's other routes are out of reach.
-
-A thread in every worker waits for the doorbell (a key in the group's store), receives while decoding
-goes on, and sets a ready key; weights.py, the trainer's side, then asks for the swap.
+weights.py is the trainer's side.
 """
 
 import asyncio
@@ -41,9 +38,8 @@ STAGING = threading.Lock()
 class Contract:
     """ASGI middleware of the engine's HTTP server, whose answer to all that is not the contract is 404.
 
-    All but health and metrics needs the secret of the run, which lies in PIPELINE_RUN_DIR. Generates
-    nothing before a trainer's weights are here, unless PIPELINE_SERVE_AS_LOADED=1: then what was
-    loaded from disk is version 0.
+    The run's secret lies in PIPELINE_RUN_DIR. Nothing is generated before a trainer's weights are here,
+    unless PIPELINE_SERVE_AS_LOADED=1: then what was loaded from disk is version 0.
     """
 
     def __init__(self, app):
@@ -95,7 +91,7 @@ class Contract:
         return Response(answer, media_type="application/json")
 
     async def init_process_group(self, request, engine):
-        """Join the group in the background; returns at once, as the others may not be there yet."""
+        """Join in the background; returns at once, as the others may not be there yet."""
         group = await request.json()
         async with self.one_at_a_time:
             self.groups += 1
@@ -122,15 +118,15 @@ class Contract:
 
     async def all_workers(self, engine, method, argument):
         """Call a method of WorkerExtension on every worker; RuntimeError with the first problem."""
-        problems = await engine.collective_rpc(method, args=(argument,))
-        for problem in problems:
-            if problem is not None:
-                raise RuntimeError(problem)
+        answers = await engine.collective_rpc(method, args=(argument,))
+        problems = [problem for problem in answers if problem is not None]
+        if problems:
+            raise RuntimeError(problems[0])
 
 
 class WorkerExtension:
-    """Methods that vLLM's workers get. They return None or a problem in words, and never raise: with
-    several workers vLLM leaves the others' answers behind when one does.
+    """Methods of vLLM's workers. They return None or a problem, and never raise: with several workers
+    vLLM leaves the others' answers behind when one does.
     """
 
     def join_weight_group(self, group):
@@ -142,10 +138,7 @@ class WorkerExtension:
             return f"{type(e).__name__}: {e}"
 
     def swap_weights(self, version):
-        """Load what was received, between two decode steps.
-
-        The engine ends where that breaks off, with weights that are half old, half new.
-        """
+        """Load what was received, between two decode steps."""
         receiver = getattr(self, "weight_receiver", None)
         if receiver is None or receiver.received != version:
             return f"version {version} is not here: {receiver and receiver.error}"
@@ -153,6 +146,7 @@ class WorkerExtension:
             with set_current_vllm_config(self.vllm_config):
                 receiver.swap()
         except Exception as e:
+            # the weights are half old, half new
             print(f"weights: loading broke off ({type(e).__name__}: {e}): this engine ends")
             sys.stdout.flush()
             os._exit(1)
@@ -161,9 +155,9 @@ class WorkerExtension:
 class Receiver:
     """One worker's part in a weight group, in a thread of its own.
 
-    group: {backend, host, port, first_rank, world, timeout, layout (plumbing/transport.py)}; before: the Receiver of the group before this one, if any. `received` is the version that lies
-    ready to be swapped in, as text; `error` why there will be none. A group that broke is never
-    mended: the trainer forms another one.
+    group: {backend, host, port, first_rank, world, timeout, layout (plumbing/transport.py)}; before: the
+    Receiver of the group before this one, if any. `received` is the version that lies ready to be
+    swapped in, as text; `error` why there will be none. A group that broke is never mended.
 
     Of each bucket the parts that go into this worker's model are copied out, its shards of them if
     it is one of several; the bucket's memory then takes the next one. A model that does more than
@@ -185,10 +179,8 @@ class Receiver:
         self.is_retired = False
         if before is not None:
             before.retire()
-        if before is not None and before.layout == self.layout:
-            self.plan = before.plan
-        else:
-            self.plan = self._make_plan()
+        is_like_before = before is not None and before.layout == self.layout
+        self.plan = before.plan if is_like_before else self._make_plan()
         # memory of its own: a former group that was given up may still receive into its
         sizes = [elements for _, _, elements in self.ranges]
         dtype = getattr(torch, self.layout["dtype"])
@@ -224,9 +216,8 @@ class Receiver:
             store.set(f"here/{self.rank}", "")
             store.wait(["all_here"], timedelta(seconds=self.timeout))
             backend, world = self.group["backend"], self.group["world"]
-            self.process_group = transport.join_group(
-                backend, store, self.rank, world, self.timeout, self.device
-            )
+            place = (backend, store, self.rank, world, self.timeout, self.device)
+            self.process_group = transport.join_group(*place)
             for n in itertools.count():
                 # the doorbell: the next update may be long in coming; a trainer that ends closes
                 # the connection, which ends the wait

@@ -5,9 +5,9 @@
                   "weight_versions": [{"version": "2", "start": 0, "end": 110}, ...]}],
      "cached_tokens": 96}
 
-`cached_tokens` of the prompt were not computed again. With `prompt_logprobs: 0` among the parameters the
-answer also has the `prompt_logprobs` of all prompt tokens but the first. vLLM's own call of this name takes the same
-requests, but makes and checks objects for every token, which here costs half of the server's CPU.
+`cached_tokens` of the prompt were not computed again. With `prompt_logprobs: 0` among the parameters the answer
+also has the `prompt_logprobs` of all prompt tokens but the first. vLLM's own call of this name makes and checks
+objects for every token, which here costs half of the server's CPU.
 """
 
 import asyncio
@@ -26,17 +26,14 @@ class Request(msgspec.Struct):
     cache_salt: str | None = None
 
 
-DECODER = msgspec.json.Decoder(Request)
 REQUEST_IDS = itertools.count()
 
 
 async def sample(body, engine, receive, group):
-    """The answer to a request's body, as bytes; None if the client went away meanwhile.
-
-    group: number of the weight group from which the versions come; goes into the salt.
-    Raises ValueError for what is no request, and what vLLM's engine raises.
+    """The answer to a request's body, as bytes; None if the client went away meanwhile. Raises ValueError
+    for what is no request. group: number of the weight group from which the versions come.
     """
-    request = DECODER.decode(body)
+    request = msgspec.json.decode(body, type=Request)
     params = request.sampling_params
     params.output_kind = RequestOutputKind.FINAL_ONLY
     params.logprobs = 0

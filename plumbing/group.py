@@ -22,8 +22,8 @@ HEALTH_TIMEOUT = (0.2, 3.0)
 class Engines:
     """The engines that their launchers have listed, and rank 0's calls to them.
 
-    An engine is (url, started): one that was started again is another one. Its launcher watches it, and
-    kills it if it hangs (plumbing/supervise.py); here it is asked once, before it is admitted: a host
+    An engine is (url, started): one that was started again is another one. Its launcher kills it if it
+    hangs (plumbing/supervise.py); here it is asked for its health once, before it is admitted: a host
     that has vanished leaves its engines' files behind.
     """
 
@@ -54,10 +54,7 @@ class Engines:
             return False
 
     def call_all(self, path, bodies):
-        """POST bodies[engine] to every engine at once: {engine: answer}.
-
-        Those that do not answer, or refuse, are left out, with a line that says why.
-        """
+        """POST bodies[engine] to every engine at once: {engine: answer} of those that obey."""
         futures = {e: self.pool.submit(self._call, e, path, body) for e, body in bodies.items()}
         answers = {}
         for engine, future in futures.items():
@@ -83,10 +80,7 @@ class Engines:
 
 
 class Group:
-    """The weight group of the trainer and these engines.
-
-    device: the trainer's GPU, for NCCL. Forming it raises RuntimeError or TimeoutError.
-    """
+    """The weight group of the trainer and these engines. Forming it raises RuntimeError or TimeoutError."""
 
     def __init__(self, config, engines, members, layout, device):
         self.engines = engines
@@ -98,11 +92,9 @@ class Group:
         backend, host = config.weight_backend, config.master_addr
         self.store = transport.open_store(host, 0, self.timeout, server=True)
         self.world = 1 + len(members) * self.workers
-        place = dict(host=host, port=self.store.port, world=self.world, timeout=self.timeout)
-        bodies = {}
-        for i, engine in enumerate(members):
-            first_rank = 1 + i * self.workers
-            bodies[engine] = place | dict(backend=backend, first_rank=first_rank, layout=layout)
+        group = dict(backend=backend, host=host, port=self.store.port, layout=layout)
+        group |= dict(world=self.world, timeout=self.timeout)
+        bodies = {m: group | dict(first_rank=1 + i * self.workers) for i, m in enumerate(members)}
         if len(engines.call_all("/init_process_group", bodies)) < len(members):
             raise RuntimeError(f"not all engines joined: {engines.error}")
         # connecting has to wait until all are there: NCCL's has no deadline
@@ -118,9 +110,8 @@ class Group:
         transport.in_thread(last_reference.clear)
 
     def broadcast(self, buckets, version, staging):
-        """Ring the doorbell, then send the buckets. Raises RuntimeError or TimeoutError.
-
-        staging: two buckets on the trainer's GPU through which they go, for NCCL.
+        """Ring the doorbell, then send the buckets: with NCCL through `staging`, two on the GPU. Raises
+        RuntimeError or TimeoutError.
         """
         self.store.set(f"update/{self.updates}", str(version))
         works = []
@@ -143,9 +134,8 @@ class Group:
 
     def wait_until_ready(self):
         """Until every worker has received and prepared the update."""
-        number = self.updates
         self.updates += 1
-        self._wait_for_key(f"ready/{number}", "did not receive the update")
+        self._wait_for_key(f"ready/{self.updates - 1}", "did not receive the update")
 
     def _wait_for_key(self, name, failure):
         """Until every worker has set its key `name`/<rank>; TimeoutError if some have not in time."""
@@ -159,16 +149,14 @@ class Group:
 
     def _wait_until(self, is_done):
         """Wait for the engines; False after `sync_timeout`. RuntimeError as soon as one is gone."""
-        now = time.monotonic()
-        deadline = now + self.timeout
-        next_look = now + 1.0
+        deadline = time.monotonic() + self.timeout
+        next_look = time.monotonic() + 1.0
         while not is_done():
             time.sleep(0.0005)
-            now = time.monotonic()
-            if now > deadline:
+            if time.monotonic() > deadline:
                 return False
-            if now > next_look:
-                next_look = now + 1.0
+            if time.monotonic() > next_look:
+                next_look += 1.0
                 listed = self.engines.listed()
                 if any(member not in listed for member in self.members):
                     raise RuntimeError("an engine is gone")

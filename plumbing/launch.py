@@ -6,6 +6,7 @@ imports torch: a wrong flag must be reported at once. Deliberately absent: ssh, 
 
 import contextlib
 import fcntl
+import functools
 import importlib
 import itertools
 import json
@@ -45,8 +46,6 @@ NODE_VARIABLES = (
     ("SLURM_NODEID", "SLURM_NNODES"),
 )
 MODELS = cfg.ROOT / "out" / "models"  # where tools/base_model.py puts the tiny base models of tasks
-MEMORY_TIMEOUT = 180  # seconds that tools/memory.py may take
-DOES_NOT_FIT = 3  # its exit code
 ENGINE_FLAGS = (
     "--logprobs-mode processed_logprobs --generation-config vllm "
     "--worker-extension-cls plumbing.engine.WorkerExtension --middleware plumbing.engine.Contract "
@@ -105,24 +104,26 @@ def which_node(env=os.environ) -> tuple[int, int]:
     """(number of this node, number of nodes), from the usual variables; (0, 1) without any."""
     for rank, nodes in NODE_VARIABLES:
         if rank in env and nodes in env:
-            given = f"{nodes}={env[nodes]} {rank}={env[rank]}"
-            numbers = env[rank].isdecimal() and env[nodes].isdecimal()
+            given = env[rank], env[nodes]
             require(
-                numbers and int(env[rank]) < int(env[nodes]),
-                f"{given}: must be the number of nodes, and this one's, from 0",
+                all(map(str.isdecimal, given)) and int(given[0]) < int(given[1]),
+                f"{rank}={given[0]} {nodes}={given[1]}: must be this node's number, from 0, and how many there are",
             )
-            return int(env[rank]), int(env[nodes])
+            return int(given[0]), int(given[1])
     return 0, 1
 
 
 def own_address(other: str) -> str:
     """This node's address in the network of another one: NODE_ADDR, or that of the way to it."""
-    address = os.environ.get("NODE_ADDR", "")
-    if not address:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-            # UDP: nothing is sent
-            s.connect((other, 1))
-            address = s.getsockname()[0]
+    require(other, "set MASTER_ADDR on every node, to the address of node 0")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        # UDP: nothing is sent
+        s.connect((other, 1))
+        address = os.environ.get("NODE_ADDR") or s.getsockname()[0]
+    require(
+        other.startswith("127.") or not address.startswith("127."),
+        f"{other} is {address} here, which no other node can reach: set NODE_ADDR to this node's address",
+    )
     return address
 
 
@@ -219,7 +220,7 @@ def resolve(config: Config, gpus: int, training: bool = True) -> Config:
         f"{c.engines * c.tensor_parallel + c.trainers} GPUs, there are {have}: "
         "lower --engines, --tensor_parallel or --trainers",
     )
-    c.master_port = c.port + c.engines
+    c.master_port = c.master_port or c.port + c.engines
     if c.weight_backend == "auto":
         c.weight_backend = "nccl" if everywhere > 1 else "gloo"
     if not c.gpu_memory_utilization:
@@ -258,11 +259,10 @@ def check_model(model: str) -> None:
 
     try:
         hf_hub_download(model, "config.json")
-    # whatever it is, a bad name or HTTP's errors, the model cannot be had
     except Exception as e:
         words = " ".join(str(e).split())[:300]
         raise ConfigError(
-            f"--model {model}: no config.json there, nor from the hub: {words}"
+            f"--model {model}: no config.json there, nor on the hub: {words}"
         ) from None
 
 
@@ -274,10 +274,10 @@ def check_memory(c: Config, gpus: int) -> None:
     command = [sys.executable, "tools/memory.py", "--resolved", "--gpu_memory_gb", f"{size:.1f}"]
     command += ["--gpus", str(gpus * c.nnodes)] + ([] if c.dry_run else ["--brief"])
     asked = dict(input=json.dumps(asdict(c)), cwd=cfg.ROOT, capture_output=True, text=True)
-    done = subprocess.run(command, timeout=MEMORY_TIMEOUT, **asked)
+    done = subprocess.run(command, timeout=180, **asked)
     words = (done.stdout + done.stderr).strip()
-    fits = done.returncode != DOES_NOT_FIT
-    require(fits, f"{words} (--memory_check False starts it anyway)")
+    # 3: it does not fit; any other error is no reason not to try
+    require(done.returncode != 3, f"{words} (--memory_check False starts it anyway)")
     print(words, flush=True)
 
 
@@ -499,16 +499,8 @@ def holder(c: Config) -> str:
 # ---- nodes meet in the run directory: in queues/nodes.json node 0 says which start this is, and its state
 
 
-def said_by_node_0(c):
-    return read_json(Path(c.out, c.run, "queues", "nodes.json"))
-
-
-def say_to_nodes(c, start, state):
-    folder = Path(c.out, c.run, "queues")
-    # a run directory out of reach: the lock tells them, too
-    with contextlib.suppress(OSError):
-        folder.mkdir(exist_ok=True)
-        publish_json(folder / "nodes.json", start=start, state=state)
+def word_of_node_0(c):
+    return Path(c.out, c.run, "queues", "nodes.json")
 
 
 def wait_for_node_0(c):
@@ -517,7 +509,7 @@ def wait_for_node_0(c):
     deadline = time.monotonic() + c.start_timeout
     print(f"run.sh: waiting for {run_dir} to be started by node 0", flush=True)
     while True:
-        said = said_by_node_0(c)
+        said = read_json(word_of_node_0(c))
         # an earlier start's word is not that of who holds the lock
         if said.get("state") == "running" and said["start"] == holder(c):
             return cfg.load(str(run_dir)), said["start"]
@@ -531,12 +523,12 @@ def wait_for_node_0(c):
 
 def node_0_is_done(c, start):
     """Is the run complete? Raises Ended if node 0 has stopped or is gone."""
-    said = said_by_node_0(c)
+    said = read_json(word_of_node_0(c))
     state = said.get("state") if said.get("start") == start else "gone"
     if state == "running" and holder(c) != start:
         state = "gone"
     if state not in ("running", "done"):
-        raise Ended(f"node 0 ({c.master_addr}) is {state}")
+        raise Ended(f"node 0 ({c.master_addr}) has {state}")
     return state == "done"
 
 
@@ -549,12 +541,10 @@ def train(argv) -> int:
     node, n = which_node()
     c = cfg.parse(argv, gpus, gpu_gb=gpu_memory_gb() or 80.0)
     c.nnodes = n
+    # of the others nothing is known, nor needed
     hosts = [f"<node {k}>" for k in range(n)]
-    if n == 1:
-        hosts = [os.environ.get("NODE_ADDR", "127.0.0.1")]
-    elif not c.dry_run:
-        require("MASTER_ADDR" in os.environ, "set MASTER_ADDR on every node: the address of node 0")
-        hosts[node] = own_address(os.environ["MASTER_ADDR"])
+    if n == 1 or not c.dry_run:
+        hosts[node] = own_address(os.environ.get("MASTER_ADDR", "") if n > 1 else "127.0.0.1")
     c.master_addr = hosts[0]
     resolve(c, gpus)
     lock = []
@@ -591,6 +581,11 @@ def begin(c: Config, gpus: int) -> str:
         c.prefix_caching = "on" if share_beginnings(c, problems) else "off"
     if c.trainers > 1:
         c.master_port = claim_port(c.master_addr, c.master_port)
+    if is_to_be_made(c.model):
+        make = ["tools/base_model.py", c.task, c.model, c.model.rpartition("-seed")[2]]
+        options = dict(cwd=cfg.ROOT, preexec_fn=supervise.end_with_launcher)
+        done = subprocess.run([sys.executable, *make], **options)
+        require(not done.returncode, "the tiny base model could not be made, see above")
     done = open_run(c)
     write(c)
     return done
@@ -633,19 +628,22 @@ def run(c, commands, start, lock=()) -> int:
     processes = []
     for name, env, command in commands:
         if "--port" in command:
-            processes.append(Engine(run_dir, lock, name, env, command, c.start_timeout))
+            processes.append(Engine(run_dir, name, env, command, c.start_timeout))
         else:
-            processes.append(Process(run_dir, lock, name, env, command))
+            # if this process is killed, nobody gets the run before the trainer has saved
+            files = lock if name.startswith("train") else []
+            processes.append(Process(run_dir, name, env, command, files))
+    tell = functools.partial(publish_json, word_of_node_0(c), start=start)
     ended = None
-    _on_signals(_raise_ended)
     with screen(run_dir):
         try:
+            _on_signals(_raise_ended)
             if lock:
-                make_model(c, run_dir, lock)
-                say_to_nodes(c, start, "running")
+                word_of_node_0(c).parent.mkdir(exist_ok=True)
+                tell(state="running")
             for process in processes:
                 process.start()
-            supervise.watch(processes, "train", lambda: not lock and node_0_is_done(c, start))
+            supervise.watch(processes, lambda: not lock and node_0_is_done(c, start))
         except OSError as e:
             ended = Ended(f"{type(e).__name__}: {e}")
         except Ended as e:
@@ -653,35 +651,19 @@ def run(c, commands, start, lock=()) -> int:
         _on_signals(signal.SIG_IGN)
         if ended:
             say(f"run.sh: {ended}, stopping; the same command continues")
-        if lock:
-            say_to_nodes(c, start, f"stopped: {ended}" if ended else "done")
+        # a run directory out of reach: the lock tells the other nodes
+        with contextlib.suppress(OSError):
+            if lock:
+                tell(state=f"stopped: {ended}" if ended else "done")
         supervise.stop(processes, _seconds_to_save(c, ended))
     if ended and ended.code == 1:
         newest = checkpoints.newest(run_dir)
-        words = (
-            f"the same command continues from {newest.name}"
-            if newest
-            else "there is no checkpoint yet"
-        )
-        print(f"run.sh: everything is stopped; {words}\n{ended.details}", file=sys.stderr)
+        words = f"from {newest.name}" if newest else "anew, there is no checkpoint yet"
+        words = f"run.sh: everything is stopped; the same command starts {words}"
+        print(f"{words}\n{ended.details}", file=sys.stderr)
     if lock and not ended:
         subprocess.run([sys.executable, "tools/report.py", str(run_dir)], cwd=cfg.ROOT)
     return ended.code if ended else 0
-
-
-def make_model(c, run_dir, lock):
-    """The tiny base model, if that is what is to be trained. Raises Ended if it cannot be made."""
-    if is_to_be_made(c.model):
-        make = [
-            sys.executable,
-            "tools/base_model.py",
-            c.task,
-            c.model,
-            c.model.rpartition("-seed")[2],
-        ]
-        process = Process(run_dir, lock, "prepare", {"OMP_NUM_THREADS": "1"}, make)
-        process.start()
-        supervise.watch([process], "prepare")
 
 
 def _seconds_to_save(c, ended):
@@ -689,9 +671,9 @@ def _seconds_to_save(c, ended):
     if str(ended).startswith("train"):
         # ranks wait for the one that has died
         return 0
-    file = Path(c.out, c.run, "queues", "save_seconds")
     with contextlib.suppress(OSError, ValueError):
-        return max(c.stop_timeout, 3 * float(file.read_text()))
+        saved = Path(c.out, c.run, "queues", "save_seconds").read_text()
+        return max(c.stop_timeout, 3 * float(saved))
     return c.stop_timeout
 
 

@@ -44,8 +44,9 @@ class Guards:
     # ---- served = trained
 
     def is_due(self, version):
-        """Is the mismatch to be measured at this version, which the engines get?"""
-        return version % (EVERY * (self.config.conventional_g or 1)) == 0
+        """Is the mismatch to be measured at this version, which the engines get? The first one, then every 20th."""
+        between = self.config.conventional_g or 1
+        return version % (EVERY * between) == between
 
     @torch.no_grad()
     def measure(self, model, batch, sender, version):
@@ -78,7 +79,10 @@ class Guards:
         differences = np.concatenate(differences)
         found = float(differences.mean())
         if not found <= self.limit:
-            raise RuntimeError(_mismatch_words(found, self.limit, f"at version {version}"))
+            family = model.config.model_type
+            raise RuntimeError(
+                _mismatch_words(found, self.limit, f"of {family} at version {version}")
+            )
         return {"mismatch": found, "tokens": len(differences)}
 
     def _engine_logprobs(self, ids, version):
@@ -156,6 +160,6 @@ class Guards:
 def _mismatch_words(mismatch, limit, where):
     return (
         f"train: mismatch was above {limit:g} nats {where}, it is {mismatch:.1e}: engines serve other probabilities than are "
-        "trained. Look at the model's family (README), --dtype, --head_float32, logs/engine*.log; --mismatch_limit moves the "
-        "limit; `bash run.sh doctor` looks closer"
+        "trained. Does plumbing/model.py know this family? (Recurrent layers and convolutions see across packed sequences.) "
+        "Else look at --dtype, --head_float32, logs/engine*.log; --mismatch_limit moves the limit; `bash run.sh doctor` looks closer"
     )

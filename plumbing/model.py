@@ -1,26 +1,25 @@
-"""The model as the trainer runs it: packed attention, finished logits, and the check that both are the model's own.
+"""The model as the trainer runs it: packed attention, finished logits, weights loaded by rank 0 alone.
 
 In a packed row several sequences lie end to end and none sees another (transformers' attention
-implementation "packed"). A family of models that does something else is refused by name, by
-`check_model` before anything is trained. Deliberately absent: padding, dropout (what is trained is what
-sampled), attention sinks, a list of families (tests/test_model.py has one).
+implementation "packed"). A family of models that does something else is refused by name, or ends
+the run at its first update, as engines then differ (plumbing/mismatch.py). Deliberately absent:
+padding, dropout (what is trained is what sampled), attention sinks, a list of families
+(tests/test_model.py has one).
 """
 
-import numpy as np
+import inspect
+
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from plumbing.samples import layout
-
 # handed to every attention function, without a bearing on the result
 HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states"}
-# of the sequences of check_model, 64 tokens together
-LENGTHS = (5, 12, 8, 16, 23)
+# torch 2.11 takes fewer key heads as they are, and knows no such argument
+GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def flash_runs_on(x):
@@ -88,7 +87,7 @@ def packed_attention(
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
         bounds = (cu_seq_lens_q, cu_seq_lens_q, longest, longest)
         window = (sliding_window - 1 if sliding_window else -1, 0)
-        out = varlen_attn(q, k, v, *bounds, scale=scaling, window_size=window, enable_gqa=True)
+        out = varlen_attn(q, k, v, *bounds, scale=scaling, window_size=window, **GROUPED)
         return out[None], None
     plain = softcap or (sliding_window and longest > sliding_window)
     grouped = query.shape[1] != key.shape[1]
@@ -156,55 +155,3 @@ def hand_out(part, device):
         else:
             tensor.data = tensor.data.to(device)
         dist.broadcast(tensor.data, 0)
-
-
-# ---------------------------------------------------------------------------- the check
-
-
-def own_logprobs(model, tokens, device):
-    """log p of each token but the first of one sequence [T] -> [T-1], by the model's own forward."""
-    ids = torch.from_numpy(tokens).to(device)
-    # with masks of its own; not "sdpa": that leaves out Gemma 2's soft caps, too
-    model.config._attn_implementation = "eager"
-    logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
-    model.config._attn_implementation = "packed"
-    logp = torch.log_softmax(logits.float(), dim=-1)
-    return logp.gather(1, ids[1:, None])[:, 0].cpu()
-
-
-def trainer_logprobs(model, sequences):
-    """Likewise by the trainer, of sequences packed into a row: [T] each -> [sum of T-1]."""
-    positions, _ = layout([len(tokens) for tokens in sequences])
-    logprobs, _ = model.token_logprobs(np.concatenate(sequences), positions, 1.0)
-    return logprobs.cpu()[positions > 0]
-
-
-@torch.no_grad()
-def check_model(model, device, limit):
-    """Raise RuntimeError, by name, if the trainer does not compute what the model does. Collective.
-
-    model: as train.build gives it; limit: nats a token, of random tokens.
-    """
-    family = model.config.model_type
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    row = np.random.default_rng(0).integers(0, vocabulary, sum(LENGTHS))
-    sequences = np.split(row, np.cumsum(LENGTHS)[:-1])
-    own = (own_logprobs(model, row, device) - trainer_logprobs(model, [row])).abs().mean().item()
-    separate = torch.cat([trainer_logprobs(model, [tokens]) for tokens in sequences])
-    packed = (trainer_logprobs(model, sequences) - separate).abs().mean().item()
-    if isinstance(model, FSDPModule):
-        # a forward leaves the root's parameters gathered until its backward
-        model.reshard()
-    # so that NaN is refused, too
-    if not own <= limit:
-        raise RuntimeError(
-            f"train: the trainer's logprobs are {own:.1e} nats a token off those of {family}'s own forward, above "
-            f"--mismatch_limit {limit:g}: this family does something that plumbing/model.py does not know; choose "
-            "another model, or add it there"
-        )
-    if not packed <= limit:
-        raise RuntimeError(
-            f"train: sequences of {family} that are packed into a row see each other: {packed:.1e} nats a token, above "
-            f"--mismatch_limit {limit:g}: recurrent layers and convolutions cannot be trained here; choose a model "
-            "that has attention alone"
-        )

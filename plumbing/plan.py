@@ -2,7 +2,7 @@
 
 `Plan` watches a load in which nothing is copied and notes which slice of which tensor would be copied
 where; updates are then plain copies into the tensors in use. A model that does more than copy takes
-vLLM's layerwise reload instead. Used by plumbing/engine.py.
+vLLM's layerwise reload instead.
 """
 
 import functools
@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 
 from plumbing.transport import named_views
 
-PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+PLAIN_METHODS = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 # vLLM's CPU build computes with a packed copy of each matrix. It would also free the matrix itself,
 # which updates are copied into and packed from again.
@@ -55,8 +55,7 @@ class Copies(TorchDispatchMode):
 def refuse_special_layers(layers):
     """Raise NotOnlyCopies if a layer treats its weights in a way of its own after loading."""
     for layer in layers:
-        method = getattr(layer, "quant_method", None)
-        special = method is not None and type(method) not in PLAIN_METHODS
+        special = type(getattr(layer, "quant_method", None)) not in PLAIN_METHODS
         treated = hasattr(layer, "process_weights_after_loading") and type(layer) is not Attention
         if special or treated:
             raise NotOnlyCopies(f"{type(layer).__name__} has a treatment of its own")
@@ -68,12 +67,11 @@ def storage_of(tensor):
 
 
 class Plan:
-    """Where each part of an update ends up in the model.
+    """Where each part of an update ends up in the model. layout, ranges: of plumbing.transport.
 
     Every parameter that is updated has a successor, which is filled while the model decodes and takes
     its place in the swap. Making a plan changes nothing. It raises NotOnlyCopies (quantised layers,
     experts, ...), ValueError if what is sent does not make up the model, or what vLLM's loaders raise.
-    layout, ranges: of plumbing.transport.
     """
 
     @torch.no_grad()

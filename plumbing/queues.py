@@ -28,7 +28,7 @@ POLL = 0.005
 
 
 class Queue:
-    """A directory used as a bounded, ordered, persistent queue of records: one writer, one reader.
+    """A directory used as an ordered, persistent queue of records: one writer, one reader.
 
     path: the directory, made if absent. maxlen: `put` waits while so many records lie there; 0: unbounded.
     """
@@ -56,42 +56,31 @@ class Queue:
         deadline = time.monotonic() + timeout
         while self.maxlen and len(self) >= self.maxlen:
             if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"queue {self.path} has been full for {timeout:.0f} s: its reader is dead or stuck"
-                )
+                raise TimeoutError(f"queue {self.path}: full for {timeout:.0f} s, nobody reads it")
             time.sleep(POLL)
         with self.lock:
-            if self.next_put is None:
-                self.next_put = max(self._numbers(), default=-1) + 1
             number = self.next_put
-            try:
-                _write_record(record, self.file(number))
-            # the first of the library's, which says no more than what the system said
-            except (SafetensorError, OSError) as e:
-                raise OSError(
-                    f"queue {self.path}: a record cannot be written ({e}): free space, or mount it again; the same command continues"
-                ) from None
+            if number is None:
+                number = max(self._numbers(), default=-1) + 1
+            _write_record(record, self.file(number))
             self.next_put = number + 1
         return number
 
-    def get(self, timeout: float | None = None) -> tuple[int, dict]:
-        """The next record and its number; timeout: seconds to wait, 0 to look once.
+    def get(self, timeout: float = WAIT) -> tuple[int, dict]:
+        """The number of the next record, and the record; timeout: seconds to wait, 0 to look once.
 
         Raises TimeoutError, or RuntimeError naming a file that is no record.
         """
-        timeout = WAIT if timeout is None else timeout
         deadline = time.monotonic() + timeout
-        while True:
-            number = self._next()
-            if number is not None:
-                record = read_record(self.file(number))
-                self.next_get = number + 1
-                return number, record
+        number = self._next()
+        while number is None:
             if time.monotonic() >= deadline:
-                raise TimeoutError(
-                    f"queue {self.path} gave nothing for {timeout:.0f} s: its writer is dead or stuck"
-                )
+                raise TimeoutError(f"queue {self.path}: nothing for {timeout:.0f} s")
             time.sleep(POLL)
+            number = self._next()
+        record = read_record(self.file(number))
+        self.next_get = number + 1
+        return number, record
 
     def ack(self, number: int, keep: Path | None = None) -> None:
         """The record of this number is dealt with: delete it, or make it this file of the same file system."""
@@ -106,14 +95,13 @@ class Queue:
 
     def _next(self) -> int | None:
         """Number of the next unread record, None if there is none yet."""
-        expected = self.file(self.next_get)
-        if expected.exists():
+        if self.file(self.next_get).exists():
             return self.next_get
         later = [number for number in self._numbers() if number >= self.next_get]
-        if not later:
-            return None
-        # A gap was acknowledged by an earlier reader, unless the record appeared during the listing.
-        return self.next_get if expected.exists() else later[0]
+        # a gap was acknowledged by an earlier reader, unless the record appeared during the listing
+        if later and self.file(self.next_get).exists():
+            return self.next_get
+        return later[0] if later else None
 
 
 def _write_record(record: dict, file: Path) -> None:
@@ -122,8 +110,14 @@ def _write_record(record: dict, file: Path) -> None:
     rest = {k: v for k, v in record.items() if k not in arrays}
     arrays["json"] = np.frombuffer(json.dumps(rest).encode(), dtype=np.uint8)
     temporary = file.with_suffix(".tmp")
-    save_file(arrays, temporary)
-    os.rename(temporary, file)
+    try:
+        save_file(arrays, temporary)
+        os.rename(temporary, file)
+    # the first of the library's, which says no more than what the system said
+    except (SafetensorError, OSError) as e:
+        raise OSError(
+            f"{file} cannot be written ({e}): free space, or mount it again; the same command continues"
+        ) from None
 
 
 def read_record(file: Path) -> dict:
@@ -168,10 +162,8 @@ def read_json(path) -> dict:
 def wait_for_json(path, seconds: float, complaint: str) -> dict:
     """What is published at `path`, once something is. TimeoutError(complaint) after so many seconds."""
     deadline = time.monotonic() + seconds
-    found = read_json(path)
-    while not found:
+    while not read_json(path):
         if time.monotonic() > deadline:
             raise TimeoutError(complaint)
         time.sleep(0.05)
-        found = read_json(path)
-    return found
+    return read_json(path)

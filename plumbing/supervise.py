@@ -72,12 +72,12 @@ def end_with_launcher():
 
 class Process:
     """One process of a run, leader of a process group. What it prints goes to its log and the terminal, its
-    stderr to the log alone. lock: the run's, [file], which nobody gets before the last process has ended.
+    stderr to the log alone. files: which it has open, too.
     """
 
-    def __init__(self, run_dir, lock, name, env, command):
+    def __init__(self, run_dir, name, env, command, files=()):
         self.run_dir = Path(run_dir)
-        self.lock = lock
+        self.files = files
         self.name = name
         self.env = env
         self.command = command
@@ -101,7 +101,7 @@ class Process:
                 start_new_session=True,
                 preexec_fn=end_with_launcher,
                 # the reading end, too: if the launcher is killed, last words break no pipe
-                pass_fds=[reading, *self.lock],
+                pass_fds=[reading, *self.files],
             )
         os.close(writing)
         self.thread = threading.Thread(target=self._pass_on, args=(reading,), daemon=True)
@@ -141,11 +141,11 @@ class Process:
 class Engine(Process):
     """An engine, on the first free port from its own on, which is started again when it dies or hangs."""
 
-    def __init__(self, run_dir, lock, name, env, command, start_timeout):
+    def __init__(self, run_dir, name, env, command, start_timeout):
         host = command[command.index("--host") + 1]
         k = command.index("--port") + 1
         port = claim_port(host, int(command[k]))
-        super().__init__(run_dir, lock, name, env, [*command[:k], str(port), *command[k + 1 :]])
+        super().__init__(run_dir, name, env, [*command[:k], str(port), *command[k + 1 :]])
         self.address = (host, port)
         self.file = self.run_dir / "engines" / f"{name}.json"
         self.start_timeout = start_timeout
@@ -218,15 +218,15 @@ class Engine(Process):
         return False
 
 
-def watch(processes, last, is_over=lambda: False):
-    """Until the process called `last` has ended well, or is_over(). Raises Ended if one dies."""
+def watch(processes, is_over):
+    """Until the trainer has ended well, or is_over(). Raises Ended if a process dies."""
     running = list(processes)
     while not is_over():
         for process in list(running):
             code = process.poll()
             if code == 0:
                 running.remove(process)
-                if process.name == last:
+                if process.name == "train":
                     return
             elif code:
                 why = f"{process.name} died with exit code {code}"

@@ -19,10 +19,7 @@ NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 def open_store(host, port, timeout, server=False):
-    """A client of the TCPStore at host:port. server=True: of a new one there (port 0: on any port).
-
-    Raises OSError if a new one cannot listen.
-    """
+    """A client of the TCPStore at host:port; server=True: of a new one (port 0: on any port), or OSError."""
     listener = None
     if server:
         # by itself torch would listen on all addresses of the machine
@@ -35,20 +32,16 @@ def open_store(host, port, timeout, server=False):
 
 @functools.cache
 def weight_stream(device):
-    """The one stream of weight updates on a GPU; None on the CPU.
-
-    Streams come from a pool: one made for each update would now and then be that on which the model
-    decodes, whose all-reduces would then wait for a broadcast. Nobody else here has a priority.
+    """The one stream of weight updates on a GPU; None on the CPU. Streams come from a pool: only one with
+    a priority is surely not that on which the model decodes.
     """
     if device.type == "cuda":
         return torch.cuda.Stream(device, priority=-1)
 
 
 def join_group(backend, store, rank, world, timeout, device=None):
-    """A process group of its own, beside whatever default group this process has.
-
-    Rank 0 is the trainer, the others are engine workers. device: a GPU, for NCCL. Raises
-    RuntimeError or TimeoutError if they are not connected within `timeout` seconds.
+    """A process group beside whatever default group this process has: rank 0 is the trainer, the others
+    are engine workers. device: a GPU, for NCCL. Raises RuntimeError or TimeoutError after `timeout` s.
     """
     limit = timedelta(seconds=timeout)
     place = dist.PrefixStore("weights", store)
@@ -59,8 +52,8 @@ def join_group(backend, store, rank, world, timeout, device=None):
     # it runs beside an engine's own all-reduces, and must leave them room
     options.is_high_priority_stream = True
     options.config.max_ctas = 8
-    # torch's watchdog ends the process, not just the group, when a broadcast fails; a group that is
-    # made with this setting has none: its waits raise, and whoever waited aborts it
+    # torch's watchdog ends the process when a broadcast fails; a group that is made with this setting
+    # has none: its waits raise, and whoever waited aborts it
     before = os.environ.get(NO_WATCHDOG)
     os.environ[NO_WATCHDOG] = "1"
     try:
@@ -70,9 +63,8 @@ def join_group(backend, store, rank, world, timeout, device=None):
         if before is not None:
             os.environ[NO_WATCHDOG] = before
     # the first broadcast connects, without a deadline of its own
-    connected = in_thread(connect, group, device, limit)
     try:
-        connected.result(timeout)
+        in_thread(connect, group, device, limit).result(timeout)
     except BaseException:
         # which may wait for the same as connecting does
         in_thread(abort_group, group)
@@ -87,7 +79,7 @@ def connect(group, device, limit):
 
 
 def abort_group(group):
-    """Free whoever waits in a group that is given up. Gloo cannot: its waits end with their deadline."""
+    """Free whoever waits in a group that is given up; gloo's waits end with their deadline alone."""
     if dist.is_nccl_available() and isinstance(group, dist.ProcessGroupNCCL):
         try:
             group.abort()

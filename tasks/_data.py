@@ -1,7 +1,4 @@
-"""Problems from files and hubs, with errors that name file and line. Not a task: the name starts with `_`.
-
-Deliberately absent: caching, streaming, columns of other types than text.
-"""
+"""Rows of data files and of sets on the hub, with errors that name file and line. Not a task: the name starts with `_`."""
 
 import json
 from pathlib import Path
@@ -25,33 +22,25 @@ def _parquet(path):
     try:
         found = pyarrow.parquet.read_table(path).to_pylist()
     except (OSError, ValueError) as e:
-        # pyarrow's own errors are both
-        reason = str(e).partition("\n")[0]
-        raise ValueError(f"{path}: not a readable Parquet file ({reason})") from None
+        first_line = str(e).partition("\n")[0]
+        raise ValueError(f"{path}: not a readable Parquet file ({first_line})") from None
     for n, row in enumerate(found, 1):
         yield f"{path}: row {n}", row
 
 
 def _json_lines(path):
-    with open(path, "rb") as file:
-        for n, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            where = f"{path}:{n}"
-            yield where, _json_object(line, where)
-
-
-def _json_object(line, where):
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError:
-        raise ValueError(f"{where}: not UTF-8") from None
-    except ValueError as e:
-        raise ValueError(f"{where}: not valid JSON ({e})") from None
-    if isinstance(row, dict):
-        return row
-    kind = type(row).__name__
-    raise ValueError(f"{where}: a line must be a JSON object, this is {kind}")
+    for n, line in enumerate(path.read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"{path}:{n}"
+        try:
+            row = json.loads(line)
+        # UnicodeDecodeError is one
+        except ValueError as e:
+            raise ValueError(f"{where}: not valid JSON ({e})") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"{where}: a line must be a JSON object, this is {type(row).__name__}")
+        yield where, row
 
 
 def hub(name, config, split):
@@ -60,15 +49,11 @@ def hub(name, config, split):
 
     try:
         found = load_dataset(name, config, split=split)
+    # the library raises dozens of kinds
     except Exception as e:
-        # the library raises dozens of kinds
-        which = name
-        if config:
-            which += f" ({config})"
-        kind = type(e).__name__
-        first_line = str(e).partition("\n")[0]
+        why = f"{type(e).__name__}: {str(e).partition(chr(10))[0][:200]}"
         raise ValueError(
-            f"data set {which}, split {split}, cannot be loaded ({kind}: {first_line[:200]}); "
+            f"data set {name} ({config}), split {split}, cannot be loaded ({why}); "
             "without a connection give a local .jsonl or .parquet file"
         ) from None
     for n, row in enumerate(found, 1):
@@ -77,12 +62,10 @@ def hub(name, config, split):
 
 def column(row, *names):
     """The first of these columns that the row has, as text. Raises ValueError that says what it has instead."""
-    for name in names:
-        if row.get(name) is None:
-            continue
-        text = str(row[name]).strip()
-        if not text:
-            raise ValueError(f"column '{name}' is empty")
-        return text
-    has = ", ".join(map(str, row)) or "none"
-    raise ValueError(f"no column '{names[0]}'; it has {has}")
+    found = [str(row[name]).strip() for name in names if row.get(name) is not None]
+    if not found:
+        has = ", ".join(map(str, row)) or "none"
+        raise ValueError(f"no column '{names[0]}'; it has {has}")
+    if not found[0]:
+        raise ValueError(f"column '{names[0]}' is empty")
+    return found[0]

@@ -13,13 +13,8 @@ import re
 from fractions import Fraction
 
 # no powers, hence nothing that grows without end
-OPERATIONS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
 SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+OPERATIONS = dict(zip((ast.Add, ast.Sub, ast.Mult, ast.Div), SIGNS.values()))
 # how many numbers a problem has, the largest of them, the largest target
 NUMBERS, LARGEST, TARGET = 3, 9, 40
 # chance that the tiny model's teacher changes an operator

@@ -64,10 +64,6 @@ def _walk(state, rng=None):
     return text
 
 
-def _prompt(state):
-    return _written(*state) + ":"
-
-
 def problems(split, seed=0, lengths=""):
     """Dicts with prompt and answer; lengths: "" (long-tailed) or "equal".
 
@@ -83,11 +79,7 @@ def problems(split, seed=0, lengths=""):
         state = _draw(rng, lengths)
         for_tests = sum(state) % 5 == 0
         if for_tests == testing:
-            problem = {
-                "prompt": _prompt(state),
-                "answer": _walk(state),
-            }
-            found.append(problem)
+            found.append({"prompt": _written(*state) + ":", "answer": _walk(state)})
     return found
 
 
@@ -99,7 +91,4 @@ def reward(problem, completion, finished):
 def teacher(rng):
     """One example for the tiny base model, long-tailed, with a move of none or two instead of one now and then."""
     state = _draw(rng)
-    return [
-        (_prompt(state), False),
-        (_walk(state, rng), True),
-    ]
+    return [(_written(*state) + ":", False), (_walk(state, rng), True)]

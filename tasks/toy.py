@@ -21,9 +21,7 @@ SLOPPINESS = 0.08
 
 def _draw(rng):
     """A random problem; lengths are log-uniform: many short ones, some long."""
-    low = math.log(SHORTEST)
-    high = math.log(LONGEST)
-    length = math.exp(rng.uniform(low, high))
+    length = math.exp(rng.uniform(math.log(SHORTEST), math.log(LONGEST)))
     letters = rng.sample(LETTERS, round(length))
     text = "".join(letters)
     answer = "".join(sorted(letters))

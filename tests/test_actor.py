@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import json
 import random
-import time
-from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,9 +13,7 @@ from aiohttp import web
 import config as cfg
 from actor import Actor, Sampler, allowed_groups, overlong_penalty
 from plumbing import client, secret
-from plumbing.answers import Span, token_versions
 from plumbing.checkpoints import NEW_RUN
-from plumbing.client import Engines
 from plumbing.ledger import Draws
 from plumbing.queues import Queue, publish_json, read_json
 from plumbing.samples import split
@@ -46,16 +42,6 @@ def test_nothing_is_started_that_the_run_will_not_train(g):
     assert [allowed_groups(c, v) for v in (4, 5, 6)] == [60] * 3
     c.max_lag = 1000000
     assert g or allowed_groups(c, 0) == 60
-
-
-def test_version_spans_become_token_stamps():
-    spans = [Span("2", 0, 3), Span("3", 3, 5)]
-    assert token_versions(spans, 5).tolist() == [2, 2, 2, 3, 3]
-    with pytest.raises(ValueError, match="do not cover 6 tokens"):
-        token_versions(spans, 6)
-    # an engine that never heard from a trainer
-    with pytest.raises(ValueError):
-        token_versions([Span("default", 0, 5)], 5)
 
 
 def test_overlong_penalty_by_hand():
@@ -393,76 +379,10 @@ def test_kv_that_is_shared_counts_as_a_version(tmp_path, base_model, caching):
     assert sorted(r["num_versions"].tolist()) == ([1, 2, 2, 2] if caching == "on" else [1, 1, 1, 2])
 
 
-def test_attempts_and_turns_prefer_the_engine_that_has_their_beginning(monkeypatch):
-    engines = Engines(cfg.Config(concurrency=4), {1}, 50)
-    engines.serving = ["a", "b", "c"]
-
-    async def ask(url, body, largest):
-        await asyncio.sleep(0)
-        return choice([1], [("0", 0, 1)]).body
-
-    monkeypatch.setattr(engines, "_ask", ask)
-
-    async def attempts(engine, n):
-        wanted = [engines.generate([5], 1.0, 8, engine=engine) for _ in range(n)]
-        return [answer["engine"] for answer in await asyncio.gather(*wanted)]
-
-    assert engines.least_loaded() == "a"
-    assert asyncio.run(attempts("b", 4)) == ["b"] * 4
-    # where it has no place, one that has
-    assert Counter(asyncio.run(attempts("b", 6))) == {"b": 4, "a": 1, "c": 1}
-    # and where it is gone
-    assert Counter(asyncio.run(attempts("x", 6))) == {"a": 2, "b": 2, "c": 2}
-
-
-def test_an_engine_whose_every_answer_is_an_error_loses_no_attempt(monkeypatch):
-    """It is the least loaded one all the time."""
-    engines = Engines(cfg.Config(concurrency=4), {1}, 50)
-    engines.serving = ["broken", "well"]
-    monkeypatch.setattr(client.random, "uniform", lambda low, high: 0.0)
-
-    async def ask(url, body, largest):
-        if url == "broken":
-            raise ValueError("500 internal error")
-        await asyncio.sleep(0.01)
-        return choice([1], [("0", 0, 1)]).body
-
-    monkeypatch.setattr(engines, "_ask", ask)
-
-    async def attempts(n):
-        return await asyncio.gather(*(engines.generate([5], 1.0, 8) for _ in range(n)))
-
-    answers = asyncio.run(asyncio.wait_for(attempts(40), 60))
-    assert [answer["engine"] for answer in answers] == ["well"] * 40
-    assert engines.counts["failed"] == 0
-    assert 0 < engines.counts["retried"] <= 40
-    # alone it is asked as often as any other
-    engines.serving = ["broken"]
-    assert asyncio.run(asyncio.wait_for(attempts(1), 60)) == [None]
-
-
-def test_an_engine_that_answers_is_well_even_if_the_actor_is_too_busy_to_hear_it(monkeypatch):
-    engines = Engines(cfg.Config(concurrency=4), {1}, 50)
-    engines.serving = ["busy", "silent"]
-    engines.answered_at["busy"] = time.monotonic()
-    engines.answered_at["silent"] = time.monotonic() - client.HEALTH_TIMEOUT - 1
-
-    async def is_healthy(url):
-        return False
-
-    monkeypatch.setattr(engines, "_is_healthy", is_healthy)
-
-    async def one_look():
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(engines.watch(), 0.5)
-
-    asyncio.run(one_look())
-    assert engines._free() == ["busy"]
-
-
 @pytest.fixture()
 def one_retry(monkeypatch):
     monkeypatch.setattr(client, "RETRIES", 1)
+    monkeypatch.setattr(client, "BACK_OFF", 0.0)
 
 
 def test_failed_requests_are_tried_again(tmp_path, base_model, one_retry):
@@ -490,7 +410,6 @@ def test_of_a_group_that_failed_an_empty_record_tells(tmp_path, base_model, one_
 
 def test_an_engine_without_weights_costs_no_tries(tmp_path, base_model, one_retry, monkeypatch):
     """503 is not the request's fault: it waits for an engine, however often."""
-    monkeypatch.setattr(client, "REST", 0.0)
 
     def answer(n, body):
         return web.Response(status=503) if n <= 3 else good(n, body)

@@ -11,7 +11,7 @@ import pytest
 import config as cfg
 from conftest import ROOT
 from plumbing import launch
-from tools import fake_step, memory
+from tools import memory
 
 # 60 million parameters, too many for an allocator's noise to matter
 SMALL = dict(
@@ -25,82 +25,76 @@ SMALL = dict(
     num_key_value_heads=2,
     tie_word_embeddings=True,
 )
-# few operations to trace
-LIGHT = SMALL | dict(vocab_size=1024, hidden_size=256, intermediate_size=1024)
-# Prints what the process has at its peak beyond its imports, bytes.
+# Two steps; prints what the process has at its peak beyond its imports, bytes.
 REAL_STEPS = """
 import sys
+import numpy as np
 import torch
 import train
-from tools import fake_step, memory
+from plumbing.metrics import Sums
+from plumbing.samples import join
+from tools import memory
+from transformers import AutoModelForCausalLM
 
 def status(name):
     lines = open("/proc/self/status").read().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
 
+def row(tokens):
+    each = min(tokens, 512)
+    per_token = dict.fromkeys(("behavior_logprobs", "ref_logprobs", "versions"), np.zeros(each))
+    sample = per_token | dict(tokens=np.zeros(each, int), mask=np.ones(each), problem=0, task=0, number=0)
+    sample |= dict(temperature=1, reward=0, outcome=0, finished=1, num_versions=1, advantage=0)
+    return join([sample] * (tokens // each))
+
 c = memory.cfg.load(sys.argv[1])
-model = fake_step.model_config(c.model)
-device = torch.device("cpu")
-rows = [fake_step.row(8, 8), fake_step.row(c.row_tokens, c.max_model_len)]
-train.load_model = lambda config, dtype: fake_step.empty_model(model, dtype)
+made = memory.model_config(c.model)
+train.load_model = lambda config, dtype, *others: AutoModelForCausalLM.from_config(
+    made, dtype=dtype, attn_implementation="packed"
+)
 before = status("VmRSS")
 # the peak of the imports is forgotten
 open("/proc/self/clear_refs", "w").write("5")
+device = torch.device("cpu")
 policy, optimizers = train.build(c, device, 1)
 for step in range(2):
-    train.train_step(policy, optimizers, rows, step, c, device)
+    sums = Sums()
+    for batch in (row(8), row(c.row_tokens)):
+        loss, metrics, _ = train.micro_batch(policy, batch, step, c, device)
+        loss.backward()
+        sums.add(metrics)
+    train.optimizer_step(policy, optimizers, sums, step, c)
 print(status("VmHWM") - before)
 """
 
 
-def directory(path, model):
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(model))
-    return str(path)
-
-
-@pytest.fixture
-def small(tmp_path):
-    """Directory of a model's config, without weights."""
-    return directory(tmp_path / "small", SMALL)
-
-
 @pytest.fixture(scope="session")
-def light(tmp_path_factory):
-    """The same for all tests: what is traced once is remembered."""
-    return directory(tmp_path_factory.mktemp("model") / "light", LIGHT)
+def small(tmp_path_factory):
+    """Directory of a model's config, without weights."""
+    path = tmp_path_factory.mktemp("model") / "small"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(SMALL))
+    return str(path)
 
 
 def config(model, gpus, *words):
     return memory.resolved(["math", "--model", model, *map(str, words)], gpus, 80.0)
 
 
-def on_cpu(model, *words):
-    """One trainer rank without GPUs, in float32."""
-    c = cfg.parse(["toy", "--model", model, *map(str, words)], 0)
-    return dataclasses.replace(c, dtype="float32", trainers=1, engines=1, max_model_len=512)
-
-
-def total(c, model):
-    """Bytes at the peak of a step of every layer of a transformers config."""
-    found = fake_step.trace(c, model)
-    return sum(size for kind, size in found.items() if kind != "gathering an update")
-
-
-def extrapolated(c):
-    return sum(memory.trainer_gb(c).values()) * 1e9
+def total(c):
+    return sum(memory.trainer_gb(c).values())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row, checkpointing", [(512, False), (2048, True)])
-def test_the_trace_says_what_a_real_process_takes(small, tmp_path, row, checkpointing):
-    c = on_cpu(small, "--row_tokens", row, "--gradient_checkpointing", checkpointing)
-    expected = total(c, fake_step.model_config(small))
-    (tmp_path / "run").mkdir()
+@pytest.mark.parametrize("row, checkpointing", [(512, False), (2048, False), (2048, True)])
+def test_a_real_process_takes_what_is_said(small, tmp_path, row, checkpointing):
+    words = ["--model", small, "--row_tokens", row, "--gradient_checkpointing", checkpointing]
+    c = cfg.parse(["toy", *map(str, words)], 0)
+    c = dataclasses.replace(c, dtype="float32", trainers=1, engines=1, max_model_len=512)
     values = {"config": dataclasses.asdict(c)}
-    (tmp_path / "run" / "config.json").write_text(json.dumps(values))
+    (tmp_path / "config.json").write_text(json.dumps(values))
     done = subprocess.run(
-        [sys.executable, "-c", REAL_STEPS, str(tmp_path / "run")],
+        [sys.executable, "-c", REAL_STEPS, str(tmp_path)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -108,9 +102,9 @@ def test_the_trace_says_what_a_real_process_takes(small, tmp_path, row, checkpoi
         env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    assert expected == pytest.approx(int(done.stdout), rel=0.1)
+    assert total(c) == pytest.approx(int(done.stdout) / 1e9, rel=0.1)
     # more than what is trivially there: weights, gradients, two moments
-    assert expected > 1.2 * 16 * 60e6
+    assert total(c) > 1.1 * 16 * 0.06
 
 
 def test_parameter_counts_are_the_published_ones():
@@ -120,102 +114,82 @@ def test_parameter_counts_are_the_published_ones():
 
 
 @pytest.mark.parametrize(
-    "trainers, checkpointing", [(1, False), pytest.param(4, True, marks=pytest.mark.slow)]
+    "name, trainers, checkpointing, row, gb",
+    [
+        ("0.5B", 1, True, 16384, 10.52),
+        ("0.5B", 4, False, 16384, 26.36),
+        ("1.5B", 4, True, 8192, 9.90),
+        ("1.5B", 1, False, 16384, 75.23),
+        ("7B", 1, True, 8192, 130.57),
+        ("7B", 4, True, 16384, 43.96),
+        ("7B", 4, False, 8192, 90.55),
+        ("32B", 1, True, 16384, 550.03),
+        ("32B", 4, False, 16384, 487.53),
+    ],
 )
-def test_layers_beyond_those_traced_add_up_linearly(light, trainers, checkpointing):
-    c = config(light, 8, "--row_tokens", 16384, "--gradient_checkpointing", checkpointing)
-    c = dataclasses.replace(c, trainers=trainers)
-    assert extrapolated(c) == pytest.approx(total(c, fake_step.model_config(light)), rel=0.01)
+def test_a_step_takes_what_its_tensors_add_up_to(name, trainers, checkpointing, row, gb):
+    """Known figures: the storages of a step that were alive at once, counted on tensors without contents, operation
+    by operation with FSDP2 (commit 4931e45, tools/fake_step.py).
+    """
+    words = ["--row_tokens", row, "--gradient_checkpointing", checkpointing]
+    c = config(f"Qwen/Qwen2.5-{name}", 8, *words)
+    assert total(dataclasses.replace(c, trainers=trainers)) == pytest.approx(gb, rel=0.02)
 
 
-def test_weights_gradients_and_optimizer_are_16_bytes_a_parameter_over_all_ranks(light):
-    parts = memory.trainer_gb(dataclasses.replace(config(light, 8), trainers=4))
+def test_weights_gradients_and_optimizer_are_16_bytes_a_parameter_over_all_ranks(small):
+    parts = memory.trainer_gb(dataclasses.replace(config(small, 8), trainers=4))
     static = sum(parts[what] for what in ("weights", "gradients", "optimizer"))
-    # and a step count for each parameter
-    assert static == pytest.approx(16 * memory.parameters(light) / 4 / 1e9, rel=1e-3)
+    assert static == pytest.approx(16 * memory.parameters(small) / 4 / 1e9)
 
 
-@pytest.mark.slow
-def test_a_whole_model_is_what_its_first_layers_say():
-    name = "Qwen/Qwen2.5-7B"
-    c = dataclasses.replace(config(name, 8), trainers=4)
-    assert extrapolated(c) == pytest.approx(total(c, fake_step.model_config(name)), rel=0.01)
-
-
-@pytest.mark.slow
-def test_the_largest_row_is_one_that_just_fits(light):
-    c = config(light, 8)
-    room = 3 * memory.Placed(c, 8, 80.0).on_trainers()
-    rows = memory.Placed(c, 8, room).largest_row()
+def test_the_largest_row_is_one_that_just_fits(small):
+    c = config(small, 8)
+    placed = memory.Placed(c, 8, 20.0)
+    rows = placed.largest_row()
     assert rows > 2 * c.row_tokens
-    used = memory.Placed(c, 8, room).but(row_tokens=rows).on_trainers()
-    assert used == pytest.approx(room, rel=0.03)
+    assert placed.but(row_tokens=rows).totals["rank 0"] <= 20.0
+    assert placed.but(row_tokens=rows + 1024).totals["rank 0"] > 20.0
 
 
-def test_a_rank_holds_whole_layers_while_it_computes_them(light):
-    c = dataclasses.replace(config(light, 8), trainers=4)
-    gathered = memory.trainer_gb(c)["gathered"] * 1e9
-    per_layer = LIGHT["hidden_size"] * (3 * LIGHT["intermediate_size"] + 2 * LIGHT["hidden_size"])
-    # at least this layer in 16 bits; at most the next one, too, and the gradients in 32 bits
-    root = 2 * LIGHT["vocab_size"] * LIGHT["hidden_size"]
-    assert root + 2 * per_layer < gathered < root + 1.2 * (2 + 2 + 4) * per_layer
-
-
-@pytest.mark.slow
-def test_gradient_checkpointing_and_more_ranks_take_less(light):
-    c = dataclasses.replace(config(light, 8), trainers=1)
-    used = extrapolated(c)
-    assert used < 0.7 * extrapolated(dataclasses.replace(c, gradient_checkpointing=False))
-    assert extrapolated(dataclasses.replace(c, trainers=4)) < used
-
-
-def test_the_kv_cache_is_what_the_engines_share_leaves(light):
-    placed = memory.Placed(config(light, 2), 2, 80.0)
+def test_the_kv_cache_is_what_the_engines_share_leaves(small):
+    placed = memory.Placed(config(small, 2), 2, 80.0)
     engine = placed.roles["engine"]
-    without_update = sum(engine.values()) - engine["update buffers"]
-    assert without_update == pytest.approx(0.7 * 80)
-    # 10 layers, keys and values, 2 heads of 32, 16 bits, 10240 tokens
-    assert placed.sequence_gb == pytest.approx(10 * 2 * 2 * 32 * 2 * 10240 / 1e9)
+    beside = engine["update buffers"] + engine["logits of prompts"]
+    assert sum(engine.values()) - beside == pytest.approx(0.7 * 80)
+    # 10 layers, keys and values, 2 heads of 80, 16 bits, 10240 tokens
+    assert placed.sequence_gb == pytest.approx(10 * 2 * 2 * 80 * 2 * 10240 / 1e9)
 
 
-@pytest.mark.slow
 def test_a_model_that_is_too_large_is_refused_with_advice_that_fits():
     placed = memory.Placed(config("Qwen/Qwen2.5-7B", 1), 1, 80.0)
+    # 16 bytes for each of 7.616 billion parameters are too much already
+    assert placed.lack[1] > 16 * 7.6 - 80
     verdict = placed.verdict()
-    # 16 bytes for each of 7.616 billion parameters
-    assert verdict.startswith("does not fit: weights, gradients and optimizer take 122 GB of each")
-    assert verdict.endswith("; try --model Qwen/Qwen2.5-1.5B")
-    assert not placed.fits
-    assert placed.but(model="Qwen/Qwen2.5-1.5B").fits
+    assert verdict.startswith("does not fit: engine and trainer: ")
+    assert verdict.endswith(" GB too little; try --model Qwen/Qwen2.5-1.5B")
+    assert not placed.fits and placed.but(model="Qwen/Qwen2.5-1.5B").fits
 
 
-def test_an_engine_without_room_for_one_sequence_does_not_fit(light):
-    c = config(light, 2, "--gpu_memory_utilization", 0.02)
+def test_an_engine_without_room_for_one_sequence_does_not_fit(small):
+    c = config(small, 2, "--gpu_memory_utilization", 0.02)
     where, lack = memory.Placed(c, 2, 80.0).lack
     assert where == "the KV cache of one sequence" and lack > 0
 
 
-def test_the_only_gpu_holds_engine_and_trainer(light):
-    placed = memory.Placed(config(light, 1), 1, 80.0)
+def test_the_only_gpu_holds_engine_and_trainer(small):
+    placed = memory.Placed(config(small, 1), 1, 80.0)
     engine, trainer = (sum(placed.roles[role].values()) for role in ("engine", "rank 0"))
-    # what waits for the swap is beside what vLLM counts
-    assert engine == pytest.approx(0.3 * 80 + placed.roles["engine"]["update buffers"])
     assert placed.totals == {"engine and trainer": pytest.approx(engine + trainer)}
 
 
 @pytest.mark.parametrize(
     "gpus, gpu_gb, preset",
     [(8, 80, "math"), (2, 80, "math-1x80"), (1, 80, "math-1x80"), (1, 24, "math-1x24")]
-    + [(16, 80, "math"), (8, 24, "math-1x24"), (0, 0, "toy")],
+    + [(16, 80, "math"), (8, 24, "math-1x24")],
 )
-def test_the_preset_follows_from_the_gpus(gpus, gpu_gb, preset):
-    assert cfg.parse([], gpus, gpu_gb=gpu_gb).run == preset
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("gpus, gpu_gb", [(8, 80.0), (16, 80.0), (2, 80.0), (1, 80.0), (1, 24.0)])
-def test_the_preset_that_is_chosen_fits(gpus, gpu_gb):
-    assert memory.Placed(memory.resolved([], gpus, gpu_gb), gpus, gpu_gb).fits
+def test_the_preset_follows_from_the_gpus_and_fits(gpus, gpu_gb, preset):
+    c = memory.resolved([], gpus, gpu_gb)
+    assert c.run == preset and memory.Placed(c, gpus, gpu_gb).fits
 
 
 @pytest.fixture
@@ -228,13 +202,13 @@ def nvidia_smi(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def test_the_launcher_refuses_in_one_line_and_starts_nothing(nvidia_smi, light, tmp_path):
+def test_the_launcher_refuses_in_one_line_and_starts_nothing(nvidia_smi, small, tmp_path):
     assert launch.gpu_memory_gb() == pytest.approx(25.76, abs=0.01)
     knobs = (
         "--row_tokens 2048 --max_model_len 2048 --max_new_tokens 9 --gpu_memory_utilization 0.95"
     )
     done = subprocess.run(
-        ["bash", "run.sh", "math", "--model", light, "--out", tmp_path / "o", *knobs.split()],
+        ["bash", "run.sh", "math", "--model", small, "--out", tmp_path / "o", *knobs.split()],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -242,7 +216,7 @@ def test_the_launcher_refuses_in_one_line_and_starts_nothing(nvidia_smi, light, 
     )
     assert done.returncode == 1 and done.stdout == ""
     (line,) = done.stderr.strip().splitlines()
-    assert line.startswith(f"run.sh: memory: {light} does not fit: engine and trainer: ")
+    assert line.startswith(f"run.sh: memory: {small} does not fit: engine and trainer: ")
     assert "try --gpu_memory_utilization 0.6 (--memory_check False" in line
     # the run's name was taken, and nothing made
     assert [path.name for path in (tmp_path / "o").iterdir()] == [".math.lock"]
@@ -257,11 +231,10 @@ def test_a_model_nobody_knows_is_let_through_with_a_line(nvidia_smi, capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.slow
-def test_a_dry_run_has_the_whole_table(nvidia_smi, light, capsys):
+def test_a_dry_run_has_the_whole_table(nvidia_smi, small, capsys):
     words = ["--row_tokens", 2048, "--max_model_len", 2048, "--max_new_tokens", 1024]
-    launch.check_memory(config(light, 1, *words), 1)
+    launch.check_memory(config(small, 1, *words), 1)
     printed = capsys.readouterr().out
     for words in ("trainer rank", "optimizer", "KV cache", "largest --row_tokens that fits"):
         assert words in printed
-    assert printed.splitlines()[-1].startswith(f"memory: {light} fits")
+    assert printed.splitlines()[-1].startswith(f"memory: {small} fits")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from plumbing import transport
-from plumbing.engine import Inbox, Receiver
+from plumbing import engine, transport
+from plumbing.engine import Receiver
 from plumbing.plan import NotOnlyCopies, Plan
 
 WIDTH = 6
@@ -15,7 +15,7 @@ SHAPES = [[WIDTH, WIDTH], [WIDTH, WIDTH], [WIDTH, 2 * WIDTH], [WIDTH]]
 class Shard(torch.nn.Module):
     """Worker `rank` of two: rows of q and k fused, columns of down, all of norm."""
 
-    def __init__(self, rank):
+    def __init__(self, rank=0):
         super().__init__()
         self.rank = rank
         self.qk = torch.nn.Parameter(torch.zeros(WIDTH, WIDTH))
@@ -33,83 +33,86 @@ class Shard(torch.nn.Module):
                 into = self.qk.data.narrow(0, half * (name == "k"), half)
                 into.copy_(weight.narrow(0, self.rank * half, half))
 
-    def holds(self, sent):
+    def values(self):
+        return {name: p.detach().clone() for name, p in self.named_parameters()}
+
+    def expected(self, sent):
+        """What `values` are once these tensors have been loaded."""
         half = WIDTH // 2
         rows = slice(self.rank * half, self.rank * half + half)
         columns = slice(self.rank * WIDTH, self.rank * WIDTH + WIDTH)
-        return (
-            torch.equal(self.qk, torch.cat([sent["q"][rows], sent["k"][rows]]))
-            and torch.equal(self.down, sent["down"][:, columns])
-            and torch.equal(self.norm, sent["norm"])
-        )
+        qk = torch.cat([sent["q"][rows], sent["k"][rows]])
+        return {"qk": qk, "down": sent["down"][:, columns], "norm": sent["norm"]}
 
 
-def group(bucket_bytes):
-    return dict(
-        names=NAMES,
-        shapes=SHAPES,
-        dtype="float32",
-        bucket_bytes=bucket_bytes,
-        first_rank=1,
-        world=2,
-        backend="gloo",
-        host="127.0.0.1",
-        port=1,
-        timeout=1,
-    )
+def equal(values, others):
+    return all(torch.equal(values[name], others[name]) for name in values | others)
 
 
-def inbox_of(model, bucket_bytes=200):
-    return Inbox(model, group(bucket_bytes), torch.device("cpu"))
+def layout_of(names=NAMES, bucket_bytes=200):
+    shapes = [SHAPES[NAMES.index(name)] for name in names]
+    whole = set(names) == set(NAMES)
+    return dict(names=names, shapes=shapes, dtype="float32", bucket_bytes=bucket_bytes, whole=whole)
 
 
-def send(inbox, seed):
-    """What the trainer sends, bucket after bucket; returns it by name."""
-    generator = torch.Generator().manual_seed(seed)
-    sent = {n: torch.randn(s, generator=generator) for n, s in zip(NAMES, SHAPES)}
-    plan = transport.buckets(SHAPES, 4, inbox.layout[3])
-    for k, (first, last, _) in enumerate(plan):
-        parts = [sent[name].reshape(-1) for name in NAMES[first:last]]
-        inbox.memory(k).copy_(torch.cat(parts))
-        inbox.keep(k)
-    return sent
+class Update:
+    """Random tensors of a layout: `sent` by name, and as the buckets in which they travel."""
+
+    def __init__(self, layout, seed):
+        generator = torch.Generator().manual_seed(seed)
+        self.ranges = transport.bucket_ranges(layout)
+        self.buckets = [torch.randn(n, generator=generator) for _, _, n in self.ranges]
+        self.sent = dict(transport.named_views(layout, self.ranges, self.buckets))
+
+
+def plan_of(model, layout):
+    return Plan(model, layout, transport.bucket_ranges(layout))
+
+
+def receive(plan, update, memory):
+    """Bucket after bucket in the same memory, as Receiver does."""
+    for k, bucket in enumerate(update.buckets):
+        memory[: len(bucket)] = bucket
+        plan.stage(k, memory[: len(bucket)])
+
+
+def test_buckets_cover_all_parameters_in_order():
+    layout = dict(shapes=[[10], [3, 5], [100], [1], [7]], dtype="float32", bucket_bytes=100)
+    assert transport.bucket_ranges(layout) == [(0, 2, 25), (2, 3, 100), (3, 5, 8)]
+    assert transport.bucket_ranges(layout | dict(bucket_bytes=10**9)) == [(0, 5, 133)]
+    assert len(transport.bucket_ranges(layout | dict(bucket_bytes=0))) == 5
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("bucket_bytes", [1, 200, 10**6])
 def test_a_worker_gets_its_shards_bucket_by_bucket(rank, bucket_bytes):
     model = Shard(rank)
-    inbox = inbox_of(model, bucket_bytes)
+    layout = layout_of(bucket_bytes=bucket_bytes)
+    plan = plan_of(model, layout)
     for seed in (0, 1):
-        before = {n: p.clone() for n, p in model.named_parameters()}
-        sent = send(inbox, seed)
+        before = model.values()
+        update = Update(layout, seed)
+        receive(plan, update, torch.empty(150))
         # nothing of it is served before the swap
-        assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
-        inbox.plan.prepare()
-        inbox.plan.swap()
-        assert inbox.plan.holds() and model.holds(sent)
+        assert equal(model.values(), before)
+        plan.swap()
+        assert equal(model.values(), model.expected(update.sent))
 
 
-def test_a_worker_needs_memory_for_one_bucket_and_its_own_shards():
-    model = Shard(0)
-    inbox = inbox_of(model, bucket_bytes=300)
-    own = sum(p.numel() for p in model.parameters())
-    assert sum(x.numel() for x in inbox.plan.successor.values()) == own
-    assert inbox.bucket.numel() == max(n for _, _, n in transport.buckets(SHAPES, 4, 300))
-    assert inbox.whole is None
-    assert inbox.size() == 4 * (own + inbox.bucket.numel())
-
-
-def test_a_model_that_does_more_than_copy_keeps_everything():
-    class Scaled(Shard):
-        def load_weights(self, weights):
-            super().load_weights((name, weight * 2) for name, weight in weights)
-
-    inbox = inbox_of(Scaled(0))
-    assert inbox.plan is None
-    assert inbox.size() == 4 * sum(torch.Size(shape).numel() for shape in SHAPES)
-    sent = send(inbox, 0)
-    assert all(torch.equal(tensor, sent[name]) for name, tensor in inbox.received)
+@pytest.mark.parametrize("names", [["norm"], ["k"], ["q", "down"], ["k", "norm"]])
+def test_an_update_of_some_parameters_leaves_the_others(names):
+    """Also the other part of a fused one."""
+    model = Shard(1)
+    whole = Update(layout_of(), 0)
+    model.load_weights(whole.sent.items())
+    layout = layout_of(names)
+    plan = plan_of(model, layout)
+    update = Update(layout, 1)
+    receive(plan, update, torch.empty(150))
+    plan.swap()
+    assert equal(model.values(), model.expected(whole.sent | update.sent))
+    touched = {"q": "qk", "k": "qk"}
+    assert len(plan.successor) == len({touched.get(name, name) for name in names})
 
 
 def test_what_is_not_loaded_whole_is_refused():
@@ -117,8 +120,10 @@ def test_what_is_not_loaded_whole_is_refused():
         def load_weights(self, weights):
             super().load_weights((n, w) for n, w in weights if n != "k")
 
-    with pytest.raises(ValueError, match="do not make up the model's .*qk"):
-        inbox_of(Forgetful(0))
+    with pytest.raises(ValueError, match="do not make up the model's qk"):
+        plan_of(Forgetful(), layout_of())
+    # part of it is sent, and all of that is loaded
+    plan_of(Forgetful(), layout_of(["q"]))
 
 
 def test_copies_to_elsewhere_are_no_plan():
@@ -128,13 +133,13 @@ def test_copies_to_elsewhere_are_no_plan():
             super().load_weights(weights)
             self.statistics.copy_(dict(weights)["norm"])
 
-    model = Elsewhere(0)
+    model = Elsewhere()
     model.register_buffer("statistics", torch.zeros(WIDTH))
-    flats = [torch.empty(3 * WIDTH * WIDTH + WIDTH * WIDTH + WIDTH)]
-    parts = flats[0].split([torch.Size(s).numel() for s in SHAPES])
-    received = [(n, part.view(s)) for n, part, s in zip(NAMES, parts, SHAPES)]
     with pytest.raises(NotOnlyCopies, match="somewhere else"):
-        Plan(model, received, flats)
+        plan_of(model, layout_of())
+
+
+# ---- a worker's receiver
 
 
 class Worker:
@@ -148,13 +153,95 @@ class Worker:
         self.get_model = lambda: model
 
 
-def test_groups_that_follow_each_other_share_the_memory(monkeypatch):
-    # there is no trainer to connect to
+class Scaled(Shard):
+    """Loading it is more than copying."""
+
+    def load_weights(self, weights):
+        super().load_weights((name, weight * 2) for name, weight in weights)
+
+
+def group_of(layout, **others):
+    place = dict(backend="gloo", host="127.0.0.1", port=1, first_rank=1, world=2, timeout=1)
+    return place | dict(layout=layout) | others
+
+
+@pytest.fixture
+def no_trainer(monkeypatch):
+    """There is none to connect to."""
     monkeypatch.setattr(Receiver, "run", lambda self: None)
-    worker = Worker(Shard(0))
-    first = Receiver(worker, group(200), None)
-    second = Receiver(worker, group(200), first)
-    assert second.inbox is first.inbox
+
+
+def test_a_worker_needs_memory_for_one_bucket_and_its_own_shards(no_trainer):
+    model = Shard()
+    receiver = Receiver(Worker(model), group_of(layout_of(bucket_bytes=300)), None)
+    own = sum(p.numel() for p in model.parameters())
+    assert sum(x.numel() for x in receiver.plan.successor.values()) == own
+    memory = {
+        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in receiver.buckets
+    }
+    assert list(memory.values()) == [4 * 2 * WIDTH * WIDTH]
+
+
+def test_a_model_that_does_more_than_copy_keeps_everything(no_trainer, monkeypatch):
+    model = Scaled()
+    receiver = Receiver(Worker(model), group_of(layout_of()), None)
+    assert receiver.plan is None
+    update = Update(layout_of(), 0)
+    for memory, bucket in zip(receiver.buckets, update.buckets):
+        memory.copy_(bucket)
+    monkeypatch.setattr(engine, "reload", lambda model, _, received: model.load_weights(received))
+    receiver.worker.model_config = None
+    receiver.swap()
+    doubled = {name: 2 * tensor for name, tensor in update.sent.items()}
+    assert equal(model.values(), model.expected(doubled))
+    with pytest.raises(ValueError, match="some parameters needs a model that only copies"):
+        Receiver(Worker(model), group_of(layout_of(["k"])), None)
+
+
+def test_groups_that_follow_each_other_share_the_plan(no_trainer):
+    worker = Worker(Shard())
+    first = Receiver(worker, group_of(layout_of()), None)
+    second = Receiver(worker, group_of(layout_of()), first)
+    assert second.plan is first.plan and first.is_retired
     # a group of other tensors needs other memory
-    other = Receiver(worker, group(10**6), second)
-    assert other.inbox is not second.inbox
+    other = Receiver(worker, group_of(layout_of(bucket_bytes=10**6)), second)
+    assert other.plan is not second.plan
+
+
+def trainer_of(receivers, layout, timeout):
+    """(store, process group) of a trainer whose workers are these: functions of (group) -> Receiver."""
+    store = transport.open_store("127.0.0.1", 0, timeout, server=True)
+    world = 1 + len(receivers)
+    made = []
+    for rank, make in enumerate(receivers, 1):
+        place = dict(port=store.port, first_rank=rank, world=world, timeout=timeout)
+        made.append(make(group_of(layout, **place)))
+    store.wait([f"here/{rank}" for rank in range(1, world)])
+    store.set("all_here", "")
+    return store, transport.join_group("gloo", store, 0, world, timeout), made
+
+
+def test_a_group_that_hangs_in_mid_broadcast_keeps_its_successor_waiting_for_nothing():
+    """Whoever comes first: the new update, or what was still on its way in the old group."""
+    layout = layout_of(bucket_bytes=1)
+    model = Shard()
+    store, group, [first] = trainer_of([lambda g: Receiver(Worker(model), g, None)], layout, 30.0)
+    old = Update(layout, 0)
+    store.set("update/0", "1")
+    # the first bucket, and no more
+    group.broadcast(old.buckets[0], 0).wait()
+    new_store, new_group, [second] = trainer_of(
+        [lambda g: Receiver(Worker(model), g, first)], layout, 30.0
+    )
+    update = Update(layout, 1)
+    new_store.set("update/0", "2")
+    new_group.broadcast(update.buckets[0], 0).wait()
+    # now the rest of the old one comes, after all
+    for bucket in old.buckets[1:]:
+        group.broadcast(bucket, 0)
+    for bucket in update.buckets[1:]:
+        new_group.broadcast(bucket, 0).wait()
+    new_store.wait(["ready/0/1"])
+    assert second.received == "2" and first.received is None
+    second.swap()
+    assert equal(model.values(), model.expected(update.sent))

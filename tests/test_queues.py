@@ -168,10 +168,10 @@ def test_what_nfs_may_do_loses_nothing(tmp_path, monkeypatch):
 def test_full_and_empty_waits_end_with_an_error_that_names_the_queue(tmp_path):
     q = Queue(tmp_path / "q", maxlen=1)
     q.put({})
-    with pytest.raises(TimeoutError, match=f"{tmp_path / 'q'} has been full"):
+    with pytest.raises(TimeoutError, match=f"{tmp_path / 'q'}: full for"):
         q.put({}, timeout=0.05)
     q.get()
-    with pytest.raises(TimeoutError, match=f"{tmp_path / 'q'} gave nothing"):
+    with pytest.raises(TimeoutError, match=f"{tmp_path / 'q'}: nothing for"):
         q.get(timeout=0.05)
 
 
@@ -197,7 +197,7 @@ def test_a_full_disk_is_named_and_loses_nothing(tmp_path):
     command = [sys.executable, "-c", FULL, str(tmp_path / "q")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     said = done.stderr.splitlines()[-1]
-    assert f"queue {tmp_path}/q: a record cannot be written (" in said
+    assert f"{tmp_path}/q/0000000001.safetensors cannot be written (" in said
     assert "File too large" in said
     queue = Queue(tmp_path / "q")
     assert len(queue) == 1

@@ -34,16 +34,22 @@ def test_micro_batches_of_the_last_steps_are_kept(kept_run):
 @pytest.mark.parametrize("step", [4, 6])
 def test_a_step_comes_out_alike_bit_for_bit(kept_run, step, capsys):
     assert replay.main([str(kept_run), "--step", str(step)]) == []
-    said = capsys.readouterr().out
-    assert "step_000003" in said
-    assert ("are the same, bit for bit" in said) == (step == 6)
+    printed = capsys.readouterr().out
+    assert "step_000003" in printed
+    assert ("are the same, bit for bit" in printed) == (step == 6)
 
 
 def test_another_loss_is_shown_token_by_token(kept_run, capsys):
     replay.main([str(kept_run), "--step", "4", "--loss", "icepop", "--samples", "2"])
-    said = capsys.readouterr().out
-    assert "reinforce [0, 5] and icepop [0.5, 5]: the loss of" in said
-    assert said.count("advantage") == 2
+    printed = capsys.readouterr().out
+    assert "reinforce [0, 5] and icepop [0.5, 5]: the loss of" in printed
+    assert printed.count("advantage") == 2
+    # the weights have not moved by it
+    [header] = [line.split() for line in printed.splitlines() if line.split()[:1] == ["run"]]
+    assert header == ["run", "again", "icepop"]
+    rows = {line.split()[0]: line.split()[1:] for line in printed.splitlines() if line.strip()}
+    assert rows["loss"][0] == rows["loss"][1] != rows["loss"][2]
+    assert rows["clip_frac"][1] != rows["clip_frac"][2]
 
 
 def test_a_step_that_was_not_kept_is_named(kept_run):

@@ -1,10 +1,12 @@
 """How a weight group is joined where there is NCCL: the calls, on a FAKE, as there is no GPU here."""
 
 import os
+import socket
 import threading
 import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -61,7 +63,7 @@ def test_a_group_has_no_watchdog_and_others_keep_theirs(nccl, before):
     assert os.environ.get(NO_WATCHDOG) == before
     # an engine's own all-reduces go on beside it
     assert group.options.is_high_priority_stream and group.options.config.max_ctas == 8
-    transport.leave_group(group)
+    transport.abort_group(group)
     assert group.aborted
 
 
@@ -82,12 +84,31 @@ def test_a_group_that_cannot_be_aborted_is_left_with_a_line(nccl, capsys):
         raise RuntimeError("still busy")
 
     nccl.setattr(FakeNCCL, "abort", refuse)
-    transport.leave_group(join())
+    transport.abort_group(join())
     assert "a group that is given up says: still busy" in capsys.readouterr().out
 
 
-def test_gloo_groups_end_by_themselves():
+def listening():
+    """(address, port) of this process's sockets that listen."""
+    sockets = psutil.Process().net_connections("tcp")
+    return {tuple(c.laddr) for c in sockets if c.status == psutil.CONN_LISTEN}
+
+
+def test_the_weight_group_listens_on_its_own_address_alone():
+    before = listening()
     store = transport.open_store("127.0.0.1", 0, 5, server=True)
+    # gloo's sockets, too
     group = transport.join_group("gloo", store, 0, 1, 5.0)
-    transport.leave_group(group)
-    transport.leave_group(None)
+    assert {host for host, _ in listening() - before} == {"127.0.0.1"}
+    other = transport.open_store("127.0.0.1", store.port, 5)
+    other.set("key", "value")
+    assert store.get("key") == b"value"
+    # gloo's ends by itself
+    transport.abort_group(group)
+    transport.abort_group(None)
+
+
+def test_a_store_whose_port_is_taken_is_an_error():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(OSError):
+            transport.open_store("127.0.0.1", taken.getsockname()[1], 5, server=True)

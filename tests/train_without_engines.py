@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 import train
-from plumbing.problems import announce_loaded
 from weights import TIMES
 
 clip = torch.nn.utils.clip_grad_norm_
@@ -25,30 +24,18 @@ clip = torch.nn.utils.clip_grad_norm_
 class FakeSender:
     """Announces nothing, sends nothing; every update is complete at once."""
 
-    unchanged = 0
-
     def __init__(self, config, model, ranks, run_dir):
         # the real one keeps them: they must be the ones that are trained, and not gathered copies
         sharded = ranks.world > 1 or config.dtype != "float32"
         assert {isinstance(p, DTensor) for p in model.parameters()} == {sharded}
 
-    def push(self, version, position):
+    def nothing(self, *arguments, **knobs):
         pass
 
-    def wait(self):
-        pass
-
-    def check(self):
-        pass
-
-    def announce(self, version, position, done=False):
-        pass
+    push = wait = check = announce = close = nothing
 
     def take_timing(self):
         return dict.fromkeys(TIMES, 0.0)
-
-    def close(self):
-        pass
 
 
 def whole(gradient):
@@ -71,9 +58,6 @@ def main(run_dirs):
     for run_dir in run_dirs:
         path = Path(run_dir, "gradients.safetensors")
         torch.nn.utils.clip_grad_norm_ = functools.partial(clip_and_keep, path)
-        # the actor's notice, which has one writer
-        if os.environ.get("RANK", "0") == "0":
-            announce_loaded(f"{run_dir}/queues")
         train.main(run_dir)
 
 

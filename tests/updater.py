@@ -43,19 +43,13 @@ def at(moment):
 class StoppableGroup(Group):
     """The real Group, which waits for a line at one moment of an update."""
 
-    def broadcast(self, flats, update, staging):
+    def broadcast(self, buckets, version, staging):
         at("start")
-        super().broadcast(flats, update, staging)
-
-    def _send_from_host(self, flats, verify):
-        for flat in flats[:20]:
-            self.group.broadcast(flat, 0).wait()
+        # rings the doorbell
+        super().broadcast(buckets[:20], version, staging)
         at("mid")
-        checksums = flats[20:]
-        super()._send_from_host(checksums, False)
-        if verify:
-            sums = torch.stack([weights_checksum(flat) for flat in flats])
-            self.group.broadcast(sums, 0).wait()
+        for work in [self.group.broadcast(bucket, 0) for bucket in buckets[20:]]:
+            self._finish(work)
 
     def wait_until_ready(self):
         super().wait_until_ready()
@@ -65,8 +59,6 @@ class StoppableGroup(Group):
 def main(run_dir):
     config = cfg.load(run_dir)
     weights.Group = StoppableGroup
-    # checksums in every update
-    weights.VERIFY_EVERY = 1
     model = model_of(config.model, 0)
     sender = weights.Sender(config, model, Ranks(config), run_dir)
     print("ready", flush=True)
@@ -76,12 +68,11 @@ def main(run_dir):
         model.load_state_dict(model_of(config.model, int(version)).state_dict())
         sender.push(int(version), {})
         sender.wait()
-        said = read_json(Path(run_dir, "queues", "version.json"))
-        print("updated", said["version"], *sorted(url[-1] for url in said["engines"]), flush=True)
+        status = read_json(Path(run_dir, "queues", "version.json"))
+        engines = sorted(url[-1] for url in status["engines"])
+        print("updated", status["version"], *engines, flush=True)
 
 
 if __name__ == "__main__":
-    from plumbing.transport import checksum as weights_checksum
-
     torch.set_num_threads(1)
     main(sys.argv[1])

@@ -1,120 +1,162 @@
 """What a run should have computed, in the plainest way: one sequence at a time, all logits, Hugging Face's own model.
 
-tools/doctor.py compares a run with it; it shares no code with what it checks, beyond the tokenizer, the tasks and
-`actor.Sampler`. Deliberately absent: packing, speed.
+tools/checks.py compares a run with it; it shares no code with what it checks, beyond the tokenizer and the tasks. It
+knows the advantages, losses and normalisers named here. Deliberately absent: packing, speed.
 """
 
-import dataclasses
 import functools
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import config as cfg
-from actor import Sampler
 from plumbing import archive
 from plumbing.problems import load_problems
 from plumbing.prompts import Prompter
 from plumbing.samples import split
 
-
-@dataclasses.dataclass
-class Expected:
-    """Of each sampled token of a sequence [N]: its logprob, and of its distribution entropy and variance of -log p."""
-
-    logprobs: np.ndarray
-    entropy: np.ndarray
-    variance: np.ndarray
-
-
-class HeadInFloat32(torch.nn.Module):
-    """A model's head as --head_float32 has it; what the family does to its output stays the model's."""
-
-    def __init__(self, head):
-        super().__init__()
-        self.head = head
-
-    def forward(self, hidden):
-        bias = getattr(self.head, "bias", None)
-        bias = bias if bias is None else bias.float()
-        return torch.nn.functional.linear(hidden.float(), self.head.weight.float(), bias)
+# of attempt k of a group with rewards r [G], G >= 2
+ADVANTAGES = {
+    "loo": lambda r, k: r[k] - np.delete(r, k).mean(),
+    "mean": lambda r, k: r[k] - r.mean(),
+    "mean_std": lambda r, k: (r[k] - r.mean()) / (r.std() + 1e-6),
+    "none": lambda r, k: r[k],
+}
+LOSSES = ("reinforce", "ppo", "cispo", "gspo", "icepop")
+NORMALIZERS = ("samples", "tokens", "sequence")
 
 
-class Weights:
-    """The model of every version that a run has left, loaded when it is asked for; the last two stay."""
+# ---- what a run has left
 
-    def __init__(self, config, run_dir, device):
-        self.config = config
-        self.run_dir = run_dir
+
+class Recording:
+    """What the two runs have left, put together.
+
+    continued: version from which the second run went on; steps: {version: line of metrics.jsonl}; groups:
+    {draw: dict of samples, task, number and problem}, of those that have samples.
+    """
+
+    def __init__(self, run_dir, steps, continued, device):
+        self.config = config = cfg.load(run_dir)
+        self.run_dir = Path(run_dir)
+        self.steps = steps
+        self.continued = continued
         self.device = device
-        self.load = functools.lru_cache(2)(self.load)
+        self.prompter = Prompter(config)
+        self.train_problems = load_problems(config, "train")
+        self.test_problems = load_problems(config, "test")
+        # the last two stay
+        self.model = functools.lru_cache(2)(self.load_model)
+        self.groups = {}
+        tasks = list(cfg.task_weights(config.task))
+        for draw, record in sorted(archive.groups(run_dir).items()):
+            samples = split(record)
+            if samples:
+                task = tasks[samples[0]["task"]]
+                number = int(samples[0]["problem"])
+                problem = self.train_problems[task][number]
+                group = dict(samples=samples, task=task, number=number, problem=problem)
+                self.groups[draw] = group
+
+    def samples(self, draws=None):
+        """[(draw, sample)] of all groups, or of some."""
+        draws = self.groups if draws is None else draws
+        return [(draw, sample) for draw in draws for sample in self.groups[draw]["samples"]]
+
+    def trained(self, step):
+        """Samples as they were trained by the step that made version `step`, of all its ranks' micro-batches."""
+        batches = archive.batches(self.run_dir, step)
+        return [sample for batch in batches for sample in split(batch) if sample["outcome"] >= 0]
 
     def folder(self, version):
-        """Where the weights of a version are, None if nowhere."""
+        """Where the weights of a version are."""
         if version == 0:
             return self.config.model
-        path = Path(self.run_dir, "checkpoints", f"step_{version:06d}")
-        return path if path.exists() else None
+        return self.run_dir / "checkpoints" / f"step_{version:06d}"
 
-    def there(self, versions):
-        """Are the weights of all of these versions there?"""
-        return all(self.folder(version) is not None for version in versions)
-
-    def load(self, version):
+    def load_model(self, version):
         dtype = getattr(torch, self.config.dtype)
         model = AutoModelForCausalLM.from_pretrained(self.folder(version), dtype=dtype)
-        if self.config.head_float32:
-            model.set_output_embeddings(HeadInFloat32(model.get_output_embeddings()))
         return model.to(self.device).eval()
 
-    def logits(self, version, tokens, cache=None, first=0):
-        """[T, V] float32 after each of these tokens [T], which stand at `first` and on; cache: KV of those before."""
-        model = self.load(version)
-        ids = torch.as_tensor(np.asarray(tokens), device=self.device)[None]
-        places = torch.arange(first, first + ids.shape[1], device=self.device)[None]
-        out = model(
-            input_ids=ids,
-            position_ids=places,
-            past_key_values=cache,
-            use_cache=cache is not None,
-        )
-        return out.logits[0].float()
+    def parts(self, sample):
+        """(turns that were sampled, what stands before each of them, the prompt first): [[token]] both."""
+        parts = {True: [], False: []}
+        borders = np.flatnonzero(np.diff(sample["mask"])) + 1
+        for first, tokens in zip([0, *borders], np.split(sample["tokens"], borders)):
+            parts[bool(sample["mask"][first])].append(tokens.tolist())
+        return parts[True], parts[False]
+
+    def prompt(self, problem):
+        """Token ids of a problem's prompt, by the tokenizer alone."""
+        system = self.config.system_prompt
+        if not self.config.chat:
+            return self.prompter.tokenizer(system + problem["prompt"])["input_ids"]
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": problem["prompt"]})
+        return self.encode(self.prompter.render(messages))
+
+    def is_reply(self, tokens, reply):
+        """Are these tokens, None for the end of the episode, what an environment's reply becomes?"""
+        if tokens is None or reply is None:
+            return tokens is reply
+        # a template puts something around it
+        text = self.prompter.tokenizer.decode(tokens)
+        return reply.strip() in text if self.config.chat else tokens == self.encode(reply)
+
+    def encode(self, text):
+        """Token ids of a text that is no beginning."""
+        return self.prompter.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def trainer_state(run, version):
+    """What a checkpoint keeps of the trainer: {"model": ..., "optimizer": {"state": ..., "param_groups": ...}}."""
+    if version == 0:
+        model = AutoModelForCausalLM.from_pretrained(run.folder(0), dtype=torch.float32)
+        return {"model": model.state_dict(), "optimizer": {"state": {}}}
+    with tempfile.TemporaryDirectory(dir=run.folder(version)) as folder:
+        file = Path(folder, "state.pt")
+        dcp_to_torch_save(run.folder(version) / "trainer", file)
+        return torch.load(file, mmap=True, weights_only=True)
+
+
+# ---- what an engine reports
+
+
+def of_targets(logits, targets, temperature):
+    """Of each token [N] sampled from logits [N, V]: (logprob, entropy of its distribution, variance of -log p)."""
+    logp = torch.log_softmax(logits.float() / float(temperature), -1)
+    p = logp.exp()
+    entropy = -(p * logp).sum(-1)
+    variance = (p * logp**2).sum(-1) - entropy**2
+    return logp.gather(1, targets[:, None])[:, 0], entropy, variance
 
 
 @torch.no_grad()
-def expected(weights, sample, recompute):
-    """What the engine's logprobs should be, by the versions that it says sampled each token: `Expected`.
+def expected(run, sample):
+    """What the engine should report of each sampled token, by the version that it says sampled it: `of_targets`, numpy.
 
     An update in the middle of a sequence leaves the KV cache of all tokens before as it is, or, with
-    `recompute`, has it computed again.
+    --recompute_kv, has it computed again.
     """
-    tokens = sample["tokens"]
-    places = np.flatnonzero(sample["mask"])
-    versions = sample["versions"][places]
-    borders = [0, *np.flatnonzero(np.diff(versions)) + 1, len(places)]
+    tokens = torch.as_tensor(sample["tokens"], device=run.device)
+    positions = np.flatnonzero(sample["mask"])
+    versions = sample["versions"][positions]
+    borders = np.flatnonzero(np.diff(versions)) + 1
     cache = DynamicCache()
-    parts = []
-    for first, last in zip(borders, borders[1:]):
-        version = int(versions[first])
+    found = []
+    for own, version in zip(np.split(positions, borders), versions[[0, *borders]]):
         # the token before the first one of this version is what it is sampled from
-        start = 0 if recompute or first == 0 else places[first] - 1
-        end = places[last - 1]
-        kv = None if recompute else cache
-        logits = weights.logits(version, tokens[start:end], kv, start)
-        wanted = places[first:last] - 1 - start
-        logits = logits[torch.as_tensor(wanted, device=logits.device)] / float(
-            sample["temperature"]
-        )
-        logp = torch.log_softmax(logits, -1)
-        p = logp.exp()
-        entropy = -(p * logp).sum(-1)
-        variance = (p * logp**2).sum(-1) - entropy**2
-        targets = torch.as_tensor(tokens[places[first:last]], device=logp.device)
-        parts.append((logp.gather(1, targets[:, None])[:, 0], entropy, variance))
-    joined = [torch.cat(x).double().cpu().numpy() for x in zip(*parts)]
-    return Expected(*joined)
+        cache = DynamicCache() if run.config.recompute_kv else cache
+        start = own[0] - 1 if cache.get_seq_length() else 0
+        ids = tokens[None, start : own[-1]]
+        logits = run.model(int(version))(input_ids=ids, past_key_values=cache).logits[0]
+        found.append(of_targets(logits[own - 1 - start], tokens[own], sample["temperature"]))
+    return [torch.cat(x).double().cpu().numpy() for x in zip(*found)]
 
 
 def versions_of(sample):
@@ -122,154 +164,75 @@ def versions_of(sample):
     return sorted(set(sample["versions"][sample["mask"]].tolist()))
 
 
-def one_kv(sample):
-    """Was all of its KV cache computed by the versions that sampled its tokens, turn by turn alike?"""
-    of_tokens = len(versions_of(sample))
-    turns = int((np.diff(sample["mask"].astype(int)) == 1).sum())
-    return sample["num_versions"] == of_tokens and (turns == 1 or of_tokens == 1)
+# ---- what the trainer computes
 
 
-def plain_advantages(rewards, kind):
-    """Advantages of a group, [G] -> [G], by the definitions of --advantage."""
-    found = []
-    for k, reward in enumerate(rewards):
-        others = [r for j, r in enumerate(rewards) if j != k]
-        if kind == "none":
-            found.append(reward)
-        elif not others:
-            found.append(0.0)
-        elif kind == "loo":
-            found.append(reward - np.mean(others))
-        elif kind == "mean":
-            found.append(reward - np.mean(rewards))
-        else:
-            found.append((reward - np.mean(rewards)) / (np.std(rewards) + 1e-6))
-    return np.array(found, np.float64)
+def advantage(rewards, k, kind):
+    """Of attempt k of a group with these rewards [G], by the definition of --advantage."""
+    if len(rewards) == 1 and kind != "none":
+        return 0.0
+    return ADVANTAGES[kind](rewards, k)
 
 
-def loss_on_policy(config, logprobs, advantage, entropy):
-    """(value, what to differentiate) of one sample's loss where pi = mu, tokens [N] summed: all losses are REINFORCE there."""
+def on_policy_loss(config, logprobs, advantage, entropy):
+    """What to differentiate for one sample's tokens [N], where pi = mu: nothing is clipped, every loss is REINFORCE."""
     n = len(logprobs)
-    gradient = -(advantage * logprobs).sum()
-    value = -advantage * n if config.loss in ("ppo", "gspo") else gradient
+    loss = -advantage * logprobs.sum()
     if config.loss == "gspo":
-        value = value / n
-        gradient = gradient / n
-    if config.entropy_coef:
-        gradient = gradient - config.entropy_coef * entropy.sum()
-        value = value - config.entropy_coef * entropy.sum()
-    if config.normalizer == "sequence":
-        return value / n, gradient / n
-    return value, gradient
+        loss = loss / n
+    loss = loss - config.entropy_coef * entropy.sum()
+    return loss / n if config.normalizer == "sequence" else loss
 
 
-def gradient_of_first_step(weights, samples, advantages):
-    """(loss, norm of the gradient, {parameter: gradient}) of the step that made version 1, sample by sample.
+def first_gradient(run, trained):
+    """{parameter: gradient} of the step that made version 1, sample by sample, all of which version 0 has sampled.
 
-    samples: what it trained, all by version 0, as nothing else can have sampled it.
+    trained: names of the parameters that were trained.
     """
-    config = weights.config
-    model = weights.load(0)
-    model.zero_grad()
-    total = 0.0
+    model = run.model(0)
+    samples = run.trained(1)
     tokens = 0
-    for sample, advantage in zip(samples, advantages):
-        mask = torch.from_numpy(sample["mask"])[1:].to(weights.device)
-        ids = torch.as_tensor(sample["tokens"], device=weights.device)
-        logits = weights.logits(0, sample["tokens"][:-1]) / float(sample["temperature"])
-        logp = torch.log_softmax(logits[mask], -1)
-        entropy = -(logp.exp() * logp).sum(-1)
-        logprobs = logp.gather(1, ids[1:][mask][:, None])[:, 0]
-        value, to_differentiate = loss_on_policy(config, logprobs, float(advantage), entropy)
-        to_differentiate.backward()
-        total += float(torch.as_tensor(value).detach())
-        tokens += int(mask.sum())
-    count = tokens if config.normalizer == "tokens" else len(samples)
-    gradients = {}
-    for name, p in model.named_parameters():
-        if p.grad is not None:
-            gradients[name] = p.grad.float().cpu() / count
+    for sample in samples:
+        positions = np.flatnonzero(sample["mask"])
+        if not len(positions):
+            continue
+        ids = torch.as_tensor(sample["tokens"], device=run.device)
+        logits = model(input_ids=ids[None]).logits[0, positions - 1]
+        logprobs, entropy, _ = of_targets(logits, ids[positions], sample["temperature"])
+        on_policy_loss(run.config, logprobs, float(sample["advantage"]), entropy).backward()
+        tokens += len(positions)
+    n = tokens if run.config.normalizer == "tokens" else len(samples)
+    named = dict(model.named_parameters())
+    gradients = {name: named[name].grad.float().cpu() / n for name in trained}
     model.zero_grad()
-    norm = float(sum((g.double() ** 2).sum() for g in gradients.values()) ** 0.5)
-    # a run divides its loss by samples, whatever its gradient is divided by
-    return total / len(samples), norm, gradients
+    return gradients
 
 
-class Recording:
-    """What a run has left, put together: its groups, each with the problem that it should be of.
+def adam_steps(before, after):
+    """Is v + 1 what torch's own AdamW makes of version v? By `trainer_state` of both.
 
-    groups: {draw: record with `samples`, `task`, `problem`}; steps: lines of metrics.jsonl, by version.
+    Yields for each parameter that Adam has updated: its name, the gradient that Adam was given, as m' = b1 m +
+    (1 - b1) g, [elements] whether they are so in v + 1, steps by Adam's own count.
     """
+    for group in after["optimizer"]["param_groups"]:
+        for name in group["params"]:
+            new = after["optimizer"]["state"].get(name, {})
+            old = before["optimizer"]["state"].get(name, {})
+            if "exp_avg" not in new:
+                continue
+            beta = group["betas"][0]
+            p = torch.nn.Parameter(before["model"][name].clone())
+            p.grad = (new["exp_avg"] - beta * old.get("exp_avg", 0)) / (1 - beta)
+            settings = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
+            optimizer = torch.optim.AdamW([p], **settings)
+            optimizer.state[p] = {key: value.clone() for key, value in old.items()}
+            optimizer.step()
+            # within some digits of float32
+            second = optimizer.state[p]["exp_avg_sq"]
+            same = torch.isclose(new["exp_avg_sq"], second, rtol=1e-2, atol=1e-30)
+            same &= torch.isclose(after["model"][name], p, rtol=5e-7, atol=1e-2 * group["lr"])
+            yield name, p.grad, same, int(new["step"] - old.get("step", 0))
 
-    def __init__(self, config, run_dir, steps, weights):
-        self.config = config
-        self.run_dir = run_dir
-        self.steps = steps
-        self.weights = weights
-        self.prompter = Prompter(config)
-        self.train_problems = load_problems(config, "train")
-        self.test_problems = load_problems(config, "test")
-        self.groups = archive.groups(run_dir)
-        sampler = Sampler(self.train_problems, cfg.task_weights(config.task), config.seed)
-        drawn = [sampler.next() for _ in range(max(self.groups, default=-1) + 1)]
-        for draw, group in self.groups.items():
-            task, number = drawn[draw]
-            group["samples"] = split(group)
-            group["task_name"] = task
-            group["problem"] = self.train_problems[task][number]
 
-    def prompt(self, problem):
-        """Token ids of a problem's prompt, by the tokenizer alone."""
-        c = self.config
-        tokenizer = self.prompter.tokenizer
-        if not c.chat:
-            return tokenizer(c.system_prompt + problem["prompt"])["input_ids"]
-        return tokenizer(self.conversation([problem["prompt"]]), add_special_tokens=False)[
-            "input_ids"
-        ]
-
-    def conversation(self, texts):
-        """User's and assistant's words in turn as text, by the model's template."""
-        c = self.config
-        messages = [{"role": "system", "content": c.system_prompt}] if c.system_prompt else []
-        for k, text in enumerate(texts):
-            messages.append({"role": ("user", "assistant")[k % 2], "content": text})
-        thinking = {} if c.thinking == "auto" else {"enable_thinking": c.thinking == "on"}
-        return self.prompter.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **thinking
-        )
-
-    def between(self, words, said):
-        """Token ids of the environment's words between two turns; said: all texts before, the prompt first."""
-        tokenizer = self.prompter.tokenizer
-        if not self.config.chat:
-            return tokenizer(words, add_special_tokens=False)["input_ids"]
-        before = self.conversation(said[:-1])
-        text = self.conversation([*said, words]).removeprefix(before).removeprefix(said[-1])
-        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-        # the engine has sampled the end of the turn
-        return tokens[1:] if tokens[0] in self.prompter.stop else tokens
-
-    def samples(self, draws=None):
-        """[(draw, sample)] of all groups, or of some."""
-        found = []
-        for draw in sorted(self.groups) if draws is None else draws:
-            found += [(draw, sample) for sample in self.groups[draw]["samples"]]
-        return found
-
-    def first_draws(self):
-        """Draws from the first one on up to the first that is missing: no choice was made among them."""
-        draws = []
-        while len(draws) in self.groups:
-            draws.append(len(draws))
-        return draws
-
-    def turns(self, sample):
-        """The parts that were sampled, [[token]], and those in between that were not, the prompt first."""
-        sampled = []
-        given = []
-        borders = np.flatnonzero(np.diff(sample["mask"].astype(int), prepend=2)).tolist()
-        for start, end in zip(borders, [*borders[1:], len(sample["tokens"])]):
-            part = sample["tokens"][start:end].tolist()
-            (sampled if sample["mask"][start] else given).append(part)
-        return sampled, given
+def norm_of(gradients):
+    return sum(float((g.double() ** 2).sum()) for g in gradients.values()) ** 0.5

@@ -93,10 +93,11 @@ def score_lines(evals):
     """Of each task that was evaluated first and last, a line of the summary."""
     first, last = evals[0], evals[-1]
     problems = f"{last['problems']} problems" + " in all sets" * (len(last["eval"]) > 1)
-    for task, score in first["eval"].items():
-        words = f"{with_chance(score, last)} (version {first['version']})"
-        if last is not first:
-            words += f" -> {with_chance(last['eval'][task], last)} (version {last['version']})"
+    for task, score in last["eval"].items():
+        words = f"{with_chance(score, last)} (version {last['version']})"
+        if last is not first and task in first["eval"]:
+            before = with_chance(first["eval"][task], last)
+            words = f"{before} (version {first['version']}) -> {words}"
         yield f"held-out {task:<5} {words}, {problems}\n"
 
 
@@ -187,8 +188,10 @@ def newest_rollouts(config, run_dir):
             file.readline()
         lines = list(read_rollouts(file))
     answers = right_answers(config) if lines else {}
-    # the spans have the completion, too
-    return [line | dict(answer=answer_to(line, answers), completion=None) for line in lines]
+    for line in lines:
+        # the spans have all of the text
+        line |= dict(answer=answer_to(line, answers), prompt=line["prompt"][:200], completion="")
+    return lines
 
 
 def drops(steps):

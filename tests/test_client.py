@@ -1,0 +1,246 @@
+"""The actor's client: what it believes of an engine's answer, and where requests go when one fails."""
+
+import asyncio
+import json
+import socket
+from collections import Counter
+
+import pytest
+from aiohttp import web
+from test_actor import FakeEngine
+
+import config as cfg
+from plumbing import client
+from plumbing.client import BadAnswer, Engines, Span, read_answer, token_versions
+
+# what is asked for: at most ASKED tokens below VOCABULARY, ended by 1
+ASKED = 8
+VOCABULARY = 50
+STOP = [1]
+TOKENS = [29, 30, 1]
+
+
+def spans(*triples):
+    keys = ("version", "start", "end")
+    return [dict(zip(keys, triple)) for triple in triples]
+
+
+def answer(tokens=TOKENS, **others):
+    """Body of an answer, good unless `others` make it bad. logprobs: short for its field."""
+    choice = dict(
+        token_ids=tokens,
+        behavior_logprobs=others.pop("logprobs", [-0.5] * len(tokens)),
+        weight_versions=spans(("4", 0, 1), ("5", 1, len(tokens))),
+        finish_reason="stop",
+    )
+    return json.dumps({"choices": [choice | others], "cached_tokens": 0}).encode()
+
+
+BAD = [
+    ("form", b""),
+    ("form", b"<html>busy</html>"),
+    ("form", b"\xff\xfe{}"),
+    ("form", b"null"),
+    ("form", answer()[:-5]),
+    ("form", b'{"choices": []}'),
+    ("form", b'{"choices": [null]}'),
+    ("form", b'{"choices": ' + b"[" * 100000),
+    ("form", answer(token_ids=["29", "30", "1"])),
+    ("form", answer(token_ids=[29.0, 30.5, 1.0])),
+    ("form", answer(logprobs=[-0.5, None, -0.5])),
+    ("form", answer(logprobs=[-0.5, float("nan"), -0.5])),
+    ("form", answer(logprobs=[-0.5, float("-inf"), -0.5])),
+    ("form", answer().replace(b"-0.5", b"-1e999")),
+    ("form", answer().replace(b"behavior_logprobs", b"logprobs")),
+    ("form", answer(weight_versions=spans((5, 0, 3)))),
+    ("tokens", answer([], weight_versions=[])),
+    ("tokens", answer([29, -30, 1])),
+    ("tokens", answer([29, VOCABULARY, 1])),
+    ("tokens", answer([29] * ASKED + [1])),
+    ("logprobs", answer(logprobs=[])),
+    ("logprobs", answer(logprobs=[-0.5, -0.5])),
+    ("logprobs", answer(logprobs=[-0.5, -0.5, -0.5, -0.5])),
+    ("logprobs", answer(logprobs=[-0.5, -9999.0, -0.5])),
+    ("logprobs", answer(logprobs=[-0.5, 0.5, -0.5])),
+    ("versions", answer(weight_versions=[])),
+    ("versions", answer(weight_versions=spans(("default", 0, 3)))),
+    ("versions", answer(weight_versions=spans(("-1", 0, 3)))),
+    ("versions", answer(weight_versions=spans(("5", 0, 2)))),
+    ("versions", answer(weight_versions=spans(("5", 0, 4)))),
+    ("versions", answer(weight_versions=spans(("5", 1, 3)))),
+    ("versions", answer(weight_versions=spans(("4", 0, 1), ("5", 2, 3)))),
+    ("versions", answer(weight_versions=spans(("4", 0, 2), ("5", 1, 3)))),
+    ("versions", answer(weight_versions=spans(("5", 0, 2), ("4", 2, 3)))),
+    ("versions", answer(weight_versions=spans(("4", 0, 3), ("5", 3, 1), ("6", 1, 3)))),
+    ("finish", answer(finish_reason="abort")),
+    ("finish", answer([29, 30, 31])),
+    ("finish", answer([29, 30, 31], finish_reason="length")),
+]
+
+
+@pytest.mark.parametrize("reason,body", BAD, ids=range(len(BAD)))
+def test_bad_answers(reason, body):
+    with pytest.raises(BadAnswer) as error:
+        read_answer(body, ASKED, STOP, VOCABULARY)
+    assert error.value.args[0] == reason
+
+
+GOOD = [
+    answer([29] * ASKED, finish_reason="length"),
+    answer([29] * (ASKED - 1) + [1]),
+    answer([1], weight_versions=spans(("0", 0, 1))),
+    answer([1, 29, 1]),
+    answer([29, 1], logprobs=[1e-6, 0]),
+    answer([29, 1], weight_versions=spans(("4", 0, 2), ("5", 2, 2))),
+    answer(stop_reason=1, index=0),
+]
+
+
+@pytest.mark.parametrize("body", GOOD, ids=range(len(GOOD)))
+def test_good_answers(body):
+    assert max(read_answer(body, ASKED, STOP, VOCABULARY)["behavior_logprobs"]) <= 0
+
+
+def test_version_spans_become_token_stamps():
+    stamps = token_versions([Span("2", 0, 3), Span("3", 3, 5)], 5)
+    assert stamps.tolist() == [2, 2, 2, 3, 3] and stamps.dtype == "int64"
+
+
+def generate_from(responses, monkeypatch, n=1):
+    """Ask an engine that gives these responses, then good ones: (Engines, completions)."""
+    monkeypatch.setattr(client.random, "uniform", lambda low, high: 0.0)
+    monkeypatch.setattr(client, "BACK_OFF", 0.0)
+    good = web.Response
+
+    async def run():
+        left = list(responses)
+        fake = FakeEngine(lambda n, body: left.pop(0)() if left else good(body=answer()))
+        async with fake.serve() as url:
+            engines = Engines(cfg.Config(engines=1), STOP, VOCABULARY)
+            engines.set_engines([url])
+            completions = [await engines.generate([5, 6], 1.0, ASKED) for _ in range(n)]
+            await engines.close()
+        return engines, completions
+
+    return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def body(content):
+    return lambda: web.Response(body=content)
+
+
+@pytest.mark.parametrize(
+    "response,counts",
+    [
+        (body(answer([29, 30, 31])), {"bad_finish": 1, "retried": 1}),
+        (body(b"{}"), {"bad_form": 1, "retried": 1}),
+        (lambda: web.Response(status=500, body=b"\xff" * 1000), {"retried": 1}),
+        (lambda: web.Response(status=302, headers={"Location": "file:///x"}), {"retried": 1}),
+        (lambda: web.Response(body=answer(), headers={"Content-Encoding": "gzip"}), {"retried": 1}),
+        (lambda: web.Response(status=503), {"moved": 1}),
+    ],
+)
+def test_what_fails_is_asked_again(response, counts, monkeypatch, capsys):
+    engines, [completion] = generate_from([response], monkeypatch)
+    assert completion["tokens"] == TOKENS and completion["finished"]
+    assert completion["behavior_logprobs"] == [-0.5] * 3
+    assert completion["versions"].tolist() == [4, 5, 5]
+    assert engines.counts == counts
+    assert capsys.readouterr().out.startswith("actor: request to http://127.0.0.1:")
+
+
+def test_an_engine_that_only_gives_bad_answers_costs_the_attempts(monkeypatch):
+    engines, completions = generate_from([body(b"{}")] * 8, monkeypatch, n=2)
+    assert completions == [None, None]
+    assert engines.counts == {"bad_form": 8, "retried": 6, "failed": 2}
+
+
+# ---- several engines
+
+
+def engines_of(urls, post, monkeypatch):
+    """Engines of 4 slots each, asked by post(url, body) instead of HTTP."""
+    monkeypatch.setattr(client.random, "uniform", lambda low, high: 0.0)
+    engines = Engines(cfg.Config(concurrency=4), STOP, VOCABULARY)
+    engines.set_engines(urls)
+    monkeypatch.setattr(engines, "_post", post)
+    return engines
+
+
+async def ask(engines, n, **where):
+    """Which engines answer n requests that are made at once."""
+    answers = [engines.generate([5], 1.0, ASKED, **where) for _ in range(n)]
+    answers = await asyncio.wait_for(asyncio.gather(*answers), 60)
+    return Counter(found and found["engine"] for found in answers)
+
+
+def test_attempts_and_turns_prefer_the_engine_that_has_their_beginning(monkeypatch):
+    async def post(url, body):
+        await asyncio.sleep(0)
+        return answer()
+
+    engines = engines_of(["a", "b", "c"], post, monkeypatch)
+    assert engines.capacity == 12 and engines.least_loaded() == "a"
+    assert asyncio.run(ask(engines, 4, engine="b")) == {"b": 4}
+    # where it has no slot, one that has
+    assert asyncio.run(ask(engines, 6, engine="b")) == {"b": 4, "a": 1, "c": 1}
+    # and where it is gone
+    assert asyncio.run(ask(engines, 6, engine="x")) == {"a": 2, "b": 2, "c": 2}
+
+
+def test_an_engine_whose_every_answer_is_an_error_loses_no_attempt(monkeypatch):
+    """It is the least loaded one all the time."""
+
+    async def post(url, body):
+        if url == "broken":
+            raise ValueError("500 internal error")
+        await asyncio.sleep(0.01)
+        return answer()
+
+    engines = engines_of(["broken", "well"], post, monkeypatch)
+    assert asyncio.run(ask(engines, 40)) == {"well": 40}
+    assert engines.counts["failed"] == 0 and 0 < engines.counts["retried"] <= 40
+    # alone it is asked as often as any other
+    monkeypatch.setattr(client, "BACK_OFF", 0.0)
+    engines.backs_off_until.clear()
+    engines.set_engines(["broken"])
+    assert asyncio.run(ask(engines, 1)) == {None: 1}
+
+
+def test_requests_of_an_engine_that_is_dropped_move_and_new_ones_wait_for_one_that_comes():
+    """As when it hangs, or its host has vanished."""
+
+    async def run():
+        done = asyncio.Event()
+
+        async def hang(request):
+            await done.wait()
+
+        hung = FakeEngine(None)
+        hung.generate = hang
+        well = FakeEngine(lambda n, body: web.Response(body=answer()))
+        async with hung.serve() as first, well.serve() as second:
+            engines = Engines(cfg.Config(concurrency=1), STOP, VOCABULARY)
+            engines.set_engines([first])
+            asked = [asyncio.create_task(ask(engines, 1)) for _ in range(3)]
+            while not engines.load[first]:
+                await asyncio.sleep(0.01)
+            engines.set_engines([])
+            await asyncio.sleep(0.1)
+            engines.set_engines([second])
+            answered = await asyncio.gather(*asked)
+            await engines.close()
+            done.set()
+        assert answered == [{second: 1}] * 3
+        assert engines.counts == {"moved": 1}
+        engines.measure_pace()
+        assert engines.pace()["gen_tok_s"] > 0
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_host_that_has_vanished_is_noticed():
+    opened = client.open_socket((socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 1)))
+    with opened:
+        assert opened.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
