@@ -18,184 +18,127 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.common import WORK, copy_sources, measured, parser, result_file, table
 from tools import report
 
-# name: (file, words, what they become, knobs that show it)
+GUESS = "--task guess --max_new_tokens 90 --max_model_len 256 --row_tokens 1024"
+SWAP = "if self.plan:\n            self.plan.swap()"
+SKIP_SWAP = "if self.rank == 2:\n            return\n        " + SWAP
+MASK = "mask = np.array(self.mask, bool)\n"
+SCORE = "verdict = await self.sandbox.score(task, problem, completion, finished)"
+REFERENCE = "model = load_model(config, getattr(torch, config.dtype)).to(device).eval()\n"
+RESTORE = "optim_state_dict=moments)\n"
+SAMPLER = "Sampler(problems, cfg.task_weights(c.task), c.seed, saved)"
+TEMPERATURE = "temperature=temperature"
+# name: (file, words, what they become, knobs that show it, if any)
 FAULTS = {
-    "clean": (None, None, None, ""),
-    "clean seed 1": (None, None, None, "--seed 1"),
-    "clean seed 2": (None, None, None, "--seed 2"),
-    "clean guess": (
-        None,
-        None,
-        None,
-        "--task guess --max_new_tokens 90 --max_model_len 256 --row_tokens 1024",
-    ),
-    "clean two engines": (None, None, None, "--engines 2"),
-    "update skipped in one engine": (
-        "plumbing/engine.py",
-        "        if inbox.plan:\n            inbox.plan.swap()\n",
-        "        if self.rank == 2:\n            return\n        if inbox.plan:\n            inbox.plan.swap()\n",
-        "--engines 2",
-    ),
-    "update skipped in one worker": (
-        "plumbing/engine.py",
-        "        if inbox.plan:\n            inbox.plan.swap()\n",
-        "        if self.rank == 2:\n            return\n        if inbox.plan:\n            inbox.plan.swap()\n",
-        "--tensor_parallel 2",
+    "clean": ("", "", ""),
+    "clean seed 1": ("", "", "", "--seed 1"),
+    "clean seed 2": ("", "", "", "--seed 2"),
+    "clean guess": ("", "", "", GUESS),
+    "clean two engines": ("", "", "", "--engines 2"),
+    "update skipped in one engine": ("plumbing/engine.py", SWAP, SKIP_SWAP, "--engines 2"),
+    "update skipped in one worker": ("plumbing/engine.py", SWAP, SKIP_SWAP, "--tensor_parallel 2"),
+    "temperature of the actor": (
+        "actor.py",
+        "= self.config.temperature",
+        "= 0.8 * self.config.temperature",
     ),
     "temperature of the engine": (
         "plumbing/client.py",
-        "            temperature=temperature,\n",
-        "            temperature=0.8 * temperature,\n",
-        "",
+        TEMPERATURE,
+        "temperature=0.8 * temperature",
     ),
-    "temperature of the trainer": (
-        "train.py",
-        '    temperature = batch["temperature"][sequence_ids]\n',
-        '    temperature = 0.8 * batch["temperature"][sequence_ids]\n',
-        "",
-    ),
-    "top-k of the engine": (
-        "plumbing/client.py",
-        "            temperature=temperature,\n",
-        "            temperature=temperature,\n            top_k=3,\n",
-        "",
-    ),
+    "temperature of the trainer": ("train.py", "temperature = batch", "temperature = 0.8 * batch"),
+    "top-k of the engine": ("plumbing/client.py", TEMPERATURE, TEMPERATURE + ", top_k=3"),
     "raw logprobs": (
         "plumbing/launch.py",
-        "--logprobs-mode processed_logprobs",
-        "--logprobs-mode raw_logprobs",
+        "processed_logprobs",
+        "raw_logprobs",
         "--temperature 0.8",
     ),
     "versions off by one": (
         "plumbing/engine.py",
-        "            engine.update_weight_version(version),\n",
-        "            engine.update_weight_version(str(max(int(version) - 1, 0))),\n",
-        "",
+        "engine.update_weight_version(version)",
+        "engine.update_weight_version(str(max(int(version) - 1, 0)))",
     ),
     "stale prefix": (
         "plumbing/generate.py",
-        '    salt = request if order.cache_salt is None else f"{group}/{order.cache_salt}"\n',
-        '    salt = "0"\n',
-        "--task guess --max_new_tokens 90 --max_model_len 256 --row_tokens 1024",
+        'request_id if request.cache_salt is None else f"{group}/{request.cache_salt}"',
+        '"0"',
+        GUESS,
     ),
     "tied head not updated": (
         "plumbing/plan.py",
-        "        for layer, ready in zip(self.packed, self.ready):\n",
-        "        for layer, ready in list(zip(self.packed, self.ready))[:-1]:\n",
-        "",
+        "zip(self.packed, self.ready)",
+        "list(zip(self.packed, self.ready))[:-1]",
     ),
     "mask shifted": (
         "plumbing/samples.py",
-        "        mask = np.array(self.mask, bool)\n",
-        "        mask = np.roll(np.array(self.mask, bool), -1)\n        mask[0] = False\n",
-        "",
+        MASK,
+        MASK + "        mask = np.roll(mask, -1)\n        mask[0] = False\n",
     ),
     "mask shifted in the trainer": (
         "train.py",
-        '    mask = b["mask"] & ~late  # [T] bool: tokens the engine sampled, and recently enough\n',
-        '    mask = b["mask"].roll(-1) & b["mask"] & ~late\n',
-        "",
+        'mask = b["mask"] & ~late',
+        'mask = b["mask"].roll(-1) & b["mask"] & ~late',
     ),
-    "stop token untrained": (
-        "plumbing/samples.py",
-        "        mask = np.array(self.mask, bool)\n",
-        "        mask = np.array(self.mask, bool)\n        mask[-1] = False\n",
-        "",
-    ),
+    "stop token untrained": ("plumbing/samples.py", MASK, MASK + "        mask[-1] = False\n"),
     "separator lost between turns": (
         "plumbing/prompts.py",
-        '        return self.tokenizer(text, add_special_tokens=False)["input_ids"]\n',
-        '        return self.tokenizer(text.strip(), add_special_tokens=False)["input_ids"]\n',
-        "--task guess --max_new_tokens 90 --max_model_len 256 --row_tokens 1024",
+        "tokenizer(text, ",
+        "tokenizer(text.strip(), ",
+        GUESS,
     ),
-    "advantages with the wrong sign": (
-        "preprocess.py",
-        '            sample["advantage"] = advantage\n',
-        '            sample["advantage"] = -advantage\n',
-        "",
-    ),
-    "advantages of the neighbour": (
-        "preprocess.py",
-        "        for sample, advantage in zip(samples, of_group):\n",
-        "        for sample, advantage in zip(samples, np.roll(of_group, 1)):\n",
-        "",
-    ),
-    "loss divided twice": (
-        "train.py",
-        '            p.grad /= tokens if config.normalizer == "tokens" else samples\n',
-        "            p.grad /= 2 * samples\n",
-        "",
-    ),
+    "advantages with the wrong sign": ("preprocess.py", "= advantage\n", "= -advantage\n"),
+    "advantages of the neighbour": ("preprocess.py", ", of_group)", ", np.roll(of_group, 1))"),
+    "loss divided twice": ("train.py", "p.grad /= max(n, 1)", "p.grad /= 2 * max(n, 1)"),
     "reference of other weights": (
         "preprocess.py",
-        "    model = load_model(config, getattr(torch, config.dtype)).to(device).eval()\n",
-        "    model = load_model(config, getattr(torch, config.dtype)).to(device).eval()\n"
-        "    with torch.no_grad():\n        for p in model.parameters():\n            p.mul_(1.01)\n",
+        REFERENCE,
+        REFERENCE + "    for p in model.parameters():\n        p.data.mul_(1.01)\n",
         "--kl_coef 0.01",
     ),
     "optimizer state lost on resume": (
         "plumbing/checkpoints.py",
-        "    # absent if there are more ranks than before\n",
-        "    for optimizer in optimizers:\n        optimizer.state.clear()\n",
-        "",
+        RESTORE,
+        RESTORE + "    for optimizer in optimizers:\n        optimizer.state.clear()\n",
     ),
-    "one seed for all requests": (
-        "plumbing/client.py",
-        "            seed=seed,\n",
-        "            seed=0,\n",
-        "",
-    ),
-    "one seed for all engines": (
-        "plumbing/launch.py",
-        '            "--seed": c.seed + i,\n',
-        '            "--seed": c.seed,\n',
-        "--engines 2",
-    ),
-    "problems repeated after resume": (
-        "actor.py",
-        "        sampler = Sampler(problems, cfg.task_weights(c.task), c.seed, saved)\n",
-        "        sampler = Sampler(problems, cfg.task_weights(c.task), c.seed, None)\n",
-        "",
-    ),
+    "one seed for all requests": ("plumbing/client.py", "seed=seed)", "seed=0)"),
+    "one seed for all engines": ("plumbing/launch.py", ": c.seed + i", ": c.seed", "--engines 2"),
+    "problems repeated after resume": ("actor.py", SAMPLER, SAMPLER.replace("saved", "None")),
     "reward arguments swapped": (
         "actor.py",
-        "        verdict = await self.sandbox.score(task, problem, text, finished)\n",
-        '        verdict = await self.sandbox.score(task, problem | {"answer": text}, problem["answer"] * 2, finished)\n',
-        "",
+        "problem, completion, finished)",
+        'problem | {"answer": completion}, problem["answer"] * 2, finished)',
     ),
     "rewards of another problem": (
         "actor.py",
-        "        verdict = await self.sandbox.score(task, problem, text, finished)\n",
-        "        self.last, problem = problem, getattr(self, 'last', problem)\n"
-        "        verdict = await self.sandbox.score(task, problem, text, finished)\n",
-        "",
+        SCORE,
+        "self.last, problem = problem, getattr(self, 'last', problem)\n        " + SCORE,
     ),
     "evaluation on training problems": (
         "tasks/toy.py",
-        '    if split == "test":\n        return test\n',
-        '    if split == "test":\n        return problems("train", seed)[:1000]\n',
-        "",
+        "return test\n",
+        'return problems("train", seed)[:1000]\n',
     ),
 }
 
 
-def copy_with(called, fault):
-    """The sources in out/bench/faults/<called>, with the fault; that folder. RuntimeError if its words are not there once."""
-    folder = copy_sources(WORK / "faults" / called.replace(" ", "-"))
-    name, words, become, _ = fault
-    if name:
-        text = (folder / name).read_text()
+def copy_with(name, fault):
+    """The sources in out/bench/faults/<name>, with the fault; that folder. RuntimeError if its words are not there once."""
+    folder = copy_sources(WORK / "faults" / name.replace(" ", "-"))
+    file, words, become, *_ = fault
+    if file:
+        text = (folder / file).read_text()
         if text.count(words) != 1:
-            raise RuntimeError(f"faults: {name} has {words!r} {text.count(words)} times")
-        (folder / name).write_text(text.replace(words, become))
+            raise RuntimeError(f"faults: {file} has {words!r} {text.count(words)} times")
+        (folder / file).write_text(text.replace(words, become))
     return folder
 
 
-def run(folder, arguments, log):
-    """`bash run.sh ...` there: (exit code, its output)."""
+def run(folder, arguments):
+    """`bash run.sh ...` there: (exit code, what it printed)."""
+    path = folder / "out" / f"{arguments[0]}.log"
     command = ["bash", "run.sh", *arguments]
     environment = os.environ | {"PIPELINE_PYTHON": sys.executable}
-    path = folder / "out" / log
     with open(path, "w") as out:
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=out)
         try:
@@ -207,47 +150,36 @@ def run(folder, arguments, log):
     return code, path.read_text()
 
 
-def why(said):
-    """A stage's error, or what went before the end, from what a run has said."""
-    errors = re.findall(r"Error: (\w+: .{0,100})", said)
-    lines = [line for line in said.strip().splitlines() if "run.sh:" not in line]
+def reason(printed):
+    """A stage's error, or what went before the end, from what a run has printed."""
+    errors = re.findall(r"Error: (\w+: .{0,100})", printed)
+    lines = [x for x in printed.strip().splitlines() if not x.startswith(("run.sh:", "doctor:"))]
     return errors[-1] if errors else lines[-1].strip()[:100]
 
 
-def by_doctor(folder, knobs):
-    """{doctor: checks that FAIL, code, seconds} of the doctor there."""
+def try_out(name, steps, port):
+    """{doctor: rows that FAIL, guards: [(what was said, step)] of a run of so many steps, seconds of the doctor}."""
+    folder = copy_with(name, FAULTS[name])
+    knobs = [*" ".join(FAULTS[name][3:]).split(), "--port", str(port)]
     start = time.monotonic()
-    code, said = run(folder, ["doctor", "toy", *knobs], "doctor.log")
+    _, printed = run(folder, ["doctor", "toy", *knobs])
+    seconds = time.monotonic() - start
     saved = folder / "out" / "doctor-toy" / "doctor.json"
     if saved.exists():
         findings = json.loads(saved.read_text())["findings"]
-        failed = [f["check"] for f in findings if f["ok"] is False]
+        failed = [row["check"] for row in findings if row["ok"] is False]
     else:
-        # its run ended before there was anything to examine
-        failed = ["its run ended: " + why(said)]
-    return dict(doctor=failed, code=code, seconds=time.monotonic() - start)
-
-
-def by_guards(folder, knobs, steps):
-    """{guards: [(what was said, step)], and why the run ended if it did} of a run there."""
-    knobs = [*knobs, "--steps", str(steps), "--eval_every", "0", "--eval_problems", "8"]
-    code, said = run(folder, ["toy", *knobs, "--run", "guards"], "guards.log")
+        failed = ["its run ended: " + reason(printed)]
+    own = ["--run", "guards", "--steps", str(steps), "--eval_every", "0", "--eval_problems", "8"]
+    code, printed = run(folder, ["toy", *knobs, *own])
     done = alarms = []
     if (folder / "out" / "guards" / "metrics.jsonl").exists():
         done, alarms = report.lines_with(folder / "out" / "guards", "step", "alarm")
-    last = max((line["step"] for line in done), default=0)
-    found = [(line["alarm"][:60], line["version"]) for line in alarms]
+    guards = [(line["alarm"][:60], line["version"]) for line in alarms]
     if code:
-        found.append(("it ended: " + why(said), last))
-    return dict(guards=found)
-
-
-def look(name, steps, port):
-    """What the doctor and a run say of a fault."""
-    fault = FAULTS[name]
-    folder = copy_with(name, fault)
-    knobs = [*fault[3].split(), "--port", str(port)]
-    return by_doctor(folder, knobs) | by_guards(folder, knobs, steps)
+        last = max((line["step"] for line in done), default=0)
+        guards.append(("it ended: " + reason(printed), last))
+    return dict(doctor=failed, guards=guards, seconds=seconds)
 
 
 def main(argv=None):
@@ -262,7 +194,7 @@ def main(argv=None):
     wanted = {name: dict(fault=list(FAULTS[name]), steps=a.steps) for name in names}
 
     def measure(name, _):
-        found = look(name, a.steps, a.port)
+        found = try_out(name, a.steps, a.port)
         print(f"{name}: doctor {found['doctor']}, guards {found['guards']}", flush=True)
         return found
 
@@ -270,14 +202,8 @@ def main(argv=None):
     rows = []
     for name, found in results.items():
         guards = [f"{words} (step {step})" for words, step in found["guards"]]
-        rows.append(
-            [
-                name,
-                "; ".join(found["doctor"]) or "-",
-                "; ".join(guards) or "-",
-                f"{found['seconds'] / 60:.1f}",
-            ]
-        )
+        cells = ["; ".join(found["doctor"]) or "-", "; ".join(guards) or "-"]
+        rows.append([name, *cells, f"{found['seconds'] / 60:.1f}"])
     table(["fault", "doctor", "guards of a run", "min"], rows)
 
 

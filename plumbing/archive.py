@@ -3,8 +3,7 @@
     out/<run>/archive/step_000137/rank_0_row_0000.safetensors    a micro-batch that made version 137
     out/<run>/archive/groups/0000002184.safetensors              a group as the actor sent it, by draw
 
-Files of the queues, moved here instead of being deleted. Deliberately absent: weights; tools/replay.py goes
-on from the newest checkpoint before a step.
+Files of the queues, moved here instead of being deleted.
 """
 
 import shutil
@@ -14,11 +13,11 @@ from plumbing.queues import read_record
 
 
 def step_folder(run_dir, step):
+    """Where the micro-batches of the step that made version `step` are."""
     return Path(run_dir, "archive", f"step_{step:06d}")
 
 
 def batch_file(run_dir, step, rank, row):
-    """Where a micro-batch of the step that makes version `step` goes."""
     return step_folder(run_dir, step) / f"rank_{rank}_row_{row:04d}.safetensors"
 
 
@@ -43,8 +42,8 @@ def batches(run_dir, step):
     files = sorted(step_folder(run_dir, step).glob("rank_*"))
     if not files:
         raise FileNotFoundError(
-            f"{step_folder(run_dir, step)}: nothing is kept of step {step}: a step is trained again from the newest "
-            "checkpoint before it, and needs all steps since: run with --keep_steps of at least --save_every"
+            f"{step_folder(run_dir, step)}: nothing is kept of step {step}: all steps since the newest checkpoint before the "
+            "wanted one are needed, run with --keep_steps of at least --save_every"
         )
     return [read_record(file) for file in files]
 

@@ -109,7 +109,7 @@ class Guards:
         not_finite = not math.isfinite(metrics["grad_norm"])
         if not_finite:
             print(
-                f"train: step {version} has a gradient that is not finite (loss {metrics['loss']}): weights left as they are",
+                f"train: step {version}: gradient not finite, weights are left as they are",
                 flush=True,
             )
         if self._lasts("not_finite", not_finite, IN_A_ROW):
@@ -121,35 +121,23 @@ class Guards:
         differs = mismatch is not None and not mismatch <= self.limit
         if mismatch is not None and self._lasts("mismatch", differs, IN_A_ROW):
             raise RuntimeError(_mismatch_words(mismatch, self.limit, f"in {IN_A_ROW} steps"))
-        alarms = {
-            "unmeasured": (
-                self.in_a_row["unmeasured"] >= IN_A_ROW,
-                1,
-                "no engine answers when the mismatch is to be measured: whether engines serve what is trained is not known",
-            ),
-            "ess": (
-                metrics["ess"] < LOWEST_ESS,
-                IN_A_ROW,
-                f"effective sample size {metrics['ess']:.2f}: data is too old for this learning rate: lower --max_lag or --lr",
-            ),
-            "signal": (
-                metrics["signal"] == 0,
+        # (what is wrong, for so many steps, what to say)
+        unmeasured = self.in_a_row["unmeasured"] >= IN_A_ROW
+        few = metrics["ess"] < LOWEST_ESS
+        constant = metrics["signal"] == 0
+        cut_off = metrics["cut_off"] > MOST_CUT_OFF
+        alarms = [
+            (unmeasured, 1, "no engine answers when the mismatch is to be measured"),
+            (few, IN_A_ROW, f"effective sample size {metrics['ess']:.2f}: lower --max_lag or --lr"),
+            (
+                constant,
                 LASTING,
-                f"no group of {LASTING} steps had two different rewards (mean {metrics['reward']:.3g}): the reward function is "
-                "constant, or problems are all too easy or too hard",
+                f"no group has two different rewards, all are {metrics['reward']:.3g}",
             ),
-            "cut_off": (
-                metrics["cut_off"] > MOST_CUT_OFF,
-                LASTING,
-                f"{metrics['cut_off']:.0%} of the answers of {LASTING} steps were cut off: raise --max_new_tokens, or the model "
-                "does not know how to stop",
-            ),
-        }
-        return [
-            words
-            for name, (is_wrong, steps, words) in alarms.items()
-            if self._lasts(f"alarm {name}", is_wrong, steps)
+            (cut_off, LASTING, f"{metrics['cut_off']:.0%} cut off: raise --max_new_tokens"),
         ]
+        lasting = [self._lasts(k, wrong, steps) for k, (wrong, steps, _) in enumerate(alarms)]
+        return [words for (_, _, words), lasts in zip(alarms, lasting) if lasts]
 
     def _lasts(self, name, is_wrong, steps):
         """Has it been wrong in exactly so many steps in a row by now?"""

@@ -15,19 +15,17 @@ def create(run_dir):
     """Make the run's secret, unless it has one."""
     with contextlib.suppress(FileExistsError):
         file = os.open(Path(run_dir, "secret"), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(file, "w") as out:
-            out.write(secrets.token_hex(16))
+        os.write(file, secrets.token_hex(16).encode())
+        os.close(file)
 
 
 def read(run_dir):
     """The run's secret. Raises OSError or RuntimeError if there is none."""
-    path = Path(run_dir, "secret")
-    found = path.read_text()
+    found = Path(run_dir, "secret").read_text()
     if not found:
-        raise RuntimeError(f"{path} is empty: delete it, and start the run again")
+        raise RuntimeError(f"{run_dir}/secret is empty: delete it, and start the run again")
     return found
 
 
 def header(run_dir):
-    """The header that an engine of this run asks for."""
     return {HEADER: read(run_dir)}

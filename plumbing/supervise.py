@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from config import ROOT
-from plumbing.queues import publish_json, read_json
+from plumbing.queues import publish_json
 
 RESTARTS = 3  # of an engine, in a row
 ANSWER = 3.0  # seconds an engine has to say that it is healthy
@@ -156,11 +156,16 @@ class Engine(Process):
     def start(self):
         super().start()
         self.entry = {"url": "http://%s:%d" % self.address, "started": secrets.token_hex(8)}
+        self._list(answers=False)
         self.started = time.monotonic()
         self.next_look = self.started
         self.first_answer = None
         self.failures = 0
         self.restart_at = None
+
+    def _list(self, answers):
+        self.file.parent.mkdir(exist_ok=True)
+        publish_json(self.file, **self.entry, answers=answers)
 
     def poll(self):
         """The exit code of its last death, when it is given up; None before."""
@@ -189,21 +194,13 @@ class Engine(Process):
         return None
 
     def _look(self):
-        """Is it well? List it, or kill it if it hangs."""
+        """Is it well? Kill it if it hangs."""
         seconds = time.monotonic() - self.started
-        if self._is_healthy():
-            self.failures = 0
-            if not self.first_answer:
-                self.first_answer = time.monotonic()
-                say(f"[{self.name}] answers after {seconds:.0f} s")
-        else:
-            self.failures += 1
-        self.entry["answers"] = bool(self.first_answer)
-        # a list that is out of reach for a moment is tried again
-        with contextlib.suppress(OSError):
-            if read_json(self.file) != self.entry:
-                self.file.parent.mkdir(exist_ok=True)
-                publish_json(self.file, **self.entry)
+        self.failures = 0 if self._is_healthy() else self.failures + 1
+        if not self.failures and not self.first_answer:
+            self.first_answer = time.monotonic()
+            self._list(answers=True)
+            say(f"[{self.name}] answers after {seconds:.0f} s")
         is_due = self.first_answer or seconds > self.start_timeout
         if is_due and self.failures >= HANGS:
             say(f"run.sh: {self.name} does not answer {self.entry['url']}/health: it is killed")

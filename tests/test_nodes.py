@@ -6,19 +6,19 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
-import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 import config as cfg
-from conftest import ROOT
+from conftest import ROOT, resolved
 from fake_engine import fake_vllm
-from plumbing import hardware, launch, nodes
-from plumbing.queues import read_json
+from plumbing import launch
+from plumbing.queues import publish_json, read_json
+from plumbing.supervise import Ended
 from test_run import leftovers, metrics
 
 KNOBS = ("--port", "8860", "--eval_problems", "32", "--eval_every", "0", "--start_timeout", "280")
@@ -36,18 +36,17 @@ KNOBS = ("--port", "8860", "--eval_problems", "32", "--eval_every", "0", "--star
     ],
 )
 def test_a_node_knows_itself_by_the_usual_variables(env, expected):
-    assert nodes.which_node(env) == expected
+    assert launch.which_node(env) == expected
 
 
-def test_wrong_variables_and_addresses_are_refused():
-    with pytest.raises(cfg.ConfigError, match="NNODES=2 NODE_RANK=2"):
-        nodes.which_node({"NNODES": "2", "NODE_RANK": "2"})
-    with pytest.raises(cfg.ConfigError, match="127.0.0.1, which no other node can reach: set NODE"):
-        nodes.own_address({"MASTER_ADDR": "127.0.0.1"})
-    env = {"NODE_ADDR": "10.1.2.3", "MASTER_ADDR": "127.0.0.1"}
-    assert nodes.own_address(env) == "10.1.2.3"
-    assert nodes.interface("127.0.0.1") == "lo"
-    assert nodes.interface("192.0.2.1") == ""
+def test_wrong_variables_and_addresses_are_refused(monkeypatch):
+    with pytest.raises(cfg.ConfigError, match="NODE_RANK=2 NNODES=2"):
+        launch.which_node({"NNODES": "2", "NODE_RANK": "2"})
+    with pytest.raises(cfg.ConfigError, match="localhost is 127.0.0.1 here, which no other node"):
+        launch.own_address("localhost")
+    assert launch.own_address("127.0.0.1") == "127.0.0.1"
+    monkeypatch.setenv("NODE_ADDR", "10.1.2.3")
+    assert launch.own_address("localhost") == "10.1.2.3"
 
 
 ALL = "0 1 2 3 4 5 6 7"  # every GPU of a node has an engine
@@ -70,242 +69,87 @@ ALL = "0 1 2 3 4 5 6 7"  # every GPU of a node has an engine
     ],
 )
 def test_placement_over_nodes(gpus, n, knobs, engines, trainers):
-    c = cfg.parse(["toy", "--port", "9440", *knobs.split()], gpus)
-    c.nodes = ("127.0.0.1", *(f"10.0.0.{k}" for k in range(1, n)))
+    c = cfg.parse(["toy", *knobs.split()], gpus)
+    c.nnodes = n
     c = launch.resolve(c, gpus)
     found = {}
     for node, own in launch.spread(c, gpus):
         found.setdefault(node, []).append("".join(map(str, own)) or "-")
     assert {node: " ".join(words) for node, words in found.items()} == engines
-    assert (c.trainers, hardware.trainer_nodes(c, gpus)) == trainers
-    urls = launch.urls(c, gpus)
+    assert (c.trainers, launch.trainer_nodes(c, gpus)) == trainers
+    places = [node for node, _ in launch.spread(c, gpus)]
     for k in range(n):
-        processes = {name: env for name, env, _ in launch.placement(c, gpus, k)}
-        here = [f"engine{i}" for i, url in enumerate(urls) if f"//{c.nodes[k]}:" in url]
+        host = f"10.0.0.{k}"
+        placed = {name: (env, words) for name, env, words in launch.placement(c, gpus, k, host)}
+        here = [f"engine{i}" for i, node in enumerate(places) if node == k]
+        assert all(host in placed[name][1] for name in here)
         if k == 0:
             here += ["actor", "preprocess"]
         if k < trainers[1]:
             each = trainers[0] // trainers[1]
-            here += [
-                f"train{rank}" if rank else "train" for rank in range(each * k, each * (k + 1))
-            ]
-        assert list(processes) == here
+            ranks = range(each * k, each * (k + 1))
+            here += [f"train{rank}" if rank else "train" for rank in ranks]
+        assert list(placed) == here
         # no GPU twice
-        used = ",".join(env.get("CUDA_VISIBLE_DEVICES", "") for env in processes.values())
+        used = ",".join(env.get("CUDA_VISIBLE_DEVICES", "") for env, _ in placed.values())
         used = [g for g in used.split(",") if g]
         assert len(set(used)) == len(used)
 
 
 def test_ranks_that_do_not_go_into_the_nodes_are_refused():
-    c = cfg.parse(["toy", "--port", "9440", "--trainers", "9", "--engines", "1"], 8)
-    c.nodes = ("127.0.0.1", "10.0.0.1")
+    c = cfg.parse(["toy", "--trainers", "9", "--engines", "1"], 8)
+    c.nnodes = 2
     with pytest.raises(cfg.ConfigError, match="cannot be shared out equally over 2 nodes of 8 GPU"):
         launch.resolve(c, 8)
 
 
-# ---- the meeting: real launchers on this machine
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-class Meeting:
-    """Launchers that are node k of n, here; their words."""
-
-    def __init__(self, folder, n):
-        self.folder = folder
-        self.n = n
-        self.launchers = {}
-        model = folder / "model"
-        model.mkdir()
-        (model / "config.json").write_text("{}")
-        self.port = free_port() + 1
-
-    def start(self, k, *argv):
-        knobs = ["toy", "--out", self.folder, "--model", self.folder / "model"]
-        knobs += ["--port", self.port, *argv]
-        env = {"NNODES": self.n, "NODE_RANK": k, "MASTER_ADDR": "127.0.0.1"}
-        # loopback's is refused
-        env["NODE_ADDR"] = own_address()
-        self.launchers[k] = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "plumbing.launch",
-                *map(str, [self.folder / f"list{k}", *knobs]),
-            ],
-            cwd=ROOT,
-            env=os.environ | {name: str(value) for name, value in env.items()},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def list(self, k):
-        """What node k's launcher tells run.sh: (head, {process: command})."""
-        lines = (self.folder / f"list{k}").read_text().splitlines()
-        return lines[:4], dict(line.split("\t") for line in lines[4:])
-
-    def ends(self):
-        """Of every launcher that was started: (exit code, stdout, stderr)."""
-        found = {}
-        for k, launcher in self.launchers.items():
-            out, err = launcher.communicate(timeout=90)
-            found[k] = (launcher.returncode, out, err)
-        return found
-
-
-def own_address():
-    """An address of this machine other than loopback's; skips without one."""
-    try:
-        return nodes.own_address({"MASTER_ADDR": "192.0.2.1"})
-    except cfg.ConfigError:
-        pytest.skip("this machine has only the loopback address")
+# ---- node 0's word
 
 
 @pytest.fixture
-def meeting(tmp_path):
-    made = Meeting(tmp_path, 3)
-    yield made
-    for p in made.launchers.values():
-        p.kill()
-        p.communicate()
+def run(tmp_path):
+    """(config, its file of node 0's word) of a run that nobody has started."""
+    c = resolved("toy", "--out", tmp_path, "--model", tmp_path, "--start_timeout", 1)
+    folder = launch.write(c) / "queues"
+    folder.mkdir()
+    return c, folder / "nodes.json"
 
 
-@pytest.mark.slow
-def test_nodes_meet_and_start_as_node_0_says(meeting):
-    # in whatever order
-    meeting.start(2)
-    time.sleep(3)
-    meeting.start(0)
-    meeting.start(1)
-    ends = meeting.ends()
-    assert "new run" in ends[0][1]
-    for k, expected in enumerate(("actor preprocess train", "engine0", "engine1")):
-        code, words, _ = ends[k]
-        assert code == 0, ends
-        assert ("as node 0 says" in words) == (k > 0)
-        head, processes = meeting.list(k)
-        assert head[1:3] == [str(k), f".node{k}" if k else ""]
-        assert " ".join(processes) == f"nodes {expected}"
-        role = "follow" if k else "host"
-        assert f"plumbing.nodes {role} 127.0.0.1 {meeting.port - 1}" in processes["nodes"]
+def test_another_node_believes_the_start_that_holds_the_run(run):
+    c, word = run
+    publish_json(word, start="process 1 on h, start 0", state="running")
+    # left by an earlier start
+    with pytest.raises(
+        cfg.ConfigError, match="has not started .*/toy within 1 s: does it run, and"
+    ):
+        launch.wait_for_node_0(c)
+    lock, start = launch.hold(c)
+    with pytest.raises(cfg.ConfigError, match="has not started"):
+        launch.wait_for_node_0(c)
+    threading.Timer(0.3, lambda: publish_json(word, start=start, state="running")).start()
+    found, believed = launch.wait_for_node_0(c)
+    assert (found, believed) == (c, start)
+    os.close(lock)
 
 
-@pytest.mark.slow
-def test_unlike_commands_are_refused_on_every_node(meeting):
-    for k in range(3):
-        meeting.start(k, "--lr", "2" if k == 1 else "1")
-    for k, (code, _, words) in meeting.ends().items():
-        assert code == 1
-        assert len(words.splitlines()) == 1
-        assert "has another command (toy " in words
-        assert ("node 0 refused" in words) == (k > 0)
-
-
-@pytest.mark.slow
-def test_an_error_of_node_0_is_everybodys(meeting):
-    for k in range(3):
-        meeting.start(k, "--batch_size", "7")
-    for code, _, words in meeting.ends().values():
-        assert code == 1
-        assert "--batch_size 7 is not a multiple" in words
-
-
-@pytest.mark.slow
-def test_missing_nodes_are_named(meeting):
-    meeting.start(0, "--start_timeout", "5")
-    meeting.start(2, "--start_timeout", "5")
-    for code, _, words in meeting.ends().values():
-        assert code == 1
-        assert "nodes 1 of 3 did not come within 5 s" in words
-
-
-@pytest.mark.slow
-def test_a_missing_node_0_is_named(meeting):
-    meeting.start(1, "--start_timeout", "3")
-    code, _, words = meeting.ends()[1]
-    assert code == 1
-    assert "node 0 (127.0.0.1:" in words
-    assert "has not answered for 3 s" in words
-
-
-@pytest.mark.slow
-def test_a_second_launcher_of_node_0_is_refused(meeting):
-    meeting.start(0)
-    time.sleep(6)
-    first = meeting.launchers.pop(0)
-    meeting.start(0)
-    code, _, words = meeting.ends()[0]
-    first.kill()
-    first.communicate()
-    assert code == 1
-    assert "(--port - 1): Address already in use: is the run in progress" in words
-
-
-# ---- word of the end
-
-
-@pytest.fixture
-def spoken(tmp_path):
-    """node 0's process, those of two others, and a newcomer's launcher; they are ended."""
-    made = []
-    port = str(free_port())
-    arguments = [
-        ["host", "127.0.0.1", port, str(tmp_path / "why")],
-        *[["follow", "127.0.0.1", port]] * 2,
-    ]
-    for words in arguments:
-        made.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "plumbing.nodes", *words],
-                cwd=ROOT,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    yield made, int(port)
-    for p in made:
-        p.kill()
-        p.communicate()
-
-
-def wait_for_port(port):
-    deadline = time.monotonic() + 60
-    while True:
-        with contextlib.suppress(OSError):
-            return socket.create_connection(("127.0.0.1", port), 1).close()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("why,code", [("done", 0), ("actor died with exit code 1", 1)])
-def test_node_0_says_that_it_is_over_and_why(spoken, tmp_path, why, code):
-    processes, port = spoken
-    wait_for_port(port)
-    with pytest.raises(cfg.ConfigError, match="the run is in progress; `bash run.sh serve"):
-        nodes.join(1, "127.0.0.1", port, 30, {})
-    (tmp_path / "why").write_text(why + "\n")
-    time.sleep(4)
-    assert [p.poll() for p in processes] == [None] * 3
-    processes[0].terminate()
-    assert [p.wait(30) for p in processes] == [0, code, code]
-    if code:
-        assert f"nodes: node 0 (127.0.0.1) has stopped: {why}" in processes[1].stderr.read()
-
-
-@pytest.mark.slow
-def test_a_node_0_that_hangs_is_noticed(spoken):
-    processes, port = spoken
-    wait_for_port(port)
-    time.sleep(8)
-    processes[0].send_signal(signal.SIGSTOP)
-    assert [p.wait(100) for p in processes[1:]] == [1, 1]
-    assert "nodes: node 0 (127.0.0.1:" in processes[1].stderr.read()
+def test_node_0_is_done_or_has_stopped_or_has_gone(run):
+    c, word = run
+    lock, start = launch.hold(c)
+    publish_json(word, start=start, state="running")
+    assert not launch.node_0_is_done(c, start)
+    publish_json(word, start=start, state="stopped: terminated")
+    with pytest.raises(Ended, match=r"node 0 \(127.0.0.1\) has stopped: terminated"):
+        launch.node_0_is_done(c, start)
+    publish_json(word, start=start, state="done")
+    assert launch.node_0_is_done(c, start)
+    # of a later start nothing counts
+    publish_json(word, start="another", state="running")
+    with pytest.raises(Ended, match="has gone"):
+        launch.node_0_is_done(c, start)
+    publish_json(word, start=start, state="running")
+    os.close(lock)
+    with pytest.raises(Ended, match="has gone"):
+        launch.node_0_is_done(c, start)
 
 
 # ---- whole runs on several hosts
@@ -473,13 +317,17 @@ def test_engine_hosts_come_and_go_while_the_run_goes_on(hosts, tmp_path):
     hosts.wait_for_engines(1)
     then = hosts.step()
     hosts.wait_until(lambda: hosts.step() > then)
-    # one that joins the run after this, too
+    # a node of the run that was gone is back
+    hosts.run(2, 3, *argv, "--steps", 1000)
     hosts.serve(3)
-    hosts.wait_for_engines(1, 3)
+    hosts.wait_for_engines(1, 2, 3)
     hosts.stop(0)
-    assert hosts.ends(0, 1) == [143, 1], hosts.everything()
-    assert "node 0 (10.77.0.1) has stopped: terminated" in hosts.words(1)
+    assert hosts.ends(0, 1, 2, 3) == [143, 1, 1, 1], hosts.everything()
+    for k in (1, 2, 3):
+        assert "node 0 (10.77.0.1) has stopped: terminated" in hosts.words(k)
     steps = hosts.step() + 10
+    # before the run that it serves
+    hosts.serve(3)
     for k in range(2):
         hosts.run(k, 2, *argv, "--steps", steps)
     hosts.wait_until(lambda: "from step" in hosts.words(0))
@@ -504,7 +352,7 @@ def test_a_trainer_host_that_dies_ends_the_run_and_the_same_command_continues(ho
         hosts.run(k, 2, *argv)
     assert hosts.ends(0, 1) == [0, 0], hosts.everything()
     assert re.search(r"continuing .* from step [246] ", hosts.words(0))
-    assert (tmp_path / "n" / "logs" / "train1.node1.log").exists()
+    assert (tmp_path / "n" / "logs" / "train1.log").exists()
     whole(tmp_path / "n", 8)
     assert leftovers(tmp_path) == []
 
@@ -516,5 +364,5 @@ def test_a_host_that_serves_ends_when_node_0_loses_power(hosts, tmp_path):
     hosts.wait_for_engines(1)
     hosts.cut_off(0)
     assert hosts.ends(1, seconds=150) == [1]
-    assert "node 0 (10.77.0.1:8859) has not answered for 30 s" in hosts.words(1)
+    assert "node 0 (10.77.0.1) has gone" in hosts.words(1)
     assert leftovers(tmp_path) == []
