@@ -100,10 +100,8 @@ class Config:
     kv_cache_gb: float = 0.0
     # share of a GPU's memory the engine takes; 0: 0.7, or 0.3 on a GPU shared with the trainer
     gpu_memory_utilization: float = 0.0
-    # refuse to start what tools/memory.py says does not fit
-    memory_check: bool = True
-    # compute equal beginnings of attempts and turns once, per version; auto: for long prompts or turns
-    prefix_caching: Literal["auto", "on", "off"] = "auto"
+    # compute equal beginnings of attempts and turns once, per version: pays for long prompts and turns
+    prefix_caching: Literal["on", "off"] = "off"
     # vLLM without CUDA graphs
     enforce_eager: bool = False
     # longest wait for one completion, s
@@ -208,8 +206,8 @@ class Config:
     start_timeout: float = 900.0
     # longest wait of any stage for another, s
     stall_timeout: float = 1800.0
-    # a stop leaves the trainer so long to save, or thrice what the last checkpoint took, s
-    stop_timeout: float = 25.0
+    # longest time that a stop leaves the trainer to save, s
+    stop_timeout: float = 120.0
     # CPU threads per engine, without GPUs; 0: half of the cores, shared out
     engine_threads: int = 0
     # CPU threads per trainer rank; 0: the cores the engines leave, shared out
@@ -266,6 +264,7 @@ GUESS = TOY | dict(
     batch_size=256,
     lr=3e-4,
     max_new_tokens=90,
+    prefix_caching="on",
     max_model_len=256,
     row_tokens=1024,
     eval_every=20,
@@ -292,6 +291,7 @@ MATH = dict(
     # the only bound on staleness: two steps' worth of the freshest groups
     on_full="drop_oldest",
     gradient_checkpointing=True,
+    prefix_caching="on",
     eval_every=50,
     eval_problems=500,
     save_every=50,

@@ -113,10 +113,8 @@ def one_run(name, knobs, port):
     process.start()
     process.join(LONGEST)
     if process.exitcode != 0:
-        sys.exit(
-            f"bench/against_trl.py: TRL's process ended with exit code {process.exitcode} (None: not within {LONGEST} s), "
-            "its message is above; is it installed (pip install -r bench/requirements.txt)?"
-        )
+        why = f"TRL ended with exit code {process.exitcode} (None: not within {LONGEST} s)"
+        sys.exit(f"{why}, its words are above; pip install -r bench/requirements.txt?")
     return json.loads(file.read_text())
 
 

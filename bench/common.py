@@ -57,7 +57,8 @@ def measured(path, wanted, measure, reuse=True):
     What earlier calls left there is taken if its knobs are the same. measure(key, knobs) -> dict, to
     which knobs and machine are added; None: only what is there, whatever its knobs.
     """
-    signal.signal(signal.SIGTERM, _interrupted)
+    # as Ctrl-C: what is running is stopped; the same command does what is missing
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     kept = {}
     if reuse and path.exists():
         kept = json.loads(path.read_text())
@@ -67,10 +68,6 @@ def measured(path, wanted, measure, reuse=True):
         kept[key] = dict(knobs=knobs, machine=machine()) | measure(key, knobs)
         keep(path, kept)
     return {key: kept[key] for key in wanted if key in kept}
-
-
-def _interrupted(*_):
-    sys.exit(f"{sys.argv[0]}: terminated; the same command does what is missing")
 
 
 def copy_sources(folder):
@@ -111,9 +108,6 @@ def flags(knobs):
     for name, value in knobs.items():
         words += [f"--{name}", str(value)]
     return words
-
-
-# ---- tables and figures
 
 
 def table(header, rows):
@@ -176,8 +170,3 @@ def band(ax, curves, color, label):
     lines = np.array([np.interp(grid, x, y) for x, y in curves])
     ax.plot(grid, lines.mean(0), color=color, label=label)
     ax.fill_between(grid, lines.min(0), lines.max(0), color=color, alpha=0.12)
-
-
-def save_figure(figure, path):
-    figure.savefig(path, dpi=80)
-    print(f"figure {os.path.relpath(path, ROOT)}")

@@ -33,7 +33,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import runs
-from bench.common import band, panels, save_figure, table
+from bench.common import band, panels, table
 from bench.runs import COMMON, PIPELINE, QUICK, column, conventional, places, scores_of
 
 # later on, runs that are faster have ended
@@ -258,7 +258,7 @@ def draw(by_setting, path):
     for ax, x in zip(axes, ("seconds", "samples", "samples")):
         ax.set_xlabel(x)
     axes[0].legend(loc="lower right")
-    save_figure(figure, path)
+    figure.savefig(path, dpi=80)
 
 
 def report(by_setting, path):
@@ -272,15 +272,12 @@ def report(by_setting, path):
 
 def knobs_of(setting, arguments, more):
     """All knobs of a setting's runs; more: {name: value} from the command line."""
-    toy = arguments.preset == "toy"
     setting, *own = setting.split("+")
     own = dict(pair.split("=") for pair in own)
     g = 0 if setting == "pipeline" else int(setting.removeprefix("G="))
-    knobs = dict(COMMON) if toy else {}
-    if toy:
-        knobs |= conventional(g) if g else PIPELINE
-    elif g:
-        knobs |= dict(conventional_g=g)
+    knobs = dict(conventional_g=g) if g else {}
+    if arguments.preset == "toy":
+        knobs = COMMON | (conventional(g) if g else PIPELINE)
     if arguments.lengths == "equal":
         knobs |= dict(train_data="equal", eval_data="equal")
     if arguments.quick:

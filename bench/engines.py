@@ -10,7 +10,7 @@ import aiohttp
 
 import config as cfg
 from bench.common import WORK, flags
-from plumbing import hardware, launch, secret
+from plumbing import launch, secret
 from plumbing.transport import in_thread
 from tools import base_model
 
@@ -18,7 +18,7 @@ from tools import base_model
 def make_run(name, **knobs):
     """(config, run directory) of a run out/bench/<name> of the toy preset on CPUs, with its model."""
     argv = ["toy", *flags(dict(run=name, out=WORK) | knobs)]
-    config = hardware.resolve(cfg.parse(argv, 0), 0)
+    config = launch.resolve(cfg.parse(argv, 0), 0)
     if not knobs.get("model"):
         base_model.make_model([config.task], config.model, config.seed)
     shutil.rmtree(Path(config.out, config.run), ignore_errors=True)

@@ -23,9 +23,6 @@ from pathlib import Path
 
 # before this folder, whose train.py is not the one meant
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-if importlib.util.find_spec("requests") is None:
-    # weights.py imports it to call engines, of which there are none
-    sys.modules["requests"] = types.ModuleType("requests")
 if "--rehearse" in sys.argv:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -35,11 +32,16 @@ import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import Qwen2ForCausalLM
 
+# the trainer imports them to call engines and to count ranks, of which there are none and one
+for name in ("requests", "accelerate"):
+    if importlib.util.find_spec(name) is None:
+        sys.modules[name] = types.SimpleNamespace(PartialState=None)
+
 import config as cfg
 import train
 from bench.common import WORK, keep, machine, parser, result_file
 from bench.train import CUDA, DEVICE, PEAK_FLOPS, SMALL, WIDE, draw, flops, model_config, one_step
-from plumbing import attention
+from plumbing.model import flash_runs_on, packed_attention
 from plumbing.samples import TOKEN_FIELDS, join
 
 TINY = SMALL | dict(vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2)
@@ -159,10 +161,10 @@ def attend(heads, key_heads, width, window):
     shapes = [(1, n, len(ids), width) for n in (heads, key_heads, key_heads)]
     rounded = [torch.randn(s, device=DEVICE).bfloat16().requires_grad_() for s in shapes]
     exact = [x.detach().float().requires_grad_() for x in rounded]
-    kernel = int(attention.flash_runs_on(rounded[0]))
+    kernel = int(flash_runs_on(rounded[0]))
     yield figure(case, ": varlen_attn runs", kernel, least=on_gpu(1, 0))
     expected = sdpa(*exact, attn_mask=seen, enable_gqa=True).transpose(1, 2)
-    got, _ = attention.packed_attention(
+    got, _ = packed_attention(
         None, *rounded, None, None, window or None, cu_seq_lens_q=bounds, lengths=lengths
     )
     weight = torch.randn_like(expected)

@@ -108,7 +108,7 @@ def seconds_of(found, drawn):
 
 
 def say(found):
-    table(["sequences", "tokens/s"], [[h, f"{rate:.0f}"] for h, rate in found["r"].items()])
+    table(["sequences", "tokens/s"], [[h, round(rate)] for h, rate in found["r"].items()])
     names = ("request", "train", "busy")
     table(["ms a sample", *names], [["", *(f"{1000 * found[k]:.2f}" for k in names)]])
     print(f"the pipeline made {found['samples_s']:.0f} samples/s")

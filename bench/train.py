@@ -21,6 +21,7 @@ recomputation counts for nothing. 989 TFLOPS: dense bf16 peak of H100 and H200 S
 
 import functools
 import multiprocessing
+import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -223,6 +224,9 @@ def measure(name, shape_name, seed):
 
 def run(names, shape_name, rounds):
     """{name: [measurement of every round]}."""
+    # only here: bench/gpu.py launches nothing
+    from plumbing.launch import KEEP_MEMORY
+
     spawn = multiprocessing.get_context("spawn")
     order = [(name, r) for r in range(rounds) for name in names]
     if CUDA:
@@ -231,6 +235,11 @@ def run(names, shape_name, rounds):
     pools = {name: ProcessPoolExecutor(1, spawn) for name in names}
     results = {name: [] for name in names}
     for name, r in order:
+        # as the trainer is started; a process takes them when it starts
+        for key, value in KEEP_MEMORY.items():
+            os.environ.pop(key, None)
+            if name == "train.py":
+                os.environ[key] = value
         results[name].append(pools[name].submit(measure, name, shape_name, r).result())
         if r == rounds - 1:
             pools[name].shutdown()

@@ -88,11 +88,7 @@ def save(config, run_dir, model, optimizers, state, ranks):
     # torch derives its own from BaseException
     except (Exception, CheckpointException) as e:
         raise RuntimeError(complaint(f"train: {final} cannot be written: is there room?", e)) from e
-    seconds = time.monotonic() - start
-    if ranks.rank == 0:
-        # for run.sh, which has to know how long a stop may take
-        Path(run_dir, "queues", "save_seconds").write_text(f"{round(seconds)}\n")
-    return seconds
+    return time.monotonic() - start
 
 
 def _write(config, run_dir, final, model, optimizers, state, ranks):

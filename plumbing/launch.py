@@ -30,7 +30,7 @@ import psutil
 import config as cfg
 from config import Config, ConfigError, require
 from plumbing import checkpoints, secret, supervise
-from plumbing.problems import load_problems, share_beginnings
+from plumbing.problems import load_problems
 from plumbing.queues import publish_json, read_json
 from plumbing.supervise import Ended, Engine, Process, claim_port, say
 
@@ -248,37 +248,6 @@ def _tiny_model(c):
 def is_to_be_made(model: str) -> bool:
     """Is it a task's tiny base model that tools/base_model.py has not made yet?"""
     return Path(model).parent == MODELS and not Path(model, "config.json").exists()
-
-
-def check_model(model: str) -> None:
-    """Raise ConfigError if a model is neither a directory nor a hub's, on this disk or within reach."""
-    if Path(model, "config.json").exists() or is_to_be_made(model):
-        return
-    # only here: it takes half a second
-    from huggingface_hub import hf_hub_download
-
-    try:
-        hf_hub_download(model, "config.json")
-    except Exception as e:
-        words = " ".join(str(e).split())[:300]
-        raise ConfigError(
-            f"--model {model}: no config.json there, nor on the hub: {words}"
-        ) from None
-
-
-def check_memory(c: Config, gpus: int) -> None:
-    """Print what tools/memory.py says of GPUs like this machine's. Raises ConfigError if the run does not fit."""
-    size = gpu_memory_gb()
-    if not (gpus and size and c.memory_check):
-        return
-    command = [sys.executable, "tools/memory.py", "--resolved", "--gpu_memory_gb", f"{size:.1f}"]
-    command += ["--gpus", str(gpus * c.nnodes)] + ([] if c.dry_run else ["--brief"])
-    asked = dict(input=json.dumps(asdict(c)), cwd=cfg.ROOT, capture_output=True, text=True)
-    done = subprocess.run(command, timeout=180, **asked)
-    words = (done.stdout + done.stderr).strip()
-    # 3: it does not fit; any other error is no reason not to try
-    require(done.returncode != 3, f"{words} (--memory_check False starts it anyway)")
-    print(words, flush=True)
 
 
 # ---- the processes
@@ -550,13 +519,11 @@ def train(argv) -> int:
     lock = []
     start = ""
     done = "dry run, nothing is started"
-    if c.dry_run:
-        check_memory(c, gpus)
-    elif node == 0:
+    if node == 0 and not c.dry_run:
         file, start = hold(c)
         lock.append(file)
-        done = begin(c, gpus)
-    else:
+        done = begin(c)
+    elif not c.dry_run:
         c, start = wait_for_node_0(c)
         # refused here unless this node has node 0's GPUs
         resolve(c, gpus)
@@ -571,14 +538,10 @@ def train(argv) -> int:
     return 0 if c.dry_run else run(c, processes, start, lock)
 
 
-def begin(c: Config, gpus: int) -> str:
+def begin(c: Config) -> str:
     """Node 0: all that is to be done before processes start. Returns what open_run did."""
-    check_model(c.model)
-    check_memory(c, gpus)
-    problems = load_problems(c, "train")
+    load_problems(c, "train")
     load_problems(c, "test")
-    if c.prefix_caching == "auto":
-        c.prefix_caching = "on" if share_beginnings(c, problems) else "off"
     if c.trainers > 1:
         c.master_port = claim_port(c.master_addr, c.master_port)
     if is_to_be_made(c.model):
@@ -635,27 +598,27 @@ def run(c, commands, start, lock=()) -> int:
             processes.append(Process(run_dir, name, env, command, files))
     tell = functools.partial(publish_json, word_of_node_0(c), start=start)
     ended = None
-    with screen(run_dir):
-        try:
-            _on_signals(_raise_ended)
-            if lock:
-                word_of_node_0(c).parent.mkdir(exist_ok=True)
-                tell(state="running")
-            for process in processes:
-                process.start()
-            supervise.watch(processes, lambda: not lock and node_0_is_done(c, start))
-        except OSError as e:
-            ended = Ended(f"{type(e).__name__}: {e}")
-        except Ended as e:
-            ended = e
-        _on_signals(signal.SIG_IGN)
-        if ended:
-            say(f"run.sh: {ended}, stopping; the same command continues")
-        # a run directory out of reach: the lock tells the other nodes
-        with contextlib.suppress(OSError):
-            if lock:
-                tell(state=f"stopped: {ended}" if ended else "done")
-        supervise.stop(processes, _seconds_to_save(c, ended))
+    try:
+        _on_signals(_raise_ended)
+        if lock:
+            word_of_node_0(c).parent.mkdir(exist_ok=True)
+            tell(state="running")
+        for process in processes:
+            process.start()
+        supervise.watch(processes, lambda: not lock and node_0_is_done(c, start))
+    except OSError as e:
+        ended = Ended(f"{type(e).__name__}: {e}")
+    except Ended as e:
+        ended = e
+    _on_signals(signal.SIG_IGN)
+    if ended:
+        say(f"run.sh: {ended}, stopping; the same command continues")
+    # a run directory out of reach: the lock tells the other nodes
+    with contextlib.suppress(OSError):
+        if lock:
+            tell(state=f"stopped: {ended}" if ended else "done")
+    # ranks wait for one that has died, and cannot save
+    supervise.stop(processes, 0 if str(ended).startswith("train") else c.stop_timeout)
     if ended and ended.code == 1:
         newest = checkpoints.newest(run_dir)
         words = f"from {newest.name}" if newest else "anew, there is no checkpoint yet"
@@ -666,17 +629,6 @@ def run(c, commands, start, lock=()) -> int:
     return ended.code if ended else 0
 
 
-def _seconds_to_save(c, ended):
-    """What the trainer gets: thrice what its last checkpoint took if that is more than stop_timeout."""
-    if str(ended).startswith("train"):
-        # ranks wait for the one that has died
-        return 0
-    with contextlib.suppress(OSError, ValueError):
-        saved = Path(c.out, c.run, "queues", "save_seconds").read_text()
-        return max(c.stop_timeout, 3 * float(saved))
-    return c.stop_timeout
-
-
 def _on_signals(action):
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, action)
@@ -684,22 +636,6 @@ def _on_signals(action):
 
 def _raise_ended(number, frame):
     raise Ended("interrupted" if number == signal.SIGINT else "terminated", 128 + number)
-
-
-@contextlib.contextmanager
-def screen(run_dir):
-    """On a terminal, a line that says what the run is doing stays below what is said."""
-    if not sys.stdout.isatty():
-        yield
-        return
-    command = [sys.executable, "tools/status.py", "--screen", str(run_dir)]
-    options = dict(cwd=cfg.ROOT, text=True, start_new_session=True)
-    tool = subprocess.Popen(command, stdin=subprocess.PIPE, **options)
-    with contextlib.redirect_stdout(tool.stdin):
-        yield
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        tool.stdin.close()
-        tool.wait(10)
 
 
 def main(argv):

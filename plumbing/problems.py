@@ -8,9 +8,6 @@ import json
 
 from config import Config, ConfigError, require, task_weights
 
-# characters of a prompt, some 100 tokens: below it every attempt may as well compute it
-LONG_PROMPT = 400
-
 
 def load_problems(config: Config, split: str) -> dict[str, list[dict]]:
     """Problems of every task of the run, by task; split: "train" or "test".
@@ -31,18 +28,6 @@ def load_problems(config: Config, split: str) -> dict[str, list[dict]]:
                 f"tasks {owner[source]} and {task} both have problems of a set called {source}: rename one of the files",
             )
     return found
-
-
-def share_beginnings(config: Config, problems: dict[str, list[dict]]) -> bool:
-    """Do attempts or turns have so much in common that it pays to look for it? problems: by task."""
-    for task, of_task in problems.items():
-        if hasattr(importlib.import_module(f"tasks.{task}"), "respond"):
-            return True
-        first = of_task[:200]
-        characters = sum(len(problem["prompt"]) for problem in first) / len(first)
-        if characters + len(config.system_prompt) >= LONG_PROMPT:
-            return True
-    return False
 
 
 def _problems_of(config, task, split) -> list:

@@ -13,17 +13,20 @@ from bench import gpu
 from conftest import ROOT
 
 # one of each kind, and with and without checkpointing; `plan` starts a real engine
-REHEARSED = (
-    "attention parity gradients learning mfu-1.5b-16k mfu-1.5b-64k mfu-7b-16k memory-16k head copies"
-).split()
-# what a CPU, or a build without other parts, lacks
-LACKING = (
-    "a sliding window needs a GPU",
-    "the rehearsal compiles nothing",
-    "only a GPU's allocator knows its peak",
-    "there is no tools/memory.py",
-    "needs two GPUs",
-)
+REHEARSED = ("attention", "parity", "gradients", "mfu-1.5b-16k", "mfu-1.5b-64k", "mfu-7b-16k")
+# what the machine lacks that lends its GPU
+HIDDEN = "msgspec pydantic vllm aiohttp requests accelerate tyro pebble wandb datasets"
+HIDE = f"""
+import sys
+from importlib.machinery import PathFinder
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name.split(".")[0] in {HIDDEN.split()}:
+            return None
+        return super().find_spec(name, path, target)
+sys.meta_path[:] = [Without if x is PathFinder else x for x in sys.meta_path]
+"""
 
 
 def call(*words, **environment):
@@ -34,20 +37,18 @@ def call(*words, **environment):
 
 
 @pytest.fixture(scope="module")
-def figures():
-    """{check: {what: line}} of a rehearsal in one process."""
-    done = call("--check", *REHEARSED)
-    assert done.returncode == 0, done.stderr
-    found = {}
-    for name in REHEARSED:
-        lines = map(json.loads, gpu.rows_file(name).read_text().splitlines())
-        found[name] = {line["what"]: line for line in lines}
-    return found
+def figures(tmp_path_factory):
+    """{check: {what: line}} of a rehearsal."""
+    out = tmp_path_factory.mktemp("gpu")
+    done = call("--only", *REHEARSED, "--out", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    kept = json.loads((out / "gpu.json").read_text())
+    return {name: {line["what"]: line for line in kept[name]} for name in REHEARSED}
 
 
 def test_every_kind_of_check_is_rehearsed():
     kinds = {function for _, function, *_ in gpu.CHECKS.values()}
-    assert {gpu.CHECKS[name][1] for name in [*REHEARSED, "plan"]} == kinds
+    assert {gpu.CHECKS[name][1] for name in REHEARSED} == kinds
 
 
 @pytest.mark.slow
@@ -55,8 +56,7 @@ def test_every_kind_of_check_is_rehearsed():
 def test_every_check_runs_or_says_what_it_lacks(name, figures):
     assert figures[name]
     for line in figures[name].values():
-        reason = line["status"].removeprefix("skipped (").removesuffix(")")
-        assert line["status"] == "ok" or reason in LACKING, line
+        assert line["status"] in ("ok", "skipped (a sliding window needs a GPU)"), line
         assert (line["value"] is None) == (line["status"] != "ok")
 
 
@@ -66,11 +66,10 @@ def value(figures, name, what):
 
 @pytest.mark.slow
 def test_packing_changes_nothing_and_a_leak_would_be_seen(figures):
-    rounding = value(figures, "parity", "head in bfloat16: alone (sdpa) - float32, mean")
+    rounding = value(figures, "parity", "alone (sdpa) - float32, mean")
     assert 1e-4 < rounding < 1e-2
-    for head in ("bfloat16", "float32"):
-        assert value(figures, "parity", f"head in {head}: packed - float32, mean") < 1.5 * rounding
-        assert value(figures, "parity", f"head in {head}: packed - alone, max") < 1e-5
+    assert value(figures, "parity", "packed - float32, mean") < 1.5 * rounding
+    assert value(figures, "parity", "packed - alone, max") < 1e-5
     assert value(figures, "parity", "float32: packed - alone, max") < 1e-5
     assert value(figures, "parity", "if sequences saw each other, mean") > 0.1
 
@@ -79,56 +78,31 @@ def test_packing_changes_nothing_and_a_leak_would_be_seen(figures):
 def test_gradients_in_bfloat16_point_where_those_in_float32_do(figures):
     for group in gpu.GROUPS:
         assert 0.999 < value(figures, "gradients", f"{group}: cosine") < 1
-    assert value(figures, "learning", "loss after 20 steps / before") < 0.5
 
 
-@pytest.mark.slow
-def test_what_arrives_is_what_was_sent(figures):
-    assert value(figures, "copies", "1 MB: buckets with a wrong checksum") == 0
-
-
-@pytest.mark.slow
-def test_a_plan_puts_new_weights_into_vllms_model():
-    done = call("--check", "plan")
-    assert done.returncode == 0, done.stderr
-    lines = map(json.loads, gpu.rows_file("plan").read_text().splitlines())
-    found = {line["what"]: line["value"] for line in lines}
-    assert found["likewise, after a swap"] == 1
-    assert found["vLLM's logprobs - token_logprobs, max"] < 1e-5
-
-
-def test_the_command_prints_a_table_and_keeps_it(tmp_path):
+def test_the_command_needs_torch_and_transformers_alone(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(HIDE)
     command = ["bash", "bench/gpu.sh", "--rehearse", "--only", "attention", "--out", tmp_path]
-    environment = os.environ | {"PIPELINE_PYTHON": sys.executable}
+    environment = os.environ | {"PIPELINE_PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     kept = json.loads((tmp_path / "gpu.json").read_text())
     assert "rehearsal on the CPU" in kept["machine"]
     rows = done.stdout.splitlines()[1:-1]
-    assert len(rows) == len(kept["attention"]) == 9
+    assert len(rows) == len(kept["attention"]) == 11
     for row, line in zip(rows, kept["attention"]):
         assert row.split("  ")[0] == "attention"
         assert line["what"] in row
         assert row.endswith(line["status"])
 
 
-@pytest.mark.slow
 def test_a_check_that_breaks_off_costs_only_itself(monkeypatch):
-    assert gpu.run("learning", 0.1, True)[-1]["status"] == "FAIL (not done within 0 s)"
+    assert gpu.run("gradients", 0.1, True)[-1]["status"].startswith("FAIL (ended by signal 9")
     # the process that is started does not know it
     broken = gpu.run("broken", 60, True)
     assert len(broken) == 1
-    assert broken[0]["status"].startswith("FAIL (exit code 2: ")
+    assert broken[0]["status"].startswith("FAIL (")
     assert "invalid choice: 'broken'" in broken[0]["status"]
-
-
-@pytest.mark.slow
-def test_what_is_not_reached_in_time_is_skipped_by_name(tmp_path):
-    done = call("--only", "parity", "head", "--minutes", 0, "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
-    kept = json.loads((tmp_path / "gpu.json").read_text())
-    for name in ("parity", "head"):
-        assert [line["status"] for line in kept[name]] == ["skipped (0 minutes are over)"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -202,39 +202,20 @@ def nvidia_smi(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def test_the_launcher_refuses_in_one_line_and_starts_nothing(nvidia_smi, small, tmp_path):
+def test_the_table_and_the_verdict(nvidia_smi, small, capsys):
     assert launch.gpu_memory_gb() == pytest.approx(25.76, abs=0.01)
-    knobs = (
-        "--row_tokens 2048 --max_model_len 2048 --max_new_tokens 9 --gpu_memory_utilization 0.95"
-    )
-    done = subprocess.run(
-        ["bash", "run.sh", "math", "--model", small, "--out", tmp_path / "o", *knobs.split()],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PIPELINE_PYTHON": sys.executable},
-    )
-    assert done.returncode == 1 and done.stdout == ""
-    (line,) = done.stderr.strip().splitlines()
-    assert line.startswith(f"run.sh: memory: {small} does not fit: engine and trainer: ")
-    assert "try --gpu_memory_utilization 0.6 (--memory_check False" in line
-    # the run's name was taken, and nothing made
-    assert [path.name for path in (tmp_path / "o").iterdir()] == [".math.lock"]
-
-
-def test_a_model_nobody_knows_is_let_through_with_a_line(nvidia_smi, capsys):
-    c = config("nobody/none", 1)
-    launch.check_memory(c, 1)
-    assert capsys.readouterr().out.startswith("memory: not checked: nobody/none has no config")
-    # neither a line nor a wait
-    launch.check_memory(dataclasses.replace(c, memory_check=False), 1)
-    assert capsys.readouterr().out == ""
-
-
-def test_a_dry_run_has_the_whole_table(nvidia_smi, small, capsys):
-    words = ["--row_tokens", 2048, "--max_model_len", 2048, "--max_new_tokens", 1024]
-    launch.check_memory(config(small, 1, *words), 1)
+    words = ["math", "--gpus", 1, "--model", small, "--row_tokens", 2048, "--max_model_len", 2048]
+    words = [*map(str, words), "--max_new_tokens", "1024"]
+    memory.main(words)
     printed = capsys.readouterr().out
-    for words in ("trainer rank", "optimizer", "KV cache", "largest --row_tokens that fits"):
-        assert words in printed
+    for row in ("trainer rank", "optimizer", "KV cache", "largest --row_tokens that fits"):
+        assert row in printed
     assert printed.splitlines()[-1].startswith(f"memory: {small} fits")
+    with pytest.raises(SystemExit) as done:
+        memory.main([*words, "--gpu_memory_utilization", "0.95"])
+    assert done.value.code == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert f"{small} does not fit: engine and trainer: " in last
+    assert last.endswith("try --gpu_memory_utilization 0.6")
+    memory.main(["math", "--model", "nobody/none"])
+    assert capsys.readouterr().out.startswith("memory: not checked: nobody/none has no config")

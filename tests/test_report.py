@@ -394,43 +394,24 @@ def test_status_of_a_run_by_its_files(tmp_path):
         assert f"{run_dir}: running" in tool("status", run_dir).stdout
 
 
-def test_the_line_says_what_a_run_waits_for(tmp_path):
+def test_status_says_what_a_run_waits_for(tmp_path):
     run_dir = made_up_run(tmp_path, "s")
     whole = (run_dir / "metrics.jsonl").read_text()
     (run_dir / "metrics.jsonl").unlink()
     version = run_dir / "queues" / "version.json"
     version.unlink()
-    status = Status(run_dir)
-    status.look()
-    assert status.line() == "models are being loaded"
+    assert Status(run_dir).starting() == "models are being loaded"
     engines = run_dir / "engines"
     engines.mkdir()
     (engines / "engine0.json").write_text('{"url": "http://127.0.0.1:1", "started": "x"}')
-    assert status.line().startswith("engine0 loading, ")
+    assert Status(run_dir).starting().startswith("engine0 loading, ")
     serving = {"engines": ["http://127.0.0.1:1"], "served": 0, "version": 0}
     version.write_text(json.dumps(serving))
-    assert status.line() == "the first rollouts are sampled"
-    # a torn line is read when it is whole
+    assert Status(run_dir).starting() == "the first rollouts are sampled"
+    # a line that is not whole yet
     (run_dir / "metrics.jsonl").write_text(whole[:100])
-    status.look()
-    assert not status.lines["step"]
+    assert not Status(run_dir).lines["step"]
     (run_dir / "metrics.jsonl").write_text(whole)
-    status.look()
-    line = status.line()
-    assert line.startswith("step 60/270, eta 7m00s | reward 0.") and "1 alarms" in line
-    assert "trainer waits 30%, engine places 10% empty" in line and "held-out toy 0." in line
-    # a run that continues has steps before its engines have weights
-    version.unlink()
-    assert status.line().startswith("engine0 loading, ")
-
-
-def test_what_a_run_says_passes_above_the_line_that_stays(tmp_path):
-    run_dir = made_up_run(tmp_path, "s")
-    command = [sys.executable, str(ROOT / "tools" / "status.py"), "--screen", str(run_dir)]
-    # a stage may print what is no text, and markup that is none
-    words = b"[train] step 1/270 | reward\n\xff[/bold] not markup\n" + b"x" * 500 + b"\n"
-    done = subprocess.run(command, input=words, capture_output=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.decode().splitlines()
-    assert "[train] step 1/270 | reward" in lines and "x" * 500 in lines
-    assert any("[/bold] not markup" in line for line in lines)
+    summary = Status(run_dir).summary()
+    assert "60 of 270, " in summary and "eta 7m00s" in summary
+    assert "trainer waits 30%, engine places 10% empty" in summary

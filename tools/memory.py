@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 import re
 import sys
@@ -28,7 +27,6 @@ from plumbing import launch, mismatch
 from train import head_chunk
 
 GB = 1e9
-DOES_NOT_FIT = 3
 # a process's CUDA context, NCCL's buffers, CUDA graphs, what the allocator cannot use: an assumption
 RESERVE_GB = 2.0
 ASSUMED = "CUDA, NCCL (assumed)"
@@ -271,26 +269,22 @@ def main(argv):
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     options.add_argument("--gpus", type=int, default=launch.gpu_count() or 8)
     options.add_argument("--gpu_memory_gb", type=float, default=launch.gpu_memory_gb() or 80.0)
-    # for run.sh: a resolved config as JSON on standard input; the verdict alone
-    options.add_argument("--resolved", action="store_true")
-    options.add_argument("--brief", action="store_true")
     given, words = options.parse_known_args(argv)
     gpus, gpu_gb = given.gpus, given.gpu_memory_gb
     # from here on no GPU is to be touched
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        c = cfg.from_json(json.load(sys.stdin)) if given.resolved else resolved(words, gpus, gpu_gb)
+        c = resolved(words, gpus, gpu_gb)
     except cfg.ConfigError as e:
         sys.exit(f"memory: {e}")
     if model_config(c.model) is None:
         print(f"memory: not checked: {c.model} has no config.json here, and is no known Qwen2.5")
         return
     placed = Placed(c, gpus, gpu_gb)
-    if not given.brief:
-        placed.describe()
+    placed.describe()
     print(f"memory: {c.model} {placed.verdict()}")
     if not placed.fits:
-        sys.exit(DOES_NOT_FIT)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

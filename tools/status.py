@@ -1,7 +1,6 @@
 """What a run is doing, from its files alone.
 
-    bash run.sh status [out/toy]     in some lines; without a run: of the newest
-    python tools/status.py --screen out/toy     run.sh's: passes on what it reads, above a line that stays
+    bash run.sh status [out/toy]     without a run: of the newest
 
 Nothing here talks to a process of the run, so that it may be asked from any machine that sees the run directory.
 """
@@ -23,8 +22,6 @@ from plumbing.queues import read_json  # noqa: E402
 OUT = cfg.ROOT / "out"
 # steps that are meant by "lately"
 RECENT = 10
-# a step that takes so many times as long as those is worth a word
-SLOW = 5
 
 
 def find_run(name=None, file="config.json"):
@@ -61,57 +58,36 @@ def scores(line):
 
 
 class Status:
-    """Looks at a run again and again, and reads of metrics.jsonl only what is new."""
+    """What the files of a run say of it."""
 
     def __init__(self, run_dir):
         self.run_dir = Path(run_dir)
         self.config = cfg.load(run_dir)
-        self.forget()
-
-    def forget(self):
-        self.offset = 0
         # lines of metrics.jsonl by what they are about; of steps the last ones
         self.lines = {"step": [], "eval": [], "alarm": []}
-        self.stepped_at = None
-
-    def look(self):
-        """Take in what is new. A continued run writes metrics.jsonl anew: then all of it."""
         path = self.run_dir / "metrics.jsonl"
-        if not path.exists():
-            return
-        if path.stat().st_size < self.offset:
-            self.forget()
-        with open(path, "rb") as file:
-            file.seek(self.offset)
-            new = file.read()
-        # the last line may not be whole yet
-        whole = new[: new.rfind(b"\n") + 1]
-        self.offset += len(whole)
-        for line in map(json.loads, whole.splitlines()):
-            for about in self.lines.keys() & line.keys():
-                self.lines[about].append(line)
+        if path.exists():
+            self.written_at = path.stat().st_mtime
+            for text in path.read_text().splitlines():
+                # the last line may not be whole yet
+                line = json.loads(text) if text.endswith("}") else {}
+                for about in self.lines.keys() & line.keys():
+                    self.lines[about].append(line)
         del self.lines["step"][:-RECENT]
-        if whole:
-            self.stepped_at = path.stat().st_mtime
 
-    def mean(self, key):
+    def lately(self, key):
+        """Mean of a metric."""
         return statistics.mean(line[key] for line in self.lines["step"])
 
-    def progress(self):
-        """The newest step, and what the recent ones were like, as two texts."""
+    def who_waits(self):
+        waits = self.lately("wait_data_s") / self.lately("step_s")
+        return f"trainer waits {waits:.0%}, engine places {self.lately('gen_idle'):.0%} empty"
+
+    def eta(self):
+        """Time to the last step, at the recent pace."""
         steps = self.lines["step"]
-        last = steps[-1]["step"]
         seconds = statistics.median(line["step_s"] for line in steps)
-        step = f"{last}/{self.config.steps}, eta {duration((self.config.steps - last) * seconds)}"
-        silent = time.time() - self.stepped_at
-        if silent > SLOW * seconds + 5 and last < self.config.steps:
-            step += f", no step for {duration(silent)}"
-        lag = f"{self.mean('lag_mean'):.1f}/{max(line['lag_max'] for line in steps)}"
-        waits = self.mean("wait_data_s") / self.mean("step_s")
-        return step, (
-            f"reward {self.mean('reward'):.3f} | lag {lag} | trainer waits {waits:.0%}, "
-            f"engine places {self.mean('gen_idle'):.0%} empty"
-        )
+        return duration((self.config.steps - steps[-1]["step"]) * seconds)
 
     def engines(self):
         """(which version is served, of which engines one waits), as words; "" if there is nothing to say."""
@@ -140,19 +116,6 @@ class Status:
             return loading or "the first rollouts are sampled"
         return loading or "models are being loaded"
 
-    def line(self):
-        """All that matters now, in a line."""
-        steps, evals, alarms = self.lines.values()
-        serving, loading = self.engines()
-        # a continued run has steps, and engines without weights
-        if not steps or not serving:
-            return self.starting()
-        step, lately = self.progress()
-        words = [f"step {step}", lately]
-        words += [f"held-out {scores(line)}" for line in evals[-1:]]
-        words += [loading, f"{len(alarms)} alarms" if alarms else ""]
-        return " | ".join(filter(None, words))
-
     def is_running(self):
         """Does a process of the run, on any machine, still hold its name?"""
         run_dir = self.run_dir.resolve()
@@ -160,20 +123,25 @@ class Status:
 
     def state(self):
         """Running, complete, or stopped."""
+        evals = self.lines["eval"]
         if self.is_running():
             return "running"
-        if any(line["version"] == self.config.steps for line in self.lines["eval"]):
+        if evals and evals[-1]["version"] == self.config.steps:
             return "complete; a larger --steps extends it"
-        if checkpoints.newest(self.run_dir):
-            return "stopped; the same command continues"
-        return "stopped; there is no checkpoint yet, the same command starts anew"
+        if checkpoints.newest(self.run_dir) is None:
+            return "stopped; there is no checkpoint yet, the same command starts anew"
+        return "stopped; the same command continues"
 
     def summary(self):
         """What `run.sh status` prints."""
         steps, evals, alarms = self.lines.values()
-        step, lately = f"none of {self.config.steps} yet: {self.starting()}", ""
+        step = f"none of {self.config.steps} yet: {self.starting()}"
+        lately = ""
         if steps:
-            step, lately = self.progress()
+            ago = duration(time.time() - self.written_at)
+            step = f"{steps[-1]['step']} of {self.config.steps}, {ago} ago, {self.lately('step_s'):.1f} s each; eta {self.eta()}"
+            means = [f"{key} {self.lately(key):.3f}" for key in ("reward", "lag_mean", "ess")]
+            lately = f"{', '.join(means)}; {self.who_waits()}"
         first_and_last = evals[:1] + evals[1:][-1:]
         queues = sorted((self.run_dir / "queues").glob("*/"))
         waiting = {folder.name: len(list(folder.rglob("*.safetensors"))) for folder in queues}
@@ -191,40 +159,10 @@ class Status:
         return f"{self.run_dir}: {self.state()}\n{''.join(lines)}"
 
 
-def screen(run_dir):
-    """Pass on stdin, line by line, above a line that stays."""
-    from rich.console import Console
-    from rich.live import Live
-    from rich.text import Text
-
-    status = Status(run_dir)
-    start = time.monotonic()
-
-    def now():
-        # a run directory out of reach for a moment: what is known stays
-        with contextlib.suppress(OSError):
-            status.look()
-        words = f"{duration(time.monotonic() - start)} | {status.line()}"
-        return Text(words, style="reverse", overflow="ellipsis", no_wrap=True)
-
-    console = Console()
-    # a process may say what is no text
-    sys.stdin.reconfigure(errors="replace")
-    with Live(console=console, get_renderable=now, refresh_per_second=1, transient=True):
-        for line in sys.stdin:
-            console.print(Text(line.rstrip("\n")), soft_wrap=True)
-
-
 def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("run", nargs="?", help="directory or name of a run; default: the newest")
-    p.add_argument("--screen", action="store_true", help="pass on stdin above a line that stays")
-    a = p.parse_args()
-    if a.screen:
-        return screen(a.run)
-    status = Status(find_run(a.run))
-    status.look()
-    print(status.summary(), end="")
+    print(Status(find_run(p.parse_args().run)).summary(), end="")
 
 
 if __name__ == "__main__":
