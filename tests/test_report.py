@@ -383,7 +383,7 @@ def test_status_of_a_run_by_its_files(tmp_path):
     assert "stopped; there is no checkpoint yet, the same command starts anew" in done.stdout
     (run_dir / "checkpoints" / "step_000050").mkdir(parents=True)
     assert "stopped; the same command continues" in tool("status", run_dir).stdout
-    assert "step       60/270, eta 7m00s\n" in done.stdout
+    assert "step       60 of 270, " in done.stdout and "eta 7m00s" in done.stdout
     assert "alarms     version 12: no group" in done.stdout
     assert "toy 0.2" in done.stdout and "(version 60)" in done.stdout
     # somebody has the run's lock
