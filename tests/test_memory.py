@@ -46,7 +46,9 @@ def total(c):
     [(512, False, 1.427), (2048, False, 2.720), (512, True, 1.149), (4096, True, 2.210)],
 )
 def test_a_real_process_took_what_is_said(small, row, checkpointing, gb):
-    """Measured: the resident memory of two steps on a CPU at their peak, beyond the imports."""
+    """Measured: the resident memory of two steps on a CPU at their peak, beyond the imports (as tests/test_memory.py of
+    commit 4931e45 does it).
+    """
     words = ["--model", small, "--row_tokens", row, "--gradient_checkpointing", checkpointing]
     c = cfg.parse(["toy", *map(str, words)], 0)
     c = dataclasses.replace(c, dtype="float32", trainers=1, engines=1)
