@@ -25,8 +25,7 @@ from plumbing import secret
 from plumbing.checkpoints import last_state
 from plumbing.client import Engines
 from plumbing.ledger import Draws
-from plumbing.problems import load_problems
-from plumbing.prompts import Prompter
+from plumbing.problems import Prompter, load_problems
 from plumbing.queues import Queue, read_json
 from plumbing.samples import Transcript, join
 from plumbing.sandbox import Sandbox

@@ -82,7 +82,7 @@ FAULTS = {
     ),
     "stop token untrained": ("plumbing/samples.py", MASK, MASK + "        mask[-1] = False\n"),
     "separator lost between turns": (
-        "plumbing/prompts.py",
+        "plumbing/problems.py",
         "tokenizer(text, ",
         "tokenizer(text.strip(), ",
         GUESS,

@@ -44,7 +44,7 @@ class Contract:
 
     def __init__(self, app):
         self.app = app
-        self.secret = secret.read(os.environ["PIPELINE_RUN_DIR"]).encode()
+        self.secret = secret.header(os.environ["PIPELINE_RUN_DIR"])[secret.HEADER].encode()
         self.serves_as_loaded = os.environ.get("PIPELINE_SERVE_AS_LOADED") == "1"
         self.has_weights = False
         # weight groups joined: a trainer that continues from a checkpoint counts versions a second time

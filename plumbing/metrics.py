@@ -88,18 +88,16 @@ def open_lines(path, version):
     """A .jsonl file to append to, without what came after the checkpoint of this version (it is done again)."""
     path.touch()
     lines = [x for x in path.read_text().splitlines() if x.endswith("}")]
-    before = [x for x in lines if came_before(json.loads(x), version)]
+    before = []
+    for line in lines:
+        values = json.loads(line)
+        # evaluations and the like are written after the checkpoint of their version
+        if values.get("step", values.get("version", 0) + 1) <= version:
+            before.append(line)
     # a crash leaves all of it, or all as it was
     path.with_suffix(".tmp").write_text("".join(x + "\n" for x in before))
     path.with_suffix(".tmp").replace(path)
     return open(path, "a", buffering=1)
-
-
-def came_before(line, version):
-    """Was a line written before the checkpoint of this version?"""
-    if "step" in line:
-        return line["step"] <= version
-    return line["version"] < version
 
 
 # ---- the log
@@ -254,19 +252,5 @@ class MetricsLog:
 
 
 def token_texts(tokenizer, tokens):
-    """The text of each token; of a character that several make up, the last one has all of it.
-
-    A token's text depends on the one before it: some tokenizers leave out a first space.
-    """
-    texts = []
-    start = 0
-    for end in range(1, len(tokens) + 1):
-        known = tokenizer.decode(tokens[max(start - 1, 0) : start])
-        text = tokenizer.decode(tokens[max(start - 1, 0) : end])[len(known) :]
-        # bytes of a character that is not complete; more than four are none
-        if text.endswith("\ufffd") and end - start < 4 and end < len(tokens):
-            texts.append("")
-            continue
-        texts.append(text)
-        start = end
-    return texts
+    """The text of each token by itself; of a character that several make up, each is a mark of its own."""
+    return tokenizer.batch_decode([[token] for token in tokens])

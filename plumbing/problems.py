@@ -1,10 +1,12 @@
-"""The problems of a run's tasks, checked before anything starts: a faulty data file is named by its line,
-not by a stage that dies an hour later.
+"""The problems of a run's tasks, checked before anything starts, and their texts as token ids: raw, or through
+the model's chat template.
 """
 
+import functools
 import importlib
 import inspect
 import json
+import secrets
 
 from config import Config, ConfigError, require, task_weights
 
@@ -53,3 +55,96 @@ def _check(problem, where: str) -> None:
         f'{where}: must be a dict with a text under "prompt" that survives JSON (no tuples, sets or keys that are not '
         f"texts), is {str(problem)[:100]}",
     )
+
+
+class Prompter:
+    """The model's tokenizer, its stop tokens and, with --chat True, its chat template."""
+
+    def __init__(self, config):
+        self.config = config
+        # only here: the launcher needs no torch
+        from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+        self.tokenizer = AutoTokenizer.from_pretrained(config.model)
+        require(
+            self.tokenizer.chat_template or not config.chat,
+            f"--chat True: the tokenizer of {config.model} has no chat template",
+        )
+        model = AutoConfig.from_pretrained(config.model)
+        # how many token ids the model has; the tokenizer may know fewer
+        self.vocabulary = model.get_text_config().vocab_size
+        # chat models often have several stop tokens
+        try:
+            ends = GenerationConfig.from_pretrained(config.model).eos_token_id
+        # a model need not have a generation config; vLLM, too, then makes it of the model's
+        except OSError:
+            ends = GenerationConfig.from_model_config(model).eos_token_id
+        if not isinstance(ends, list):
+            ends = [ends]
+        self.stop = {*ends, self.tokenizer.eos_token_id} - {None}
+        # all attempts at a problem begin alike
+        self._tokens = functools.lru_cache(1000)(self._tokens)
+
+    def render(self, messages):
+        """Messages as text, by the chat template, up to where the assistant speaks."""
+        thinking = {}
+        if self.config.thinking != "auto":
+            thinking = {"enable_thinking": self.config.thinking == "on"}
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **thinking
+        )
+
+    def start(self, problem):
+        """Token ids of a problem's prompt."""
+        return self._tokens(problem["prompt"])
+
+    def _tokens(self, prompt):
+        if not self.config.chat:
+            return self.tokenizer(self.config.system_prompt + prompt)["input_ids"]
+        messages = [{"role": "user", "content": prompt}]
+        if self.config.system_prompt:
+            messages.insert(0, {"role": "system", "content": self.config.system_prompt})
+        return self.tokenizer(self.render(messages), add_special_tokens=False)["input_ids"]
+
+    def more(self, text):
+        """Token ids of the environment's answer to a turn, to be appended to what the engine has
+        sampled, its stop token included.
+        """
+        if self.config.chat:
+            text = self._between_turns(text)
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _between_turns(self, text):
+        """What the template puts between the end of an assistant's turn and the next one's start."""
+        turn = secrets.token_hex(8)
+        messages = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": turn},
+            {"role": "user", "content": text},
+        ]
+        text = self.render(messages).partition(turn)[2]
+        # the engine has sampled the end of the turn already
+        for end in self.tokenizer.convert_ids_to_tokens(sorted(self.stop)):
+            if text.lstrip(" ").startswith(end):
+                text = text.lstrip(" ").removeprefix(end)
+        return text
+
+    def decode(self, tokens):
+        """Token ids as text, without special tokens."""
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def check(self, problems):
+        """Raise ConfigError if a prompt is no token, or leaves no room for one. problems: {task: list}."""
+        room = self.config.max_model_len - 1
+        template = len(self.start({"prompt": ""}))
+        for task, of_task in problems.items():
+            for n, problem in enumerate(of_task, 1):
+                # a prompt has at most as many tokens as bytes, and what a template adds
+                if template and len(problem["prompt"].encode()) + template <= room:
+                    continue
+                length = len(self.start(problem))
+                require(
+                    0 < length <= room,
+                    f"{problem.get('where', f'task {task}, problem {n}')}: the prompt {problem['prompt'][:50]!r} has {length} "
+                    f"tokens, there may be 1 to {room}: raise --max_model_len or take the problem out",
+                )

@@ -167,7 +167,7 @@ class Server:
 
     def __init__(self, engine):
         self.engine = engine
-        self.secret = secret.read(os.environ["PIPELINE_RUN_DIR"])
+        self.secret = secret.header(os.environ["PIPELINE_RUN_DIR"])[secret.HEADER]
 
     @property
     def handlers(self):

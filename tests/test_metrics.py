@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 from test_samples import make_sample
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 import config as cfg
 from plumbing.checkpoints import NEW_RUN
@@ -20,7 +18,6 @@ from plumbing.metrics import (
     mean,
     mean_if_any,
     open_lines,
-    token_texts,
 )
 from plumbing.samples import filler, join
 
@@ -51,45 +48,6 @@ def test_a_file_of_lines_is_continued_from_a_checkpoint(tmp_path):
     with open_lines(path, 5) as file:
         file.write('{"step": 6, "again": true}\n')
     assert path.read_text().splitlines() == [*before, '{"step": 6, "again": true}']
-
-
-def byte_level():
-    """Tokens are bytes and pairs of them, as GPT-2's; of "né" the é is two."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    model = models.BPE({letter: i for i, letter in enumerate(letters)}, [])
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-
-def word_pieces():
-    """Tokens with a mark for the space before them, as Llama's; decoding drops the first one."""
-    words = ["▁a", "▁b", "c", "<0xC3>", "<0xA9>", "<unk>"]
-    vocabulary = {w: i for i, w in enumerate(words)}
-    model = models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>")
-    tokenizer = Tokenizer(model)
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-
-def test_the_text_of_each_token():
-    tokenizer = byte_level()
-    text = " né 日本\n"
-    ids = tokenizer(text)["input_ids"]
-    texts = token_texts(tokenizer, ids)
-    assert "".join(texts) == text and len(texts) == len(ids)
-    assert texts[:5] == [" ", "n", "", "é", " "]
-    # cut off within a character
-    assert len(token_texts(tokenizer, ids[:-2])) == len(ids) - 2
-    assert token_texts(word_pieces(), [0, 1, 2, 3, 4, 0]) == ["a", " b", "c", "", "é", " a"]
 
 
 @pytest.fixture()

@@ -9,8 +9,7 @@ import pytest
 
 import config as cfg
 from conftest import ROOT
-from plumbing.problems import load_problems
-from plumbing.prompts import Prompter
+from plumbing.problems import Prompter, load_problems
 from tasks import countdown, guess, maths, toy
 from tools import base_model
 

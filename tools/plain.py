@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 import config as cfg
 from plumbing import archive
-from plumbing.problems import load_problems
-from plumbing.prompts import Prompter
+from plumbing.problems import Prompter, load_problems
 from plumbing.samples import split
 
 # of attempt k of a group with rewards r [G], G >= 2
