@@ -28,9 +28,8 @@ HANGS = 10  # questions in a row left unanswered by an engine that hangs
 FORGET = 30.0  # seconds after which earlier deaths do not count any more
 GRACE = 4.0  # seconds that processes have to end by themselves; the trainer has more
 LIBC = ctypes.CDLL(None)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1
-# what torchrun, srun and mpirun tell launchers would mislead the ranks that these start
-FOREIGN = re.compile(r"(\w+_)?(RANK|WORLD_SIZE)|MASTER_\w+|(TORCHELASTIC|PMI|OMPI|MV2)_\w+")
 
 
 class Ended(Exception):
@@ -85,7 +84,6 @@ class Process:
         self.process = None
 
     def start(self):
-        env = {k: v for k, v in os.environ.items() if not FOREIGN.fullmatch(k)}
         reading, writing = os.pipe()
         with open(self.log, "ab") as log:
             log.write(f"== {time.strftime('%F %T')} {shlex.join(self.command)}\n".encode())
@@ -94,7 +92,7 @@ class Process:
             self.process = subprocess.Popen(
                 self.command,
                 cwd=ROOT,
-                env=env | self.env,
+                env=os.environ | self.env,
                 stdin=subprocess.DEVNULL,
                 stdout=writing,
                 stderr=log,
@@ -213,6 +211,35 @@ class Engine(Process):
                 connection.request("GET", "/health")
                 return connection.getresponse().status == 200
         return False
+
+
+def run(processes, stop_timeout, is_over):
+    """Start the processes, wait until the trainer has ended well or is_over(), end those that are left.
+
+    stop_timeout: seconds that the trainer has to save. Returns why it ended early, Ended, or None.
+    """
+    ended = None
+    for number in SIGNALS:
+        signal.signal(number, _raise_ended)
+    try:
+        for process in processes:
+            process.start()
+        watch(processes, is_over)
+    except OSError as e:
+        ended = Ended(f"{type(e).__name__}: {e}")
+    except Ended as e:
+        ended = e
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    if ended:
+        say(f"run.sh: {ended}, stopping; the same command continues")
+    # ranks wait for one that has died, and cannot save
+    stop(processes, 0 if str(ended).startswith("train") else stop_timeout)
+    return ended
+
+
+def _raise_ended(number, frame):
+    raise Ended("interrupted" if number == signal.SIGINT else "terminated", 128 + number)
 
 
 def watch(processes, is_over):
