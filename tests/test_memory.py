@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
 
 import config as cfg
 from conftest import ROOT
@@ -57,6 +58,13 @@ def directory(path, model):
     path.mkdir()
     (path / "config.json").write_text(json.dumps(model))
     return str(path)
+
+
+@pytest.fixture(autouse=True)
+def no_other_group():
+    """The trace opens a process group; tests of another file may have left theirs open."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture
