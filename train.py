@@ -4,9 +4,9 @@ One step: read micro-batches from queues/batches/rank_<r> until the one marked `
 gradients, divide once by the number of samples, clip, step, push the weights (weights.py). Ranks
 read equal numbers of micro-batches, so FSDP2's collectives line up.
 
-Alone, on a run directory that has queues to read: `python train.py out/toy`; more ranks:
-`torchrun --nproc_per_node 2 train.py out/toy`. Deliberately absent: a Trainer class, callbacks, gradient
-accumulation settings (a step is a step, however it was packed).
+Alone, on a run directory that has queues to read: `accelerate launch train.py out/toy`; more ranks:
+`accelerate launch --multi_gpu --num_processes 2 train.py out/toy`. Deliberately absent: a Trainer class,
+callbacks, gradient accumulation settings (a step is a step, however it was packed).
 """
 
 import math
