@@ -3,9 +3,9 @@
 One step: micro-batches from queues/batches/rank_<r>, gradients added up, divided once by the number
 of samples, clipped, applied, the weights pushed (weights.py). The loop is `train()`.
 
-Alone, on a run directory that has queues to read: `python train.py out/toy`; more ranks:
-`torchrun --nproc_per_node 2 train.py out/toy`. Deliberately absent: a Trainer class, callbacks, gradient
-accumulation settings (a step is a step, however it was packed).
+Alone, on a run directory that has queues to read: `accelerate launch train.py out/toy`; more ranks:
+`accelerate launch --multi_gpu --num_processes 2 train.py out/toy`. Deliberately absent: a Trainer class,
+callbacks, gradient accumulation settings (a step is a step, however it was packed).
 """
 
 import math
