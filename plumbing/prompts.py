@@ -3,8 +3,6 @@
 import functools
 import secrets
 
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
-
 from config import ConfigError
 
 
@@ -12,6 +10,9 @@ class Prompter:
     """The model's tokenizer, its stop tokens and, with --chat True, its chat template."""
 
     def __init__(self, config):
+        # here, as reward workers load the actor's program, too
+        from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
         self.config = config
         self.tokenizer = AutoTokenizer.from_pretrained(config.model)
         if config.chat and not self.tokenizer.chat_template:
