@@ -21,11 +21,8 @@ MATHS = ROOT / "tests" / "maths.jsonl"
 @pytest.mark.parametrize("task", [toy, countdown])
 def test_no_test_problem_is_a_train_problem_and_the_given_answers_are_right(task):
     train, test = task.problems("train", 3), task.problems("test", 3)
-    assert (
-        not {p["prompt"] for p in train} & {p["prompt"] for p in test}
-        and len(train) > 10000
-        and len(test) > 100
-    )
+    assert not {p["prompt"] for p in train} & {p["prompt"] for p in test}
+    assert len(train) > 10000 and len(test) > 100
     assert {task.reward(p, p["answer"], True) for p in train[:300] + test} <= {1.0, "correct"}
     assert task.problems("test", 3) == test and task.problems("test", 4) != test
 
@@ -239,10 +236,8 @@ def test_hub_sets_read_their_columns(name, row):
 
 
 def test_tasks_and_shares_of_a_mixture():
-    assert cfg.task_weights("toy") == {"toy": 1.0} and cfg.task_weights("maths:3, countdown:1") == {
-        "maths": 0.75,
-        "countdown": 0.25,
-    }
+    assert cfg.task_weights("toy") == {"toy": 1.0}
+    assert cfg.task_weights("maths:3, countdown:1") == {"maths": 0.75, "countdown": 0.25}
     for wrong in ("toy:0", "toy:x", "toy,toy", "toy:-1,guess:2"):
         with pytest.raises(cfg.ConfigError, match="shares, all above 0"):
             cfg.task_weights(wrong)
@@ -251,35 +246,27 @@ def test_tasks_and_shares_of_a_mixture():
 
 
 @pytest.mark.parametrize(
-    "names", [["toy"], ["countdown"], ["guess"], ["maths"], ["toy", "countdown", "guess"]]
+    "tasks", [[toy], [countdown], [guess], [maths], [toy, countdown, guess]], ids=range(5)
 )
-def test_tiny_tokenizers_read_what_teachers_write_and_survive_saving(tmp_path, names):
+def test_tiny_tokenizers_read_what_teachers_write_and_survive_saving(tmp_path, tasks):
     from transformers import AutoTokenizer, Qwen2Config
 
-    tasks = [__import__(f"tasks.{n}", fromlist=[n]) for n in names]
     tokenizer = base_model.make_tokenizer(tasks)
     tokenizer.save_pretrained(tmp_path)
     Qwen2Config().save_pretrained(tmp_path)
     again, rng = AutoTokenizer.from_pretrained(tmp_path), random.Random(5)
     for text, _ in (part for t in tasks for _ in range(100) for part in t.teacher(rng)):
         ids = tokenizer(text)["input_ids"]
-        assert (
-            ids == again(text)["input_ids"]
-            and tokenizer.pad_token_id not in ids
-            and again.decode(ids) == text
-        )
+        assert ids == again(text)["input_ids"] and again.decode(ids) == text
+        assert tokenizer.pad_token_id not in ids
 
 
 def prompter(tmp_path, template=None, merges=(), **knobs):
     """A Prompter with a byte-level tokenizer of the printable characters, these merges, and the specials <eos> and <|im_end|>."""
     from transformers import Qwen2Config, Qwen2Tokenizer
 
-    vocabulary = (
-        ["<pad>", "<eos>"]
-        + [chr(i) for i in range(33, 127)]
-        + ["Ġ", "Ċ"]
-        + [a + b for a, b in merges]
-    )
+    vocabulary = ["<pad>", "<eos>", *(chr(i) for i in range(33, 127)), "Ġ", "Ċ"]
+    vocabulary += [a + b for a, b in merges]
     tokenizer = Qwen2Tokenizer(
         vocab={t: i for i, t in enumerate(vocabulary)},
         merges=list(merges),
@@ -292,9 +279,8 @@ def prompter(tmp_path, template=None, merges=(), **knobs):
     tmp_path.mkdir(exist_ok=True)
     tokenizer.save_pretrained(tmp_path)
     Qwen2Config(eos_token_id=1).save_pretrained(tmp_path)
-    (tmp_path / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": [1, tokenizer.eos_token_id]})
-    )
+    ends = {"eos_token_id": [1, tokenizer.eos_token_id]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(ends))
     return Prompter(cfg.Config(model=str(tmp_path), **knobs))
 
 
@@ -306,36 +292,24 @@ TEMPLATE = (
 
 def test_raw_and_templated_prompts(tmp_path):
     raw = prompter(tmp_path, system_prompt="Be brief. ")
-    assert (
-        raw.tokenizer.decode(raw.start({"prompt": "2+2?"})) == "Be brief. 2+2?"
-        and raw.tokenizer.decode(raw.more("lower\n")) == "lower\n"
-    )
+    assert raw.tokenizer.decode(raw.start({"prompt": "2+2?"})) == "Be brief. 2+2?"
+    assert raw.tokenizer.decode(raw.more("lower\n")) == "lower\n"
     with pytest.raises(cfg.ConfigError, match="no chat template"):
         prompter(tmp_path, chat=True)
     chat = prompter(tmp_path, TEMPLATE, chat=True, system_prompt="Be brief.", thinking="off")
-    assert chat.stop == {
-        1,
-        chat.tokenizer.eos_token_id,
-    }  # several stop tokens, of the generation config
-    first = chat.tokenizer.decode(chat.start({"prompt": "2+2?"}))
-    assert (
-        first
-        == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<think></think>"
-    )
+    decode = chat.tokenizer.decode
+    # several stop tokens, of the generation config
+    assert chat.stop == {1, chat.tokenizer.eos_token_id}
+    turn = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think></think>"
+    first = "<|im_start|>system\nBe brief.<|im_end|>\n" + turn.format("2+2?")
+    assert decode(chat.start({"prompt": "2+2?"})) == first
     # what was sampled ends in <|im_end|>; what is appended goes on from there exactly as the template would
     sampled = chat.tokenizer("4<|im_end|>", add_special_tokens=False)["input_ids"]
-    whole = chat.tokenizer.decode(chat.start({"prompt": "2+2?"}) + sampled + chat.more("And 3+3?"))
-    assert (
-        whole
-        == first
-        + "4<|im_end|>\n<|im_start|>user\nAnd 3+3?<|im_end|>\n<|im_start|>assistant\n<think></think>"
-    )
-    assert "user\nYOUR TURN: guess<|im_end|>" in chat.tokenizer.decode(
-        chat.more("YOUR TURN: guess")
-    )
-    assert "<think>" not in prompter(tmp_path, TEMPLATE, chat=True).tokenizer.decode(
-        prompter(tmp_path, TEMPLATE, chat=True).start({"prompt": "a"})
-    )
+    whole = decode(chat.start({"prompt": "2+2?"}) + sampled + chat.more("And 3+3?"))
+    assert whole == first + "4<|im_end|>\n" + turn.format("And 3+3?")
+    assert "user\nYOUR TURN: guess<|im_end|>" in decode(chat.more("YOUR TURN: guess"))
+    auto = prompter(tmp_path, TEMPLATE, chat=True)
+    assert "<think>" not in auto.tokenizer.decode(auto.start({"prompt": "a"}))
 
 
 @pytest.mark.parametrize("text", ["\u00e9", " ", " \u00e9\u00e9", "\u4f60\u597d" * 40])
@@ -354,16 +328,8 @@ def test_a_prompt_of_no_tokens_is_named(tmp_path, text):
 
 def test_a_prompt_longer_than_the_context_is_named(tmp_path):
     p = prompter(tmp_path, max_model_len=20)
-    p.check({"maths": [{"prompt": "a" * 19, "where": "f.jsonl:1"}]})
-    with pytest.raises(
-        cfg.ConfigError,
-        match="f.jsonl:2: the prompt has 20 tokens, --max_model_len 20 leaves room for 19",
-    ):
-        p.check(
-            {
-                "maths": [
-                    {"prompt": "a", "where": "f.jsonl:1"},
-                    {"prompt": "a" * 20, "where": "f.jsonl:2"},
-                ]
-            }
-        )
+    fits = {"prompt": "a" * 19, "where": "f.jsonl:1"}
+    p.check({"maths": [fits]})
+    complaint = "f.jsonl:2: the prompt has 20 tokens, --max_model_len 20 leaves room for 19"
+    with pytest.raises(cfg.ConfigError, match=complaint):
+        p.check({"maths": [fits, {"prompt": "a" * 20, "where": "f.jsonl:2"}]})
