@@ -113,8 +113,8 @@ class Config:
     reward_finished: tuple[float, float, float, float] = (1.0, 0.0, 0.0, 0.0)
     # likewise, of completions cut off at max_new_tokens
     reward_cut_off: tuple[float, float, float, float] = (1.0, 0.0, 0.0, 0.0)
-    # a reward function may take so long for one answer, CPU seconds
-    reward_timeout: float = 1.0
+    # a reward function may take so long for one answer, seconds on the clock
+    reward_timeout: float = 5.0
     # soft penalty: rewards fall by up to 1 over the last so many tokens before max_new_tokens
     overlong_buffer: int = 0
     # leave cut off samples out of the loss (they still count as samples)
