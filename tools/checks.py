@@ -2,8 +2,7 @@
 
 A function `check_...` takes the plain.Recording of the runs and returns rows of the table, (name, ok, figure); its
 docstring says which faults it finds, and is shown where one fails. What a fork computes in its own way, another loss,
-advantage, optimizer or sampler, is no fault: such a row says that it is not known, and has None for ok, like one that
-has nothing to look at. Deliberately absent: speed, memory.
+advantage or optimizer, is no fault: its row says that it is not known, and has None for ok, like one without data.
 """
 
 import asyncio

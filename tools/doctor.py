@@ -31,8 +31,7 @@ from plumbing.launch import gpu_count, gpu_memory_gb
 from plumbing.queues import read_json
 from tools import checks, plain, report
 
-# versions that the first run makes after its engines were killed, more than can be made of what they had sampled by
-# then; versions of the second run
+# versions of the first run after its engines were killed, more than can be made of what is there; of the second run
 FIRST, SECOND = 4, 4
 # groups of a step at most
 GROUPS = 8
