@@ -154,12 +154,11 @@ def test_advantages_are_the_definitions(kind, rewards):
     "times,kind,changes,expected",
     [
         (1, "loo", {}, [True, True]),
-        # two epochs
+        # two epochs; one lost and another one twice
         (2, "loo", {}, [True, True]),
+        (1, "loo", {"number": 0}, [False, False]),
         (1, "loo", {"mask": np.zeros(9, bool)}, [False, True]),
         (1, "loo", {"advantage": 0.5}, [True, False]),
-        # lost, and another one twice
-        (1, "loo", {"number": 0}, [False, False]),
         (1, "mean", {}, [True, False]),
         (1, "of_a_fork", {}, [True, None]),
     ],
