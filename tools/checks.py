@@ -125,9 +125,8 @@ def check_sampling(run):
 
 
 def check_texts(run):
-    """What was sent is not the problem that is scored, in the template's form; what stands between turns is not what
-    the environment replied, such as a separator that is lost. Stop tokens are not recorded or not trained; answers end
-    for another reason than is said.
+    """What was sent is not the problem that is scored, in the template's form, or not what the environment replied: a
+    separator is lost. Stop tokens are not recorded or not trained; answers end for another reason than they say.
     """
     prompts = replies = wrong_replies = ends = 0
     samples = run.samples()

@@ -105,12 +105,13 @@ def run_twice(c, words):
     before = read_json(run_dir / "config.json")
     with start([*words, "--fresh", "True"]) as first:
         version = wait_for(1, first, run_dir, 2 * c.start_timeout, before=before)
-        engines = engines_of(first)
-        if not engines:
+        processes = engines_of(first)
+        if not processes:
             raise RuntimeError("doctor: the run has no engine on this host to kill")
-        for engine in engines:
-            engine.kill()
-        wait_for(version + FIRST, first, run_dir, 2 * c.start_timeout, len(engines))
+        for process in processes:
+            process.kill()
+        engines = cfg.load(run_dir).engines
+        wait_for(version + FIRST, first, run_dir, 2 * c.start_timeout, engines)
     continued = checkpoints.last_state(run_dir)["version"]
     last = continued + SECOND
     with start([*words, "--steps", str(last)]) as second:
