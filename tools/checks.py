@@ -2,8 +2,7 @@
 
 A function `check_...` takes the plain.Recording of the runs and returns rows of the table, (name, ok, figure); its
 docstring says which faults it finds, and is shown where one fails. What a fork computes in its own way, another loss,
-advantage, optimizer or sampler, is no fault: such a row says that it is not known, and has None for ok, like one that
-has nothing to look at. Deliberately absent: speed, memory.
+advantage or optimizer, is no fault: its row says that it is not known, and has None for ok, like one without data.
 """
 
 import asyncio
@@ -126,9 +125,8 @@ def check_sampling(run):
 
 
 def check_texts(run):
-    """What was sent is not the problem that is scored, in the template's form; what stands between turns is not what
-    the environment replied, such as a separator that is lost. Stop tokens are not recorded or not trained; answers end
-    for another reason than is said.
+    """What was sent is not the problem that is scored, in the template's form, or not what the environment replied: a
+    separator is lost. Stop tokens are not recorded or not trained; answers end for another reason than they say.
     """
     prompts = replies = wrong_replies = ends = 0
     samples = run.samples()
