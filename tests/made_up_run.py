@@ -8,47 +8,22 @@ import config as cfg
 from plumbing import launch
 
 LETTERS = np.array(list("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"))
-# what every step of a made up run has
-STEP = dict(
-    skipped=0,
-    tokens=9000,
-    train_tok_s=9e3,
-    gen_tok_s=5e3,
-    success=0.5,
-    signal=0.6,
-    cut_off=0.01,
-    loss=0.1,
-    lr=1e-3,
-    ess=0.99,
-    kl_behavior=1e-3,
-    kl_ref=0.0,
-    lag_mean=0.6,
-    lag_max=2,
-    clip_frac=0.0,
-    late=0,
-    versions_2=0.4,
-    versions_3=0.01,
-    step_s=2.0,
-    wait_data_s=0.6,
-    wait_sync_s=0.01,
-    gather_s=0.01,
-    send_s=0.05,
-    sync_s=0.2,
-    ready_s=0.02,
-    pause_s=0.03,
-    save_s=0.0,
-    gen_idle=0.1,
-    by_lag={"0": dict(tokens=4000, ess=0.999), "1": dict(tokens=4000, ess=0.99)},
-    by_task={},
+# what every step has, beside what differs
+STEP = dict.fromkeys(
+    "skipped tokens train_tok_s gen_tok_s success signal cut_off loss lr kl_behavior kl_ref clip_frac late versions_2 versions_3 "
+    "wait_sync_s gather_s send_s sync_s ready_s pause_s save_s by_task".split(),
+    0.01,
 )
+STEP |= dict(ess=0.99, lag_mean=0.6, lag_max=2, step_s=2.0, wait_data_s=0.6, gen_idle=0.1)
+STEP |= dict(by_lag={"0": dict(tokens=4000, ess=0.999), "1": dict(tokens=4000, ess=0.99)})
 
 
 def made_up_run(folder, name, seed=0, steps=60, rollouts=0, slope=1.0, **knobs):
-    """A run directory as a run leaves it; returns it. slope: how fast it learns; rollouts of equally many a step."""
-    argv = ["toy", "--out", str(folder), "--run", name, "--seed", str(seed)]
+    """Returns it. slope: how fast it learns; rollouts: of all steps together."""
+    argv = ["toy", "--out", str(folder), "--run", name, "--seed", str(seed), "--dry_run", "True"]
     for knob, value in knobs.items():
         argv += [f"--{knob}", str(value)]
-    c = launch.resolve(cfg.parse([*argv, "--dry_run", "True"], 0), 0)
+    c = launch.resolve(cfg.parse(argv, 0), 0)
     run_dir = launch.write(c)
     rng = np.random.default_rng(seed)
     lines = [made_up_step(rng, c, step, slope * step / steps) for step in range(1, steps + 1)]
@@ -59,7 +34,7 @@ def made_up_run(folder, name, seed=0, steps=60, rollouts=0, slope=1.0, **knobs):
     lines.append({"alarm": "no group of 10 steps had two different rewards", "version": 12})
     lines.append({"mismatch": 3e-6, "tokens": 100, "version": 20})
     write_lines(run_dir / "metrics.jsonl", lines)
-    samples = [made_up_rollout(rng, c, i, steps, rollouts) for i in range(rollouts)]
+    samples = [made_up_rollout(rng, i, 1 + i * steps // rollouts) for i in range(rollouts)]
     write_lines(run_dir / "samples.jsonl", samples)
     (run_dir / "queues").mkdir(exist_ok=True)
     serving = dict(version=steps, served=steps, engines=["http://127.0.0.1:8500"])
@@ -85,9 +60,8 @@ def made_up_step(rng, c, step, done):
     return STEP | line
 
 
-def made_up_rollout(rng, c, i, steps, rollouts):
-    """A line of samples.jsonl."""
-    step = 1 + i * steps // rollouts
+def made_up_rollout(rng, i, step):
+    """A line of samples.jsonl, sampled by two versions."""
     prompt = "".join(rng.choice(LETTERS, 8)) + "="
     n = int(rng.integers(4, 60))
     first = int(rng.integers(1, n))

@@ -41,10 +41,8 @@ def test_a_batch_16_times_as_large_needs_a_16th_of_the_lag():
 def test_a_looser_limit_never_costs_throughput(lengths):
     rows = simulate.best(64, **PAPER | lengths, concurrency=512)
     for key in ("conventional", "pipeline"):
-        assert (np.diff([r[key] for r in rows]) >= 0).all()
-    assert all(
-        r["lag"] <= r["max_lag"] and r["G"] - 1 <= r["max_lag"] and 0 < r["I"] < 128 for r in rows
-    )
+        assert (np.diff([row[key] for row in rows]) >= 0).all()
+    assert all(row["lag"] <= row["max_lag"] and row["G"] - 1 <= row["max_lag"] for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -85,15 +83,13 @@ def test_conventional_by_hand():
         # unhindered: training 1 / 0.62 = 1.61 of now with 4 GPUs, 1.21 with 3; serving 1.25 with 5
         (
             (0.38, 0.0, 4, 4),
-            "trainer waits 38% of the time: move 1 GPU from training to serving (5 serve, 3 train), about 1.21 times the throughput",
+            "the trainer waits 38% of the time, the gate keeps 0% of the engines' places empty: "
+            "let 5 of 8 GPUs serve instead of 4, about 1.21 times the throughput",
         ),
         # unhindered: serving 27 / (0.4 x 40) = 1.69, training 33 / 20 = 1.65; with 26 serving 1.63, with 28 training 1.6
-        (
-            (0.0, 0.6, 40, 20),
-            "move 13 GPUs from serving to training (27 serve, 33 train), about 1.65 times",
-        ),
+        ((0.0, 0.6, 40, 20), "let 27 of 60 GPUs serve instead of 40, about 1.65 times"),
         # whole engines only
-        ((0.5, 0.0, 2, 6, 2), "(4 serve, 4 train)"),
+        ((0.5, 0.0, 2, 6, 2), "let 4 of 8 GPUs serve instead of 2"),
         ((0.3, 0.3, 4, 4), "raise --max_lag"),
     ],
 )

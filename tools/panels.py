@@ -100,13 +100,11 @@ def evaluated(steps, evals, task):
 
 def reward_panels(steps, evals):
     """Training reward and held-out scores, against the time and against the samples."""
-    axes = {
-        "minutes": column(steps, "wall_s") / 60,
-        "thousand samples": column(steps, "samples") / 1000,
-    }
     reward = column(steps, "reward")
     panels = []
-    for i, (xlabel, x) in enumerate(axes.items()):
+    axes = (("minutes", "wall_s", 60), ("thousand samples", "samples", 1000))
+    for i, (xlabel, key, unit) in enumerate(axes):
+        x = column(steps, key) / unit
         panel = Panel(f"reward against {xlabel}", xlabel, include=(0, 1))
         panel.add("each step", x, reward, "faint", 0)
         panel.add("training reward", x, smooth(reward), color=0)
@@ -199,44 +197,16 @@ def draw(path, title, panels):
 # ---- as a page
 
 
-def numbers(values, digits=5):
-    """Array -> list of floats for JSON, which knows no NaN."""
-    return [float(f"{v:.{digits}g}") if np.isfinite(v) else None for v in values]
-
-
-def traces(panel):
-    """The curves of a panel as plotly's traces."""
-    found = []
+def as_json(panel):
+    """A panel as page.html takes it: dicts and lists; JSON knows no NaN."""
+    curves = []
     for curve in panel.curves:
-        trace = dict(x=numbers(curve.x, 12), name=curve.label, legendgroup=curve.label)
-        trace |= dict(mode="lines", line=dict(color=curve.color, width=1.5))
-        if curve.low is not None:
-            edge = trace | dict(line=dict(width=0), hoverinfo="skip", showlegend=False)
-            found.append(edge | dict(y=numbers(curve.low)))
-            fill = dict(fill="tonexty", fillcolor=curve.color + "26")
-            found.append(edge | fill | dict(y=numbers(curve.high)))
-        if curve.style == "faint":
-            trace |= dict(opacity=0.3, showlegend=False)
-        elif curve.style == "dots":
-            trace["mode"] = "lines+markers"
-        found.append(trace | dict(y=numbers(curve.y)))
-    return found
-
-
-def figure(panel):
-    """A panel as plotly's data and layout."""
-    data = traces(panel)
-    yaxis = dict(exponentformat="e", minexponent=5, type="log" if panel.log else "linear")
-    yaxis["autorangeoptions"] = dict(include=list(panel.include))
-    layout = dict(
-        title=dict(text=panel.title, font=dict(size=14)),
-        margin=dict(l=55, r=10, t=36, b=75),
-        yaxis=yaxis,
-        hovermode="x unified",
-        showlegend=sum(trace.get("showlegend", True) for trace in data) > 1,
-        legend=dict(orientation="h", yref="container", y=0, yanchor="bottom", font=dict(size=11)),
-    )
-    return dict(data=data, layout=layout)
+        values = vars(curve) | {}
+        for name in ("x", "y", "low", "high"):
+            points = [] if values[name] is None else values[name]
+            values[name] = [float(f"{v:.7g}") if np.isfinite(v) else None for v in points]
+        curves.append(values)
+    return vars(panel) | dict(curves=curves)
 
 
 def table(title, header, rows, empty="none", folded=False):
@@ -251,7 +221,7 @@ def write_page(path, title, summary, tables, panels, rollouts=()):
     from plotly.offline import get_plotlyjs
 
     data = dict(title=title, summary=summary, tables=tables, rollouts=rollouts)
-    data["panels"] = [figure(panel) for panel in panels]
+    data["panels"] = [as_json(panel) for panel in panels]
     # nothing in a rollout may end the script that it is in
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     page = Path(__file__).with_name("page.html").read_text()

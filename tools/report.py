@@ -140,18 +140,11 @@ def advice(waits, blocked, serving, training, per_engine=1):
         rates[serve] = min(serve * engine_rate, (total - serve) * trainer_rate)
     best = max(rates, key=rates.get)
     gain = rates[best] / rates[serving]
-    waiting = f"trainer waits {waits:.0%} of the time"
-    empty = f"the gate keeps {blocked:.0%} of the engines' places empty"
+    idle = f"the trainer waits {waits:.0%} of the time, the gate keeps {blocked:.0%} of the engines' places empty"
     if gain >= WORTH:
-        gpus = f"{abs(best - serving)} GPU" + "s" * (abs(best - serving) > 1)
-        move = f"{waiting}: move {gpus} from training to serving"
-        if best < serving:
-            move = f"{empty}: move {gpus} from serving to training"
-        split = f"({best} serve, {total - best} train)"
-        return f"{move} {split}, about {gain:.2f} times the throughput"
-    if waits > IDLE and blocked > IDLE:
-        return f"{waiting} while {empty}: raise --max_lag"
-    return ""
+        split = f"let {best} of {total} GPUs serve instead of {serving}"
+        return f"{idle}: {split}, about {gain:.2f} times the throughput"
+    return f"{idle}: raise --max_lag" if min(waits, blocked) > IDLE else ""
 
 
 def advice_on(config, steps):

@@ -35,7 +35,8 @@ def find_run(name=None, file="config.json"):
                 return place
         sys.exit(f"{name}: there is no {file} in {places[0]}, nor in {places[1]}")
     # an evaluation (tools/evaluate.py) has no trainer
-    found = [path for path in OUT.glob(f"*/{file}") if cfg.load(path.parent).trainers]
+    runs = [p.parent for p in OUT.glob("*/config.json") if '"trainers": 0' not in p.read_text()]
+    found = [run_dir / file for run_dir in runs if (run_dir / file).exists()]
     if not found:
         sys.exit(f"no run in {OUT} has a {file} yet: name one")
     newest = max(found, key=lambda path: path.stat().st_mtime).parent
