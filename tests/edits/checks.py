@@ -320,7 +320,7 @@ def test_rloo_by_length_by_hand(tmp_path):
     rollouts.put(group_record(0, samples))
     rollouts.put(group_record(1, [], failed=3))
     config = knobs(run_id="abc", advantage="loo_length", attempts=3, batch_size=6)
-    waiting = preprocess.GroupBuffer(config, rollouts, Ledger(0, []), 50)
+    waiting = preprocess.GroupBuffer(config, rollouts, Ledger(0, []))
     waiting.receive()
     [group] = waiting.groups
     found = [sample["advantage"] for sample in group["samples"]]
