@@ -185,7 +185,7 @@ def test_mistakes_end_an_evaluation_in_one_line(tmp_path):
     for argv, words in (
         ([], "the first argument must be a model"),
         ([str(tmp_path)], "no config.json there"),
-        (["nobody/nothing", "--tsak", "toy"], "did you mean --task"),
+        (["nobody/nothing", "--tsak", "toy"], "Perhaps you meant: --task"),
     ):
         done = subprocess.run(
             [sys.executable, "tools/evaluate.py", *argv, "--port", "8750"],
