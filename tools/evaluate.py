@@ -194,7 +194,7 @@ async def all_attempts(actor, processes, urls, out):
     """
     c = actor.config
     await actor.start()
-    actor.engines.serve(urls)
+    actor.engines.set_engines(urls)
     tries = [(problem, k) for problem in actor.held_out() for k in range(c.eval_attempts)]
     pending = {asyncio.create_task(attempt(actor, *problem, k)) for problem, k in tries}
     lines = []
