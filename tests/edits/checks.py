@@ -15,12 +15,16 @@ from test_train import CPU, knobs, metrics_of, micro_record, one_step, packed_mo
 import actor
 import preprocess
 import train
-from conftest import resolved
-from plumbing import checkpoints, secret
+from conftest import register, resolved
+from fake_engine import fake_vllm
+from plumbing import checkpoints, launch, secret
 from plumbing.ledger import Ledger
+from plumbing.mismatch import Guards
 from plumbing.queues import Queue
 from plumbing.ranks import Ranks
 from plumbing.samples import Transcript, join, layout, split
+from tools.evaluate import start_engines, stop_engines
+from weights import Sender
 
 
 def sampled(n):
@@ -206,6 +210,46 @@ def test_muon_goes_on_from_a_checkpoint(tmp_path, base_model):
     step(continued, others, 2)
     for expected, got in zip(model.parameters(), continued.parameters()):
         assert torch.equal(expected, got)
+
+
+# ---- subset_of_parameters
+
+
+def test_subset_of_parameters_alone_is_trained_and_sent(tmp_path, base_model, monkeypatch):
+    """With a FAKE engine: it has the new values of those, and of all others what it has loaded."""
+    flags = dict(run="t", out=tmp_path, port=8985, model=base_model, trained=r"\.mlp\.up|norm")
+    config = resolved("toy", *[x for knob, value in flags.items() for x in (f"--{knob}", value)])
+    run_dir = launch.write(config)
+    (run_dir / "queues").mkdir()
+    ranks = Ranks(config)
+    model, optimizers = train.build(config, CPU, 1)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    monkeypatch.setenv("PYTHONPATH", str(fake_vllm(tmp_path / "fake")))
+    engines = start_engines(config, as_loaded=False)
+    try:
+        register(run_dir, "engine0", "http://127.0.0.1:8985")
+        sender = Sender(config, model, ranks, run_dir)
+        sender.push(0, {})
+        record = micro_record(model, [20, 20], version=0)
+        one_step(model, optimizers, [record], 0, config)
+        after = {name: p.detach().clone() for name, p in model.named_parameters()}
+        trained = {name for name in before if "mlp.up" in name or "norm" in name}
+        assert {n for n in before if not torch.equal(before[n], after[n])} == trained
+        with torch.no_grad():
+            # not even if the trainer's change
+            model.get_input_embeddings().weight.mul_(2)
+        sender.push(1, {})
+        sender.wait()
+        model.load_state_dict(after, strict=False)
+        assert Guards(config, run_dir, ranks).measure(model, record, sender, 1)["mismatch"] < 1e-5
+        sender.close()
+        # its checkpoints are like any other's
+        state = checkpoints.NEW_RUN | {"version": 1}
+        checkpoints.save(config, run_dir, model, optimizers, state, ranks)
+        newest = checkpoints.newest(run_dir)
+        assert checkpoints.restore(newest, *train.build(config, CPU, 1))["version"] == 1
+    finally:
+        stop_engines(engines)
 
 
 # ---- entropy_per_task
