@@ -9,6 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from test_ranks import run_trainer, write_run
 from test_samples import group_record, make_sample
 from test_train import CPU, knobs, metrics_of, micro_record, one_step, packed_model
 
@@ -23,6 +24,7 @@ from plumbing.mismatch import Guards
 from plumbing.queues import Queue
 from plumbing.ranks import Ranks
 from plumbing.samples import Transcript, join, layout, split
+from tools import replay
 from tools.evaluate import start_engines, stop_engines
 from weights import Sender
 
@@ -382,3 +384,31 @@ def test_log_ratio_histogram_by_hand():
     found = metrics_of(model, record, 6)[1]["log_ratios"]
     # bins of 0.1 from -1: 0.55 is in number 15, -0.55 in number 4; prompts are in none
     assert found == [3.0 if k == 4 else 14.0 if k == 15 else 0.0 for k in range(20)]
+
+
+# ---- two_epochs
+
+
+def test_two_epochs_are_two_optimizer_steps():
+    config = knobs(loss="ppo", lr=0.01)
+    record = micro_record(packed_model(), [20, 20], version=0)
+    ranks = SimpleNamespace(device=CPU, world=1)
+    after = []
+    for epochs in (1, 2):
+        model = packed_model()
+        optimizers = train.make_optimizers(model, config, CPU)
+        one_step(model, optimizers, [record], 0, config)
+        if epochs == 2:
+            train.epoch(model, optimizers, [record], 0, config, ranks)
+        steps = {int(state["step"]) for state in optimizers[0].state.values()}
+        assert steps == {epochs}
+        after.append(model.lm_head.weight.detach().clone())
+    assert not torch.equal(*after)
+
+
+def test_two_epochs_come_out_alike_in_replay(tmp_path, base_model, capsys):
+    alone = dict(master_addr="127.0.0.1", engines=1, trainer_threads=1)
+    run_dir = write_run(tmp_path, "r", base_model, keep_steps=4, loss="ppo", **alone)
+    run_trainer(run_dir)
+    assert replay.main([str(run_dir), "--step", "6"]) == []
+    assert "are the same, bit for bit" in capsys.readouterr().out
