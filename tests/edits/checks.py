@@ -5,6 +5,7 @@ runs `pytest tests/edits/checks.py -k NAME` there. In the repository itself, wit
 import asyncio
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
