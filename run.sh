@@ -59,6 +59,22 @@ else
 fi
 case "${1:-}" in
   setup) exit 0 ;;
-  doctor | status) exec "$python" "tools/$1.py" "${@:2}" ;;
+  doctor | status | serve) exec "$python" "tools/$1.py" "${@:2}" ;;
 esac
+
+# this node's number and how many there are: ours, torchrun's, its options' and Kubeflow's, SLURM's
+for pair in NODE_RANK:NNODES GROUP_RANK:GROUP_WORLD_SIZE PET_NODE_RANK:PET_NNODES SLURM_NODEID:SLURM_STEP_NUM_NODES SLURM_NODEID:SLURM_NNODES; do
+  rank=${pair%:*} nodes=${pair#*:}
+  if [ -n "${!rank:-}" ] && [ -n "${!nodes:-}" ]; then
+    export NODE_RANK=${!rank} NNODES=${!nodes}
+    break
+  fi
+done
+# what torchrun, srun and mpirun tell launchers would mislead the ranks that are started here
+for name in $(compgen -e); do
+  case "$name" in
+    NODE_RANK | MASTER_ADDR) ;;
+    RANK | *_RANK | WORLD_SIZE | *_WORLD_SIZE | MASTER_PORT | TORCHELASTIC_* | PMI_* | OMPI_* | MV2_*) unset "$name" ;;
+  esac
+done
 exec "$python" -m plumbing.launch "$@"

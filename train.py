@@ -3,9 +3,9 @@
 One step: micro-batches from queues/batches/rank_<r>, gradients added up, divided once by the number
 of samples, clipped, applied, the weights pushed (weights.py). The loop is `train()`.
 
-Alone, on a run directory that has queues to read: `python train.py out/toy`; more ranks:
-`torchrun --nproc_per_node 2 train.py out/toy`. Deliberately absent: a Trainer class, callbacks, gradient
-accumulation settings (a step is a step, however it was packed).
+Alone, on a run directory that has queues to read: `accelerate launch train.py out/toy`; more ranks:
+`accelerate launch --multi_gpu --num_processes 2 train.py out/toy`. Deliberately absent: a Trainer class,
+callbacks, gradient accumulation settings (a step is a step, however it was packed).
 """
 
 import math
@@ -437,9 +437,8 @@ def train(config, run_dir, ranks):
     model, optimizers = build(config, ranks.device, ranks.world)
     checkpoints.check_room(config, run_dir, model)
     state = checkpoints.restore(checkpoints.newest(run_dir), model, optimizers)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
     sender = Sender(config, model, ranks, run_dir)
-    reader = Reader(config, run_dir, ranks, vocabulary, sender.check)
+    reader = Reader(config, run_dir, ranks, sender.check)
     guards = Guards(config, run_dir, ranks)
     start_engines(model, state, sender, ranks)
     log = MetricsLog(config, run_dir, state, ranks.rank)

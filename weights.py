@@ -67,7 +67,7 @@ class Sender:
         # who took part in the last delivery, well or not
         self.tried = []
         # what queues/version.json says, under its lock
-        self.status = dict(version=-1, vocabulary=model.get_input_embeddings().num_embeddings)
+        self.status = dict(version=-1)
         self.status_lock = threading.Lock()
         # of `buckets` and what is known of them: held from `push` until the weights are delivered, or
         # while an engine is admitted

@@ -1,27 +1,29 @@
-"""Mathematics answers judged per second by the reward workers, and what hostile ones among them cost the others.
+"""Mathematics: how often a verdict is wrong, what it costs, and what hostile answers cost the others.
 
-    python bench/rewards.py [--answers 4000] [--rounds 3]
+    python bench/rewards.py [--answers 4000] [--rounds 3] [--pairs]
 
-Rounds alternate in one run: answers alone, and with 1% of them replaced by hostile ones of a dozen kinds.
-Every answer is a completion of some 2,000 characters with its own final answer: the right one, an equal
-form, or a wrong one, so that no cache helps.
+First the pairs of tests/maths_pairs.jsonl, with their verdicts (--pairs: only these, and each wrong one). Then answers in
+the sandbox, rounds alternately: alone, and with 1% of them replaced by hostile ones of a dozen kinds. Every answer is a
+completion of some 2,000 characters with its own final answer: right, of an equal form, or wrong; no cache helps.
 """
 
 import asyncio
 import itertools
+import json
 import os
 import random
 import sys
 import time
 from pathlib import Path
 
+import psutil
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import config as cfg
-from bench.common import keep, machine, parser, ratio_table, result_file, table
+import config as cfg  # noqa: E402
+from bench.common import keep, machine, parser, ratio_table, result_file, table  # noqa: E402
 from plumbing.sandbox import Sandbox  # noqa: E402
 from tasks import maths  # noqa: E402
 
-IN_FLIGHT = 64
 REASONING = "We compute step by step. " * 80
 # the right answer, and the one that is given
 FORMS = [
@@ -36,27 +38,25 @@ FORMS = [
     ("{d}\\pi", "{n}\\pi"),
     ("{own}", "{own}"),
 ]
-NESTED = [
-    ("\\sqrt{", "2", "}", 25),
-    ("(1+", "", "", 200),
-    ("x_", "", "", 240),
-    ("{", "1", "}", 400),
-    ("x^2", "", "", 3500000),
-]
-HOSTILE = [
-    "9**9**9**9",
-    "9^{9^{9^9}}",
-    "10^{10^{100}}",
-    "((9!)!)!",
-    "99999999!",
-    "(x+y+z)^{200}",
-    "(9999!)^{9999}",
-    "(x+1)^{99999}",
-]
+HOSTILE = """
+9**9**9**9 9^{9^{9^9}} ((9!)!)! 99999999! (x+y+z)^{200} (9999!)^{9999} 7^{0.49999999}
+""".split()
+HOSTILE += ["\\sqrt{" * 25 + "2" + "}" * 25, "(1+" * 200, "{" * 400 + "1" + "}" * 400]
 
 
-for before, inner, after, depth in NESTED:
-    HOSTILE.append(before * depth + inner + after * depth)
+def wrong_verdicts():
+    """{equal: (how many pairs are, those whose verdict is wrong)} of the pairs that are equal, and of those that are not."""
+    found = {True: [0, []], False: [0, []]}
+    for line in (cfg.ROOT / "tests" / "maths_pairs.jsonl").open():
+        pair = json.loads(line)
+        completion = pair.get("completion") or boxed(pair["answer"])
+        problem = {"answer": pair["reference"], "prompt": pair.get("problem", "")}
+        outcome = maths.reward(problem, completion, True)
+        of_kind = found[pair["equal"]]
+        of_kind[0] += 1
+        if (outcome == "correct") != pair["equal"]:
+            of_kind[1].append((pair["reference"], completion, outcome))
+    return found
 
 
 def draw(rng, problems):
@@ -66,8 +66,7 @@ def draw(rng, problems):
     values = dict(n=rng.randint(2, 10**6), d=rng.randint(2, 999), own=problem["answer"])
     values["wrong"] = values["n"] + values["d"]
     problem = problem | {"answer": gold.format(**values)}
-    answer = boxed(given.format(**values))
-    return problem, f"{REASONING}Hence {answer}."
+    return problem, f"{REASONING}Hence {boxed(given.format(**values))}."
 
 
 def boxed(answer):
@@ -85,66 +84,68 @@ async def one_round(sandbox, work):
             outcomes.append(verdict["outcome"])
 
     start = time.perf_counter()
-    await asyncio.gather(*(client() for _ in range(IN_FLIGHT)))
+    await asyncio.gather(*(client() for _ in range(64)))
     return time.perf_counter() - start, outcomes
 
 
-async def compare(sandbox, answers, rounds):
-    """{clean, mixed: answers/s of every round}: alone, and with 1% of them hostile."""
+def cpu_seconds():
+    """Of this process and all that it started."""
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
+async def measure(answers, rounds):
+    """Everything about the sandbox: start_s, cpu_ms an answer, answers_s {clean, mixed: of every round}, alone {hostile: ...}."""
+    start = time.perf_counter()
+    sandbox = Sandbox(cfg.Config(task="maths"))
+    await sandbox.start()
     rng = random.Random(0)
     problems = maths.problems("test", 0, str(cfg.ROOT / "tests" / "maths.jsonl"))
+    await one_round(sandbox, [(problems[0], boxed("1"))])
+    found = dict(start_s=time.perf_counter() - start, cpu_ms=[])
     await one_round(sandbox, [draw(rng, problems) for _ in range(200)])
-    rates = dict(clean=[], mixed=[])
+    rates = found["answers_s"] = dict(clean=[], mixed=[])
     for _ in range(rounds):
-        clean = [draw(rng, problems) for _ in range(answers)]
-        mixed = [draw(rng, problems) for _ in range(answers)]
+        clean, mixed = ([draw(rng, problems) for _ in range(answers)] for _ in range(2))
         places = rng.sample(range(answers), answers // 100)
         for i, hostile in zip(places, itertools.cycle(HOSTILE)):
             mixed[i] = problems[0], boxed(hostile)
-        for name, work in (("clean", clean), ("mixed", mixed)):
-            seconds, _ = await one_round(sandbox, work)
-            rates[name].append(answers / seconds)
-    return rates
-
-
-async def alone(sandbox):
-    """{hostile answer: (seconds, outcome)}, one after the other."""
-    found = {}
+        before = cpu_seconds()
+        rates["clean"].append(answers / (await one_round(sandbox, clean))[0])
+        found["cpu_ms"].append((cpu_seconds() - before) / answers * 1000)
+        rates["mixed"].append(answers / (await one_round(sandbox, mixed))[0])
+    found["alone"] = {}
     for hostile in HOSTILE:
         seconds, outcomes = await one_round(sandbox, [({"answer": "7"}, boxed(hostile))])
-        found[hostile[:32]] = seconds, outcomes[0]
+        found["alone"][hostile[:32]] = seconds, outcomes[0]
+    sandbox.close()
     return found
-
-
-async def measure(arguments):
-    """(what `compare` gives, what `alone` gives, how the sandbox is set up)."""
-    sandbox = Sandbox(cfg.Config(task="maths"))
-    await sandbox.start()
-    try:
-        rates = await compare(sandbox, arguments.answers, arguments.rounds)
-        set_up = f"{sandbox.workers} workers, limit {sandbox.config.reward_timeout} CPU s"
-        return rates, await alone(sandbox), set_up
-    finally:
-        sandbox.close()
 
 
 def main(argv=None):
     p = parser(__doc__)
     p.add_argument("--answers", type=int, default=4000)
     p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--pairs", action="store_true")
     a = p.parse_args(argv)
-    if a.quick:
-        a.answers = 400
-        a.rounds = 1
-    rates, hostile, set_up = asyncio.run(measure(a))
-    print(f"{machine()}; {set_up}, {a.answers} answers a round")
-    ratio_table(["round", "answers/s", "1% hostile"], rates["clean"], rates["mixed"])
-    print()
-    rows = [[name, f"{seconds:.3f}", outcome] for name, (seconds, outcome) in hostile.items()]
+    verdicts = wrong_verdicts()
+    for equal, words in ((False, "accepted, though wrong"), (True, "missed, though right")):
+        count, wrong = verdicts[equal]
+        print(f"{words}: {len(wrong)} of {count}, {len(wrong) / count:.1%}")
+        if a.pairs:
+            table(["reference", "completion", "outcome"], wrong)
+    if a.pairs:
+        return
+    answers, rounds = (400, 1) if a.quick else (a.answers, a.rounds)
+    found = asyncio.run(measure(answers, rounds))
+    start, cpu = found["start_s"], min(found["cpu_ms"])
+    print(f"{machine()}; start {start:.2f} s; {cpu:.1f} ms of CPU an answer")
+    ratio_table(["round", "answers/s", "1% hostile"], *found["answers_s"].values())
+    rows = [[name, f"{s:.3f}", outcome] for name, (s, outcome) in found["alone"].items()]
     table(["hostile answer", "seconds alone", "outcome"], rows)
+    found |= dict(accepted=len(verdicts[False][1]), missed=len(verdicts[True][1]))
     cores = len(os.sched_getaffinity(0))
-    found = dict(machine=machine(), cores=cores, answers_s=rates, alone=hostile)
-    keep(result_file(a, "rewards"), found)
+    keep(result_file(a, "rewards"), dict(machine=machine(), cores=cores) | found)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What runs where, the run directory, and the nodes' meeting in it; plumbing/supervise.py looks after what is started.
 
-`python -m plumbing.launch [serve] ...` is `bash run.sh [serve] ...` once there is an environment. Nothing here
+`python -m plumbing.launch ...` is `bash run.sh ...` once there is an environment. Nothing here
 imports torch: a wrong flag must be reported at once. Deliberately absent: ssh, a scheduler.
 """
 
@@ -16,7 +16,6 @@ import resource
 import secrets
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -32,19 +31,11 @@ from config import Config, ConfigError, require
 from plumbing import checkpoints, secret, supervise
 from plumbing.problems import load_problems
 from plumbing.queues import publish_json, read_json
-from plumbing.supervise import Ended, Engine, Process, claim_port, say
+from plumbing.supervise import Ended, Engine, Process, claim_port
 
 # knobs that would make a continued run another run, and those that may differ without a word
 FIXED = {"task", "train_data", "model", "seed", "batch_size", "attempts", "dtype"}
 FILLED_IN = {"fresh", "out", "run_id", "nnodes", "master_addr", "master_port"}
-# this node's number and how many there are: ours, torchrun's, its options' and Kubeflow's, SLURM's
-NODE_VARIABLES = (
-    ("NODE_RANK", "NNODES"),
-    ("GROUP_RANK", "GROUP_WORLD_SIZE"),
-    ("PET_NODE_RANK", "PET_NNODES"),
-    ("SLURM_NODEID", "SLURM_STEP_NUM_NODES"),
-    ("SLURM_NODEID", "SLURM_NNODES"),
-)
 MODELS = cfg.ROOT / "out" / "models"  # where tools/base_model.py puts the tiny base models of tasks
 ENGINE_FLAGS = (
     "--logprobs-mode processed_logprobs --generation-config vllm "
@@ -100,17 +91,14 @@ def gpu_names(gpus: int) -> list[str]:
     return names or list(map(str, range(gpus)))
 
 
-def which_node(env=os.environ) -> tuple[int, int]:
-    """(number of this node, number of nodes), from the usual variables; (0, 1) without any."""
-    for rank, nodes in NODE_VARIABLES:
-        if rank in env and nodes in env:
-            given = env[rank], env[nodes]
-            require(
-                all(map(str.isdecimal, given)) and int(given[0]) < int(given[1]),
-                f"{rank}={given[0]} {nodes}={given[1]}: must be this node's number, from 0, and how many there are",
-            )
-            return int(given[0]), int(given[1])
-    return 0, 1
+def which_node() -> tuple[int, int]:
+    """(number of this node, number of nodes); run.sh knows the variables that say so."""
+    node, n = os.environ.get("NODE_RANK", "0"), os.environ.get("NNODES", "1")
+    require(
+        node.isdecimal() and n.isdecimal() and int(node) < int(n),
+        f"NODE_RANK={node} NNODES={n}: must be this node's number, from 0, and how many there are",
+    )
+    return int(node), int(n)
 
 
 def own_address(other: str) -> str:
@@ -353,16 +341,15 @@ def placement(c: Config, gpus: int, node=0, host="") -> list[tuple[str, dict, li
     return processes
 
 
-def show(processes, commands, where=""):
+def show(processes, commands):
     """A line a process: where it runs; in a dry run also what one would type into a shell."""
     for name, env, command in processes:
-        place = f"CPU, {env['OMP_NUM_THREADS']} threads" if "OMP_NUM_THREADS" in env else ""
-        if env.get("CUDA_VISIBLE_DEVICES"):
-            place = f"GPU {env['CUDA_VISIBLE_DEVICES']}"
-        print(f"  {where}{name:<11} {place}", flush=True)
+        gpus = env.get("CUDA_VISIBLE_DEVICES")
+        place = f"GPU {gpus}" if gpus else f"CPU, {env.get('OMP_NUM_THREADS')} threads"
+        print(f"  {name:<11} {place}", flush=True)
         if commands:
             variables = [f"{k}={v}" for k, v in env.items()]
-            print(f"{where}{name}: {shlex.join(['env', *variables, *command])}", flush=True)
+            print(f"{name}: {shlex.join(['env', *variables, *command])}", flush=True)
 
 
 # ---- the run directory
@@ -375,11 +362,10 @@ def write(c: Config) -> Path:
         with contextlib.suppress(PackageNotFoundError):
             versions[name] = version(name)
     values = {"config": asdict(c), "versions": versions, "git": ""}
-    # nothing depends on it: git may be missing or stuck
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        command = ["git", "describe", "--always", "--dirty"]
-        asked = dict(cwd=cfg.ROOT, capture_output=True, text=True, timeout=30)
-        values["git"] = subprocess.run(command, **asked).stdout.strip()
+    # git may be missing
+    with contextlib.suppress(OSError):
+        command = ["git", "-C", cfg.ROOT, "describe", "--always", "--dirty"]
+        values["git"] = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     run_dir = Path(c.out, c.run)
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     secret.create(run_dir)
@@ -484,8 +470,7 @@ def wait_for_node_0(c):
             return cfg.load(str(run_dir)), said["start"]
         require(
             time.monotonic() < deadline,
-            f"node 0 ({os.environ.get('MASTER_ADDR', 'another machine')}) has not started {run_dir} within "
-            f"{c.start_timeout:.0f} s: does it run, and do all nodes see the same --out?",
+            f"node 0 has not started {run_dir} within {c.start_timeout:.0f} s: does it run, and do all nodes see the same --out?",
         )
         time.sleep(0.5)
 
@@ -512,8 +497,9 @@ def train(argv) -> int:
     c.nnodes = n
     # of the others nothing is known, nor needed
     hosts = [f"<node {k}>" for k in range(n)]
+    head = os.environ.pop("MASTER_ADDR", "")
     if n == 1 or not c.dry_run:
-        hosts[node] = own_address(os.environ.get("MASTER_ADDR", "") if n > 1 else "127.0.0.1")
+        hosts[node] = own_address(head if n > 1 else "127.0.0.1")
     c.master_addr = hosts[0]
     resolve(c, gpus)
     lock = []
@@ -534,7 +520,8 @@ def train(argv) -> int:
     )
     for k in range(n) if c.dry_run else [node]:
         processes = placement(c, gpus, k, hosts[k])
-        show(processes, c.dry_run, f"node {k} " if n > 1 else "")
+        print(f"run.sh: node {k} of {n}")
+        show(processes, c.dry_run)
     return 0 if c.dry_run else run(c, processes, start, lock)
 
 
@@ -554,34 +541,6 @@ def begin(c: Config) -> str:
     return done
 
 
-def serve(argv) -> int:
-    """`run.sh serve --run X ...`: engines of this machine for a run; returns the exit code."""
-    gpus = gpu_count()
-    given = cfg.parse(argv, gpus, Config())
-    cfg.check_name(given.run)
-    started, start = wait_for_node_0(given)
-    # flags that are not given are the run's
-    c = cfg.parse(argv, gpus, started)
-    c.trainers = 0
-    c.nnodes = 1
-    c.engines = given.engines or gpus // c.tensor_parallel or 1
-    # other random numbers than the run's own engines
-    c.seed = secrets.randbits(30)
-    require(
-        len(spread(c, gpus)) == c.engines and (gpus or c.weight_backend == "gloo"),
-        f"--engines {c.engines} x {c.tensor_parallel} GPUs: this machine has {gpus}",
-    )
-    host = own_address(c.master_addr)
-    processes = []
-    for name, env, command in engine_commands(c, gpus, 0, host):
-        processes.append((f"serve-{host}-{os.getpid()}-{name}", env, command))
-    print(
-        f"run.sh: {c.engines} engines for {c.out}/{c.run}; Ctrl-C takes them away, the run goes on"
-    )
-    show(processes, c.dry_run)
-    return 0 if c.dry_run else run(c, processes, start)
-
-
 def run(c, commands, start, lock=()) -> int:
     """Start these processes, wait for the run's end, and stop what is left; returns the exit code.
 
@@ -596,58 +555,35 @@ def run(c, commands, start, lock=()) -> int:
             # if this process is killed, nobody gets the run before the trainer has saved
             files = lock if name.startswith("train") else []
             processes.append(Process(run_dir, name, env, command, files))
-    tell = functools.partial(publish_json, word_of_node_0(c), start=start)
-    ended = None
-    try:
-        _on_signals(_raise_ended)
-        if lock:
-            word_of_node_0(c).parent.mkdir(exist_ok=True)
-            tell(state="running")
-        for process in processes:
-            process.start()
-        supervise.watch(processes, lambda: not lock and node_0_is_done(c, start))
-    except OSError as e:
-        ended = Ended(f"{type(e).__name__}: {e}")
-    except Ended as e:
-        ended = e
-    _on_signals(signal.SIG_IGN)
-    if ended:
-        say(f"run.sh: {ended}, stopping; the same command continues")
+    word = word_of_node_0(c)
+    if lock:
+        word.parent.mkdir(exist_ok=True)
+        publish_json(word, start=start, state="running")
+    is_over = functools.partial(node_0_is_done, c, start)
+    ended = supervise.run(processes, c.stop_timeout, (lambda: False) if lock else is_over)
     # a run directory out of reach: the lock tells the other nodes
     with contextlib.suppress(OSError):
         if lock:
-            tell(state=f"stopped: {ended}" if ended else "done")
-    # ranks wait for one that has died, and cannot save
-    supervise.stop(processes, 0 if str(ended).startswith("train") else c.stop_timeout)
+            publish_json(word, start=start, state=f"stopped: {ended}" if ended else "done")
     if ended and ended.code == 1:
         newest = checkpoints.newest(run_dir)
         words = f"from {newest.name}" if newest else "anew, there is no checkpoint yet"
-        words = f"run.sh: everything is stopped; the same command starts {words}"
-        print(f"{words}\n{ended.details}", file=sys.stderr)
+        print(
+            f"run.sh: everything is stopped; the same command starts {words}\n{ended.details}",
+            file=sys.stderr,
+        )
     if lock and not ended:
         subprocess.run([sys.executable, "tools/report.py", str(run_dir)], cwd=cfg.ROOT)
     return ended.code if ended else 0
 
 
-def _on_signals(action):
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, action)
-
-
-def _raise_ended(number, frame):
-    raise Ended("interrupted" if number == signal.SIGINT else "terminated", 128 + number)
-
-
-def main(argv):
+def main(argv, command=train):
     try:
-        sys.exit(serve(argv[1:]) if argv[:1] == ["serve"] else train(argv))
-    except ConfigError as e:
+        sys.exit(command(argv))
+    except (ConfigError, OSError) as e:
         sys.exit(f"run.sh: {e}")
-    except (OSError, subprocess.TimeoutExpired) as e:
-        sys.exit(f"run.sh: {type(e).__name__}: {e}")
     except KeyboardInterrupt:
-        print("run.sh: interrupted, nothing was started", file=sys.stderr)
-        sys.exit(130)
+        sys.exit("run.sh: interrupted, nothing was started")
 
 
 if __name__ == "__main__":

@@ -188,14 +188,15 @@ def layout(text):
 
 def plain(text):
     """Words in small letters, or signs without the spaces and braces that do not matter."""
-    text = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", layout(text))
-    words = text.replace(".", "")
+    text = layout(text)
+    words = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", text).replace(".", "")
     choice = re.fullmatch(r"\(?([A-Z])\)?", words)
     if choice:
         return choice[1]
     if re.fullmatch("[a-zA-Z' -]{3,}", words):
         return words.lower()
-    text = re.sub(r"([_^]) ?\{(\w+)\}", r"\1\2", words if ":" in words else text)
+    text = words if ":" in words else text
+    text = re.sub(r"([_^]) ?\{(?:\\text ?\{(\w+)\}|(\w+))\}", r"\1\2\3", text)
     return re.sub(r"(?<!\w) | (?!\w)", "", text)
 
 
@@ -206,7 +207,7 @@ UNITS = """
 degree deg | dollar usd | cent | euro | pound lb | mm millimeter | cm centimeter | m meter metre | km kilometer | percent
 in inch inche | ft foot feet | yd yard | mi mile | mi/h mph | km/h kmh kph | kg kilogram | g gram | l liter litre | ml
 s sec second | min minute | h hr hour | day | week | month | year | unit | people person | student | way | time | piece
-square sq | cubic
+square sq | cubic | radian rad | am | pm
 """
 UNITS = [names.split() for names in re.split(r"[|\n]", UNITS.strip())]
 UNIT = {name + end: names[0] for names in UNITS for name in names for end in ("", "s")}
@@ -245,15 +246,15 @@ def is_clear(text):
     return not TOKEN.sub("", text) and commands <= COMMANDS
 
 
-def read(text):
-    """An answer without its unit, and the unit: `5\\text{ cm}^2` -> ("5", "cm2"), `7 hours` -> ("7", "h"), `x` -> ("x", "")."""
+def read(text, words):
+    """An answer without its unit, and the unit, which may be one of these words: `5\\text{ cm}^2` -> ("5", "cm2"), `x` -> ("x", "")."""
     text = DECIMAL.sub(_fraction, layout(text))
     found = WITH_UNIT.fullmatch(text)
     if not found:
         return text, ""
-    words = (found[2] or found[3]).lower().replace(".", "")
-    names = [UNIT.get(word) for word in re.split(" per | |/", words)]
-    if None in names:
+    parts = re.split(" per | |/", (found[2] or found[3]).lower().replace(".", ""))
+    names = [UNIT.get(part, part) for part in parts]
+    if not set(names) <= {*UNIT, *words}:
         return text, ""
     return found[1], "/".join(names) + (found[4] or "")
 
@@ -278,17 +279,18 @@ def values(text):
     return [text] if "," in text else text.split("=")
 
 
-def same(reference, given, percent=False):
-    """Is `given` the answer `reference`, both in LaTeX? percent: the problem asks for a percentage, so % is a unit.
+def same(reference, given, prompt=""):
+    """Is `given` the answer `reference`, both in LaTeX? If the prompt asks for percent, % is a unit.
 
     Raises ValueError if `given` could be read in two ways. A reference like that is equal to its own words alone.
     """
-    per_cent = "\\\\text{percent}" if percent else "/100"
+    words = re.findall("[a-z]+", prompt.lower())
+    per_cent = "\\\\text{percent}" if {"percent", "percentage"} & set(words) else "/100"
     reference, given = (PERCENT.sub(per_cent, text) for text in (reference, given))
     if plain(reference) == plain(given):
         return True
-    ours, our_unit = read(reference)
-    theirs, their_unit = read(given)
+    ours, our_unit = read(reference, words)
+    theirs, their_unit = read(given, words)
     if not is_clear(theirs):
         raise ValueError("this is no answer, or means several things")
     if not is_clear(ours) or (our_unit and their_unit and our_unit != their_unit):
@@ -342,12 +344,11 @@ def answer(problem, completion):
 
 def reward(problem, completion, finished):
     """An outcome of the reward table: correct | wrong | no_answer | unparsable."""
-    percent = "percent" in problem.get("prompt", "").lower()
     try:
         given = final(completion)
         if not given:
             return "no_answer"
-        return "correct" if same(problem["answer"], given, percent) else "wrong"
+        return "correct" if same(problem["answer"], given, problem.get("prompt", "")) else "wrong"
     except ValueError:
         return "unparsable"
 

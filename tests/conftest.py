@@ -56,6 +56,20 @@ def with_knobs(config, **knobs):
     return dataclasses.replace(config, **knobs)
 
 
+def node_of(env, folder):
+    """(number of this node, number of nodes) as run.sh tells plumbing/launch.py in this environment."""
+    python = Path(folder, "python")
+    python.write_text('#!/bin/sh\necho "${NODE_RANK:-0} ${NNODES:-1} ${RANK:-none}"\n')
+    python.chmod(0o755)
+    clean = {"PATH": os.defpath, "PIPELINE_PYTHON": str(python)}
+    command = ["/bin/bash", str(ROOT / "run.sh")]
+    told = subprocess.run(command, env=clean | env, capture_output=True, text=True, check=True)
+    node, n, rank = told.stdout.split()
+    # what tells a rank of its own would mislead those that the launcher starts
+    assert rank == "none"
+    return int(node), int(n)
+
+
 def register(run_dir, name, url):
     """Tell a run's trainer that an engine has been started, as plumbing/supervise.py does."""
     from plumbing.queues import publish_json

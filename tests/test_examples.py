@@ -11,8 +11,7 @@ import pytest
 import yaml
 
 from config import MATH
-from conftest import ROOT
-from plumbing import launch
+from conftest import ROOT, node_of
 
 # FAKE: in place of bash, for run.sh: what it is told and by which node is written down. All else is bash's
 BASH = """#!{python}
@@ -41,6 +40,10 @@ echo "$*" >> "{folder}/scontrol.txt"
 """
 
 
+# what run.sh knows of nodes
+NODE = "NODE_RANK NNODES GROUP_RANK GROUP_WORLD_SIZE SLURM_NODEID SLURM_STEP_NUM_NODES".split()
+
+
 class Cluster:
     """Programs that stand in for a cluster's, before all others on the PATH."""
 
@@ -64,7 +67,8 @@ class Cluster:
         found = []
         for path in self.folder.glob("run.*.json"):
             env, words = json.loads(path.read_text())
-            found.append((launch.which_node(env), env["MASTER_ADDR"], " ".join(words)))
+            node = node_of({k: v for k, v in env.items() if k in NODE}, self.folder)
+            found.append((node, env["MASTER_ADDR"], " ".join(words)))
         return sorted(found)
 
 

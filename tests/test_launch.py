@@ -14,10 +14,10 @@ import psutil
 import pytest
 import requests
 
-from bench.report import made_up_run
 from conftest import ROOT, resolved
 from plumbing import launch, supervise
 from plumbing.queues import read_json
+from tools import serve
 
 # An "engine": /health answers 200; /quit CODE ends it; it has a child.
 ENGINE = """
@@ -242,19 +242,6 @@ def test_a_rank_that_is_dead_is_not_waited_for(tmp_path):
         eventually(lambda: not marked(tmp_path), 40)
 
 
-def test_on_a_terminal_a_line_stays_below_what_is_said(tmp_path):
-    with launched(tmp_path, ("train", TRAIN)) as (process, words, terminal):
-        eventually(lambda: "[train] started" in words())
-        made_up_run(tmp_path, "run", rollouts=0)
-        eventually(lambda: "step 60/270, eta" in words())
-        os.write(terminal, b"\x03")
-        assert process.wait(40) == 130
-        assert "run.sh: interrupted, stopping; the same command continues" in words()
-        assert "Traceback" not in words()
-        # the line is wiped away, and the cursor is there again
-        assert words().rstrip().endswith("\x1b[2K") and "\x1b[?25h" in words()
-
-
 @pytest.mark.parametrize("how", ["ctrl-c", "term", "kill"])
 def test_everything_stops_however_the_launcher_ends(tmp_path, how):
     with launched(tmp_path, ("actor", "exec sleep 1000"), ("train", TRAIN)) as (
@@ -306,7 +293,7 @@ def test_an_engine_that_serves_takes_the_runs_knobs_and_ends_with_it(tmp_path, m
     launch.publish_json(run_dir / "queues" / "nodes.json", start=start, state="running")
     told = []
     monkeypatch.setattr(launch, "run", lambda *arguments: told.append(arguments))
-    launch.serve(["--run", "toy", "--out", str(tmp_path), "--engines", "2"])
+    serve.serve(["--run", "toy", "--out", str(tmp_path), "--engines", "2"])
     ((c, processes, joined),) = told
     assert (c.engines, c.max_model_len, joined) == (2, 100, start)
     names = [f"serve-127.0.0.1-{os.getpid()}-engine{i}" for i in range(2)]

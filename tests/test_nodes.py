@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import config as cfg
-from conftest import ROOT, resolved
+from conftest import ROOT, node_of, resolved
 from fake_engine import fake_vllm
 from plumbing import launch
 from plumbing.queues import publish_json, read_json
@@ -35,13 +36,17 @@ KNOBS = ("--port", "8860", "--eval_problems", "32", "--eval_every", "0", "--star
         ({"PET_NNODES": "2", "PET_NODE_RANK": "0"}, (0, 2)),
     ],
 )
-def test_a_node_knows_itself_by_the_usual_variables(env, expected):
-    assert launch.which_node(env) == expected
+def test_a_node_knows_itself_by_the_usual_variables(env, expected, tmp_path):
+    assert node_of(env, tmp_path) == expected
 
 
 def test_wrong_variables_and_addresses_are_refused(monkeypatch):
+    monkeypatch.setenv("NNODES", "2")
+    monkeypatch.setenv("NODE_RANK", "1")
+    assert launch.which_node() == (1, 2)
+    monkeypatch.setenv("NODE_RANK", "2")
     with pytest.raises(cfg.ConfigError, match="NODE_RANK=2 NNODES=2"):
-        launch.which_node({"NNODES": "2", "NODE_RANK": "2"})
+        launch.which_node()
     with pytest.raises(cfg.ConfigError, match="localhost is 127.0.0.1 here, which no other node"):
         launch.own_address("localhost")
     assert launch.own_address("127.0.0.1") == "127.0.0.1"
@@ -193,6 +198,7 @@ class Hosts:
         """Start a host that runs run.sh. Its words go to <folder>/host<k>.txt."""
         link = f"v{k}"
         environment |= {"RUN_MARK": self.folder, "PYTHONPATH": self.fake}
+        environment["PIPELINE_PYTHON"] = sys.executable
         begin = 'until ip addr | grep -q 10.77.0; do sleep 0.05; done; exec bash run.sh "$@"'
         unshare = ["unshare", "-n", "-p", "-f", "--mount-proc", "--kill-child"]
         host = subprocess.Popen(

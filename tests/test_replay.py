@@ -44,18 +44,15 @@ def test_another_loss_is_shown_token_by_token(kept_run, capsys):
     printed = capsys.readouterr().out
     assert "reinforce [0, 5] and icepop [0.5, 5]: the loss of" in printed
     assert printed.count("advantage") == 2
-    # the weights have not moved by it
-    [header] = [line.split() for line in printed.splitlines() if line.split()[:1] == ["run"]]
-    assert header == ["run", "again", "icepop"]
     rows = {line.split()[0]: line.split()[1:] for line in printed.splitlines() if line.strip()}
+    assert rows["run"] == ["again", "icepop"]
+    # the weights have not moved by it
     assert rows["loss"][0] == rows["loss"][1] != rows["loss"][2]
     assert rows["clip_frac"][1] != rows["clip_frac"][2]
 
 
 def test_a_step_that_was_not_kept_is_named(kept_run):
-    with pytest.raises(
-        SystemExit, match="replay: .*step_000002: nothing is kept of step 2: .* --keep_steps"
-    ):
+    with pytest.raises(SystemExit, match="replay: .*step_000002: nothing is kept of .*keep_steps"):
         replay.main([str(kept_run), "--step", "2"])
 
 

@@ -8,6 +8,7 @@ from fractions import Fraction
 import pytest
 
 import config as cfg
+from bench import rewards
 from conftest import ROOT
 from plumbing.problems import Prompter, load_problems
 from tasks import countdown, guess, maths, toy
@@ -19,11 +20,8 @@ MATHS = ROOT / "tests" / "maths.jsonl"
 @pytest.mark.parametrize("task", [toy, countdown])
 def test_no_test_problem_is_a_train_problem_and_the_given_answers_are_right(task):
     train, test = task.problems("train", 3), task.problems("test", 3)
-    assert (
-        not {p["prompt"] for p in train} & {p["prompt"] for p in test}
-        and len(train) > 10000
-        and len(test) > 100
-    )
+    assert not {p["prompt"] for p in train} & {p["prompt"] for p in test}
+    assert len(train) > 10000 and len(test) > 100
     assert {task.reward(p, p["answer"], True) for p in train[:300] + test} <= {1.0, "correct"}
     assert task.problems("test", 3) == test and task.problems("test", 4) != test
 
@@ -31,104 +29,96 @@ def test_no_test_problem_is_a_train_problem_and_the_given_answers_are_right(task
 def test_countdown_arithmetic_by_hand():
     assert countdown.value("(3+5)*7 - 6/4", [3, 4, 5, 6, 7]) == Fraction(109, 2)
     p = dict(numbers=[3, 5, 7], target=26)
-    assert countdown.reward(p, "3*7+5", True) == "correct"
-    assert countdown.reward(p, "so \\boxed{5 + 3 \\times 7 = 26}, yes", True) == "correct"
-    assert (
-        countdown.reward(p, "3+5+7", True)
-        == countdown.reward(p, "26", True)
-        == countdown.reward(p, "3*7+5+3-3", True)
-        == "wrong"
-    )
+    for text in ("3*7+5", "so \\boxed{5 + 3 \\times 7 = 26}, yes"):
+        assert countdown.reward(p, text, True) == "correct"
+    for text in ("3+5+7", "26", "3*7+5+3-3"):
+        assert countdown.reward(p, text, True) == "wrong"
     assert countdown.reward(p, "  \n", True) == "no_answer"
-    for hostile in (
-        "__import__('os').system('x')",
-        "3**5**7**9**9",
-        "(" * 100 + "3",
-        "(" * 100000,
-        "3//5",
-        "3/(5-5)",
-        "3 if 5 else 7",
-        "5,7",
-        "3_0",
-        "+" * 190 + "3",
-        "[3]*5",
-    ):
-        assert countdown.reward(p, hostile, True) in ("unparsable", "wrong")
+    hostile = "__import__('os').system('x')|3**5**7**9**9|3//5|3/(5-5)|3 if 5 else 7|5,7|3_0|[3]*5"
+    for text in hostile.split("|") + ["(" * 100 + "3", "(" * 100000, "+" * 190 + "3"]:
+        assert countdown.reward(p, text, True) in ("unparsable", "wrong")
 
 
-def test_guess_by_hand():
-    p = dict(number=300)
-    assert (
-        guess.respond(p, ["512"]) == "lower\n"
-        and guess.respond(p, ["512", "I say 256!"]) == "higher\n"
-    )
-    assert guess.respond(p, ["512", "300"]) is None and guess.reward(
-        p, ["512", "300"], True
-    ) == pytest.approx(1.8)
-    assert guess.respond(p, ["no idea"]) is None and guess.reward(p, ["no idea"], True) == 0
-    assert guess.respond(p, ["1"] * 12) == "higher\n" and guess.respond(p, ["1"] * 13) is None
-    assert (
-        guess.reward(p, ["1"] * 12 + ["300"], True)
-        == pytest.approx(guess.SUCCESS)
-        == pytest.approx(0.7)
-    )
+@pytest.mark.parametrize(
+    "turns,response,reward",
+    [
+        (["512"], "lower\n", 0),
+        (["512", "I say 256!"], "higher\n", 0),
+        (["512", "300"], None, 1.8),
+        (["no idea"], None, 0),
+        (["1"] * 12, "higher\n", 0),
+        (["1"] * 13, None, 0),
+        (["1"] * 12 + ["300"], None, guess.SUCCESS),
+    ],
+)
+def test_guess_by_hand(turns, response, reward):
+    problem = dict(number=300)
+    assert guess.respond(problem, turns) == response
+    assert guess.reward(problem, turns, True) == pytest.approx(reward)
+    assert guess.SUCCESS == pytest.approx(0.7)
 
 
 def test_maths_accepts_its_own_answers_and_refuses_others():
     found = maths.problems("test", 0, str(MATHS))
     assert len(found) == 48 and found[0]["where"] == f"{MATHS}:1" and found[0]["source"] == "maths"
     for p in found:
-        assert (
-            maths.reward(p, f"Clearly \\boxed{{987654}}? No: \\boxed{{ {p['answer']} }}.", True)
-            == "correct"
-        ), p
-        assert maths.reward(p, "The answer is \\boxed{987654}", True) == "wrong", p
-        assert (
-            maths.reward(p, f"The answer is {p['answer']}", True)
-            == maths.reward(p, "\\boxed{}", True)
-            == "no_answer"
-        )
+        for text, outcome in [
+            (f"Clearly \\boxed{{987654}}? No: \\boxed{{ {p['answer']} }}.", "correct"),
+            ("The answer is \\boxed{987654}", "wrong"),
+            (f"The answer is {p['answer']}", "no_answer"),
+            ("\\boxed{}", "no_answer"),
+        ]:
+            assert maths.reward(p, text, True) == outcome, p
 
 
 @pytest.mark.parametrize(
-    "gold,answer",
+    "gold,answer,outcome",
     [
-        ("\\frac{1}{2}", "0.5"),
-        ("x^2-4", "(x-2)(x+2)"),
-        ("1234", "1,234"),
-        ("2\\sqrt{3}", "\\sqrt{12}"),
-        ("5", "x = 5"),
-        ("n = 4", "4"),
-        ("\\{1, 3\\}", "\\{3,1\\}"),
-        ("(2, 5)", "(2,5)"),
-        ("B", "\\text{(B)}"),
-        ("18", "18 \\text{ dollars}"),
-        ("2^{2024}", "4^{1012}"),
+        ("\\frac{1}{2}", "0.5", "correct"),
+        ("\\frac{1}{6}", "0.1\\overline{6}", "correct"),
+        ("x^2-4", "(x-2)(x+2)", "correct"),
+        ("1234", "1,234", "correct"),
+        ("2\\sqrt{3}", "\\sqrt{12}", "correct"),
+        ("5", "x = \\frac{10}{2} = 5", "correct"),
+        ("2,-3", "x=2 \\text{ or } x=-3", "correct"),
+        ("\\{1, 3\\}", "3, 1", "correct"),
+        ("(3,\\infty)", "x > 3", "correct"),
+        ("B", "\\text{(B)}", "correct"),
+        ("18", "18 \\text{ dollars}", "correct"),
+        ("60\\text{ mph}", "60 \\text{ miles per hour}", "correct"),
+        ("10\\%", "\\frac{1}{10}", "correct"),
+        ("3+4i", "(2+i)^2", "correct"),
+        ("2^{2024}", "4^{1012}", "correct"),
+        ("\\frac13", "0.333333", "wrong"),
+        ("(1,2)", "\\{1,2\\}", "wrong"),
+        ("7", "7, 9", "wrong"),
+        ("7", "9 = 7", "wrong"),
+        ("5\\text{ cm}", "5\\text{ m}", "wrong"),
+        ("2x", "2X", "wrong"),
+        ("101_2", "101", "wrong"),
+        ("7", "7'", "unparsable"),
+        ("7", "9 7", "unparsable"),
+        ("7", "9 \\Rightarrow 7", "unparsable"),
+        ("7", "7 \\text{ maybe}", "unparsable"),
+        ("7", "7_9", "unparsable"),
+        ("15", "\\geq 15", "unparsable"),
     ],
 )
-def test_maths_knows_equal_forms(gold, answer):
-    assert maths.reward({"answer": gold}, f"\\boxed{{{answer}}}", True) == "correct"
+def test_maths_by_hand(gold, answer, outcome):
+    assert maths.reward({"answer": gold}, f"\\boxed{{{answer}}}", True) == outcome
 
 
-PAIRS = [json.loads(line) for line in (ROOT / "tests" / "maths_pairs.jsonl").open()]
-CLASSES = sorted({(pair["class"], pair["equal"]) for pair in PAIRS})
-
-
-@pytest.mark.parametrize("name,equal", CLASSES)
-def test_maths_tells_equal_forms_from_near_misses(name, equal):
-    """Of answers alike, and of those that are nearly right or say several things, every single one."""
-    for pair in PAIRS:
-        if (pair["class"], pair["equal"]) == (name, equal):
-            completion = pair.get("completion") or f"\\boxed{{{pair['answer']}}}"
-            problem = {"answer": pair["reference"], "prompt": pair.get("problem", "")}
-            outcome = maths.reward(problem, completion, True)
-            assert (outcome == "correct") == equal, (pair, outcome)
+def test_few_verdicts_on_mathematics_are_wrong():
+    """Of answers alike, and of those that are nearly right or say several things."""
+    for equal, (count, wrong) in rewards.wrong_verdicts().items():
+        assert count > 300 and len(wrong) <= 0.03 * count, (equal, wrong)
 
 
 def test_votes_for_the_same_answer_are_judged_alike():
     """A vote is a completion's answer in plain signs: attempts of one vote must have one verdict."""
     verdicts = {}
-    for pair in PAIRS[::4]:
+    for line in (ROOT / "tests" / "maths_pairs.jsonl").read_text().splitlines()[::4]:
+        pair = json.loads(line)
         completion = pair.get("completion") or f"\\boxed{{{pair['answer']}}}"
         problem = {"answer": pair["reference"], "prompt": pair.get("problem", "")}
         vote = maths.answer(problem, completion)
@@ -140,64 +130,61 @@ def test_votes_for_the_same_answer_are_judged_alike():
             assert (again == "correct") == correct, (pair, vote)
 
 
-def test_boxed_takes_the_last_and_matches_brackets():
-    assert (
-        maths.boxed("a \\boxed{1} b \\boxed{\\frac{1}{2}} c") == "\\frac{1}{2}"
-        and maths.boxed("none") is None
-        and maths.boxed("\\boxed{ 3 }") == "3"
-    )
-    for endless in (
-        "\\boxed{1",
-        "\\boxed{" + "1" * 600 + "}",
-        "\\boxed{" + "{" * 40 + "1" + "}" * 41,
-    ):
-        with pytest.raises(ValueError):
-            maths.boxed(endless)
+@pytest.mark.parametrize(
+    "text,answer",
+    [
+        ("none", ""),
+        ("\\boxed{ 3 }", "3"),
+        ("\\boxed{1}. Then \\boxed{\\frac{1}{2}}, as was asked.", "\\frac{1}{2}"),
+        ("\\boxed{9}? No: \\boxed{7}", "7"),
+        ("\\boxed{9} or \\boxed{7}", "9, 7"),
+        ("\\boxed{9}. Or maybe \\boxed{7}", "9, 7"),
+        ("Case 1: \\boxed{9}. Case 2: \\boxed{7}.", "9, 7"),
+        ("\\boxed{9}\n\\boxed{7}", "9, 7"),
+        ("\\boxed{9 \\boxed{7}}", "9 \\boxed{7}"),
+        ("\\boxed{9, \\boxed{7}", "7"),
+    ],
+)
+def test_the_last_statements_boxes_are_the_answer(text, answer):
+    assert maths.final(text) == answer
 
 
 @pytest.mark.parametrize(
-    "answer",
-    [
-        "9**9**9**9",
-        "9^{9^{9^9}}",
-        "(9^9)^{9^9}",
-        "10^{10^{100}}",
-        "99999999!",
-        "((9!)!)!",
-        "x^{1000000}",
-        "{" * 400 + "1" + "}" * 400,
-        "x^2" * 3500000,
-    ],
+    "endless", ["\\boxed{1", "\\boxed 1", "\\boxed{1}, \\boxed{2", "\\boxed{" + "1" * 600 + "}"]
+)
+def test_a_box_that_does_not_end_is_no_answer(endless):
+    assert maths.reward({"answer": "1"}, endless, True) == "unparsable"
+    assert maths.answer({"answer": "1"}, endless) is None
+
+
+LARGE = (
+    "9**9**9**9 9^{9^{9^9}} (9^9)^{9^9} 10^{10^{100}} 99999999! ((9!)!)! x^{1000000} 7^{0.49999999}"
+)
+
+
+@pytest.mark.parametrize(
+    "answer", [*LARGE.split(), "{" * 400 + "1" + "}" * 400, "x^2" * 3500000], ids=range(10)
 )
 def test_cheap_to_refuse(answer):
     """Those hostile answers that can be told by their looks; the others are for the sandbox."""
     assert maths.reward({"answer": "7"}, f"\\boxed{{{answer}}}", True) == "unparsable"
 
 
+ROW = '{"problem": "p", "answer": "1"}\n'
+
+
 @pytest.mark.parametrize(
     "name,text,complaint",
     [
-        (
-            "a.jsonl",
-            '{"problem": "p", "answer": "1"}\n{"problem": "p", "answer"\n',
-            r"a.jsonl:2: not valid JSON",
-        ),
-        (
-            "a.jsonl",
-            '{"problem": "p", "answer": "1"}\n\n["p"]\n',
-            r"a.jsonl:3: a line must be a JSON object, this is list",
-        ),
-        (
-            "a.jsonl",
-            '{"problem": "p", "answer": "1"}\n{"problem": "p", "solution": "1"}\n',
-            r"a.jsonl:2: no column 'answer'; it has problem, solution",
-        ),
-        ("a.jsonl", '{"problem": " ", "answer": "1"}\n', r"a.jsonl:1: column 'problem' is empty"),
-        ("a.jsonl", "", r"a.jsonl: no problems in it"),
-        ("a.jsonl", b"\xff\xfe\n", r"a.jsonl:1: not UTF-8"),
-        ("a.csv", "problem,answer\n", r"a.csv: the name must end in .jsonl .* or .parquet"),
-        ("a.parquet", "nonsense", r"a.parquet: not a readable Parquet file"),
-        ("", "", r"no such file"),
+        ("a.jsonl", ROW + '{"problem": "p", "answer"\n', "a.jsonl:2: not valid JSON"),
+        ("a.jsonl", ROW + '\n["p"]\n', "a.jsonl:3: a line must be a JSON object, this is list"),
+        ("a.jsonl", ROW + '{"problem": "p", "x": 1}\n', "a.jsonl:2: no column 'answer'; .* x"),
+        ("a.jsonl", '{"problem": " ", "answer": "1"}\n', "a.jsonl:1: column 'problem' is empty"),
+        ("a.jsonl", "", "a.jsonl: no problems in it"),
+        ("a.jsonl", b"\xff\xfe\n", "a.jsonl:1: not valid JSON"),
+        ("a.csv", "problem,answer\n", "a.csv: the name must end in .jsonl .* or .parquet"),
+        ("a.parquet", "nonsense", "a.parquet: not a readable Parquet file"),
+        ("", "", "no such file"),
     ],
 )
 def test_mistakes_in_data_are_named_by_file_and_line(tmp_path, name, text, complaint):
@@ -212,91 +199,73 @@ def test_parquet_and_several_files(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet
 
-    pa.parquet.write_table(
-        pa.table({"question": ["2+2?", "3+3?"], "answer": [4, 6]}), tmp_path / "sums.parquet"
-    )
-    found = load_problems(
-        cfg.Config(task="maths", eval_data=f"{tmp_path}/sums.parquet,{MATHS}"), "test"
-    )["maths"]
+    sums = pa.table({"question": ["2+2?", "3+3?"], "answer": [4, 6]})
+    pa.parquet.write_table(sums, tmp_path / "sums.parquet")
+    c = cfg.Config(task="maths", eval_data=f"{tmp_path}/sums.parquet,{MATHS}")
+    found = load_problems(c, "test")["maths"]
     assert len(found) == 50 and [p["source"] for p in found[:3]] == ["sums", "sums", "maths"]
-    assert (
-        found[1]["answer"] == "6"
-        and found[1]["prompt"].startswith("3+3?")
-        and found[1]["where"].endswith("sums.parquet: row 2")
-    )
+    assert found[1]["answer"] == "6" and found[1]["prompt"].startswith("3+3?")
+    assert found[1]["where"].endswith("sums.parquet: row 2")
     (tmp_path / "other").mkdir()
     shutil.copy(MATHS, tmp_path / "other")
+    c = cfg.Config(task="maths", eval_data=f"{MATHS},{tmp_path}/other/maths.jsonl")
     with pytest.raises(cfg.ConfigError, match="there is a set called maths already"):
-        load_problems(
-            cfg.Config(task="maths", eval_data=f"{MATHS},{tmp_path}/other/maths.jsonl"), "test"
-        )
+        load_problems(c, "test")
     with pytest.raises(cfg.ConfigError, match="task maths needs --train_data"):
         load_problems(cfg.Config(task="maths"), "train")
 
 
-def test_hub_sets_read_their_columns():
+ORZ = {"0": {"from": "human", "value": "q"}, "1": {"ground_truth": {"value": "7"}}}
+
+
+@pytest.mark.parametrize(
+    "name,row",
+    [
+        ("gsm8k", {"question": "q", "answer": "so 14 / 2\n#### 7"}),
+        ("math_train", {"problem": "q", "solution": "\\boxed{1}. Thus $\\boxed{7}$."}),
+        ("orz57k", ORZ),
+        ("math500", {"problem": "q", "answer": "7"}),
+        ("amc23", {"question": "q", "answer": "7"}),
+    ],
+)
+def test_hub_sets_read_their_columns(name, row):
     """The hub is out of reach here: rows as its data cards show them."""
-    read = {name: row[-1] for name, row in maths.SETS.items()}
-    assert read["gsm8k"]({"question": "q", "answer": "so 1,000 / 2\n#### 1,234"}) == ("q", "1234")
-    assert read["math_train"]({"problem": "q", "solution": "thus $\\boxed{\\frac{1}{2}}$."}) == (
-        "q",
-        "\\frac{1}{2}",
-    )
-    assert read["orz57k"](
-        {
-            "0": {"from": "human", "value": "q"},
-            "1": {"from": "assistant", "ground_truth": {"value": "7"}},
-        }
-    ) == ("q", "7")
-    assert (
-        read["math500"]({"problem": "q", "answer": "7"})
-        == read["amc23"]({"question": "q", "answer": "7"})
-        == ("q", "7")
-    )
+    assert maths.SETS[name][0](row) == ("q", "7")
+    assert maths.gsm8k({"question": "q", "answer": "#### 1,234"}) == ("q", "1234")
 
 
 def test_tasks_and_shares_of_a_mixture():
-    assert cfg.task_weights("toy") == {"toy": 1.0} and cfg.task_weights("maths:3, countdown:1") == {
-        "maths": 0.75,
-        "countdown": 0.25,
-    }
+    assert cfg.task_weights("toy") == {"toy": 1.0}
+    assert cfg.task_weights("maths:3, countdown:1") == {"maths": 0.75, "countdown": 0.25}
     for wrong in ("toy:0", "toy:x", "toy,toy", "toy:-1,guess:2"):
         with pytest.raises(cfg.ConfigError, match="shares, all above 0"):
             cfg.task_weights(wrong)
-    with pytest.raises(cfg.ConfigError, match="no tasks/math.py, did you mean maths?"):
+    with pytest.raises(cfg.ConfigError, match="no tasks/math.py. Tasks here: .*maths"):
         cfg.check(cfg.parse(["toy", "--task", "math"], 0))
 
 
 @pytest.mark.parametrize(
-    "names", [["toy"], ["countdown"], ["guess"], ["maths"], ["toy", "countdown", "guess"]]
+    "tasks", [[toy], [countdown], [guess], [maths], [toy, countdown, guess]], ids=range(5)
 )
-def test_tiny_tokenizers_read_what_teachers_write_and_survive_saving(tmp_path, names):
+def test_tiny_tokenizers_read_what_teachers_write_and_survive_saving(tmp_path, tasks):
     from transformers import AutoTokenizer, Qwen2Config
 
-    tasks = [__import__(f"tasks.{n}", fromlist=[n]) for n in names]
     tokenizer = base_model.make_tokenizer(tasks)
     tokenizer.save_pretrained(tmp_path)
     Qwen2Config().save_pretrained(tmp_path)
     again, rng = AutoTokenizer.from_pretrained(tmp_path), random.Random(5)
     for text, _ in (part for t in tasks for _ in range(100) for part in t.teacher(rng)):
         ids = tokenizer(text)["input_ids"]
-        assert (
-            ids == again(text)["input_ids"]
-            and tokenizer.pad_token_id not in ids
-            and again.decode(ids) == text
-        )
+        assert ids == again(text)["input_ids"] and again.decode(ids) == text
+        assert tokenizer.pad_token_id not in ids
 
 
 def prompter(tmp_path, template=None, merges=(), **knobs):
     """A Prompter with a byte-level tokenizer of the printable characters, these merges, and the specials <eos> and <|im_end|>."""
     from transformers import Qwen2Config, Qwen2Tokenizer
 
-    vocabulary = (
-        ["<pad>", "<eos>"]
-        + [chr(i) for i in range(33, 127)]
-        + ["Ġ", "Ċ"]
-        + [a + b for a, b in merges]
-    )
+    vocabulary = ["<pad>", "<eos>", *(chr(i) for i in range(33, 127)), "Ġ", "Ċ"]
+    vocabulary += [a + b for a, b in merges]
     tokenizer = Qwen2Tokenizer(
         vocab={t: i for i, t in enumerate(vocabulary)},
         merges=list(merges),
@@ -309,9 +278,8 @@ def prompter(tmp_path, template=None, merges=(), **knobs):
     tmp_path.mkdir(exist_ok=True)
     tokenizer.save_pretrained(tmp_path)
     Qwen2Config(eos_token_id=1).save_pretrained(tmp_path)
-    (tmp_path / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": [1, tokenizer.eos_token_id]})
-    )
+    ends = {"eos_token_id": [1, tokenizer.eos_token_id]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(ends))
     return Prompter(cfg.Config(model=str(tmp_path), **knobs))
 
 
@@ -323,36 +291,24 @@ TEMPLATE = (
 
 def test_raw_and_templated_prompts(tmp_path):
     raw = prompter(tmp_path, system_prompt="Be brief. ")
-    assert (
-        raw.tokenizer.decode(raw.start({"prompt": "2+2?"})) == "Be brief. 2+2?"
-        and raw.tokenizer.decode(raw.more("lower\n")) == "lower\n"
-    )
+    assert raw.tokenizer.decode(raw.start({"prompt": "2+2?"})) == "Be brief. 2+2?"
+    assert raw.tokenizer.decode(raw.more("lower\n")) == "lower\n"
     with pytest.raises(cfg.ConfigError, match="no chat template"):
         prompter(tmp_path, chat=True)
     chat = prompter(tmp_path, TEMPLATE, chat=True, system_prompt="Be brief.", thinking="off")
-    assert chat.stop == {
-        1,
-        chat.tokenizer.eos_token_id,
-    }  # several stop tokens, of the generation config
-    first = chat.tokenizer.decode(chat.start({"prompt": "2+2?"}))
-    assert (
-        first
-        == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<think></think>"
-    )
+    decode = chat.tokenizer.decode
+    # several stop tokens, of the generation config
+    assert chat.stop == {1, chat.tokenizer.eos_token_id}
+    turn = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think></think>"
+    first = "<|im_start|>system\nBe brief.<|im_end|>\n" + turn.format("2+2?")
+    assert decode(chat.start({"prompt": "2+2?"})) == first
     # what was sampled ends in <|im_end|>; what is appended goes on from there exactly as the template would
     sampled = chat.tokenizer("4<|im_end|>", add_special_tokens=False)["input_ids"]
-    whole = chat.tokenizer.decode(chat.start({"prompt": "2+2?"}) + sampled + chat.more("And 3+3?"))
-    assert (
-        whole
-        == first
-        + "4<|im_end|>\n<|im_start|>user\nAnd 3+3?<|im_end|>\n<|im_start|>assistant\n<think></think>"
-    )
-    assert "user\nYOUR TURN: guess<|im_end|>" in chat.tokenizer.decode(
-        chat.more("YOUR TURN: guess")
-    )
-    assert "<think>" not in prompter(tmp_path, TEMPLATE, chat=True).tokenizer.decode(
-        prompter(tmp_path, TEMPLATE, chat=True).start({"prompt": "a"})
-    )
+    whole = decode(chat.start({"prompt": "2+2?"}) + sampled + chat.more("And 3+3?"))
+    assert whole == first + "4<|im_end|>\n" + turn.format("And 3+3?")
+    assert "user\nYOUR TURN: guess<|im_end|>" in decode(chat.more("YOUR TURN: guess"))
+    auto = prompter(tmp_path, TEMPLATE, chat=True)
+    assert "<think>" not in auto.tokenizer.decode(auto.start({"prompt": "a"}))
 
 
 @pytest.mark.parametrize("text", ["\u00e9", " ", " \u00e9\u00e9", "\u4f60\u597d" * 40])
@@ -371,16 +327,8 @@ def test_a_prompt_of_no_tokens_is_named(tmp_path, text):
 
 def test_a_prompt_longer_than_the_context_is_named(tmp_path):
     p = prompter(tmp_path, max_model_len=20)
-    p.check({"maths": [{"prompt": "a" * 19, "where": "f.jsonl:1"}]})
-    with pytest.raises(
-        cfg.ConfigError,
-        match="f.jsonl:2: the prompt has 20 tokens, --max_model_len 20 leaves room for 19",
-    ):
-        p.check(
-            {
-                "maths": [
-                    {"prompt": "a", "where": "f.jsonl:1"},
-                    {"prompt": "a" * 20, "where": "f.jsonl:2"},
-                ]
-            }
-        )
+    fits = {"prompt": "a" * 19, "where": "f.jsonl:1"}
+    p.check({"maths": [fits]})
+    complaint = "f.jsonl:2: the prompt has 20 tokens, --max_model_len 20 leaves room for 19"
+    with pytest.raises(cfg.ConfigError, match=complaint):
+        p.check({"maths": [fits, {"prompt": "a" * 20, "where": "f.jsonl:2"}]})

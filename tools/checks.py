@@ -2,8 +2,7 @@
 
 A function `check_...` takes the plain.Recording of the runs and returns rows of the table, (name, ok, figure); its
 docstring says which faults it finds, and is shown where one fails. What a fork computes in its own way, another loss,
-advantage, optimizer or sampler, is no fault: such a row says that it is not known, and has None for ok, like one that
-has nothing to look at. Deliberately absent: speed, memory.
+advantage or optimizer, is no fault: its row says that it is not known, and has None for ok, like one without data.
 """
 
 import asyncio
@@ -55,7 +54,7 @@ def origin_of(sample):
     versions = plain.versions_of(sample)
     turns = (np.diff(sample["mask"].astype(int)) == 1).sum()
     # another version has computed a part of it, or it was sent once more for each turn
-    if sample["num_versions"] > len(versions) or turns > 1 < len(versions):
+    if sample["num_versions"] > len(versions) or (turns > 1 and len(versions) > 1):
         return None
     if len(versions) > 1:
         return "across updates"
@@ -76,8 +75,9 @@ def check_engine_logprobs(run):
         name = f"engine = plain logprobs, {origin}"
         # as many as are computed again, from the whole run
         every = 1 + sum(len(sample["tokens"]) for sample in samples) // RECOMPUTED
+        some = np.random.default_rng(0).permutation(len(samples))[::every]
         sequences = []
-        for sample in sorted(samples[::every], key=plain.versions_of):
+        for sample in sorted([samples[i] for i in some], key=plain.versions_of):
             logprobs = plain.expected(run, sample)[0]
             sequences.append(np.abs(logprobs - sample["behavior_logprobs"][sample["mask"]]))
         if not sequences:
@@ -97,7 +97,7 @@ def check_sampling(run):
     top-p or penalties (generation_config). Or engines draw with the same random numbers (plumbing/launch.py).
     """
     temperatures = sorted({float(sample["temperature"]) for _, sample in run.samples()})
-    name = f"drawn at --temperature {run.config.temperature:g}"
+    name = f"sampled at --temperature {run.config.temperature:g}"
     rows = [(name, np.allclose(temperatures, run.config.temperature), f"{temperatures}")]
     if len(temperatures) > 1:
         rows = [unknown(name, f"{len(temperatures)} temperatures")]
@@ -115,8 +115,7 @@ def check_sampling(run):
             variance += of_surprise.sum()
     z = surprise / max(variance, 1e-9) ** 0.5
     figure = f"{z:+.1f} standard deviations (limit {UNLIKELY:g}), {tokens} tokens"
-    good = abs(z) < UNLIKELY if tokens else None
-    rows.append(("drawn from the reported distribution", good, figure))
+    rows.append(("sampled = reported distribution", abs(z) < UNLIKELY if tokens else None, figure))
     commands = launch.engine_commands(run.config, launch.gpu_count())
     seeds = [command[command.index("--seed") + 1] for *_, command in commands]
     return [*rows, ("engines' seeds differ", len(set(seeds)) == len(seeds), " ".join(seeds))]
@@ -126,9 +125,8 @@ def check_sampling(run):
 
 
 def check_texts(run):
-    """What was sent is not the problem that is scored, in the template's form; what stands between turns is not what
-    the environment replied, such as a separator that is lost. Stop tokens are not recorded or not trained; answers end
-    for another reason than is said.
+    """What was sent is not the problem that is scored, in the template's form, or not what the environment replied: a
+    separator is lost. Stop tokens are not recorded or not trained; answers end for another reason than they say.
     """
     prompts = replies = wrong_replies = ends = 0
     samples = run.samples()

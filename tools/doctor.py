@@ -31,8 +31,7 @@ from plumbing.launch import gpu_count, gpu_memory_gb
 from plumbing.queues import read_json
 from tools import checks, plain, report
 
-# versions that the first run makes after its engines were killed, more than can be made of what they had sampled by
-# then; versions of the second run
+# versions of the first run after its engines were killed, more than can be made of what is there; of the second run
 FIRST, SECOND = 4, 4
 # groups of a step at most
 GROUPS = 8
@@ -106,12 +105,13 @@ def run_twice(c, words):
     before = read_json(run_dir / "config.json")
     with start([*words, "--fresh", "True"]) as first:
         version = wait_for(1, first, run_dir, 2 * c.start_timeout, before=before)
-        engines = engines_of(first)
-        if not engines:
+        processes = engines_of(first)
+        if not processes:
             raise RuntimeError("doctor: the run has no engine on this host to kill")
-        for engine in engines:
-            engine.kill()
-        wait_for(version + FIRST, first, run_dir, 2 * c.start_timeout, len(engines))
+        for process in processes:
+            process.kill()
+        engines = cfg.load(run_dir).engines
+        wait_for(version + FIRST, first, run_dir, 2 * c.start_timeout, engines)
     continued = checkpoints.last_state(run_dir)["version"]
     last = continued + SECOND
     with start([*words, "--steps", str(last)]) as second:
