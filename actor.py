@@ -6,11 +6,7 @@ engine says afterwards which version sampled which tokens. How far ahead of the 
 started is decided by one function, `allowed_groups`; which problem comes next by one class, `Sampler`.
 
 Alone, with engines and a trainer running: `python actor.py out/toy`. Deliberately absent: streaming,
-<<<<<<< HEAD
-threads, several actors.
-=======
 threads, several actors (one holds what some 240 H100s sample).
->>>>>>> refs/heads/main
 """
 
 import asyncio
