@@ -196,6 +196,18 @@ def test_beginnings_are_shared_within_a_version_alone(engine, sender, recompute)
 # ---- what does not fit, or is not sent
 
 
+@pytest.mark.parametrize(
+    "wrong", [dict(token_ids=["3"]), dict(token_ids=[10**9]), dict(sampling_params=None)]
+)
+def test_what_cannot_be_sampled_is_refused_in_a_line(engine, sender, wrong):
+    update(sender, 150)
+    order = dict(token_ids=PROMPT, sampling_params=dict(max_tokens=2)) | wrong
+    headers = secret.header(f"{engine.out}/{engine.run}")
+    url = f"{url_of(engine)}/inference/v1/generate"
+    answer = requests.post(url, json=order, headers=headers, timeout=20)
+    assert answer.status_code == 400 and "\n" not in answer.json()["error"]
+
+
 def test_an_update_of_some_parameters_leaves_the_others_as_they_are(untied):
     config, model = untied
     update(sender_to(config, model), 1)
@@ -293,18 +305,14 @@ def test_an_only_engine_that_refuses_a_swap_is_asked_again(engine, sender, monke
 class Mute(BaseHTTPRequestHandler):
     """Says yes to every order, and follows none."""
 
-    def do_GET(self):
+    def do_POST(self):
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.send_response(200)
         self.send_header("Content-Length", "2")
         self.end_headers()
         self.wfile.write(b"{}")
 
-    def do_POST(self):
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.do_GET()
-
-    def log_message(self, *_):
-        pass
+    do_GET = do_POST
 
 
 @pytest.mark.parametrize("dies", [False, True])
