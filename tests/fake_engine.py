@@ -117,14 +117,9 @@ class Engine:
         versions = []
         while rows:
             self.carry_out_orders()
-            logits = self.model(
-                input_ids=ids,
-                attention_mask=seen,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            ).logits[:, -1]
+            inputs = dict(input_ids=ids, attention_mask=seen, position_ids=positions)
+            inputs |= dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
+            logits = self.model(**inputs).logits[:, -1]
             logprobs = torch.log_softmax(logits.float() / temperatures.clamp(min=1e-6), -1)
             tokens = torch.multinomial(logprobs.exp(), 1, generator=self.random)
             tokens = torch.where(temperatures == 0, logits.argmax(-1, keepdim=True), tokens)
