@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 from collections import Counter
 
 import pytest
@@ -11,7 +10,7 @@ from test_actor import FakeEngine
 
 import config as cfg
 from plumbing import client
-from plumbing.client import BadAnswer, Engines, Span, read_answer, token_versions
+from plumbing.client import BadAnswer, Engines, read_answer
 
 # what is asked for: at most ASKED tokens below VOCABULARY, ended by 1
 ASKED = 8
@@ -38,38 +37,27 @@ def answer(tokens=TOKENS, **others):
 
 BAD = [
     ("form", b""),
-    ("form", b"<html>busy</html>"),
     ("form", b"\xff\xfe{}"),
-    ("form", b"null"),
     ("form", answer()[:-5]),
     ("form", b'{"choices": []}'),
-    ("form", b'{"choices": [null]}'),
     ("form", b'{"choices": ' + b"[" * 100000),
     ("form", answer(token_ids=["29", "30", "1"])),
     ("form", answer(token_ids=[29.0, 30.5, 1.0])),
-    ("form", answer(logprobs=[-0.5, None, -0.5])),
     ("form", answer(logprobs=[-0.5, float("nan"), -0.5])),
-    ("form", answer(logprobs=[-0.5, float("-inf"), -0.5])),
     ("form", answer().replace(b"-0.5", b"-1e999")),
-    ("form", answer().replace(b"behavior_logprobs", b"logprobs")),
     ("form", answer(weight_versions=spans((5, 0, 3)))),
     ("tokens", answer([], weight_versions=[])),
     ("tokens", answer([29, -30, 1])),
     ("tokens", answer([29, VOCABULARY, 1])),
     ("tokens", answer([29] * ASKED + [1])),
-    ("logprobs", answer(logprobs=[])),
     ("logprobs", answer(logprobs=[-0.5, -0.5])),
-    ("logprobs", answer(logprobs=[-0.5, -0.5, -0.5, -0.5])),
     ("logprobs", answer(logprobs=[-0.5, -9999.0, -0.5])),
     ("logprobs", answer(logprobs=[-0.5, 0.5, -0.5])),
     ("versions", answer(weight_versions=[])),
     ("versions", answer(weight_versions=spans(("default", 0, 3)))),
     ("versions", answer(weight_versions=spans(("-1", 0, 3)))),
     ("versions", answer(weight_versions=spans(("5", 0, 2)))),
-    ("versions", answer(weight_versions=spans(("5", 0, 4)))),
-    ("versions", answer(weight_versions=spans(("5", 1, 3)))),
     ("versions", answer(weight_versions=spans(("4", 0, 1), ("5", 2, 3)))),
-    ("versions", answer(weight_versions=spans(("4", 0, 2), ("5", 1, 3)))),
     ("versions", answer(weight_versions=spans(("5", 0, 2), ("4", 2, 3)))),
     ("versions", answer(weight_versions=spans(("4", 0, 3), ("5", 3, 1), ("6", 1, 3)))),
     ("finish", answer(finish_reason="abort")),
@@ -101,20 +89,16 @@ def test_good_answers(body):
     assert max(read_answer(body, ASKED, STOP, VOCABULARY)["behavior_logprobs"]) <= 0
 
 
-def test_version_spans_become_token_stamps():
-    stamps = token_versions([Span("2", 0, 3), Span("3", 3, 5)], 5)
-    assert stamps.tolist() == [2, 2, 2, 3, 3] and stamps.dtype == "int64"
-
-
 def generate_from(responses, monkeypatch, n=1):
     """Ask an engine that gives these responses, then good ones: (Engines, completions)."""
     monkeypatch.setattr(client.random, "uniform", lambda low, high: 0.0)
     monkeypatch.setattr(client, "BACK_OFF", 0.0)
-    good = web.Response
+    left = [*responses]
 
     async def run():
-        left = list(responses)
-        fake = FakeEngine(lambda n, body: left.pop(0)() if left else good(body=answer()))
+        fake = FakeEngine(
+            lambda n, _: web.Response(**(left.pop() if left else dict(body=answer())))
+        )
         async with fake.serve() as url:
             engines = Engines(cfg.Config(engines=1), STOP, VOCABULARY)
             engines.set_engines([url])
@@ -125,19 +109,14 @@ def generate_from(responses, monkeypatch, n=1):
     return asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def body(content):
-    return lambda: web.Response(body=content)
-
-
 @pytest.mark.parametrize(
     "response,counts",
     [
-        (body(answer([29, 30, 31])), {"bad_finish": 1, "retried": 1}),
-        (body(b"{}"), {"bad_form": 1, "retried": 1}),
-        (lambda: web.Response(status=500, body=b"\xff" * 1000), {"retried": 1}),
-        (lambda: web.Response(status=302, headers={"Location": "file:///x"}), {"retried": 1}),
-        (lambda: web.Response(body=answer(), headers={"Content-Encoding": "gzip"}), {"retried": 1}),
-        (lambda: web.Response(status=503), {"moved": 1}),
+        (dict(body=answer([29, 30, 31])), {"bad_finish": 1, "retried": 1}),
+        (dict(status=500, body=b"\xff" * 1000), {"retried": 1}),
+        (dict(status=302, headers={"Location": "file:///x"}), {"retried": 1}),
+        (dict(body=answer(), headers={"Content-Encoding": "gzip"}), {"retried": 1}),
+        (dict(status=503), {"moved": 1}),
     ],
 )
 def test_what_fails_is_asked_again(response, counts, monkeypatch, capsys):
@@ -150,7 +129,7 @@ def test_what_fails_is_asked_again(response, counts, monkeypatch, capsys):
 
 
 def test_an_engine_that_only_gives_bad_answers_costs_the_attempts(monkeypatch):
-    engines, completions = generate_from([body(b"{}")] * 8, monkeypatch, n=2)
+    engines, completions = generate_from([dict(body=b"{}")] * 8, monkeypatch, n=2)
     assert completions == [None, None]
     assert engines.counts == {"bad_form": 8, "retried": 6, "failed": 2}
 
@@ -237,10 +216,3 @@ def test_requests_of_an_engine_that_is_dropped_move_and_new_ones_wait_for_one_th
         assert engines.pace()["gen_tok_s"] > 0
 
     asyncio.run(asyncio.wait_for(run(), 30))
-
-
-def test_a_host_that_has_vanished_is_noticed():
-    opened = client.open_socket((socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 1)))
-    with opened:
-        assert opened.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        assert opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10

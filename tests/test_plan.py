@@ -49,6 +49,10 @@ def equal(values, others):
     return all(torch.equal(values[name], others[name]) for name in values | others)
 
 
+def plan_of(model, layout):
+    return Plan(model, layout, transport.bucket_ranges(layout))
+
+
 def layout_of(names=NAMES, bucket_bytes=200):
     shapes = [SHAPES[NAMES.index(name)] for name in names]
     whole = set(names) == set(NAMES)
@@ -64,16 +68,12 @@ class Update:
         self.buckets = [torch.randn(n, generator=generator) for _, _, n in self.ranges]
         self.sent = dict(transport.named_views(layout, self.ranges, self.buckets))
 
-
-def plan_of(model, layout):
-    return Plan(model, layout, transport.bucket_ranges(layout))
-
-
-def receive(plan, update, memory):
-    """Bucket after bucket in the same memory, as Receiver does."""
-    for k, bucket in enumerate(update.buckets):
-        memory[: len(bucket)] = bucket
-        plan.stage(k, memory[: len(bucket)])
+    def receive(self, plan):
+        """Bucket after bucket in the same memory, as Receiver does."""
+        memory = torch.empty(150)
+        for k, bucket in enumerate(self.buckets):
+            memory[: len(bucket)] = bucket
+            plan.stage(k, memory[: len(bucket)])
 
 
 def test_buckets_cover_all_parameters_in_order():
@@ -92,7 +92,7 @@ def test_a_worker_gets_its_shards_bucket_by_bucket(rank, bucket_bytes):
     for seed in (0, 1):
         before = model.values()
         update = Update(layout, seed)
-        receive(plan, update, torch.empty(150))
+        update.receive(plan)
         # nothing of it is served before the swap
         assert equal(model.values(), before)
         plan.swap()
@@ -108,11 +108,10 @@ def test_an_update_of_some_parameters_leaves_the_others(names):
     layout = layout_of(names)
     plan = plan_of(model, layout)
     update = Update(layout, 1)
-    receive(plan, update, torch.empty(150))
+    update.receive(plan)
     plan.swap()
     assert equal(model.values(), model.expected(whole.sent | update.sent))
-    touched = {"q": "qk", "k": "qk"}
-    assert len(plan.successor) == len({touched.get(name, name) for name in names})
+    assert len(plan.successor) == len(names)
 
 
 def test_what_is_not_loaded_whole_is_refused():
@@ -129,17 +128,12 @@ def test_what_is_not_loaded_whole_is_refused():
 def test_copies_to_elsewhere_are_no_plan():
     class Elsewhere(Shard):
         def load_weights(self, weights):
-            weights = list(weights)
-            super().load_weights(weights)
             self.statistics.copy_(dict(weights)["norm"])
 
     model = Elsewhere()
     model.register_buffer("statistics", torch.zeros(WIDTH))
     with pytest.raises(NotOnlyCopies, match="somewhere else"):
-        plan_of(model, layout_of())
-
-
-# ---- a worker's receiver
+        plan_of(model, layout_of() | dict(whole=False))
 
 
 class Worker:
@@ -149,15 +143,9 @@ class Worker:
         self.device = torch.device("cpu")
         self.model_runner = self
         self.parallel_config = self
+        self.model_config = None
         self.rank = 0
         self.get_model = lambda: model
-
-
-class Scaled(Shard):
-    """Loading it is more than copying."""
-
-    def load_weights(self, weights):
-        super().load_weights((name, weight * 2) for name, weight in weights)
 
 
 def group_of(layout, **others):
@@ -183,6 +171,10 @@ def test_a_worker_needs_memory_for_one_bucket_and_its_own_shards(no_trainer):
 
 
 def test_a_model_that_does_more_than_copy_keeps_everything(no_trainer, monkeypatch):
+    class Scaled(Shard):
+        def load_weights(self, weights):
+            super().load_weights((name, weight * 2) for name, weight in weights)
+
     model = Scaled()
     receiver = Receiver(Worker(model), group_of(layout_of()), None)
     assert receiver.plan is None
@@ -190,7 +182,6 @@ def test_a_model_that_does_more_than_copy_keeps_everything(no_trainer, monkeypat
     for memory, bucket in zip(receiver.buckets, update.buckets):
         memory.copy_(bucket)
     monkeypatch.setattr(engine, "reload", lambda model, _, received: model.load_weights(received))
-    receiver.worker.model_config = None
     receiver.swap()
     doubled = {name: 2 * tensor for name, tensor in update.sent.items()}
     assert equal(model.values(), model.expected(doubled))
@@ -198,50 +189,34 @@ def test_a_model_that_does_more_than_copy_keeps_everything(no_trainer, monkeypat
         Receiver(Worker(model), group_of(layout_of(["k"])), None)
 
 
-def test_groups_that_follow_each_other_share_the_plan(no_trainer):
-    worker = Worker(Shard())
-    first = Receiver(worker, group_of(layout_of()), None)
-    second = Receiver(worker, group_of(layout_of()), first)
-    assert second.plan is first.plan and first.is_retired
-    # a group of other tensors needs other memory
-    other = Receiver(worker, group_of(layout_of(bucket_bytes=10**6)), second)
-    assert other.plan is not second.plan
-
-
-def trainer_of(receivers, layout, timeout):
-    """(store, process group) of a trainer whose workers are these: functions of (group) -> Receiver."""
-    store = transport.open_store("127.0.0.1", 0, timeout, server=True)
-    world = 1 + len(receivers)
-    made = []
-    for rank, make in enumerate(receivers, 1):
-        place = dict(port=store.port, first_rank=rank, world=world, timeout=timeout)
-        made.append(make(group_of(layout, **place)))
-    store.wait([f"here/{rank}" for rank in range(1, world)])
+def join(worker, layout, before):
+    """(store, process group, Receiver) of a trainer and this worker."""
+    store = transport.open_store("127.0.0.1", 0, 30.0, server=True)
+    receiver = Receiver(worker, group_of(layout, port=store.port, timeout=30.0), before)
+    store.wait(["here/1"])
     store.set("all_here", "")
-    return store, transport.join_group("gloo", store, 0, world, timeout), made
+    return store, transport.join_group("gloo", store, 0, 2, 30.0), receiver
 
 
 def test_a_group_that_hangs_in_mid_broadcast_keeps_its_successor_waiting_for_nothing():
-    """Whoever comes first: the new update, or what was still on its way in the old group."""
+    """Nor does it harm it, if what was still on its way comes after all."""
     layout = layout_of(bucket_bytes=1)
     model = Shard()
-    store, group, [first] = trainer_of([lambda g: Receiver(Worker(model), g, None)], layout, 30.0)
+    worker = Worker(model)
     old = Update(layout, 0)
+    store, group, first = join(worker, layout, None)
     store.set("update/0", "1")
-    # the first bucket, and no more
     group.broadcast(old.buckets[0], 0).wait()
-    new_store, new_group, [second] = trainer_of(
-        [lambda g: Receiver(Worker(model), g, first)], layout, 30.0
-    )
     update = Update(layout, 1)
+    new_store, new_group, second = join(worker, layout, first)
+    assert second.plan is first.plan
     new_store.set("update/0", "2")
     new_group.broadcast(update.buckets[0], 0).wait()
-    # now the rest of the old one comes, after all
     for bucket in old.buckets[1:]:
         group.broadcast(bucket, 0)
     for bucket in update.buckets[1:]:
         new_group.broadcast(bucket, 0).wait()
     new_store.wait(["ready/0/1"])
-    assert second.received == "2" and first.received is None
+    assert (first.received, second.received) == (None, "2")
     second.swap()
     assert equal(model.values(), model.expected(update.sent))

@@ -79,15 +79,6 @@ def test_connecting_has_a_deadline(nccl):
         time.sleep(0.01)
 
 
-def test_a_group_that_cannot_be_aborted_is_left_with_a_line(nccl, capsys):
-    def refuse(self):
-        raise RuntimeError("still busy")
-
-    nccl.setattr(FakeNCCL, "abort", refuse)
-    transport.abort_group(join())
-    assert "a group that is given up says: still busy" in capsys.readouterr().out
-
-
 def listening():
     """(address, port) of this process's sockets that listen."""
     sockets = psutil.Process().net_connections("tcp")
