@@ -10,7 +10,7 @@ import shutil
 import time
 from pathlib import Path
 
-from config import ConfigError, require
+from config import ConfigError
 from plumbing.queues import read_json
 
 # Of a run that has no checkpoint yet. position: which draws of the sampler are done with, all below
@@ -55,26 +55,6 @@ def complaint(what, error):
     """One line; torch gives the reason below a traceback."""
     reason = str(error).strip().rpartition("\n")[2]
     return f"{what} ({reason}); the same command then continues from the checkpoint before"
-
-
-def bytes_needed(config, model):
-    """What a checkpoint takes on disk: float32 weights, Adam's two moments, the weights in `config.dtype`."""
-    bytes_each = 3 * 4 + (4 if config.dtype == "float32" else 2)
-    return bytes_each * sum(p.numel() for p in model.parameters())
-
-
-def check_room(config, run_dir, model):
-    """Raise ConfigError if checkpoints find no room: said before the first step, not hours later."""
-    before_the_last = config.steps // config.save_every if config.save_every else 0
-    # an old one goes when the new one is whole
-    count = 1 + min(before_the_last, config.keep_last or before_the_last)
-    each = bytes_needed(config, model)
-    free = shutil.disk_usage(run_dir).free
-    require(
-        max(count - len(all_of(run_dir)), 1) * each < free,
-        f"{count} checkpoints of {each:,} bytes are there at once, {free:,} bytes are free in {run_dir}: make room, or "
-        "keep fewer (--keep_last)",
-    )
 
 
 def save(config, run_dir, model, optimizers, state, ranks):

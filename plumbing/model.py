@@ -1,13 +1,10 @@
 """The model as the trainer runs it: packed attention, finished logits, weights loaded by rank 0 alone.
 
 In a packed row several sequences lie end to end and none sees another (transformers' attention
-implementation "packed"). A family of models that does something else is refused by name, or ends
-the run at its first update, as engines then differ (plumbing/mismatch.py). Deliberately absent:
-padding, dropout (what is trained is what sampled), attention sinks, a list of families
-(tests/test_model.py has one).
+implementation "packed"). A family of models that does something else ends the run at its first
+update, as engines then differ (plumbing/mismatch.py). Deliberately absent: padding, dropout (what is
+trained is what sampled), attention sinks, a list of families (tests/test_model.py has one).
 """
-
-import inspect
 
 import torch
 import torch.distributed as dist
@@ -15,11 +12,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
-
-# handed to every attention function, without a bearing on the result
-HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states"}
-# torch 2.11 takes fewer key heads as they are, and knows no such argument
-GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def flash_runs_on(x):
@@ -55,7 +47,6 @@ def packed_attention(
     scaling=None,
     sliding_window=None,
     softcap=None,
-    is_causal=None,
     cu_seq_lens_q=None,
     lengths=None,
     **others,
@@ -63,31 +54,15 @@ def packed_attention(
     """Causal attention within each sequence of a packed row.
 
     query [1, H, T, D], key, value [1, K, T, D] -> [1, T, H, D]; cu_seq_lens_q [N+1] on the device,
-    lengths [N] on the host. FlashAttention on GPUs (16 bits); elsewhere sequence by sequence, 1.3
-    times as fast as one sdpa over the row with a mask [T, T] (bench/train.py).
+    lengths [N] on the host. FlashAttention on GPUs (16 bits), which caps no scores; elsewhere sequence
+    by sequence, 1.3 times as fast as one sdpa over the row with a mask [T, T] (bench/train.py).
     """
-    layer = type(module).__name__
-    both_ways = is_causal is False or getattr(module, "is_causal", True) is False
-    for name, argument in (others | {"mask": mask, "is_causal=False": both_ways}).items():
-        if name not in HARMLESS and argument is not None and argument is not False:
-            raise ValueError(
-                f"train: {layer} hands its attention '{name}', which plumbing/model.py does not know: "
-                "choose another model, or add it there"
-            )
-    if lengths is None:
-        raise ValueError(
-            f"train: {layer} is not told where sequences end, as its model hands no arguments on: choose another model"
-        )
     longest = max(lengths)
-    if flash_runs_on(query):
-        if softcap:
-            raise ValueError(
-                f"train: {layer} caps its scores, which FlashAttention does not: choose another model, or --dtype float32"
-            )
+    if flash_runs_on(query) and not softcap:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
         bounds = (cu_seq_lens_q, cu_seq_lens_q, longest, longest)
         window = (sliding_window - 1 if sliding_window else -1, 0)
-        out = varlen_attn(q, k, v, *bounds, scale=scaling, window_size=window, **GROUPED)
+        out = varlen_attn(q, k, v, *bounds, scale=scaling, window_size=window, enable_gqa=True)
         return out[None], None
     plain = softcap or (sliding_window and longest > sliding_window)
     grouped = query.shape[1] != key.shape[1]

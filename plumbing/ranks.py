@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 
-from config import require
 from plumbing.transport import open_store
 
 
@@ -31,15 +30,6 @@ class Ranks:
 
     def __init__(self, config):
         cuda = torch.cuda.is_available()
-        given = os.environ.get("CUDA_VISIBLE_DEVICES")
-        require(
-            cuda or not given,
-            f"GPU {given} is this rank's, but torch {torch.__version__} (CUDA {torch.version.cuda}) cannot "
-            "use it: see `nvidia-smi` for which CUDA its driver knows",
-        )
-        # what accelerate remembers is of a group that has been closed
-        if not dist.is_initialized():
-            PartialState._reset_state()
         # one process alone is a group of one
         for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
             os.environ.setdefault(name, value)
@@ -63,10 +53,7 @@ class Ranks:
 
     def listen_for_stop(self):
         """From now on SIGTERM sets `stop`."""
-        signal.signal(signal.SIGTERM, self._on_sigterm)
-
-    def _on_sigterm(self, *_):
-        self.stop.set()
+        signal.signal(signal.SIGTERM, lambda *_: self.stop.set())
 
     def agree(self, number):
         """Rank 0's small whole number, on every rank. Collective."""
@@ -81,6 +68,8 @@ class Ranks:
 
     def close(self):
         dist.destroy_process_group()
+        # accelerate would take the next group for this one
+        PartialState._reset_state()
 
 
 def meeting_place(timeout):

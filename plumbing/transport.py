@@ -54,14 +54,10 @@ def join_group(backend, store, rank, world, timeout, device=None):
     options.config.max_ctas = 8
     # torch's watchdog ends the process when a broadcast fails; a group that is made with this setting
     # has none: its waits raise, and whoever waited aborts it
-    before = os.environ.get(NO_WATCHDOG)
     os.environ[NO_WATCHDOG] = "1"
-    try:
-        group = dist.ProcessGroupNCCL(place, rank, world, options)
-    finally:
-        os.environ.pop(NO_WATCHDOG)
-        if before is not None:
-            os.environ[NO_WATCHDOG] = before
+    group = dist.ProcessGroupNCCL(place, rank, world, options)
+    # other groups keep theirs
+    del os.environ[NO_WATCHDOG]
     # the first broadcast connects, without a deadline of its own
     try:
         in_thread(connect, group, device, limit).result(timeout)
