@@ -24,6 +24,7 @@ NEW_RUN = {
     "position": {"next": 0, "ahead": []},
     "sampler": {},
 }
+GOES_ON = "the same command then continues from the checkpoint before"
 
 
 def all_of(run_dir):
@@ -48,13 +49,7 @@ def state_of(path):
     try:
         return NEW_RUN | json.loads((path / "trainer" / "state.json").read_text())
     except (OSError, ValueError) as e:
-        raise ConfigError(complaint(f"{path} is damaged: remove it", e)) from e
-
-
-def complaint(what, error):
-    """One line; torch gives the reason below a traceback."""
-    reason = str(error).strip().rpartition("\n")[2]
-    return f"{what} ({reason}); the same command then continues from the checkpoint before"
+        raise ConfigError(f"{path} is damaged: remove it; {GOES_ON}") from e
 
 
 def save(config, run_dir, model, optimizers, state, ranks):
@@ -67,7 +62,7 @@ def save(config, run_dir, model, optimizers, state, ranks):
         _write(config, run_dir, final, model, optimizers, state, ranks)
     # torch derives its own from BaseException
     except (Exception, CheckpointException) as e:
-        raise RuntimeError(complaint(f"train: {final} cannot be written: is there room?", e)) from e
+        raise RuntimeError(f"train: {final} cannot be written: is there room? {GOES_ON}") from e
     return time.monotonic() - start
 
 
@@ -121,6 +116,6 @@ def restore(path, model, optimizers):
     try:
         dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=path / "trainer")
     except (Exception, CheckpointException) as e:
-        raise ConfigError(complaint(f"{path} is damaged: remove it", e)) from e
+        raise ConfigError(f"{path} is damaged: remove it; {GOES_ON}") from e
     set_state_dict(model, optimizers, model_state_dict=weights, optim_state_dict=moments)
     return state_of(path)

@@ -1,13 +1,12 @@
 """The actor's HTTP client of all engines: the least loaded one samples, failed requests go elsewhere.
 
-What an engine answers (plumbing/generate.py) is checked here, once. Deliberately absent: asking engines
-for their health: whoever started one kills it if it hangs, and the trainer drops it.
+What an engine answers (plumbing/generate.py) is checked here, once. Deliberately absent: asking engines for
+their health; whoever started one kills it if it hangs, and the trainer drops it if its host has vanished.
 """
 
 import asyncio
 import contextlib
 import random
-import socket
 import time
 from collections import Counter
 
@@ -73,15 +72,6 @@ def token_versions(spans, length):
     return np.repeat(versions, np.diff(ends))
 
 
-def open_socket(address):
-    """A socket on which a host that has vanished is found in 30 s, however long it may take to answer."""
-    opened = socket.socket(*address[:3])
-    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
-    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
-    return opened
-
-
 class Engines:
     """The engines that serve the trainer's weights. stop, vocabulary: of `read_answer`."""
 
@@ -123,7 +113,7 @@ class Engines:
         if url not in self.sessions:
             timeout = aiohttp.ClientTimeout(total=self.config.request_timeout)
             # the server closes idle connections after 5 s: close them first
-            how = aiohttp.TCPConnector(limit=0, keepalive_timeout=2, socket_factory=open_socket)
+            how = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
             self.sessions[url] = aiohttp.ClientSession(
                 headers=self.headers, timeout=timeout, connector=how
             )

@@ -79,9 +79,9 @@ class Contract:
             return JSONResponse({"error": f"{call[1]}: {type(e).__name__}: {e}"}, 500)
 
     async def generate(self, request, engine):
-        if not self.has_weights and not self.serves_as_loaded:
-            return JSONResponse({"error": "no weights from the trainer yet"}, 503)
         if not self.has_weights:
+            if not self.serves_as_loaded:
+                return JSONResponse({"error": "no weights from the trainer yet"}, 503)
             await engine.update_weight_version("0")
             self.has_weights = True
         answer = await sample(await request.body(), engine, request.receive, self.groups)
@@ -138,7 +138,7 @@ class WorkerExtension:
         """Load what was received, between two decode steps."""
         receiver = getattr(self, "weight_receiver", None)
         if receiver is None or receiver.received != version:
-            return f"version {version} is not here: {receiver and receiver.error}"
+            return f"version {version} is not here"
         try:
             with set_current_vllm_config(self.vllm_config):
                 receiver.swap()
@@ -154,7 +154,7 @@ class Receiver:
 
     group: {backend, host, port, first_rank, world, timeout, layout (plumbing/transport.py)}; before: the
     Receiver of the group before this one, if any. `received` is the version that lies ready to be
-    swapped in, as text; `error` why there will be none. A group that broke is never mended.
+    swapped in, as text. A group that broke is never mended.
 
     Of each bucket the parts that go into this worker's model are copied out, its shards of them if
     it is one of several; the bucket's memory then takes the next one.
@@ -168,7 +168,6 @@ class Receiver:
         self.device = worker.device if group["backend"] == "nccl" else torch.device("cpu")
         self.layout = group["layout"]
         self.received = None
-        self.error = None
         self.process_group = None
         self.is_retired = False
         if before is not None:
@@ -183,7 +182,7 @@ class Receiver:
         dtype = getattr(torch, self.layout["dtype"])
         self.memory = torch.empty(max(self.sizes), dtype=dtype, device=self.device)
         # updates are written on another stream than this one, which has just made room for them
-        transport.synchronize(worker.device, self.timeout, "making room for updates")
+        transport.synchronize(worker.device)
         threading.Thread(target=self.run, daemon=True).start()
 
     def retire(self):
@@ -213,7 +212,7 @@ class Receiver:
                 self.received = store.get(f"update/{n}").decode()
                 store.set(f"ready/{n}/{self.rank}", "")
         except Exception as e:
-            self.error = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
+            print(f"weights: left the group: {type(e).__name__}: {e}", flush=True)
         transport.abort_group(self.process_group)
 
     def receive(self):
@@ -228,11 +227,11 @@ class Receiver:
                     if self.is_retired:
                         raise RuntimeError("there is another weight group")
                     self.plan.stage(k, bucket)
-            transport.synchronize(device, self.timeout, "receiving")
+            transport.synchronize(device)
 
     def swap(self):
         """The received weights into the model, which is not decoding now."""
         self.received = None
         self.plan.swap()
         # the next update is received into the same memory, on another stream
-        transport.synchronize(self.worker.device, self.timeout, "the swap")
+        transport.synchronize(self.worker.device)

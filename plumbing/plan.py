@@ -26,11 +26,7 @@ pack_matrix = functools.partial(utils.dispatch_cpu_unquantized_gemm, remove_weig
 utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: pack_matrix(layer)
 
 
-class NotOnlyCopies(ValueError):
-    """A layer whose loading is more than copying, as far as Plan can tell."""
-
-    def __init__(self, layer):
-        super().__init__(f"{layer} does more than copy: such a model cannot be updated in flight")
+MORE_THAN_COPIES = "does more than copy: such a model cannot be updated in flight"
 
 
 class Copies(TorchDispatchMode):
@@ -49,17 +45,8 @@ class Copies(TorchDispatchMode):
             self.pairs.append((args[0], None))
             return args[0]
         if not func.is_view:
-            raise NotOnlyCopies(f"the loader that calls {func}")
+            raise ValueError(f"a weight loader that calls {func} {MORE_THAN_COPIES}")
         return func(*args, **(kwargs or {}))
-
-
-def refuse_special_layers(layers):
-    """Raise NotOnlyCopies if a layer treats its weights in a way of its own after loading."""
-    for layer in layers:
-        special = type(getattr(layer, "quant_method", None)) not in PLAIN_METHODS
-        treated = hasattr(layer, "process_weights_after_loading") and type(layer) is not Attention
-        if special or treated:
-            raise NotOnlyCopies(type(layer).__name__)
 
 
 def storage_of(tensor):
@@ -71,14 +58,19 @@ class Plan:
     """Where each part of an update ends up in the model. layout: of plumbing.transport.
 
     Every parameter that is updated has a successor, which is filled while the model decodes and takes
-    its place in the swap. Making a plan changes nothing. It raises NotOnlyCopies, ValueError if what
-    is sent does not make up the model, or what vLLM's loaders raise.
+    its place in the swap. Making a plan changes nothing. It raises ValueError if loading is more than
+    copying or what is sent does not make up the model, or what vLLM's loaders raise.
     """
 
     @torch.no_grad()
     def __init__(self, model, layout):
         layers = list(model.modules())
-        refuse_special_layers(layers)
+        for layer in layers:
+            special = type(getattr(layer, "quant_method", None)) not in PLAIN_METHODS
+            # a treatment of its own after loading
+            treated = hasattr(layer, "process_weights_after_loading")
+            if special or (treated and type(layer) is not Attention):
+                raise ValueError(f"{type(layer).__name__} {MORE_THAN_COPIES}")
         ranges = bucket_ranges(layout)
         # tensors without memory, of which only the place in their bucket counts
         dtype = getattr(torch, layout["dtype"])
@@ -101,7 +93,6 @@ class Plan:
         linear = torch.nn.functional.linear
         packed = [x for x in layers if getattr(x, "cpu_linear", linear) is not linear]
         self.packed = [x for x in packed if x.weight in self.successor]
-        self.ready = []
 
     @staticmethod
     def _check(model, pairs, whole):
@@ -111,7 +102,7 @@ class Plan:
             loaded[storage_of(target)] += target.numel()
         parameters = {storage_of(p): p for p in model.parameters()}
         if loaded.keys() - parameters.keys():
-            raise NotOnlyCopies("a loader that writes to somewhere else than a parameter")
+            raise ValueError(f"a weight loader that fills buffers {MORE_THAN_COPIES}")
         for name, parameter in model.named_parameters():
             if whole and loaded[storage_of(parameter)] != parameter.numel():
                 raise ValueError(f"the trainer's parameters do not make up the model's {name}")
@@ -135,4 +126,3 @@ class Plan:
         torch._foreach_copy_([p.data for p in self.successor], list(self.successor.values()))
         for layer, ready in zip(self.packed, self.ready):
             layer.cpu_linear = ready.cpu_linear
-        self.ready = []

@@ -55,15 +55,11 @@ class Ranks:
         """From now on SIGTERM sets `stop`."""
         signal.signal(signal.SIGTERM, lambda *_: self.stop.set())
 
-    def agree(self, number):
-        """Rank 0's small whole number, on every rank. Collective."""
-        agreed = torch.tensor(int(number))
-        dist.broadcast(agreed, 0, self.group)
-        return int(agreed)
-
     def check_stop(self):
         """Raise Stopped on all ranks if rank 0 was told to stop. Collective."""
-        if self.agree(self.stop.is_set()):
+        told = torch.tensor(int(self.stop.is_set()))
+        dist.broadcast(told, 0, self.group)
+        if told:
             raise Stopped
 
     def close(self):

@@ -1,14 +1,12 @@
 """What both sides of a weight update share: the group they meet in, and how parameters lie in buckets.
 
-weights.py is the trainer's side, plumbing/engine.py the engines'. Both know one layout: {names, shapes,
-dtype, bucket_bytes, whole: are these all parameters of the model?}.
+Both know one layout: {names, shapes, dtype, bucket_bytes, whole: are these all of the model's parameters?}.
 """
 
 import functools
 import os
 import socket
 import threading
-import time
 from concurrent.futures import Future
 from datetime import timedelta
 
@@ -113,13 +111,10 @@ def named_views(layout, ranges, buckets):
     return views
 
 
-def synchronize(device, timeout, what):
-    """Wait until the current stream of a GPU has done its work; TimeoutError after `timeout` s."""
-    deadline = time.monotonic() + timeout
-    while device.type == "cuda" and not torch.cuda.current_stream(device).query():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"weights: {what} has not ended within {timeout:.0f} s")
-        time.sleep(0.001)
+def synchronize(device):
+    """Wait until the current stream of a GPU has done its work: copies, which wait for nobody."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def in_thread(function, *args):

@@ -164,13 +164,3 @@ def test_what_no_stage_writes_ends_the_run_by_name(case):
 
 def test_a_record_without_samples_is_one():
     check_record(group_record(0, [], failed=4), "the file", 50, run_id="abc")
-
-
-class OneRank:
-    """As plumbing.ranks.Ranks, of one process."""
-
-    rank = 0
-    stop = threading.Event()
-
-    def agree(self, number):
-        return number
