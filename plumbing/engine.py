@@ -7,15 +7,12 @@ GET /health and /metrics, each with the run's secret (plumbing/secret.py):
     POST /inference/v1/generate  token ids in; token ids, logprobs, version spans out (generate.py)
     POST /init_process_group     join the trainer's weight group, from now on receive every update
     POST /request_weight_update  {version, recompute_kv}: the new weights are here: swap, stamp, go on
-
-weights.py is the trainer's side.
 """
 
 import asyncio
 import hmac
 import itertools
 import os
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -23,7 +20,6 @@ from datetime import timedelta
 import torch
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from vllm.config import set_current_vllm_config
 
 from plumbing import secret, transport
 from plumbing.generate import sample
@@ -99,8 +95,7 @@ class Contract:
         """Pause, swap, stamp, resume: in one call, so that no caller's death leaves it paused."""
         order = await request.json()
         version = str(order["version"])
-        # pause_generation() without the 20 ms that it sleeps afterwards, which vLLM's own comment says
-        # are not needed for correctness
+        # pause_generation() without the 20 ms that it sleeps afterwards, as vLLM says for no need
         pause = engine.engine_core.pause_scheduler_async
         async with self.one_at_a_time:
             try:
@@ -116,9 +111,8 @@ class Contract:
     async def all_workers(self, engine, method, argument):
         """Call a method of WorkerExtension on every worker; RuntimeError with the first problem."""
         answers = await engine.collective_rpc(method, args=(argument,))
-        problems = [problem for problem in answers if problem is not None]
-        if problems:
-            raise RuntimeError(problems[0])
+        for problem in filter(None, answers):
+            raise RuntimeError(problem)
 
 
 class WorkerExtension:
@@ -140,12 +134,10 @@ class WorkerExtension:
         if receiver is None or receiver.received != version:
             return f"version {version} is not here"
         try:
-            with set_current_vllm_config(self.vllm_config):
-                receiver.swap()
+            receiver.swap()
         except Exception as e:
             # the weights are half old, half new
-            print(f"weights: loading broke off ({type(e).__name__}: {e}): this engine ends")
-            sys.stdout.flush()
+            print(f"weights: loading broke off ({e!r}): this engine ends", flush=True)
             os._exit(1)
 
 
@@ -154,10 +146,8 @@ class Receiver:
 
     group: {backend, host, port, first_rank, world, timeout, layout (plumbing/transport.py)}; before: the
     Receiver of the group before this one, if any. `received` is the version that lies ready to be
-    swapped in, as text. A group that broke is never mended.
-
-    Of each bucket the parts that go into this worker's model are copied out, its shards of them if
-    it is one of several; the bucket's memory then takes the next one.
+    swapped in, as text. Of each bucket the parts that go into this worker's model are copied out; its
+    memory then takes the next one. A group that broke is never mended.
     """
 
     def __init__(self, worker, group, before):
@@ -204,15 +194,14 @@ class Receiver:
             place = (backend, store, self.rank, world, self.timeout, self.device)
             self.process_group = transport.join_group(*place)
             for n in itertools.count():
-                # the doorbell: the next update may be long in coming; a trainer that ends closes
-                # the connection, which ends the wait
+                # the doorbell: it may be long in coming; a trainer that ends closes the connection
                 store.wait([f"update/{n}"], timedelta(days=30))
                 self.received = None
                 self.receive()
                 self.received = store.get(f"update/{n}").decode()
                 store.set(f"ready/{n}/{self.rank}", "")
         except Exception as e:
-            print(f"weights: left the group: {type(e).__name__}: {e}", flush=True)
+            print(f"weights: left the group: {e!r}", flush=True)
         transport.abort_group(self.process_group)
 
     def receive(self):

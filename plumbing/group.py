@@ -19,9 +19,8 @@ from plumbing.queues import read_json
 class Engines:
     """The engines that their launchers have listed, and rank 0's calls to them.
 
-    An engine is (url, started): one that was started again is another one. Its launcher kills it if it
-    hangs (plumbing/supervise.py); here it is asked for its health once, before it is admitted: a host
-    that has vanished leaves its engines' files behind.
+    An engine is (url, started): one that was started again is another one. It is asked for its health
+    once, before it is admitted: a host that has vanished leaves its engines' files behind.
     """
 
     def __init__(self, config, run_dir):
@@ -86,7 +85,8 @@ class Group:
         self.timeout = config.sync_timeout
         self.workers = config.tensor_parallel
         self.updates = 0
-        backend, host = config.weight_backend, config.master_addr
+        backend = config.weight_backend
+        host = config.master_addr
         # gloo sends from the CPU's memory
         self.device = device if backend == "nccl" else torch.device("cpu")
         self.store = transport.open_store(host, 0, self.timeout, server=True)

@@ -25,7 +25,6 @@ PLAIN_METHODS = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod
 pack_matrix = functools.partial(utils.dispatch_cpu_unquantized_gemm, remove_weight=False)
 utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: pack_matrix(layer)
 
-
 MORE_THAN_COPIES = "does more than copy: such a model cannot be updated in flight"
 
 
@@ -58,8 +57,7 @@ class Plan:
     """Where each part of an update ends up in the model. layout: of plumbing.transport.
 
     Every parameter that is updated has a successor, which is filled while the model decodes and takes
-    its place in the swap. Making a plan changes nothing. It raises ValueError if loading is more than
-    copying or what is sent does not make up the model, or what vLLM's loaders raise.
+    its place in the swap. Making a plan changes nothing; it raises ValueError, or what loaders raise.
     """
 
     @torch.no_grad()
@@ -106,7 +104,7 @@ class Plan:
         for name, parameter in model.named_parameters():
             if whole and loaded[storage_of(parameter)] != parameter.numel():
                 raise ValueError(f"the trainer's parameters do not make up the model's {name}")
-        return {storage: parameters[storage] for storage in loaded if loaded[storage]}
+        return {storage: parameters[storage] for storage in loaded}
 
     @torch.no_grad()
     def stage(self, k, bucket):

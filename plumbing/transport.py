@@ -30,9 +30,7 @@ def open_store(host, port, timeout, server=False):
 
 @functools.cache
 def weight_stream(device):
-    """The one stream of weight updates on a GPU; None on the CPU. Streams come from a pool: only one with
-    a priority is surely not that on which the model decodes.
-    """
+    """A GPU's one stream of weight updates, its priority surely not that of decoding; None on the CPU."""
     if device.type == "cuda":
         return torch.cuda.Stream(device, priority=-1)
 
@@ -50,8 +48,8 @@ def join_group(backend, store, rank, world, timeout, device=None):
     # it runs beside an engine's own all-reduces, and must leave them room
     options.is_high_priority_stream = True
     options.config.max_ctas = 8
-    # torch's watchdog ends the process when a broadcast fails; a group that is made with this setting
-    # has none: its waits raise, and whoever waited aborts it
+    # without a watchdog, which ends the process when a broadcast fails: waits raise, and whoever
+    # waited aborts the group
     os.environ[NO_WATCHDOG] = "1"
     group = dist.ProcessGroupNCCL(place, rank, world, options)
     # other groups keep theirs
