@@ -54,14 +54,12 @@ def state_of(path):
 
 def save(config, run_dir, model, optimizers, state, ranks):
     """Write the checkpoint of state["version"] and drop old ones; returns the seconds it took. Collective."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
     start = time.monotonic()
     final = Path(run_dir, "checkpoints", f"step_{state['version']:06d}")
     try:
         _write(config, run_dir, final, model, optimizers, state, ranks)
-    # torch derives its own from BaseException
-    except (Exception, CheckpointException) as e:
+    # torch derives its own from it
+    except BaseException as e:
         raise RuntimeError(f"train: {final} cannot be written: is there room? {GOES_ON}") from e
     return time.monotonic() - start
 
@@ -107,7 +105,6 @@ def _write(config, run_dir, final, model, optimizers, state, ranks):
 def restore(path, model, optimizers):
     """Load a checkpoint, if there is one, into model and optimizers; returns its state. Collective."""
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     if path is None:
@@ -115,7 +112,7 @@ def restore(path, model, optimizers):
     weights, moments = get_state_dict(model, optimizers)
     try:
         dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=path / "trainer")
-    except (Exception, CheckpointException) as e:
+    except BaseException as e:
         raise ConfigError(f"{path} is damaged: remove it; {GOES_ON}") from e
     set_state_dict(model, optimizers, model_state_dict=weights, optim_state_dict=moments)
     return state_of(path)

@@ -103,8 +103,6 @@ class Engines:
         """These engines serve the trainer's weights now. Requests of one that does no more move."""
         for url in set(self.serving) - set(urls):
             if url in self.sessions:
-                words = f"was dropped by the trainer: its {self.load[url]} sequences move"
-                print(f"actor: engine {url} {words}", flush=True)
                 asyncio.get_running_loop().create_task(self.sessions.pop(url).close())
         self.serving = list(urls)
 
@@ -113,10 +111,9 @@ class Engines:
         if url not in self.sessions:
             timeout = aiohttp.ClientTimeout(total=self.config.request_timeout)
             # the server closes idle connections after 5 s: close them first
-            how = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
-            self.sessions[url] = aiohttp.ClientSession(
-                headers=self.headers, timeout=timeout, connector=how
-            )
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
+            how = dict(headers=self.headers, timeout=timeout, connector=connector)
+            self.sessions[url] = aiohttp.ClientSession(**how)
         return self.sessions[url]
 
     async def close(self):

@@ -95,7 +95,7 @@ class Contract:
         """Pause, swap, stamp, resume: in one call, so that no caller's death leaves it paused."""
         order = await request.json()
         version = str(order["version"])
-        # pause_generation() without the 20 ms that it sleeps afterwards, as vLLM says for no need
+        # pause_generation() without the 20 ms that it sleeps, which vLLM says are for no need
         pause = engine.engine_core.pause_scheduler_async
         async with self.one_at_a_time:
             try:
@@ -116,9 +116,7 @@ class Contract:
 
 
 class WorkerExtension:
-    """Methods of vLLM's workers. They return None or a problem, and never raise: with several workers
-    vLLM leaves the others' answers behind when one does.
-    """
+    """Methods of vLLM's workers. They return None or a problem: raising would leave others' answers behind."""
 
     def join_weight_group(self, group):
         """Begin to take part in the weight group that `group` describes, see Receiver."""

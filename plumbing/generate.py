@@ -30,8 +30,9 @@ REQUEST_IDS = itertools.count()
 
 
 async def sample(body, engine, receive, group):
-    """The answer to a request's body, as bytes; None if the client went away meanwhile. Raises ValueError
-    for what is no request. group: number of the weight group from which the versions come.
+    """The answer to a request's body, as bytes; None if the client went away meanwhile.
+
+    group: number of the weight group from which the versions come.
     """
     request = msgspec.json.decode(body, type=Request)
     params = request.sampling_params

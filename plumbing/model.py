@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 
 def flash_runs_on(x):
@@ -19,23 +20,18 @@ def flash_runs_on(x):
     return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
 
 
-def plain_attention(query, key, value, scaling, window, softcap):
-    """Causal attention of one sequence with all of its scores, for what sdpa cannot do.
+def plain_attention(module, query, key, value, scaling, window, softcap):
+    """Causal attention of one sequence with all of its scores, for what sdpa cannot do: transformers'.
 
     query [1, H, T, D], key, value [1, K, T, D] -> [1, H, T, D]. window: how many tokens are seen,
     itself included, or None; softcap: scores are bent to (-softcap, softcap), or None.
     """
-    groups = query.shape[1] // key.shape[1]
-    key = key.repeat_interleave(groups, dim=1)
-    value = value.repeat_interleave(groups, dim=1)
-    scores = (query @ key.mT) * (scaling or query.shape[-1] ** -0.5)  # [1, H, T, T]
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
     place = torch.arange(query.shape[2], device=query.device)
     ago = place[:, None] - place
     hidden = (ago < 0) | (ago >= (window or len(place)))
-    scores = scores.masked_fill(hidden, -torch.inf)
-    return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+    mask = torch.zeros_like(hidden, dtype=query.dtype).masked_fill(hidden, -torch.inf)
+    how = dict(scaling=scaling, softcap=softcap)
+    return eager_attention_forward(module, query, key, value, mask, **how)[0].transpose(1, 2)
 
 
 def packed_attention(
@@ -69,16 +65,13 @@ def packed_attention(
     out = []
     for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value))):
         if plain:
-            out.append(plain_attention(q, k, v, scaling, sliding_window, softcap))
+            out.append(plain_attention(module, q, k, v, scaling, sliding_window, softcap))
         else:
             out.append(sdpa(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped))
     return torch.cat(out, dim=2).transpose(1, 2), None
 
 
 AttentionInterface.register("packed", packed_attention)
-
-
-# ---------------------------------------------------------------------------- logits, tensors, weights
 
 
 def finish_logits(logits, model_config):

@@ -30,11 +30,10 @@ class Ranks:
 
     def __init__(self, config):
         cuda = torch.cuda.is_available()
-        # one process alone is a group of one
-        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
-            os.environ.setdefault(name, value)
-        # accelerate would choose another number of threads
-        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+        # one process alone is a group of one; accelerate would choose another number of threads
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        alone["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+        os.environ |= alone | os.environ
         # cpu=True: without GPUs accelerate would otherwise take every process for the only one
         state = PartialState(
             cpu=not cuda,

@@ -1,6 +1,5 @@
 """The schema of a sample: records and back, fillers, new fields, and what is refused."""
 
-
 import numpy as np
 import pytest
 import torch
