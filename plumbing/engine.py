@@ -188,9 +188,8 @@ class Receiver:
             store = transport.open_store(self.group["host"], self.group["port"], self.timeout)
             store.set(f"here/{self.rank}", "")
             store.wait(["all_here"], timedelta(seconds=self.timeout))
-            backend, world = self.group["backend"], self.group["world"]
-            place = (backend, store, self.rank, world, self.timeout, self.device)
-            self.process_group = transport.join_group(*place)
+            place = (store, self.rank, self.group["world"], self.timeout, self.device)
+            self.process_group = transport.join_group(self.group["backend"], *place)
             for n in itertools.count():
                 # the doorbell: it may be long in coming; a trainer that ends closes the connection
                 store.wait([f"update/{n}"], timedelta(days=30))

@@ -1,7 +1,4 @@
-"""The trainer's end of a weight group: which engines there are, and one group formed with them.
-
-weights.py decides when and what is sent.
-"""
+"""The trainer's end of a weight group: which engines there are, and one group formed with them."""
 
 import functools
 import time
@@ -147,7 +144,6 @@ class Group:
                 return False
             if time.monotonic() > next_look:
                 next_look += 1.0
-                listed = self.engines.listed()
-                if any(member not in listed for member in self.members):
+                if not set(self.members) <= set(self.engines.listed()):
                     raise RuntimeError("an engine is gone")
         return True

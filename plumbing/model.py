@@ -107,9 +107,8 @@ def empty_model(config, dtype):
 
 @torch.no_grad()
 def hand_out(part, device):
-    """Rank 0's parameters and buffers of a part of the model, on every rank's device. Collective.
-
-    Other ranks have them on the meta device. What is sharded already is left as it is.
+    """Rank 0's parameters and buffers of a part of the model, on every rank's device; others have them on
+    the meta device. What is sharded already is left as it is. Collective.
     """
     for tensor in [*part.parameters(), *part.buffers()]:
         if isinstance(tensor, DTensor):

@@ -51,7 +51,6 @@ class Ranks:
         self.stop = threading.Event()
 
     def listen_for_stop(self):
-        """From now on SIGTERM sets `stop`."""
         signal.signal(signal.SIGTERM, lambda *_: self.stop.set())
 
     def check_stop(self):
