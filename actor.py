@@ -225,7 +225,7 @@ class Actor:
         failed = c.attempts - len(samples)
         if failed:
             print(f"actor: draw {draw}: {failed} of {c.attempts} attempts failed", flush=True)
-        record = join(samples) | self.engines.pace()
+        record = join(samples) | self.engines.pace
         record |= dict(run_id=c.run_id, draw=draw, failed=failed)
         await asyncio.to_thread(self.rollouts.put, record)
         if samples:

@@ -435,7 +435,6 @@ def start_engines(model, state, sender, ranks):
 def train(config, run_dir, ranks):
     """The run, from its newest checkpoint to its last step; told to stop, it saves."""
     model, optimizers = build(config, ranks.device, ranks.world)
-    checkpoints.check_room(config, run_dir, model)
     state = checkpoints.restore(checkpoints.newest(run_dir), model, optimizers)
     sender = Sender(config, model, ranks, run_dir)
     reader = Reader(config, run_dir, ranks, sender.check)

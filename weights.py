@@ -58,10 +58,6 @@ class Sender:
         sizes = [elements for _, _, elements in self.ranges]
         memory = dict(dtype=self.dtype, pin_memory=ranks.device.type == "cuda")
         self.buckets = [torch.empty(n, **memory) for n in sizes]
-        self.staging = None
-        if config.weight_backend == "nccl":
-            memory = dict(dtype=self.dtype, device=ranks.device)
-            self.staging = [torch.empty(max(sizes), **memory) for _ in range(2)]
         self.engines = Engines(config, run_dir)
         self.group = None
         # who took part in the last delivery, well or not
@@ -197,7 +193,8 @@ class Sender:
             try:
                 self._form_group(engines)
                 start = time.monotonic()
-                self.group.broadcast(self.buckets, self.version, self.staging)
+                self.group.ring(self.version)
+                self.group.broadcast(self.buckets)
                 sent = time.monotonic()
                 self.group.wait_until_ready()
                 ready = time.monotonic()

@@ -10,7 +10,7 @@ from test_actor import FakeEngine
 
 import config as cfg
 from plumbing import client
-from plumbing.client import BadAnswer, Engines, read_answer
+from plumbing.client import Engines, Span, read_answer, token_versions
 
 # what is asked for: at most ASKED tokens below VOCABULARY, ended by 1
 ASKED = 8
@@ -37,27 +37,37 @@ def answer(tokens=TOKENS, **others):
 
 BAD = [
     ("form", b""),
+    ("form", b"<html>busy</html>"),
     ("form", b"\xff\xfe{}"),
+    ("form", b"null"),
     ("form", answer()[:-5]),
     ("form", b'{"choices": []}'),
-    ("form", b'{"choices": ' + b"[" * 100000),
+    ("form", b'{"choices": [null]}'),
     ("form", answer(token_ids=["29", "30", "1"])),
     ("form", answer(token_ids=[29.0, 30.5, 1.0])),
+    ("form", answer(logprobs=[-0.5, None, -0.5])),
     ("form", answer(logprobs=[-0.5, float("nan"), -0.5])),
+    ("form", answer(logprobs=[-0.5, float("-inf"), -0.5])),
     ("form", answer().replace(b"-0.5", b"-1e999")),
+    ("form", answer().replace(b"behavior_logprobs", b"logprobs")),
     ("form", answer(weight_versions=spans((5, 0, 3)))),
     ("tokens", answer([], weight_versions=[])),
     ("tokens", answer([29, -30, 1])),
     ("tokens", answer([29, VOCABULARY, 1])),
     ("tokens", answer([29] * ASKED + [1])),
+    ("logprobs", answer(logprobs=[])),
     ("logprobs", answer(logprobs=[-0.5, -0.5])),
+    ("logprobs", answer(logprobs=[-0.5, -0.5, -0.5, -0.5])),
     ("logprobs", answer(logprobs=[-0.5, -9999.0, -0.5])),
     ("logprobs", answer(logprobs=[-0.5, 0.5, -0.5])),
     ("versions", answer(weight_versions=[])),
     ("versions", answer(weight_versions=spans(("default", 0, 3)))),
     ("versions", answer(weight_versions=spans(("-1", 0, 3)))),
     ("versions", answer(weight_versions=spans(("5", 0, 2)))),
+    ("versions", answer(weight_versions=spans(("5", 0, 4)))),
+    ("versions", answer(weight_versions=spans(("5", 1, 3)))),
     ("versions", answer(weight_versions=spans(("4", 0, 1), ("5", 2, 3)))),
+    ("versions", answer(weight_versions=spans(("4", 0, 2), ("5", 1, 3)))),
     ("versions", answer(weight_versions=spans(("5", 0, 2), ("4", 2, 3)))),
     ("versions", answer(weight_versions=spans(("4", 0, 3), ("5", 3, 1), ("6", 1, 3)))),
     ("finish", answer(finish_reason="abort")),
@@ -68,9 +78,8 @@ BAD = [
 
 @pytest.mark.parametrize("reason,body", BAD, ids=range(len(BAD)))
 def test_bad_answers(reason, body):
-    with pytest.raises(BadAnswer) as error:
+    with pytest.raises(ValueError, match=None if reason == "form" else f"^{reason}"):
         read_answer(body, ASKED, STOP, VOCABULARY)
-    assert error.value.args[0] == reason
 
 
 GOOD = [
@@ -89,16 +98,20 @@ def test_good_answers(body):
     assert max(read_answer(body, ASKED, STOP, VOCABULARY)["behavior_logprobs"]) <= 0
 
 
+def test_version_spans_become_token_stamps():
+    stamps = token_versions([Span("2", 0, 3), Span("3", 3, 5)], 5)
+    assert stamps.tolist() == [2, 2, 2, 3, 3] and stamps.dtype == "int64"
+
+
 def generate_from(responses, monkeypatch, n=1):
     """Ask an engine that gives these responses, then good ones: (Engines, completions)."""
     monkeypatch.setattr(client.random, "uniform", lambda low, high: 0.0)
     monkeypatch.setattr(client, "BACK_OFF", 0.0)
-    left = [*responses]
+    good = web.Response
 
     async def run():
-        fake = FakeEngine(
-            lambda n, _: web.Response(**(left.pop() if left else dict(body=answer())))
-        )
+        left = list(responses)
+        fake = FakeEngine(lambda n, body: left.pop(0)() if left else good(body=answer()))
         async with fake.serve() as url:
             engines = Engines(cfg.Config(engines=1), STOP, VOCABULARY)
             engines.set_engines([url])
@@ -109,14 +122,19 @@ def generate_from(responses, monkeypatch, n=1):
     return asyncio.run(asyncio.wait_for(run(), 60))
 
 
+def body(content):
+    return lambda: web.Response(body=content)
+
+
 @pytest.mark.parametrize(
     "response,counts",
     [
-        (dict(body=answer([29, 30, 31])), {"bad_finish": 1, "retried": 1}),
-        (dict(status=500, body=b"\xff" * 1000), {"retried": 1}),
-        (dict(status=302, headers={"Location": "file:///x"}), {"retried": 1}),
-        (dict(body=answer(), headers={"Content-Encoding": "gzip"}), {"retried": 1}),
-        (dict(status=503), {"moved": 1}),
+        (body(answer([29, 30, 31])), {"retried": 1}),
+        (body(b"{}"), {"retried": 1}),
+        (lambda: web.Response(status=500, body=b"\xff" * 1000), {"retried": 1}),
+        (lambda: web.Response(status=302, headers={"Location": "file:///x"}), {"retried": 1}),
+        (lambda: web.Response(body=answer(), headers={"Content-Encoding": "gzip"}), {"retried": 1}),
+        (lambda: web.Response(status=503), {"moved": 1}),
     ],
 )
 def test_what_fails_is_asked_again(response, counts, monkeypatch, capsys):
@@ -129,9 +147,9 @@ def test_what_fails_is_asked_again(response, counts, monkeypatch, capsys):
 
 
 def test_an_engine_that_only_gives_bad_answers_costs_the_attempts(monkeypatch):
-    engines, completions = generate_from([dict(body=b"{}")] * 8, monkeypatch, n=2)
+    engines, completions = generate_from([body(b"{}")] * 8, monkeypatch, n=2)
     assert completions == [None, None]
-    assert engines.counts == {"bad_form": 8, "retried": 6, "failed": 2}
+    assert engines.counts == {"retried": 6, "failed": 2}
 
 
 # ---- several engines
@@ -213,6 +231,6 @@ def test_requests_of_an_engine_that_is_dropped_move_and_new_ones_wait_for_one_th
         assert answered == [{second: 1}] * 3
         assert engines.counts == {"moved": 1}
         engines.measure_pace()
-        assert engines.pace()["gen_tok_s"] > 0
+        assert engines.pace["gen_tok_s"] > 0
 
     asyncio.run(asyncio.wait_for(run(), 30))

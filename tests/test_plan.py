@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from plumbing import engine, transport
+from plumbing import transport
 from plumbing.engine import Receiver
-from plumbing.plan import NotOnlyCopies, Plan
+from plumbing.plan import Plan
 
 WIDTH = 6
 NAMES = ["q", "k", "down", "norm"]
@@ -49,10 +49,6 @@ def equal(values, others):
     return all(torch.equal(values[name], others[name]) for name in values | others)
 
 
-def plan_of(model, layout):
-    return Plan(model, layout, transport.bucket_ranges(layout))
-
-
 def layout_of(names=NAMES, bucket_bytes=200):
     shapes = [SHAPES[NAMES.index(name)] for name in names]
     whole = set(names) == set(NAMES)
@@ -68,12 +64,12 @@ class Update:
         self.buckets = [torch.randn(n, generator=generator) for _, _, n in self.ranges]
         self.sent = dict(transport.named_views(layout, self.ranges, self.buckets))
 
-    def receive(self, plan):
-        """Bucket after bucket in the same memory, as Receiver does."""
-        memory = torch.empty(150)
-        for k, bucket in enumerate(self.buckets):
-            memory[: len(bucket)] = bucket
-            plan.stage(k, memory[: len(bucket)])
+
+def receive(plan, update, memory):
+    """Bucket after bucket in the same memory, as Receiver does."""
+    for k, bucket in enumerate(update.buckets):
+        memory[: len(bucket)] = bucket
+        plan.stage(k, memory[: len(bucket)])
 
 
 def test_buckets_cover_all_parameters_in_order():
@@ -88,11 +84,11 @@ def test_buckets_cover_all_parameters_in_order():
 def test_a_worker_gets_its_shards_bucket_by_bucket(rank, bucket_bytes):
     model = Shard(rank)
     layout = layout_of(bucket_bytes=bucket_bytes)
-    plan = plan_of(model, layout)
+    plan = Plan(model, layout)
     for seed in (0, 1):
         before = model.values()
         update = Update(layout, seed)
-        update.receive(plan)
+        receive(plan, update, torch.empty(150))
         # nothing of it is served before the swap
         assert equal(model.values(), before)
         plan.swap()
@@ -106,12 +102,13 @@ def test_an_update_of_some_parameters_leaves_the_others(names):
     whole = Update(layout_of(), 0)
     model.load_weights(whole.sent.items())
     layout = layout_of(names)
-    plan = plan_of(model, layout)
+    plan = Plan(model, layout)
     update = Update(layout, 1)
-    update.receive(plan)
+    receive(plan, update, torch.empty(150))
     plan.swap()
     assert equal(model.values(), model.expected(whole.sent | update.sent))
-    assert len(plan.successor) == len(names)
+    touched = {"q": "qk", "k": "qk"}
+    assert len(plan.successor) == len({touched.get(name, name) for name in names})
 
 
 def test_what_is_not_loaded_whole_is_refused():
@@ -120,20 +117,51 @@ def test_what_is_not_loaded_whole_is_refused():
             super().load_weights((n, w) for n, w in weights if n != "k")
 
     with pytest.raises(ValueError, match="do not make up the model's qk"):
-        plan_of(Forgetful(), layout_of())
+        Plan(Forgetful(), layout_of())
     # part of it is sent, and all of that is loaded
-    plan_of(Forgetful(), layout_of(["q"]))
+    Plan(Forgetful(), layout_of(["q"]))
 
 
-def test_copies_to_elsewhere_are_no_plan():
-    class Elsewhere(Shard):
-        def load_weights(self, weights):
-            self.statistics.copy_(dict(weights)["norm"])
+class Elsewhere(Shard):
+    """Loading it fills a buffer, too."""
 
-    model = Elsewhere()
-    model.register_buffer("statistics", torch.zeros(WIDTH))
-    with pytest.raises(NotOnlyCopies, match="somewhere else"):
-        plan_of(model, layout_of() | dict(whole=False))
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("statistics", torch.zeros(WIDTH))
+
+    def load_weights(self, weights):
+        weights = list(weights)
+        super().load_weights(weights)
+        self.statistics.copy_(dict(weights)["norm"])
+
+
+class Scaled(Shard):
+    def load_weights(self, weights):
+        super().load_weights((name, weight * 2) for name, weight in weights)
+
+
+class Quantised(Shard):
+    """Its weights are treated after loading."""
+
+    def __init__(self):
+        super().__init__()
+        self.quant_method = object()
+
+
+@pytest.mark.parametrize(
+    "kind, layer",
+    [
+        (Elsewhere, "a weight loader that fills buffers"),
+        (Scaled, "a weight loader that calls aten.mul.Tensor"),
+        (Quantised, "Quantised"),
+    ],
+)
+def test_a_model_that_does_more_than_copy_is_refused_by_name(kind, layer):
+    with pytest.raises(ValueError, match=f"{layer} does more than copy: such a model cannot be"):
+        Plan(kind(), layout_of())
+
+
+# ---- a worker's receiver
 
 
 class Worker:
@@ -143,7 +171,6 @@ class Worker:
         self.device = torch.device("cpu")
         self.model_runner = self
         self.parallel_config = self
-        self.model_config = None
         self.rank = 0
         self.get_model = lambda: model
 
@@ -164,59 +191,53 @@ def test_a_worker_needs_memory_for_one_bucket_and_its_own_shards(no_trainer):
     receiver = Receiver(Worker(model), group_of(layout_of(bucket_bytes=300)), None)
     own = sum(p.numel() for p in model.parameters())
     assert sum(x.numel() for x in receiver.plan.successor.values()) == own
-    memory = {
-        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in receiver.buckets
-    }
-    assert list(memory.values()) == [4 * 2 * WIDTH * WIDTH]
+    assert receiver.memory.shape == (2 * WIDTH * WIDTH,)
 
 
-def test_a_model_that_does_more_than_copy_keeps_everything(no_trainer, monkeypatch):
-    class Scaled(Shard):
-        def load_weights(self, weights):
-            super().load_weights((name, weight * 2) for name, weight in weights)
-
-    model = Scaled()
-    receiver = Receiver(Worker(model), group_of(layout_of()), None)
-    assert receiver.plan is None
-    update = Update(layout_of(), 0)
-    for memory, bucket in zip(receiver.buckets, update.buckets):
-        memory.copy_(bucket)
-    monkeypatch.setattr(engine, "reload", lambda model, _, received: model.load_weights(received))
-    receiver.swap()
-    doubled = {name: 2 * tensor for name, tensor in update.sent.items()}
-    assert equal(model.values(), model.expected(doubled))
-    with pytest.raises(ValueError, match="some parameters needs a model that only copies"):
-        Receiver(Worker(model), group_of(layout_of(["k"])), None)
+def test_groups_that_follow_each_other_share_the_plan(no_trainer):
+    worker = Worker(Shard())
+    first = Receiver(worker, group_of(layout_of()), None)
+    second = Receiver(worker, group_of(layout_of()), first)
+    assert second.plan is first.plan and first.is_retired
+    # a group of other tensors needs other memory
+    other = Receiver(worker, group_of(layout_of(bucket_bytes=10**6)), second)
+    assert other.plan is not second.plan
 
 
-def join(worker, layout, before):
-    """(store, process group, Receiver) of a trainer and this worker."""
-    store = transport.open_store("127.0.0.1", 0, 30.0, server=True)
-    receiver = Receiver(worker, group_of(layout, port=store.port, timeout=30.0), before)
-    store.wait(["here/1"])
+def trainer_of(receivers, layout, timeout):
+    """(store, process group) of a trainer whose workers are these: functions of (group) -> Receiver."""
+    store = transport.open_store("127.0.0.1", 0, timeout, server=True)
+    world = 1 + len(receivers)
+    made = []
+    for rank, make in enumerate(receivers, 1):
+        place = dict(port=store.port, first_rank=rank, world=world, timeout=timeout)
+        made.append(make(group_of(layout, **place)))
+    store.wait([f"here/{rank}" for rank in range(1, world)])
     store.set("all_here", "")
-    return store, transport.join_group("gloo", store, 0, 2, 30.0), receiver
+    return store, transport.join_group("gloo", store, 0, world, timeout), made
 
 
 def test_a_group_that_hangs_in_mid_broadcast_keeps_its_successor_waiting_for_nothing():
-    """Nor does it harm it, if what was still on its way comes after all."""
+    """Whoever comes first: the new update, or what was still on its way in the old group."""
     layout = layout_of(bucket_bytes=1)
     model = Shard()
-    worker = Worker(model)
+    store, group, [first] = trainer_of([lambda g: Receiver(Worker(model), g, None)], layout, 30.0)
     old = Update(layout, 0)
-    store, group, first = join(worker, layout, None)
     store.set("update/0", "1")
+    # the first bucket, and no more
     group.broadcast(old.buckets[0], 0).wait()
+    new_store, new_group, [second] = trainer_of(
+        [lambda g: Receiver(Worker(model), g, first)], layout, 30.0
+    )
     update = Update(layout, 1)
-    new_store, new_group, second = join(worker, layout, first)
-    assert second.plan is first.plan
     new_store.set("update/0", "2")
     new_group.broadcast(update.buckets[0], 0).wait()
+    # now the rest of the old one comes, after all
     for bucket in old.buckets[1:]:
         group.broadcast(bucket, 0)
     for bucket in update.buckets[1:]:
         new_group.broadcast(bucket, 0).wait()
     new_store.wait(["ready/0/1"])
-    assert (first.received, second.received) == (None, "2")
+    assert second.received == "2" and first.received is None
     second.swap()
     assert equal(model.values(), model.expected(update.sent))
