@@ -222,7 +222,9 @@ def run(processes, stop_timeout, is_over):
             process.start()
         watch(processes, is_over)
     except OSError as e:
-        ended = Ended(f"{type(e).__name__}: {e}")
+        run_dir = processes[0].run_dir
+        gone = f"{run_dir} is not there any more: mount it again"
+        ended = Ended(f"{type(e).__name__}: {e}" if run_dir.is_dir() else gone)
     except Ended as e:
         ended = e
     for number in SIGNALS:
