@@ -52,10 +52,9 @@ def wrong_verdicts():
         completion = pair.get("completion") or boxed(pair["answer"])
         problem = {"answer": pair["reference"], "prompt": pair.get("problem", "")}
         outcome = maths.reward(problem, completion, True)
-        of_kind = found[pair["equal"]]
-        of_kind[0] += 1
+        found[pair["equal"]][0] += 1
         if (outcome == "correct") != pair["equal"]:
-            of_kind[1].append((pair["reference"], completion, outcome))
+            found[pair["equal"]][1].append((pair["reference"], completion, outcome))
     return found
 
 
@@ -65,8 +64,8 @@ def draw(rng, problems):
     gold, given = rng.choice(FORMS)
     values = dict(n=rng.randint(2, 10**6), d=rng.randint(2, 999), own=problem["answer"])
     values["wrong"] = values["n"] + values["d"]
-    problem = problem | {"answer": gold.format(**values)}
-    return problem, f"{REASONING}Hence {boxed(given.format(**values))}."
+    completion = f"{REASONING}Hence {boxed(given.format(**values))}."
+    return problem | {"answer": gold.format(**values)}, completion
 
 
 def boxed(answer):
@@ -116,7 +115,7 @@ async def measure(answers, rounds):
         rates["mixed"].append(answers / (await one_round(sandbox, mixed))[0])
     found["alone"] = {}
     for hostile in HOSTILE:
-        seconds, outcomes = await one_round(sandbox, [({"answer": "7"}, boxed(hostile))])
+        seconds, outcomes = await one_round(sandbox, [(problems[0], boxed(hostile))])
         found["alone"][hostile[:32]] = seconds, outcomes[0]
     sandbox.close()
     return found
@@ -136,16 +135,15 @@ def main(argv=None):
             table(["reference", "completion", "outcome"], wrong)
     if a.pairs:
         return
-    answers, rounds = (400, 1) if a.quick else (a.answers, a.rounds)
-    found = asyncio.run(measure(answers, rounds))
+    found = asyncio.run(measure(400, 1) if a.quick else measure(a.answers, a.rounds))
     start, cpu = found["start_s"], min(found["cpu_ms"])
     print(f"{machine()}; start {start:.2f} s; {cpu:.1f} ms of CPU an answer")
     ratio_table(["round", "answers/s", "1% hostile"], *found["answers_s"].values())
     rows = [[name, f"{s:.3f}", outcome] for name, (s, outcome) in found["alone"].items()]
     table(["hostile answer", "seconds alone", "outcome"], rows)
     found |= dict(accepted=len(verdicts[False][1]), missed=len(verdicts[True][1]))
-    cores = len(os.sched_getaffinity(0))
-    keep(result_file(a, "rewards"), dict(machine=machine(), cores=cores) | found)
+    found |= dict(machine=machine(), cores=len(os.sched_getaffinity(0)))
+    keep(result_file(a, "rewards"), found)
 
 
 if __name__ == "__main__":
