@@ -6,7 +6,7 @@ engine says afterwards which version sampled which tokens. How far ahead of the 
 started is decided by one function, `allowed_groups`; which problem comes next by one class, `Sampler`.
 
 Alone, with engines and a trainer running: `python actor.py out/toy`. Deliberately absent: streaming,
-threads, several actors (one holds what some 240 H100s sample: tools/scale.py).
+threads, several actors (one holds what some 240 H100s sample).
 """
 
 import asyncio
@@ -116,7 +116,7 @@ class Actor:
             self.prompter.vocabulary,
             secret.header(run_dir),
         )
-        self.rollouts = Queue(self.queues / "rollouts", maxlen=10000)
+        self.rollouts = Queue(self.queues / "rollouts")
         self.evals = Queue(self.queues / "evals")
         # attempts that are sampled or wait for a place in an engine
         self.in_progress = 0
@@ -225,9 +225,9 @@ class Actor:
         failed = c.attempts - len(samples)
         if failed:
             print(f"actor: draw {draw}: {failed} of {c.attempts} attempts failed", flush=True)
-        record = join(samples) | self.engines.pace()
+        record = join(samples) | self.engines.pace
         record |= dict(run_id=c.run_id, draw=draw, failed=failed)
-        await asyncio.to_thread(self.rollouts.put, record, c.stall_timeout)
+        await asyncio.to_thread(self.rollouts.put, record)
         if samples:
             rewards = [sample["reward"] for sample in samples]
             sampler.update(task, i, rewards, [sample["success"] for sample in samples])

@@ -7,7 +7,6 @@ process reads the one `out/<run>/config.json`.
 """
 
 import contextlib
-import difflib
 import io
 import json
 import re
@@ -429,11 +428,9 @@ def check(c: Config) -> Config:
     )
     here = sorted(p.stem for p in (ROOT / "tasks").glob("[!_]*.py"))
     for task in task_weights(c.task):
-        near = difflib.get_close_matches(task, here, n=1)
-        meant = f", did you mean {near[0]}?" if near else "."
         require(
             task in here,
-            f"--task {task}: there is no tasks/{task}.py{meant} Tasks here: {', '.join(here)}",
+            f"--task {task}: there is no tasks/{task}.py. Tasks here: {', '.join(here)}",
         )
     return c
 

@@ -23,7 +23,7 @@ import config as cfg
 from plumbing.archive import group_file
 from plumbing.checkpoints import last_state
 from plumbing.ledger import Ledger
-from plumbing.queues import Queue, publish_json, read_json, wait_for_json
+from plumbing.queues import Queue, publish_json, read_json
 from plumbing.samples import check_record, filler, join, layout, split
 
 # a row this full is emitted before its step is complete
@@ -145,7 +145,7 @@ class Packer:
                 of_step = self.ledger.close_step() | {"by_task": self.task_table()}
             if last:
                 record |= of_step
-            self.queues[k % ranks].put(record, config.stall_timeout)
+            self.queues[k % ranks].put(record)
         self.rounds += len(rows) // ranks
         if complete:
             self.step += 1
@@ -176,14 +176,12 @@ class GroupBuffer:
 
     Takes everything that has arrived in queues/rollouts, as far as there is room. `late = wait`:
     in the order in which the groups were started, whatever the order in which they were done.
-    vocabulary: number of token ids.
     """
 
-    def __init__(self, config, rollouts, ledger, vocabulary):
+    def __init__(self, config, rollouts, ledger):
         self.config = config
         self.rollouts = rollouts
         self.ledger = ledger
-        self.vocabulary = vocabulary
         self.groups = deque()
         self.room = max(2, config.conventional_g) * config.groups_per_step
         # late = wait: groups that came before their turn, by draw; draws that will not come
@@ -200,9 +198,7 @@ class GroupBuffer:
                 number, record = self.rollouts.get(0.0)
             except TimeoutError:
                 break
-            check_record(
-                record, self.rollouts.file(number), self.vocabulary, run_id=self.config.run_id
-            )
+            check_record(record, self.rollouts.file(number), run_id=self.config.run_id)
             self.last_input = time.monotonic()
             for arrived in self.in_order(record):
                 self.take(arrived)
@@ -301,12 +297,10 @@ def main(run_dir):
     queues = Path(run_dir, "queues")
     version_file = queues / "version.json"
     ranks = range(config.trainers)
-    batches = [Queue(queues / "batches" / f"rank_{r}", maxlen=1000) for r in ranks]
+    batches = [Queue(queues / "batches" / f"rank_{r}") for r in ranks]
     state = last_state(run_dir)
     ledger = Ledger(**state["position"])
-    complaint = f"preprocess: train.py announced no version in {version_file} within {config.start_timeout:.0f} s"
-    vocabulary = wait_for_json(version_file, config.start_timeout, complaint)["vocabulary"]
-    waiting = GroupBuffer(config, Queue(queues / "rollouts"), ledger, vocabulary)
+    waiting = GroupBuffer(config, Queue(queues / "rollouts"), ledger)
     reference = reference_model(config) if config.kl_coef else None
     packer = Packer(config, batches, ledger, state["version"], reference)
     rng = random.Random(config.seed)
@@ -322,7 +316,7 @@ def main(run_dir):
         waiting.receive()
         announced = announce_drops(ledger, announced, queues / "dropped.json")
         # at most one step ahead of the trainer, so that the buffer decides what it gets
-        if not waiting.groups or packer.step > read_json(version_file)["version"] + 1:
+        if not waiting.groups or packer.step > read_json(version_file).get("version", 0) + 1:
             time.sleep(0.005)
             continue
         g = config.conventional_g

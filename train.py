@@ -435,11 +435,9 @@ def start_engines(model, state, sender, ranks):
 def train(config, run_dir, ranks):
     """The run, from its newest checkpoint to its last step; told to stop, it saves."""
     model, optimizers = build(config, ranks.device, ranks.world)
-    checkpoints.check_room(config, run_dir, model)
     state = checkpoints.restore(checkpoints.newest(run_dir), model, optimizers)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
     sender = Sender(config, model, ranks, run_dir)
-    reader = Reader(config, run_dir, ranks, vocabulary, sender.check)
+    reader = Reader(config, run_dir, ranks, sender.check)
     guards = Guards(config, run_dir, ranks)
     start_engines(model, state, sender, ranks)
     log = MetricsLog(config, run_dir, state, ranks.rank)

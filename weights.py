@@ -58,16 +58,12 @@ class Sender:
         sizes = [elements for _, _, elements in self.ranges]
         memory = dict(dtype=self.dtype, pin_memory=ranks.device.type == "cuda")
         self.buckets = [torch.empty(n, **memory) for n in sizes]
-        self.staging = None
-        if config.weight_backend == "nccl":
-            memory = dict(dtype=self.dtype, device=ranks.device)
-            self.staging = [torch.empty(max(sizes), **memory) for _ in range(2)]
         self.engines = Engines(config, run_dir)
         self.group = None
         # who took part in the last delivery, well or not
         self.tried = []
         # what queues/version.json says, under its lock
-        self.status = dict(version=-1, vocabulary=model.get_input_embeddings().num_embeddings)
+        self.status = dict(version=-1)
         self.status_lock = threading.Lock()
         # of `buckets` and what is known of them: held from `push` until the weights are delivered, or
         # while an engine is admitted
@@ -197,7 +193,8 @@ class Sender:
             try:
                 self._form_group(engines)
                 start = time.monotonic()
-                self.group.broadcast(self.buckets, self.version, self.staging)
+                self.group.ring(self.version)
+                self.group.broadcast(self.buckets)
                 sent = time.monotonic()
                 self.group.wait_until_ready()
                 ready = time.monotonic()

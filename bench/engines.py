@@ -27,7 +27,7 @@ def make_run(name, **knobs):
 
 def url_of(config):
     """Where the first engine of a run listens."""
-    return f"http://{config.nodes[0]}:{config.port}"
+    return launch.urls(config, 0)[0]
 
 
 def requests_of(prompts, lengths, **sampling):

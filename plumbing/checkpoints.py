@@ -10,7 +10,7 @@ import shutil
 import time
 from pathlib import Path
 
-from config import ConfigError, require
+from config import ConfigError
 from plumbing.queues import read_json
 
 # Of a run that has no checkpoint yet. position: which draws of the sampler are done with, all below
@@ -24,6 +24,7 @@ NEW_RUN = {
     "position": {"next": 0, "ahead": []},
     "sampler": {},
 }
+GOES_ON = "the same command then continues from the checkpoint before"
 
 
 def all_of(run_dir):
@@ -48,46 +49,18 @@ def state_of(path):
     try:
         return NEW_RUN | json.loads((path / "trainer" / "state.json").read_text())
     except (OSError, ValueError) as e:
-        raise ConfigError(complaint(f"{path} is damaged: remove it", e)) from e
-
-
-def complaint(what, error):
-    """One line; torch gives the reason below a traceback."""
-    reason = str(error).strip().rpartition("\n")[2]
-    return f"{what} ({reason}); the same command then continues from the checkpoint before"
-
-
-def bytes_needed(config, model):
-    """What a checkpoint takes on disk: float32 weights, Adam's two moments, the weights in `config.dtype`."""
-    bytes_each = 3 * 4 + (4 if config.dtype == "float32" else 2)
-    return bytes_each * sum(p.numel() for p in model.parameters())
-
-
-def check_room(config, run_dir, model):
-    """Raise ConfigError if checkpoints find no room: said before the first step, not hours later."""
-    before_the_last = config.steps // config.save_every if config.save_every else 0
-    # an old one goes when the new one is whole
-    count = 1 + min(before_the_last, config.keep_last or before_the_last)
-    each = bytes_needed(config, model)
-    free = shutil.disk_usage(run_dir).free
-    require(
-        max(count - len(all_of(run_dir)), 1) * each < free,
-        f"{count} checkpoints of {each:,} bytes are there at once, {free:,} bytes are free in {run_dir}: make room, or "
-        "keep fewer (--keep_last)",
-    )
+        raise ConfigError(f"{path} is damaged: remove it; {GOES_ON}") from e
 
 
 def save(config, run_dir, model, optimizers, state, ranks):
     """Write the checkpoint of state["version"] and drop old ones; returns the seconds it took. Collective."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
     start = time.monotonic()
     final = Path(run_dir, "checkpoints", f"step_{state['version']:06d}")
     try:
         _write(config, run_dir, final, model, optimizers, state, ranks)
-    # torch derives its own from BaseException
-    except (Exception, CheckpointException) as e:
-        raise RuntimeError(complaint(f"train: {final} cannot be written: is there room?", e)) from e
+    # torch derives its own from it
+    except BaseException as e:
+        raise RuntimeError(f"train: {final} cannot be written: is there room? {GOES_ON}") from e
     return time.monotonic() - start
 
 
@@ -132,7 +105,6 @@ def _write(config, run_dir, final, model, optimizers, state, ranks):
 def restore(path, model, optimizers):
     """Load a checkpoint, if there is one, into model and optimizers; returns its state. Collective."""
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     if path is None:
@@ -140,7 +112,7 @@ def restore(path, model, optimizers):
     weights, moments = get_state_dict(model, optimizers)
     try:
         dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=path / "trainer")
-    except (Exception, CheckpointException) as e:
-        raise ConfigError(complaint(f"{path} is damaged: remove it", e)) from e
+    except BaseException as e:
+        raise ConfigError(f"{path} is damaged: remove it; {GOES_ON}") from e
     set_state_dict(model, optimizers, model_state_dict=weights, optim_state_dict=moments)
     return state_of(path)

@@ -1,13 +1,12 @@
 """The actor's HTTP client of all engines: the least loaded one samples, failed requests go elsewhere.
 
-What an engine answers (plumbing/generate.py) is checked here, once. Deliberately absent: asking engines
-for their health: whoever started one kills it if it hangs, and the trainer drops it.
+What an engine answers (plumbing/generate.py) is checked here, once. Deliberately absent: asking engines for
+their health; whoever started one kills it if it hangs, and the trainer drops it if its host has vanished.
 """
 
 import asyncio
 import contextlib
 import random
-import socket
 import time
 from collections import Counter
 
@@ -19,10 +18,6 @@ import numpy as np
 RETRIES = 3
 # seconds that an engine gets no work after a request to it failed
 BACK_OFF = 2.5
-
-
-class BadAnswer(ValueError):
-    """An answer that is not believed: a word to count it by, and what is wrong."""
 
 
 class Span(msgspec.Struct):
@@ -45,49 +40,36 @@ class Answer(msgspec.Struct):
 
 
 def read_answer(body, max_tokens, stop, vocabulary):
-    """An engine's answer, bytes -> {tokens, behavior_logprobs, versions, finished}. Raises BadAnswer.
-
-    stop: ids that end a completion; vocabulary: number of ids.
+    """An engine's answer, bytes -> {tokens, behavior_logprobs, versions, finished}; ValueError if it is not
+    to be believed. stop: ids that end a completion; vocabulary: number of ids.
     """
-    try:
-        # numbers that are not finite are no JSON
-        [choice] = msgspec.json.decode(body, type=Answer).choices
-    except (ValueError, RecursionError) as e:
-        raise BadAnswer("form", e) from None
+    # numbers that are not finite are no JSON
+    [choice] = msgspec.json.decode(body, type=Answer).choices
     tokens = choice.token_ids
     logprobs = choice.behavior_logprobs
     length = len(tokens)
     # rounding may leave a logprob above 0, and vLLM cuts off minus infinity at -9999 nats
     if not 0 < length <= max_tokens or min(tokens) < 0 or max(tokens) >= vocabulary:
-        raise BadAnswer("tokens", f"{length} of {max_tokens}, ids below {vocabulary}: {tokens}")
+        raise ValueError(f"tokens, {length} of {max_tokens}, ids below {vocabulary}: {tokens}")
     if len(logprobs) != length or min(logprobs) <= -9999 or max(logprobs) > 1e-3:
-        raise BadAnswer("logprobs", f"of {length} tokens: {logprobs}")
+        raise ValueError(f"logprobs of {length} tokens: {logprobs}")
     finished = choice.finish_reason == "stop"
     is_cut_off = choice.finish_reason == "length" and length == max_tokens
     if not (tokens[-1] in stop if finished else is_cut_off):
-        raise BadAnswer("finish", f"{choice.finish_reason} after {length} tokens, {tokens[-1]}")
+        raise ValueError(f"finish, {choice.finish_reason} after {length} tokens, {tokens[-1]}")
     logprobs = [min(x, 0.0) for x in logprobs]
     versions = token_versions(choice.weight_versions, length)
     return dict(tokens=tokens, behavior_logprobs=logprobs, versions=versions, finished=finished)
 
 
 def token_versions(spans, length):
-    """Version spans -> version of each token, int64 [length]; BadAnswer if they have gaps or go back."""
+    """Version spans -> version of each token, int64 [length]; ValueError if they have gaps or go back."""
     versions = [int(x.version) if x.version.isdecimal() else -1 for x in spans]
     ends = [0, *(span.end for span in spans)]
     follow = [span.start for span in spans] == ends[:-1] and ends == sorted(ends)
     if not follow or ends[-1] != length or [0, *versions] != sorted([0, *versions]):
-        raise BadAnswer("versions", f"{spans} do not cover {length} tokens, in order")
+        raise ValueError(f"versions, {spans} do not cover {length} tokens, in order")
     return np.repeat(versions, np.diff(ends))
-
-
-def open_socket(address):
-    """A socket on which a host that has vanished is found in 30 s, however long it may take to answer."""
-    opened = socket.socket(*address[:3])
-    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
-    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
-    return opened
 
 
 class Engines:
@@ -104,12 +86,13 @@ class Engines:
         self.backs_off_until = Counter()
         self.sessions = {}
         self.slot_is_free = asyncio.Condition()
-        # events that are not errors but worth a line: retried, moved, failed, bad answers by reason
+        # events that are not errors but worth a line: retried, moved, failed
         self.counts = Counter()
         # tokens sampled since the pace was measured
         self.tokens = 0
         self.measured_at = time.monotonic()
-        self.lately = dict(gen_tok_s=0.0, gen_idle=0.0)
+        # sampled tokens per second, share of the engines' slots that is empty: means over some 10 s
+        self.pace = dict(gen_tok_s=0.0, gen_idle=0.0)
 
     @property
     def capacity(self):
@@ -120,8 +103,6 @@ class Engines:
         """These engines serve the trainer's weights now. Requests of one that does no more move."""
         for url in set(self.serving) - set(urls):
             if url in self.sessions:
-                words = f"was dropped by the trainer: its {self.load[url]} sequences move"
-                print(f"actor: engine {url} {words}", flush=True)
                 asyncio.get_running_loop().create_task(self.sessions.pop(url).close())
         self.serving = list(urls)
 
@@ -130,10 +111,9 @@ class Engines:
         if url not in self.sessions:
             timeout = aiohttp.ClientTimeout(total=self.config.request_timeout)
             # the server closes idle connections after 5 s: close them first
-            how = aiohttp.TCPConnector(limit=0, keepalive_timeout=2, socket_factory=open_socket)
-            self.sessions[url] = aiohttp.ClientSession(
-                headers=self.headers, timeout=timeout, connector=how
-            )
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
+            how = dict(headers=self.headers, timeout=timeout, connector=connector)
+            self.sessions[url] = aiohttp.ClientSession(**how)
         return self.sessions[url]
 
     async def close(self):
@@ -207,23 +187,17 @@ class Engines:
         """Count an event; lines of the 1st, 2nd, 4th, 8th...: hundreds may fail at once."""
         self.backs_off_until[url] = time.monotonic() + BACK_OFF
         self.counts[event] += 1
-        if isinstance(error, BadAnswer):
-            self.counts[f"bad_{error.args[0]}"] += 1
         if self.counts[event].bit_count() == 1:
             words = f"{type(error).__name__}: {' '.join(str(error)[:200].split())}"
             print(f"actor: request to {url} {event}: {words}; {dict(self.counts)}", flush=True)
 
     def measure_pace(self):
-        """Take the time since the last measurement into what `pace` tells."""
+        """Take the time since the last measurement into `pace`."""
         now = time.monotonic()
         seconds = max(now - self.measured_at, 1e-6)
         idle = 1 - sum(self.load.values()) / max(self.capacity, 1)
         newest = dict(gen_tok_s=self.tokens / seconds, gen_idle=max(idle, 0.0))
         for name, value in newest.items():
-            self.lately[name] += min(seconds / 10, 1) * (value - self.lately[name])
+            self.pace[name] += min(seconds / 10, 1) * (value - self.pace[name])
         self.measured_at = now
         self.tokens = 0
-
-    def pace(self):
-        """Sampled tokens per second and share of the engines' slots that is empty: means over some 10 s."""
-        return dict(self.lately)

@@ -7,15 +7,12 @@ GET /health and /metrics, each with the run's secret (plumbing/secret.py):
     POST /inference/v1/generate  token ids in; token ids, logprobs, version spans out (generate.py)
     POST /init_process_group     join the trainer's weight group, from now on receive every update
     POST /request_weight_update  {version, recompute_kv}: the new weights are here: swap, stamp, go on
-
-weights.py is the trainer's side.
 """
 
 import asyncio
 import hmac
 import itertools
 import os
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -23,12 +20,10 @@ from datetime import timedelta
 import torch
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from vllm.config import set_current_vllm_config
-from vllm.exceptions import VLLMClientError
 
 from plumbing import secret, transport
 from plumbing.generate import sample
-from plumbing.plan import NotOnlyCopies, Plan, reload
+from plumbing.plan import Plan
 
 OPEN_CALLS = [("GET", "/health"), ("GET", "/metrics")]
 # held while parts of a bucket are copied out: two groups' threads write into the same memory
@@ -64,13 +59,12 @@ class Contract:
 
     async def respond(self, scope, receive):
         """Who answers a request: vLLM, or the response to one of the contract's calls, or a refusal."""
-        # the path as vLLM's own router sees it: decoded, and with nothing before it
+        # the path as vLLM's own router sees it: decoded; a websocket has no method
         call = (scope.get("method"), scope["path"])
-        known = call in OPEN_CALLS or call in self.handlers
-        if scope["type"] != "http" or scope.get("root_path") or not known:
-            return JSONResponse({"error": "an engine of a run: no such call"}, 404)
         if call in OPEN_CALLS:
             return self.app
+        if call not in self.handlers:
+            return JSONResponse({"error": "an engine of a run: no such call"}, 404)
         given = dict(scope["headers"]).get(secret.HEADER.encode(), b"")
         if not hmac.compare_digest(given, self.secret):
             return JSONResponse({"error": f"{call[1]} needs the secret of this engine's run"}, 403)
@@ -78,13 +72,12 @@ class Contract:
             engine = scope["app"].state.engine_client
             return await self.handlers[call](Request(scope, receive), engine)
         except Exception as e:
-            code = 400 if isinstance(e, (ValueError, VLLMClientError)) else 500
-            return JSONResponse({"error": f"{call[1]}: {type(e).__name__}: {e}"}, code)
+            return JSONResponse({"error": f"{call[1]}: {type(e).__name__}: {e}"}, 500)
 
     async def generate(self, request, engine):
-        if not self.has_weights and not self.serves_as_loaded:
-            return JSONResponse({"error": "no weights from the trainer yet"}, 503)
         if not self.has_weights:
+            if not self.serves_as_loaded:
+                return JSONResponse({"error": "no weights from the trainer yet"}, 503)
             await engine.update_weight_version("0")
             self.has_weights = True
         answer = await sample(await request.body(), engine, request.receive, self.groups)
@@ -102,8 +95,7 @@ class Contract:
         """Pause, swap, stamp, resume: in one call, so that no caller's death leaves it paused."""
         order = await request.json()
         version = str(order["version"])
-        # pause_generation() without the 20 ms that it sleeps afterwards, which vLLM's own comment says
-        # are not needed for correctness
+        # pause_generation() without the 20 ms that it sleeps, which vLLM says are for no need
         pause = engine.engine_core.pause_scheduler_async
         async with self.one_at_a_time:
             try:
@@ -119,15 +111,12 @@ class Contract:
     async def all_workers(self, engine, method, argument):
         """Call a method of WorkerExtension on every worker; RuntimeError with the first problem."""
         answers = await engine.collective_rpc(method, args=(argument,))
-        problems = [problem for problem in answers if problem is not None]
-        if problems:
-            raise RuntimeError(problems[0])
+        for problem in filter(None, answers):
+            raise RuntimeError(problem)
 
 
 class WorkerExtension:
-    """Methods of vLLM's workers. They return None or a problem, and never raise: with several workers
-    vLLM leaves the others' answers behind when one does.
-    """
+    """Methods of vLLM's workers. They return None or a problem: raising would leave others' answers behind."""
 
     def join_weight_group(self, group):
         """Begin to take part in the weight group that `group` describes, see Receiver."""
@@ -141,14 +130,12 @@ class WorkerExtension:
         """Load what was received, between two decode steps."""
         receiver = getattr(self, "weight_receiver", None)
         if receiver is None or receiver.received != version:
-            return f"version {version} is not here: {receiver and receiver.error}"
+            return f"version {version} is not here"
         try:
-            with set_current_vllm_config(self.vllm_config):
-                receiver.swap()
+            receiver.swap()
         except Exception as e:
             # the weights are half old, half new
-            print(f"weights: loading broke off ({type(e).__name__}: {e}): this engine ends")
-            sys.stdout.flush()
+            print(f"weights: loading broke off ({e!r}): this engine ends", flush=True)
             os._exit(1)
 
 
@@ -157,48 +144,34 @@ class Receiver:
 
     group: {backend, host, port, first_rank, world, timeout, layout (plumbing/transport.py)}; before: the
     Receiver of the group before this one, if any. `received` is the version that lies ready to be
-    swapped in, as text; `error` why there will be none. A group that broke is never mended.
-
-    Of each bucket the parts that go into this worker's model are copied out, its shards of them if
-    it is one of several; the bucket's memory then takes the next one. A model that does more than
-    copy (`plan` is None) gets vLLM's layerwise reload, for which all buckets are kept.
+    swapped in, as text. Of each bucket the parts that go into this worker's model are copied out; its
+    memory then takes the next one. A group that broke is never mended.
     """
 
     def __init__(self, worker, group, before):
         self.worker = worker
         self.group = group
-        self.model = worker.model_runner.get_model()
         self.rank = group["first_rank"] + worker.parallel_config.rank
         self.timeout = group["timeout"]
         self.device = worker.device if group["backend"] == "nccl" else torch.device("cpu")
         self.layout = group["layout"]
-        self.ranges = transport.bucket_ranges(self.layout)
         self.received = None
-        self.error = None
         self.process_group = None
         self.is_retired = False
         if before is not None:
             before.retire()
-        is_like_before = before is not None and before.layout == self.layout
-        self.plan = before.plan if is_like_before else self._make_plan()
-        # memory of its own: a former group that was given up may still receive into its
-        sizes = [elements for _, _, elements in self.ranges]
+        if before is not None and before.layout == self.layout:
+            # making one anew would take the model's memory once more
+            self.plan = before.plan
+        else:
+            self.plan = Plan(worker.model_runner.get_model(), self.layout)
+        # of its own: a former group that was given up may still receive into its
+        self.sizes = [elements for _, _, elements in transport.bucket_ranges(self.layout)]
         dtype = getattr(torch, self.layout["dtype"])
-        bucket = torch.empty(max(sizes), dtype=dtype, device=self.device)
-        self.buckets = [bucket[:n] if self.plan else torch.empty_like(bucket[:n]) for n in sizes]
+        self.memory = torch.empty(max(self.sizes), dtype=dtype, device=self.device)
         # updates are written on another stream than this one, which has just made room for them
-        transport.synchronize(worker.device, self.timeout, "making room for updates")
+        transport.synchronize(worker.device)
         threading.Thread(target=self.run, daemon=True).start()
-
-    def _make_plan(self):
-        """A Plan, or None for a model that does more than copy. Raises what Plan does."""
-        try:
-            return Plan(self.model, self.layout, self.ranges)
-        except NotOnlyCopies as e:
-            if not self.layout["whole"]:
-                words = f"an update of some parameters needs a model that only copies: {e}"
-                raise ValueError(words) from None
-            print(f"weights: updates take vLLM's layerwise reload: {e}", flush=True)
 
     def retire(self):
         """Another group takes the place of this one, whose thread is to write nothing more."""
@@ -215,19 +188,17 @@ class Receiver:
             store = transport.open_store(self.group["host"], self.group["port"], self.timeout)
             store.set(f"here/{self.rank}", "")
             store.wait(["all_here"], timedelta(seconds=self.timeout))
-            backend, world = self.group["backend"], self.group["world"]
-            place = (backend, store, self.rank, world, self.timeout, self.device)
-            self.process_group = transport.join_group(*place)
+            place = (store, self.rank, self.group["world"], self.timeout, self.device)
+            self.process_group = transport.join_group(self.group["backend"], *place)
             for n in itertools.count():
-                # the doorbell: the next update may be long in coming; a trainer that ends closes
-                # the connection, which ends the wait
+                # the doorbell: it may be long in coming; a trainer that ends closes the connection
                 store.wait([f"update/{n}"], timedelta(days=30))
                 self.received = None
                 self.receive()
                 self.received = store.get(f"update/{n}").decode()
                 store.set(f"ready/{n}/{self.rank}", "")
         except Exception as e:
-            self.error = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
+            print(f"weights: left the group: {e!r}", flush=True)
         transport.abort_group(self.process_group)
 
     def receive(self):
@@ -235,22 +206,18 @@ class Receiver:
         # where the model is; what is received may come through host memory
         device = self.worker.device
         with torch.cuda.stream(transport.weight_stream(device)):
-            for k, bucket in enumerate(self.buckets):
+            for k, elements in enumerate(self.sizes):
+                bucket = self.memory[:elements]
                 self.process_group.broadcast(bucket, 0).wait(timedelta(seconds=self.timeout))
                 with STAGING:
                     if self.is_retired:
                         raise RuntimeError("there is another weight group")
-                    if self.plan:
-                        self.plan.stage(k, bucket)
-            transport.synchronize(device, self.timeout, "receiving")
+                    self.plan.stage(k, bucket)
+            transport.synchronize(device)
 
     def swap(self):
         """The received weights into the model, which is not decoding now."""
         self.received = None
-        if self.plan:
-            self.plan.swap()
-        else:
-            received = transport.named_views(self.layout, self.ranges, self.buckets)
-            reload(self.model, self.worker.model_config, received)
+        self.plan.swap()
         # the next update is received into the same memory, on another stream
-        transport.synchronize(self.worker.device, self.timeout, "the swap")
+        transport.synchronize(self.worker.device)

@@ -30,9 +30,7 @@ REQUEST_IDS = itertools.count()
 
 
 async def sample(body, engine, receive, group):
-    """The answer to a request's body, as bytes; None if the client went away meanwhile. Raises ValueError
-    for what is no request. group: number of the weight group from which the versions come.
-    """
+    """The answer, as bytes; None if the client went away. group: number of the versions' weight group."""
     request = msgspec.json.decode(body, type=Request)
     params = request.sampling_params
     params.output_kind = RequestOutputKind.FINAL_ONLY

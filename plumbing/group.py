@@ -1,7 +1,4 @@
-"""The trainer's end of a weight group: which engines there are, and one group formed with them.
-
-weights.py decides when and what is sent.
-"""
+"""The trainer's end of a weight group: which engines there are, and one group formed with them."""
 
 import functools
 import time
@@ -15,16 +12,12 @@ import torch
 from plumbing import secret, transport
 from plumbing.queues import read_json
 
-# seconds to connect, and to answer, when an engine that wants to be admitted is asked for its health
-HEALTH_TIMEOUT = (0.2, 3.0)
-
 
 class Engines:
     """The engines that their launchers have listed, and rank 0's calls to them.
 
-    An engine is (url, started): one that was started again is another one. Its launcher kills it if it
-    hangs (plumbing/supervise.py); here it is asked for its health once, before it is admitted: a host
-    that has vanished leaves its engines' files behind.
+    An engine is (url, started): one that was started again is another one. It is asked for its health
+    once, before it is admitted: a host that has vanished leaves its engines' files behind.
     """
 
     def __init__(self, config, run_dir):
@@ -49,7 +42,8 @@ class Engines:
 
     def _is_healthy(self, engine):
         try:
-            return requests.get(engine[0] + "/health", timeout=HEALTH_TIMEOUT).ok
+            # seconds to connect, and to answer
+            return requests.get(engine[0] + "/health", timeout=(0.2, 3.0)).ok
         except requests.RequestException:
             return False
 
@@ -85,11 +79,13 @@ class Group:
     def __init__(self, config, engines, members, layout, device):
         self.engines = engines
         self.members = members
-        self.device = device
         self.timeout = config.sync_timeout
         self.workers = config.tensor_parallel
         self.updates = 0
-        backend, host = config.weight_backend, config.master_addr
+        backend = config.weight_backend
+        host = config.master_addr
+        # gloo sends from the CPU's memory
+        self.device = device if backend == "nccl" else torch.device("cpu")
         self.store = transport.open_store(host, 0, self.timeout, server=True)
         self.world = 1 + len(members) * self.workers
         group = dict(backend=backend, host=host, port=self.store.port, layout=layout)
@@ -100,7 +96,8 @@ class Group:
         # connecting has to wait until all are there: NCCL's has no deadline
         self._wait_for_key("here", "did not join")
         self.store.set("all_here", "")
-        self.group = transport.join_group(backend, self.store, 0, self.world, self.timeout, device)
+        place = (backend, self.store, 0, self.world, self.timeout, self.device)
+        self.group = transport.join_group(*place)
 
     def close(self):
         """Free whoever waits in this group, and let go of it: gloo waits until nothing is pending."""
@@ -109,28 +106,18 @@ class Group:
         self.group = None
         transport.in_thread(last_reference.clear)
 
-    def broadcast(self, buckets, version, staging):
-        """Ring the doorbell, then send the buckets: with NCCL through `staging`, two on the GPU. Raises
-        RuntimeError or TimeoutError.
-        """
+    def ring(self, version):
+        """The doorbell: every worker begins to receive this version."""
         self.store.set(f"update/{self.updates}", str(version))
-        works = []
-        with torch.cuda.stream(transport.weight_stream(self.device)):
-            for k, bucket in enumerate(buckets):
-                if staging:
-                    # one bucket is on its way while the next is copied to the GPU
-                    if k >= 2:
-                        self._finish(works[k - 2])
-                    bucket = staging[k % 2][: len(bucket)].copy_(bucket, non_blocking=True)
-                works.append(self.group.broadcast(bucket, 0))
-            for work in works:
-                self._finish(work)
-            transport.synchronize(self.device, self.timeout, "the broadcast")
 
-    def _finish(self, work):
-        """Wait for a broadcast. NCCL's does not notice by itself that an engine is gone."""
-        self._wait_until(work.is_completed)
-        work.wait(timedelta(seconds=self.timeout))
+    def broadcast(self, buckets):
+        """Send the buckets, one by one: NCCL's go to the GPU first. Raises RuntimeError or TimeoutError."""
+        with torch.cuda.stream(transport.weight_stream(self.device)):
+            for bucket in buckets:
+                work = self.group.broadcast(bucket.to(self.device, non_blocking=True), 0)
+                # NCCL's does not notice by itself that an engine is gone
+                self._wait_until(work.is_completed)
+                work.wait(timedelta(seconds=self.timeout))
 
     def wait_until_ready(self):
         """Until every worker has received and prepared the update."""
@@ -157,7 +144,6 @@ class Group:
                 return False
             if time.monotonic() > next_look:
                 next_look += 1.0
-                listed = self.engines.listed()
-                if any(member not in listed for member in self.members):
+                if not set(self.members) <= set(self.engines.listed()):
                     raise RuntimeError("an engine is gone")
         return True

@@ -1,13 +1,10 @@
 """The model as the trainer runs it: packed attention, finished logits, weights loaded by rank 0 alone.
 
 In a packed row several sequences lie end to end and none sees another (transformers' attention
-implementation "packed"). A family of models that does something else is refused by name, or ends
-the run at its first update, as engines then differ (plumbing/mismatch.py). Deliberately absent:
-padding, dropout (what is trained is what sampled), attention sinks, a list of families
-(tests/test_model.py has one).
+implementation "packed"). A family of models that does something else ends the run at its first
+update, as engines then differ (plumbing/mismatch.py). Deliberately absent: padding, dropout (what is
+trained is what sampled), attention sinks, a list of families (tests/test_model.py has one).
 """
-
-import inspect
 
 import torch
 import torch.distributed as dist
@@ -15,11 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
-
-# handed to every attention function, without a bearing on the result
-HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states"}
-# torch 2.11 takes fewer key heads as they are, and knows no such argument
-GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 
 def flash_runs_on(x):
@@ -27,23 +20,18 @@ def flash_runs_on(x):
     return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
 
 
-def plain_attention(query, key, value, scaling, window, softcap):
-    """Causal attention of one sequence with all of its scores, for what sdpa cannot do.
+def plain_attention(module, query, key, value, scaling, window, softcap):
+    """Causal attention of one sequence with all of its scores, for what sdpa cannot do: transformers'.
 
     query [1, H, T, D], key, value [1, K, T, D] -> [1, H, T, D]. window: how many tokens are seen,
     itself included, or None; softcap: scores are bent to (-softcap, softcap), or None.
     """
-    groups = query.shape[1] // key.shape[1]
-    key = key.repeat_interleave(groups, dim=1)
-    value = value.repeat_interleave(groups, dim=1)
-    scores = (query @ key.mT) * (scaling or query.shape[-1] ** -0.5)  # [1, H, T, T]
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
     place = torch.arange(query.shape[2], device=query.device)
     ago = place[:, None] - place
     hidden = (ago < 0) | (ago >= (window or len(place)))
-    scores = scores.masked_fill(hidden, -torch.inf)
-    return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+    mask = torch.zeros_like(hidden, dtype=query.dtype).masked_fill(hidden, -torch.inf)
+    how = dict(scaling=scaling, softcap=softcap)
+    return eager_attention_forward(module, query, key, value, mask, **how)[0].transpose(1, 2)
 
 
 def packed_attention(
@@ -55,7 +43,6 @@ def packed_attention(
     scaling=None,
     sliding_window=None,
     softcap=None,
-    is_causal=None,
     cu_seq_lens_q=None,
     lengths=None,
     **others,
@@ -63,47 +50,28 @@ def packed_attention(
     """Causal attention within each sequence of a packed row.
 
     query [1, H, T, D], key, value [1, K, T, D] -> [1, T, H, D]; cu_seq_lens_q [N+1] on the device,
-    lengths [N] on the host. FlashAttention on GPUs (16 bits); elsewhere sequence by sequence, 1.3
-    times as fast as one sdpa over the row with a mask [T, T] (bench/train.py).
+    lengths [N] on the host. FlashAttention on GPUs (16 bits), which caps no scores; elsewhere sequence
+    by sequence, 1.3 times as fast as one sdpa over the row with a mask [T, T] (bench/train.py).
     """
-    layer = type(module).__name__
-    both_ways = is_causal is False or getattr(module, "is_causal", True) is False
-    for name, argument in (others | {"mask": mask, "is_causal=False": both_ways}).items():
-        if name not in HARMLESS and argument is not None and argument is not False:
-            raise ValueError(
-                f"train: {layer} hands its attention '{name}', which plumbing/model.py does not know: "
-                "choose another model, or add it there"
-            )
-    if lengths is None:
-        raise ValueError(
-            f"train: {layer} is not told where sequences end, as its model hands no arguments on: choose another model"
-        )
     longest = max(lengths)
-    if flash_runs_on(query):
-        if softcap:
-            raise ValueError(
-                f"train: {layer} caps its scores, which FlashAttention does not: choose another model, or --dtype float32"
-            )
+    if flash_runs_on(query) and not softcap:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
         bounds = (cu_seq_lens_q, cu_seq_lens_q, longest, longest)
         window = (sliding_window - 1 if sliding_window else -1, 0)
-        out = varlen_attn(q, k, v, *bounds, scale=scaling, window_size=window, **GROUPED)
+        out = varlen_attn(q, k, v, *bounds, scale=scaling, window_size=window, enable_gqa=True)
         return out[None], None
     plain = softcap or (sliding_window and longest > sliding_window)
     grouped = query.shape[1] != key.shape[1]
     out = []
     for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value))):
         if plain:
-            out.append(plain_attention(q, k, v, scaling, sliding_window, softcap))
+            out.append(plain_attention(module, q, k, v, scaling, sliding_window, softcap))
         else:
             out.append(sdpa(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped))
     return torch.cat(out, dim=2).transpose(1, 2), None
 
 
 AttentionInterface.register("packed", packed_attention)
-
-
-# ---------------------------------------------------------------------------- logits, tensors, weights
 
 
 def finish_logits(logits, model_config):
@@ -139,9 +107,8 @@ def empty_model(config, dtype):
 
 @torch.no_grad()
 def hand_out(part, device):
-    """Rank 0's parameters and buffers of a part of the model, on every rank's device. Collective.
-
-    Other ranks have them on the meta device. What is sharded already is left as it is.
+    """Rank 0's parameters and buffers of a part of the model, on every rank's device; others have them on
+    the meta device. What is sharded already is left as it is. Collective.
     """
     for tensor in [*part.parameters(), *part.buffers()]:
         if isinstance(tensor, DTensor):

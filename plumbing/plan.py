@@ -1,8 +1,8 @@
 """Where received weights go inside a vLLM model, learnt once from vLLM's own loaders.
 
 `Plan` watches a load in which nothing is copied and notes which slice of which tensor would be copied
-where; updates are then plain copies into the tensors in use. A model that does more than copy takes
-vLLM's layerwise reload instead.
+where; updates are then plain copies into the tensors in use. Deliberately absent: models whose loading
+is more than copying (quantised, experts); they are refused by name.
 """
 
 import functools
@@ -15,10 +15,8 @@ from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.model_executor.model_loader import reload as layerwise
-from vllm.platforms import current_platform
 
-from plumbing.transport import named_views
+from plumbing.transport import bucket_ranges, named_views
 
 PLAIN_METHODS = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
@@ -27,9 +25,7 @@ PLAIN_METHODS = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod
 pack_matrix = functools.partial(utils.dispatch_cpu_unquantized_gemm, remove_weight=False)
 utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: pack_matrix(layer)
 
-
-class NotOnlyCopies(Exception):
-    """Loading this model is more than copying, as far as Plan can tell."""
+MORE_THAN_COPIES = "does more than copy: such a model cannot be updated in flight"
 
 
 class Copies(TorchDispatchMode):
@@ -48,17 +44,8 @@ class Copies(TorchDispatchMode):
             self.pairs.append((args[0], None))
             return args[0]
         if not func.is_view:
-            raise NotOnlyCopies(f"a weight loader calls {func}")
+            raise ValueError(f"a weight loader that calls {func} {MORE_THAN_COPIES}")
         return func(*args, **(kwargs or {}))
-
-
-def refuse_special_layers(layers):
-    """Raise NotOnlyCopies if a layer treats its weights in a way of its own after loading."""
-    for layer in layers:
-        special = type(getattr(layer, "quant_method", None)) not in PLAIN_METHODS
-        treated = hasattr(layer, "process_weights_after_loading") and type(layer) is not Attention
-        if special or treated:
-            raise NotOnlyCopies(f"{type(layer).__name__} has a treatment of its own")
 
 
 def storage_of(tensor):
@@ -67,25 +54,28 @@ def storage_of(tensor):
 
 
 class Plan:
-    """Where each part of an update ends up in the model. layout, ranges: of plumbing.transport.
+    """Where each part of an update ends up in the model. layout: of plumbing.transport.
 
     Every parameter that is updated has a successor, which is filled while the model decodes and takes
-    its place in the swap. Making a plan changes nothing. It raises NotOnlyCopies (quantised layers,
-    experts, ...), ValueError if what is sent does not make up the model, or what vLLM's loaders raise.
+    its place in the swap. Making a plan changes nothing; it raises ValueError, or what loaders raise.
     """
 
     @torch.no_grad()
-    def __init__(self, model, layout, ranges):
+    def __init__(self, model, layout):
         layers = list(model.modules())
-        refuse_special_layers(layers)
+        for layer in layers:
+            special = type(getattr(layer, "quant_method", None)) not in PLAIN_METHODS
+            # a treatment of its own after loading
+            treated = hasattr(layer, "process_weights_after_loading")
+            if special or (treated and type(layer) is not Attention):
+                raise ValueError(f"{type(layer).__name__} {MORE_THAN_COPIES}")
+        ranges = bucket_ranges(layout)
         # tensors without memory, of which only the place in their bucket counts
         dtype = getattr(torch, layout["dtype"])
         buckets = [torch.empty(n, dtype=dtype, device="meta") for _, _, n in ranges]
         with Copies() as copies:
             model.load_weights(iter(named_views(layout, ranges, buckets)))
-        self._check(model, copies.pairs, layout["whole"])
-        targets = {storage_of(target) for target, _ in copies.pairs}
-        updated = {storage_of(p): p for p in model.parameters() if storage_of(p) in targets}
+        updated = self._check(model, copies.pairs, layout["whole"])
         # of a fused matrix a part may stay as it is
         self.successor = {p: p.detach().clone() for p in updated.values()}
         number = {storage_of(bucket): k for k, bucket in enumerate(buckets)}
@@ -94,30 +84,27 @@ class Plan:
         for target, source in copies.pairs:
             if source is not None:
                 parameter = updated[storage_of(target)]
-                successor = self.successor[parameter]
-                if successor.stride() != parameter.stride():
-                    raise NotOnlyCopies(f"a parameter of shape {tuple(parameter.shape)} has gaps")
                 offset = target.storage_offset() - parameter.storage_offset()
-                into = successor.as_strided(target.shape, target.stride(), offset)
+                into = self.successor[parameter].as_strided(target.shape, target.stride(), offset)
                 place = (source.shape, source.stride(), source.storage_offset())
                 self.copies[number[storage_of(source)]].append((into, place))
         linear = torch.nn.functional.linear
         packed = [x for x in layers if getattr(x, "cpu_linear", linear) is not linear]
         self.packed = [x for x in packed if x.weight in self.successor]
-        self.ready = []
 
     @staticmethod
     def _check(model, pairs, whole):
-        """A whole update must load every parameter whole; none may load anything else."""
+        """{storage: parameter} of what is loaded: parameters alone, and all of each in a whole update."""
         loaded = Counter()
         for target, _ in pairs:
             loaded[storage_of(target)] += target.numel()
+        parameters = {storage_of(p): p for p in model.parameters()}
+        if loaded.keys() - parameters.keys():
+            raise ValueError(f"a weight loader that fills buffers {MORE_THAN_COPIES}")
         for name, parameter in model.named_parameters():
-            missing = parameter.numel() - loaded.pop(storage_of(parameter), 0)
-            if missing < 0 or (missing and whole):
+            if whole and loaded[storage_of(parameter)] != parameter.numel():
                 raise ValueError(f"the trainer's parameters do not make up the model's {name}")
-        if loaded:
-            raise NotOnlyCopies("a weight loader copies to somewhere else than a parameter")
+        return {storage: parameters[storage] for storage in loaded}
 
     @torch.no_grad()
     def stage(self, k, bucket):
@@ -137,14 +124,3 @@ class Plan:
         torch._foreach_copy_([p.data for p in self.successor], list(self.successor.values()))
         for layer, ready in zip(self.packed, self.ready):
             layer.cpu_linear = ready.cpu_linear
-        self.ready = []
-
-
-def reload(model, model_config, received):
-    """vLLM's own way to load `received` into a model in use: slower, and knows every model."""
-    layerwise.initialize_layerwise_reload(model)
-    model.load_weights(iter(received))
-    layerwise.finalize_layerwise_reload(model, model_config)
-    if current_platform.is_cpu() and model_config.hf_config.tie_word_embeddings:
-        # reloading renews the packed copies of all matrices but a tied output head's
-        model.lm_head.quant_method.process_weights_after_loading(model.lm_head)

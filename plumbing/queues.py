@@ -21,8 +21,6 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save_file
 
-# seconds that put and get wait if they are not told
-WAIT = 1800.0
 # seconds between two looks, each of which costs NFS a few round trips
 POLL = 0.005
 
@@ -30,12 +28,12 @@ POLL = 0.005
 class Queue:
     """A directory used as an ordered, persistent queue of records: one writer, one reader.
 
-    path: the directory, made if absent. maxlen: `put` waits while so many records lie there; 0: unbounded.
+    path: the directory, made if absent. How many records lie there is bounded by the gate (actor.py)
+    and by preprocess.py, which keeps at most one step ahead of the trainer.
     """
 
-    def __init__(self, path, maxlen: int = 0):
+    def __init__(self, path):
         self.path = Path(path)
-        self.maxlen = maxlen
         # found at the first put
         self.next_put = None
         self.next_get = 0
@@ -51,13 +49,8 @@ class Queue:
         """Where the record of this number lies."""
         return self.path / f"{number:010d}.safetensors"
 
-    def put(self, record: dict, timeout: float = WAIT) -> int:
-        """Append a record; returns its number. TimeoutError: the queue stays full; OSError: the disk is."""
-        deadline = time.monotonic() + timeout
-        while self.maxlen and len(self) >= self.maxlen:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"queue {self.path}: full for {timeout:.0f} s, nobody reads it")
-            time.sleep(POLL)
+    def put(self, record: dict) -> int:
+        """Append a record; returns its number. Raises OSError if the disk is full or gone."""
         with self.lock:
             number = self.next_put
             if number is None:
@@ -66,7 +59,7 @@ class Queue:
             self.next_put = number + 1
         return number
 
-    def get(self, timeout: float = WAIT) -> tuple[int, dict]:
+    def get(self, timeout: float = 0.0) -> tuple[int, dict]:
         """The number of the next record, and the record; timeout: seconds to wait, 0 to look once.
 
         Raises TimeoutError, or RuntimeError naming a file that is no record.
@@ -157,13 +150,3 @@ def read_json(path) -> dict:
             # NFS: it was replaced while it was read
             if e.errno != errno.ESTALE:
                 raise
-
-
-def wait_for_json(path, seconds: float, complaint: str) -> dict:
-    """What is published at `path`, once something is. TimeoutError(complaint) after so many seconds."""
-    deadline = time.monotonic() + seconds
-    while not read_json(path):
-        if time.monotonic() > deadline:
-            raise TimeoutError(complaint)
-        time.sleep(0.05)
-    return read_json(path)

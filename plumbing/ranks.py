@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 
-from config import require
 from plumbing.transport import open_store
 
 
@@ -31,20 +30,10 @@ class Ranks:
 
     def __init__(self, config):
         cuda = torch.cuda.is_available()
-        given = os.environ.get("CUDA_VISIBLE_DEVICES")
-        require(
-            cuda or not given,
-            f"GPU {given} is this rank's, but torch {torch.__version__} (CUDA {torch.version.cuda}) cannot "
-            "use it: see `nvidia-smi` for which CUDA its driver knows",
-        )
-        # what accelerate remembers is of a group that has been closed
-        if not dist.is_initialized():
-            PartialState._reset_state()
-        # one process alone is a group of one
-        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
-            os.environ.setdefault(name, value)
-        # accelerate would choose another number of threads
-        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+        # one process alone is a group of one; accelerate would choose another number of threads
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        alone["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+        os.environ |= alone | os.environ
         # cpu=True: without GPUs accelerate would otherwise take every process for the only one
         state = PartialState(
             cpu=not cuda,
@@ -62,25 +51,19 @@ class Ranks:
         self.stop = threading.Event()
 
     def listen_for_stop(self):
-        """From now on SIGTERM sets `stop`."""
-        signal.signal(signal.SIGTERM, self._on_sigterm)
-
-    def _on_sigterm(self, *_):
-        self.stop.set()
-
-    def agree(self, number):
-        """Rank 0's small whole number, on every rank. Collective."""
-        agreed = torch.tensor(int(number))
-        dist.broadcast(agreed, 0, self.group)
-        return int(agreed)
+        signal.signal(signal.SIGTERM, lambda *_: self.stop.set())
 
     def check_stop(self):
         """Raise Stopped on all ranks if rank 0 was told to stop. Collective."""
-        if self.agree(self.stop.is_set()):
+        told = torch.tensor(int(self.stop.is_set()))
+        dist.broadcast(told, 0, self.group)
+        if told:
             raise Stopped
 
     def close(self):
         dist.destroy_process_group()
+        # accelerate would take the next group for this one
+        PartialState._reset_state()
 
 
 def meeting_place(timeout):

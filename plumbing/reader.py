@@ -19,11 +19,10 @@ class Reader:
     last: the last record of the newest step; waited: seconds that this step waited for data.
     """
 
-    def __init__(self, config, run_dir, ranks, vocabulary, check):
+    def __init__(self, config, run_dir, ranks, check):
         self.config = config
         self.run_dir = run_dir
         self.ranks = ranks
-        self.vocabulary = vocabulary
         self.check = check
         self.batches = Queue(Path(run_dir, "queues", "batches", f"rank_{ranks.rank}"))
         self.evals = Queue(Path(run_dir, "queues", "evals"))
@@ -42,7 +41,7 @@ class Reader:
             number, record = self._next()
             self.waited += time.monotonic() - start
             expected = dict(run_id=self.config.run_id, step=version, row=row)
-            check_record(record, self.batches.file(number), self.vocabulary, **expected)
+            check_record(record, self.batches.file(number), **expected)
             yield record
             self.batches.ack(number, self._archived_as(record))
             row += 1

@@ -6,7 +6,6 @@ trainer admits and drops what is listed there. Deliberately absent: what is star
 
 import contextlib
 import ctypes
-import http.client
 import os
 import re
 import secrets
@@ -18,6 +17,8 @@ import sys
 import threading
 import time
 from pathlib import Path
+
+import requests
 
 from config import ROOT
 from plumbing.queues import publish_json
@@ -71,36 +72,32 @@ def end_with_launcher():
 
 class Process:
     """One process of a run, leader of a process group. What it prints goes to its log and the terminal, its
-    stderr to the log alone. files: which it has open, too.
+    stderr to the log alone. files: open files that it inherits.
     """
+
+    is_shown = True
 
     def __init__(self, run_dir, name, env, command, files=()):
         self.run_dir = Path(run_dir)
-        self.files = files
         self.name = name
         self.env = env
         self.command = command
+        self.files = files
         self.log = self.run_dir / "logs" / f"{name}.log"
         self.process = None
 
     def start(self):
         reading, writing = os.pipe()
-        with open(self.log, "ab") as log:
+        with open(self.log, "ab", buffering=0) as log:
             log.write(f"== {time.strftime('%F %T')} {shlex.join(self.command)}\n".encode())
             # where its own words begin
             self.begin = log.tell()
-            self.process = subprocess.Popen(
-                self.command,
-                cwd=ROOT,
-                env=os.environ | self.env,
-                stdin=subprocess.DEVNULL,
-                stdout=writing,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=end_with_launcher,
-                # the reading end, too: if the launcher is killed, last words break no pipe
-                pass_fds=[reading, *self.files],
-            )
+            # the reading end, too: if the launcher is killed, last words break no pipe
+            streams = dict(stdin=subprocess.DEVNULL, stdout=writing, stderr=log)
+            streams["pass_fds"] = [reading, *self.files]
+            group = dict(start_new_session=True, preexec_fn=end_with_launcher)
+            env = os.environ | self.env
+            self.process = subprocess.Popen(self.command, cwd=ROOT, env=env, **streams, **group)
         os.close(writing)
         self.thread = threading.Thread(target=self._pass_on, args=(reading,), daemon=True)
         self.thread.start()
@@ -108,7 +105,7 @@ class Process:
     def _pass_on(self, reading):
         with open(reading, "rb") as lines, open(self.log, "ab", buffering=0) as log:
             for line in lines:
-                if not isinstance(self, Engine):
+                if self.is_shown:
                     say(f"[{self.name}] {line.decode(errors='replace').rstrip()}")
                 # a full disk must not keep it from the terminal
                 with contextlib.suppress(OSError):
@@ -128,9 +125,7 @@ class Process:
 
     def last_errors(self):
         """What its log says last of errors since it was started, or of anything."""
-        with open(self.log, "rb") as log:
-            log.seek(self.begin)
-            lines = log.read().decode(errors="replace").splitlines()
+        lines = self.log.read_bytes()[self.begin :].decode(errors="replace").splitlines()
         lines = [line for line in lines if line.strip() and not line.startswith("nanobind: ")]
         errors = [line for line in lines if re.search(r"\b\w+(Error|Exception|Exit): ", line)]
         return "\n".join(f"  [{self.name}] {line}" for line in (errors or lines)[-3:])
@@ -138,6 +133,8 @@ class Process:
 
 class Engine(Process):
     """An engine, on the first free port from its own on, which is started again when it dies or hangs."""
+
+    is_shown = False
 
     def __init__(self, run_dir, name, env, command, start_timeout):
         host = command[command.index("--host") + 1]
@@ -149,19 +146,17 @@ class Engine(Process):
         self.start_timeout = start_timeout
         self.deaths = 0
         self.last_code = None
-        self.restart_at = None
+        self.restart_at = 0.0
 
     def start(self):
         super().start()
         self.entry = {"url": "http://%s:%d" % self.address, "started": secrets.token_hex(8)}
-        self._list(answers=False)
-        self.started = time.monotonic()
-        self.next_look = self.started
+        self._register(answers=False)
+        self.started = self.next_look = time.monotonic()
         self.first_answer = None
         self.failures = 0
-        self.restart_at = None
 
-    def _list(self, answers):
+    def _register(self, answers):
         self.file.parent.mkdir(exist_ok=True)
         publish_json(self.file, **self.entry, answers=answers)
 
@@ -170,14 +165,19 @@ class Engine(Process):
         now = time.monotonic()
         if self.restart_at:
             if now > self.restart_at:
+                self.restart_at = 0.0
                 self.start()
             return None
         code = super().poll()
-        if code is None:
-            if now > self.next_look:
-                self._look()
-                self.next_look = time.monotonic() + 1
-            return None
+        if code is not None:
+            return self._died(code, now)
+        if now > self.next_look:
+            self._check_health(now - self.started)
+            self.next_look = time.monotonic() + 1
+        return None
+
+    def _died(self, code, now):
+        """Have it started again, or give it up: its exit code."""
         self.file.unlink(missing_ok=True)
         lasted = self.first_answer and now > self.first_answer + FORGET
         self.deaths = 1 if lasted else self.deaths + 1
@@ -191,26 +191,22 @@ class Engine(Process):
         self.restart_at = now + 1 + 5 * (self.deaths - 1) ** 2
         return None
 
-    def _look(self):
-        """Is it well? Kill it if it hangs."""
-        seconds = time.monotonic() - self.started
+    def _check_health(self, seconds):
+        """Kill it if it hangs; seconds: since its start."""
         self.failures = 0 if self._is_healthy() else self.failures + 1
         if not self.failures and not self.first_answer:
             self.first_answer = time.monotonic()
-            self._list(answers=True)
+            self._register(answers=True)
             say(f"[{self.name}] answers after {seconds:.0f} s")
-        is_due = self.first_answer or seconds > self.start_timeout
-        if is_due and self.failures >= HANGS:
+        if self.failures >= HANGS and (self.first_answer or seconds > self.start_timeout):
             say(f"run.sh: {self.name} does not answer {self.entry['url']}/health: it is killed")
             self.process.kill()
 
     def _is_healthy(self):
-        connection = http.client.HTTPConnection(*self.address, timeout=ANSWER)
-        with contextlib.closing(connection):
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                connection.request("GET", "/health")
-                return connection.getresponse().status == 200
-        return False
+        try:
+            return requests.get(self.entry["url"] + "/health", timeout=ANSWER).ok
+        except requests.RequestException:
+            return False
 
 
 def run(processes, stop_timeout, is_over):

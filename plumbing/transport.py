@@ -1,14 +1,12 @@
 """What both sides of a weight update share: the group they meet in, and how parameters lie in buckets.
 
-weights.py is the trainer's side, plumbing/engine.py the engines'. Both know one layout: {names, shapes,
-dtype, bucket_bytes, whole: are these all parameters of the model?}.
+Both know one layout: {names, shapes, dtype, bucket_bytes, whole: are these all of the model's parameters?}.
 """
 
 import functools
 import os
 import socket
 import threading
-import time
 from concurrent.futures import Future
 from datetime import timedelta
 
@@ -32,9 +30,7 @@ def open_store(host, port, timeout, server=False):
 
 @functools.cache
 def weight_stream(device):
-    """The one stream of weight updates on a GPU; None on the CPU. Streams come from a pool: only one with
-    a priority is surely not that on which the model decodes.
-    """
+    """A GPU's one stream of weight updates, its priority surely not that of decoding; None on the CPU."""
     if device.type == "cuda":
         return torch.cuda.Stream(device, priority=-1)
 
@@ -52,16 +48,12 @@ def join_group(backend, store, rank, world, timeout, device=None):
     # it runs beside an engine's own all-reduces, and must leave them room
     options.is_high_priority_stream = True
     options.config.max_ctas = 8
-    # torch's watchdog ends the process when a broadcast fails; a group that is made with this setting
-    # has none: its waits raise, and whoever waited aborts it
-    before = os.environ.get(NO_WATCHDOG)
+    # without a watchdog, which ends the process when a broadcast fails: waits raise, and whoever
+    # waited aborts the group
     os.environ[NO_WATCHDOG] = "1"
-    try:
-        group = dist.ProcessGroupNCCL(place, rank, world, options)
-    finally:
-        os.environ.pop(NO_WATCHDOG)
-        if before is not None:
-            os.environ[NO_WATCHDOG] = before
+    group = dist.ProcessGroupNCCL(place, rank, world, options)
+    # other groups keep theirs
+    del os.environ[NO_WATCHDOG]
     # the first broadcast connects, without a deadline of its own
     try:
         in_thread(connect, group, device, limit).result(timeout)
@@ -117,13 +109,10 @@ def named_views(layout, ranges, buckets):
     return views
 
 
-def synchronize(device, timeout, what):
-    """Wait until the current stream of a GPU has done its work; TimeoutError after `timeout` s."""
-    deadline = time.monotonic() + timeout
-    while device.type == "cuda" and not torch.cuda.current_stream(device).query():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"weights: {what} has not ended within {timeout:.0f} s")
-        time.sleep(0.001)
+def synchronize(device):
+    """Wait until the current stream of a GPU has done its work: copies, which wait for nobody."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def in_thread(function, *args):

@@ -1,11 +1,8 @@
 """A FAKE vLLM server for tests that start engines many times: it is up in seconds, where vLLM takes half a minute.
 
-The HTTP calls of the contract (plumbing/engine.py), the real weight group (plumbing/transport.py), and real sampling
-from the Hugging Face model with the weights that arrived, each token stamped with the version that sampled it: learning
-is real. What is not: continuous batching (requests that wait are sampled together, in waves), --recompute_kv, several
-workers.
-
-`fake_vllm(folder)` writes a package `vllm` there, whose server is this file: with `folder` in PYTHONPATH, run.sh starts it as its engines.
+The contract's calls (plumbing/engine.py), the real weight group, and real sampling from the Hugging Face model with the weights that
+arrived, each token stamped with the version that sampled it. What is not: continuous batching (requests that wait are
+sampled together, in waves), --recompute_kv, several workers.
 """
 
 import argparse
@@ -27,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 
 def fake_vllm(folder):
-    """Make folder/vllm, so that `python -m vllm.entrypoints.openai.api_server` with `folder` in PYTHONPATH starts this file. Returns the folder."""
+    """Make folder/vllm: with the folder, which is returned, in PYTHONPATH, run.sh starts this file as its engines."""
     package = Path(folder, "vllm", "entrypoints", "openai")
     package.mkdir(parents=True)
     for p in (package, package.parent, package.parent.parent):
@@ -53,15 +50,8 @@ class Engine:
 
     # ---- weight updates, as plumbing.engine.Receiver does them
 
-    def join(self, group):
-        """Take part in a weight group from now on, in a thread of its own."""
-        self.received = {}
-        self.groups += 1
-        arguments = (group, self.groups)
-        threading.Thread(target=self.receive_all, args=arguments, daemon=True).start()
-
     def receive_all(self, group, number):
-        """Receive update after update until the group breaks, or there is another."""
+        """Take part in a weight group until it breaks, or there is another."""
         timeout = timedelta(seconds=group["timeout"])
         layout = group["layout"]
         ranges = transport.bucket_ranges(layout)
@@ -127,14 +117,9 @@ class Engine:
         versions = []
         while rows:
             self.carry_out_orders()
-            logits = self.model(
-                input_ids=ids,
-                attention_mask=seen,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            ).logits[:, -1]
+            inputs = dict(input_ids=ids, attention_mask=seen, position_ids=positions)
+            inputs |= dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
+            logits = self.model(**inputs).logits[:, -1]
             logprobs = torch.log_softmax(logits.float() / temperatures.clamp(min=1e-6), -1)
             tokens = torch.multinomial(logprobs.exp(), 1, generator=self.random)
             tokens = torch.where(temperatures == 0, logits.argmax(-1, keepdim=True), tokens)
@@ -168,10 +153,7 @@ class Server:
     def __init__(self, engine):
         self.engine = engine
         self.secret = secret.header(os.environ["PIPELINE_RUN_DIR"])[secret.HEADER]
-
-    @property
-    def handlers(self):
-        return {
+        self.handlers = {
             "/init_process_group": self.init_process_group,
             "/request_weight_update": self.request_weight_update,
             "/inference/v1/generate": self.generate,
@@ -192,7 +174,9 @@ class Server:
         unknown = set(body["layout"]["names"]) - set(self.engine.parameters)
         if unknown:
             raise ValueError(f"the model has no {unknown}")
-        self.engine.join(body)
+        self.engine.groups += 1
+        arguments = (body, self.engine.groups)
+        threading.Thread(target=self.engine.receive_all, args=arguments, daemon=True).start()
         return web.json_response({})
 
     async def request_weight_update(self, body):
@@ -227,17 +211,15 @@ def prompt_logprobs(model, ids):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model")
-    parser.add_argument("--host")
-    for name in ("port", "seed", "max-num-seqs"):
-        parser.add_argument(f"--{name}", type=int)
+    for name in ("model", "host", "port", "seed", "max-num-seqs"):
+        parser.add_argument(f"--{name}")
     args = parser.parse_known_args()[0]
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    server = Server(Engine(model, args.max_num_seqs, args.seed))
+    server = Server(Engine(model, int(args.max_num_seqs), int(args.seed)))
     app = web.Application(client_max_size=1 << 28)
-    app.add_routes([web.get("/health", server.health)])
     app.add_routes([web.post(path, server.call) for path in server.handlers])
-    web.run_app(app, host=args.host, port=args.port, handle_signals=False, print=None)
+    app.add_routes([web.get("/health", server.health)])
+    web.run_app(app, host=args.host, port=int(args.port), handle_signals=False, print=None)
 
 
 if __name__ == "__main__":

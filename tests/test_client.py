@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 from collections import Counter
 
 import pytest
@@ -11,7 +10,7 @@ from test_actor import FakeEngine
 
 import config as cfg
 from plumbing import client
-from plumbing.client import BadAnswer, Engines, Span, read_answer, token_versions
+from plumbing.client import Engines, Span, read_answer, token_versions
 
 # what is asked for: at most ASKED tokens below VOCABULARY, ended by 1
 ASKED = 8
@@ -44,7 +43,6 @@ BAD = [
     ("form", answer()[:-5]),
     ("form", b'{"choices": []}'),
     ("form", b'{"choices": [null]}'),
-    ("form", b'{"choices": ' + b"[" * 100000),
     ("form", answer(token_ids=["29", "30", "1"])),
     ("form", answer(token_ids=[29.0, 30.5, 1.0])),
     ("form", answer(logprobs=[-0.5, None, -0.5])),
@@ -80,9 +78,8 @@ BAD = [
 
 @pytest.mark.parametrize("reason,body", BAD, ids=range(len(BAD)))
 def test_bad_answers(reason, body):
-    with pytest.raises(BadAnswer) as error:
+    with pytest.raises(ValueError, match=None if reason == "form" else f"^{reason}"):
         read_answer(body, ASKED, STOP, VOCABULARY)
-    assert error.value.args[0] == reason
 
 
 GOOD = [
@@ -132,8 +129,8 @@ def body(content):
 @pytest.mark.parametrize(
     "response,counts",
     [
-        (body(answer([29, 30, 31])), {"bad_finish": 1, "retried": 1}),
-        (body(b"{}"), {"bad_form": 1, "retried": 1}),
+        (body(answer([29, 30, 31])), {"retried": 1}),
+        (body(b"{}"), {"retried": 1}),
         (lambda: web.Response(status=500, body=b"\xff" * 1000), {"retried": 1}),
         (lambda: web.Response(status=302, headers={"Location": "file:///x"}), {"retried": 1}),
         (lambda: web.Response(body=answer(), headers={"Content-Encoding": "gzip"}), {"retried": 1}),
@@ -152,7 +149,7 @@ def test_what_fails_is_asked_again(response, counts, monkeypatch, capsys):
 def test_an_engine_that_only_gives_bad_answers_costs_the_attempts(monkeypatch):
     engines, completions = generate_from([body(b"{}")] * 8, monkeypatch, n=2)
     assert completions == [None, None]
-    assert engines.counts == {"bad_form": 8, "retried": 6, "failed": 2}
+    assert engines.counts == {"retried": 6, "failed": 2}
 
 
 # ---- several engines
@@ -234,13 +231,6 @@ def test_requests_of_an_engine_that_is_dropped_move_and_new_ones_wait_for_one_th
         assert answered == [{second: 1}] * 3
         assert engines.counts == {"moved": 1}
         engines.measure_pace()
-        assert engines.pace()["gen_tok_s"] > 0
+        assert engines.pace["gen_tok_s"] > 0
 
     asyncio.run(asyncio.wait_for(run(), 30))
-
-
-def test_a_host_that_has_vanished_is_noticed():
-    opened = client.open_socket((socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 1)))
-    with opened:
-        assert opened.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        assert opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10

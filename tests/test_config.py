@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from dataclasses import fields
 
 import pytest
@@ -72,7 +73,8 @@ def run_sh(*argv, **environment):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        env=os.environ | environment,
+        # never an installation
+        env=os.environ | {"PIPELINE_PYTHON": sys.executable} | environment,
     )
 
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -197,6 +198,7 @@ class Hosts:
         """Start a host that runs run.sh. Its words go to <folder>/host<k>.txt."""
         link = f"v{k}"
         environment |= {"RUN_MARK": self.folder, "PYTHONPATH": self.fake}
+        environment["PIPELINE_PYTHON"] = sys.executable
         begin = 'until ip addr | grep -q 10.77.0; do sleep 0.05; done; exec bash run.sh "$@"'
         unshare = ["unshare", "-n", "-p", "-f", "--mount-proc", "--kill-child"]
         host = subprocess.Popen(

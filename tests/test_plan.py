@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from plumbing import engine, transport
+from plumbing import transport
 from plumbing.engine import Receiver
-from plumbing.plan import NotOnlyCopies, Plan
+from plumbing.plan import Plan
 
 WIDTH = 6
 NAMES = ["q", "k", "down", "norm"]
@@ -65,10 +65,6 @@ class Update:
         self.sent = dict(transport.named_views(layout, self.ranges, self.buckets))
 
 
-def plan_of(model, layout):
-    return Plan(model, layout, transport.bucket_ranges(layout))
-
-
 def receive(plan, update, memory):
     """Bucket after bucket in the same memory, as Receiver does."""
     for k, bucket in enumerate(update.buckets):
@@ -88,7 +84,7 @@ def test_buckets_cover_all_parameters_in_order():
 def test_a_worker_gets_its_shards_bucket_by_bucket(rank, bucket_bytes):
     model = Shard(rank)
     layout = layout_of(bucket_bytes=bucket_bytes)
-    plan = plan_of(model, layout)
+    plan = Plan(model, layout)
     for seed in (0, 1):
         before = model.values()
         update = Update(layout, seed)
@@ -106,7 +102,7 @@ def test_an_update_of_some_parameters_leaves_the_others(names):
     whole = Update(layout_of(), 0)
     model.load_weights(whole.sent.items())
     layout = layout_of(names)
-    plan = plan_of(model, layout)
+    plan = Plan(model, layout)
     update = Update(layout, 1)
     receive(plan, update, torch.empty(150))
     plan.swap()
@@ -121,22 +117,48 @@ def test_what_is_not_loaded_whole_is_refused():
             super().load_weights((n, w) for n, w in weights if n != "k")
 
     with pytest.raises(ValueError, match="do not make up the model's qk"):
-        plan_of(Forgetful(), layout_of())
+        Plan(Forgetful(), layout_of())
     # part of it is sent, and all of that is loaded
-    plan_of(Forgetful(), layout_of(["q"]))
+    Plan(Forgetful(), layout_of(["q"]))
 
 
-def test_copies_to_elsewhere_are_no_plan():
-    class Elsewhere(Shard):
-        def load_weights(self, weights):
-            weights = list(weights)
-            super().load_weights(weights)
-            self.statistics.copy_(dict(weights)["norm"])
+class Elsewhere(Shard):
+    """Loading it fills a buffer, too."""
 
-    model = Elsewhere()
-    model.register_buffer("statistics", torch.zeros(WIDTH))
-    with pytest.raises(NotOnlyCopies, match="somewhere else"):
-        plan_of(model, layout_of())
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("statistics", torch.zeros(WIDTH))
+
+    def load_weights(self, weights):
+        weights = list(weights)
+        super().load_weights(weights)
+        self.statistics.copy_(dict(weights)["norm"])
+
+
+class Scaled(Shard):
+    def load_weights(self, weights):
+        super().load_weights((name, weight * 2) for name, weight in weights)
+
+
+class Quantised(Shard):
+    """Its weights are treated after loading."""
+
+    def __init__(self):
+        super().__init__()
+        self.quant_method = object()
+
+
+@pytest.mark.parametrize(
+    "kind, layer",
+    [
+        (Elsewhere, "a weight loader that fills buffers"),
+        (Scaled, "a weight loader that calls aten.mul.Tensor"),
+        (Quantised, "Quantised"),
+    ],
+)
+def test_a_model_that_does_more_than_copy_is_refused_by_name(kind, layer):
+    with pytest.raises(ValueError, match=f"{layer} does more than copy: such a model cannot be"):
+        Plan(kind(), layout_of())
 
 
 # ---- a worker's receiver
@@ -151,13 +173,6 @@ class Worker:
         self.parallel_config = self
         self.rank = 0
         self.get_model = lambda: model
-
-
-class Scaled(Shard):
-    """Loading it is more than copying."""
-
-    def load_weights(self, weights):
-        super().load_weights((name, weight * 2) for name, weight in weights)
 
 
 def group_of(layout, **others):
@@ -176,26 +191,7 @@ def test_a_worker_needs_memory_for_one_bucket_and_its_own_shards(no_trainer):
     receiver = Receiver(Worker(model), group_of(layout_of(bucket_bytes=300)), None)
     own = sum(p.numel() for p in model.parameters())
     assert sum(x.numel() for x in receiver.plan.successor.values()) == own
-    memory = {
-        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in receiver.buckets
-    }
-    assert list(memory.values()) == [4 * 2 * WIDTH * WIDTH]
-
-
-def test_a_model_that_does_more_than_copy_keeps_everything(no_trainer, monkeypatch):
-    model = Scaled()
-    receiver = Receiver(Worker(model), group_of(layout_of()), None)
-    assert receiver.plan is None
-    update = Update(layout_of(), 0)
-    for memory, bucket in zip(receiver.buckets, update.buckets):
-        memory.copy_(bucket)
-    monkeypatch.setattr(engine, "reload", lambda model, _, received: model.load_weights(received))
-    receiver.worker.model_config = None
-    receiver.swap()
-    doubled = {name: 2 * tensor for name, tensor in update.sent.items()}
-    assert equal(model.values(), model.expected(doubled))
-    with pytest.raises(ValueError, match="some parameters needs a model that only copies"):
-        Receiver(Worker(model), group_of(layout_of(["k"])), None)
+    assert receiver.memory.shape == (2 * WIDTH * WIDTH,)
 
 
 def test_groups_that_follow_each_other_share_the_plan(no_trainer):

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 import config as cfg
 import train
-from conftest import ROOT, with_knobs
+from conftest import ROOT
 from plumbing import launch
-from plumbing.checkpoints import check_room, newest, restore
+from plumbing.checkpoints import newest, restore
 from plumbing.ledger import Ledger
 from plumbing.queues import Queue, publish_json
 from preprocess import Packer
@@ -259,15 +259,9 @@ def test_ranks_may_be_started_by_hand(launcher, on_two_ranks, tmp_path, base_mod
     assert same(weights, on_two_ranks[0])
 
 
-@pytest.mark.parametrize(
-    "ranks, gpu, complaint",
-    [(2, "", "1 ranks were started, .* --trainers 2"), (1, "0", "GPU 0 is this rank's, but torch")],
-)
-def test_a_rank_that_cannot_train_says_so(ranks, gpu, complaint, tmp_path, base_model, monkeypatch):
-    run_dir = write_run(tmp_path, "r", base_model, ranks)
-    # as an old driver has it: the GPU is not replaced by the CPU
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpu)
-    with pytest.raises(AssertionError, match=f"train: {complaint}"):
+def test_ranks_that_do_not_fit_the_run_say_so(tmp_path, base_model):
+    run_dir = write_run(tmp_path, "r", base_model, 2)
+    with pytest.raises(AssertionError, match="train: 1 ranks were started, .* --trainers 2"):
         run("train.py", run_dir)
     assert not (run_dir / "metrics.jsonl").exists()
 
@@ -361,23 +355,10 @@ def test_a_damaged_checkpoint_is_named(file, reference, tmp_path, base_model):
     path = newest(tmp_path)
     os.truncate(path / "trainer" / file, 100)
     model, optimizers = train.build(config, torch.device("cpu"), 1)
-    with pytest.raises(cfg.ConfigError, match=f"{path} is damaged: remove it .*; the same command"):
+    with pytest.raises(cfg.ConfigError, match=f"{path} is damaged: remove it; the same command"):
         restore(path, model, optimizers)
     shutil.rmtree(path)
     assert restore(newest(tmp_path), model, optimizers)["version"] == 3
-
-
-def test_a_disk_without_room_for_checkpoints_is_said_at_once(tmp_path):
-    config = cfg.Config(dtype="bfloat16", steps=100, save_every=10, keep_last=3)
-    # a checkpoint takes 14 bytes a parameter: three find room, four do not
-    parameters = int(shutil.disk_usage(tmp_path).free / 3.5 / 14)
-    model = torch.nn.Linear(1, parameters, bias=False, device="meta")
-    with pytest.raises(cfg.ConfigError, match="4 checkpoints of [0-9,]+ bytes are there at once"):
-        check_room(config, tmp_path, model)
-    check_room(with_knobs(config, keep_last=2), tmp_path, model)
-    # one that is there takes no more
-    (tmp_path / "checkpoints" / "step_000010").mkdir(parents=True)
-    check_room(config, tmp_path, model)
 
 
 def test_a_checkpoint_says_what_is_in_it(tmp_path, base_model):

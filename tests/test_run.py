@@ -179,18 +179,11 @@ def test_the_pipeline_end_to_end(tmp_path, base_model):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from config import Config
-    from plumbing.checkpoints import bytes_needed
-
     trained, base = (
         AutoModelForCausalLM.from_pretrained(p)
         for p in (run_dir / "checkpoints" / "step_000012", base_model)
     )
     assert not torch.equal(trained.lm_head.weight, base.lm_head.weight)
-    # what was said before the first step that a checkpoint takes
-    saved = run_dir / "checkpoints" / "step_000012"
-    size = sum(p.stat().st_size for p in saved.rglob("*"))
-    assert 0.9 < size / bytes_needed(Config(dtype="float32"), trained) < 1.2
     assert (
         AutoTokenizer.from_pretrained(run_dir / "checkpoints" / "step_000012")("ab=")["input_ids"]
         == AutoTokenizer.from_pretrained(base_model)("ab=")["input_ids"]

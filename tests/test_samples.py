@@ -1,7 +1,5 @@
 """The schema of a sample: records and back, fillers, new fields, and what is refused."""
 
-import threading
-
 import numpy as np
 import pytest
 import torch
@@ -164,13 +162,3 @@ def test_what_no_stage_writes_ends_the_run_by_name(case):
 
 def test_a_record_without_samples_is_one():
     check_record(group_record(0, [], failed=4), "the file", 50, run_id="abc")
-
-
-class OneRank:
-    """As plumbing.ranks.Ranks, of one process."""
-
-    rank = 0
-    stop = threading.Event()
-
-    def agree(self, number):
-        return number

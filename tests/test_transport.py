@@ -53,14 +53,10 @@ def join(timeout=5.0):
     return transport.join_group("nccl", store, 0, 1, timeout, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("before", [None, "0"])
-def test_a_group_has_no_watchdog_and_others_keep_theirs(nccl, before):
-    nccl.delenv(NO_WATCHDOG, raising=False)
-    if before is not None:
-        nccl.setenv(NO_WATCHDOG, before)
+def test_a_group_has_no_watchdog_and_others_keep_theirs(nccl):
     group = join()
     assert group.blocking_wait == "1"
-    assert os.environ.get(NO_WATCHDOG) == before
+    assert NO_WATCHDOG not in os.environ
     # an engine's own all-reduces go on beside it
     assert group.options.is_high_priority_stream and group.options.config.max_ctas == 8
     transport.abort_group(group)
@@ -77,15 +73,6 @@ def test_connecting_has_a_deadline(nccl):
     while not FakeNCCL.made[0].aborted:
         assert time.monotonic() < start + 30
         time.sleep(0.01)
-
-
-def test_a_group_that_cannot_be_aborted_is_left_with_a_line(nccl, capsys):
-    def refuse(self):
-        raise RuntimeError("still busy")
-
-    nccl.setattr(FakeNCCL, "abort", refuse)
-    transport.abort_group(join())
-    assert "a group that is given up says: still busy" in capsys.readouterr().out
 
 
 def listening():

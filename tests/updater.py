@@ -43,13 +43,14 @@ def at(moment):
 class StoppableGroup(Group):
     """The real Group, which waits for a line at one moment of an update."""
 
-    def broadcast(self, buckets, version, staging):
+    def ring(self, version):
         at("start")
-        # rings the doorbell
-        super().broadcast(buckets[:20], version, staging)
+        super().ring(version)
+
+    def broadcast(self, buckets):
+        super().broadcast(buckets[:20])
         at("mid")
-        for work in [self.group.broadcast(bucket, 0) for bucket in buckets[20:]]:
-            self._finish(work)
+        super().broadcast(buckets[20:])
 
     def wait_until_ready(self):
         super().wait_until_ready()

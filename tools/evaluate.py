@@ -121,8 +121,7 @@ def table(answers):
     correct = list(map(sum, successes))
     n = len(successes[0])
     scores = {"pass@1" if n == 1 else f"pass@1 = avg@{n}": [c / n for c in correct]}
-    # 2, 4, 8, ... and n
-    for k in [2**i for i in range(1, n.bit_length()) if 2**i < n] + [n] * (n > 1):
+    for k in [k for k in (2, 4, 8, 16, 32, 64, 128, 256) if k < n] + [n] * (n > 1):
         scores[f"pass@{k}"] = [pass_at_k(n, c, k) for c in correct]
     if n > 1:
         votes = [[line["answer"] for line in lines] for lines in answers.values()]
@@ -188,17 +187,17 @@ async def all_attempts(actor, processes, urls, out):
     tries = [(problem, k) for problem in actor.held_out() for k in range(c.eval_attempts)]
     pending = {asyncio.create_task(attempt(actor, *problem, k)) for problem, k in tries}
     lines = []
-    last_print = time.monotonic()
-    while pending:
-        done, pending = await asyncio.wait(pending, timeout=1)
-        check_alive(processes, c)
-        for task in done:
-            lines.append(task.result())
-            out.write(json.dumps(lines[-1]) + "\n")
-        if time.monotonic() > last_print + 10:
-            last_print = time.monotonic()
-            print(f"eval: {len(lines)} of {len(tries)} answers", flush=True)
-    await actor.close()
+    try:
+        while pending:
+            done, pending = await asyncio.wait(pending, timeout=1)
+            check_alive(processes, c)
+            for task in done:
+                lines.append(task.result())
+                out.write(json.dumps(lines[-1]) + "\n")
+                if len(lines) % 100 == 0:
+                    print(f"eval: {len(lines)} of {len(tries)} answers", flush=True)
+    finally:
+        await actor.close()
     results = {}
     for line in sorted(lines, key=lambda line: (line["problem"], line["attempt"])):
         results.setdefault(line["source"], {}).setdefault(line["problem"], []).append(line)

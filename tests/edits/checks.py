@@ -5,22 +5,29 @@ runs `pytest tests/edits/checks.py -k NAME` there. In the repository itself, wit
 import asyncio
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from test_ranks import run_trainer, write_run
 from test_samples import group_record, make_sample
 from test_train import CPU, knobs, metrics_of, micro_record, one_step, packed_model
 
 import actor
 import preprocess
 import train
-from conftest import resolved
-from plumbing import checkpoints, secret
+from conftest import register, resolved
+from fake_engine import fake_vllm
+from plumbing import checkpoints, launch, secret
 from plumbing.ledger import Ledger
+from plumbing.mismatch import Guards
 from plumbing.queues import Queue
 from plumbing.ranks import Ranks
 from plumbing.samples import Transcript, join, layout, split
+from tools import replay
+from tools.evaluate import start_engines, stop_engines
+from weights import Sender
 
 
 def sampled(n):
@@ -208,6 +215,46 @@ def test_muon_goes_on_from_a_checkpoint(tmp_path, base_model):
         assert torch.equal(expected, got)
 
 
+# ---- subset_of_parameters
+
+
+def test_subset_of_parameters_alone_is_trained_and_sent(tmp_path, base_model, monkeypatch):
+    """With a FAKE engine: it has the new values of those, and of all others what it has loaded."""
+    flags = dict(run="t", out=tmp_path, port=8985, model=base_model, trained=r"\.mlp\.up|norm")
+    config = resolved("toy", *[x for knob, value in flags.items() for x in (f"--{knob}", value)])
+    run_dir = launch.write(config)
+    (run_dir / "queues").mkdir()
+    ranks = Ranks(config)
+    model, optimizers = train.build(config, CPU, 1)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    monkeypatch.setenv("PYTHONPATH", str(fake_vllm(tmp_path / "fake")))
+    engines = start_engines(config, as_loaded=False)
+    try:
+        register(run_dir, "engine0", "http://127.0.0.1:8985")
+        sender = Sender(config, model, ranks, run_dir)
+        sender.push(0, {})
+        record = micro_record(model, [20, 20], version=0)
+        one_step(model, optimizers, [record], 0, config)
+        after = {name: p.detach().clone() for name, p in model.named_parameters()}
+        trained = {name for name in before if "mlp.up" in name or "norm" in name}
+        assert {n for n in before if not torch.equal(before[n], after[n])} == trained
+        with torch.no_grad():
+            # not even if the trainer's change
+            model.get_input_embeddings().weight.mul_(2)
+        sender.push(1, {})
+        sender.wait()
+        model.load_state_dict(after, strict=False)
+        assert Guards(config, run_dir, ranks).measure(model, record, sender, 1)["mismatch"] < 1e-5
+        sender.close()
+        # its checkpoints are like any other's
+        state = checkpoints.NEW_RUN | {"version": 1}
+        checkpoints.save(config, run_dir, model, optimizers, state, ranks)
+        newest = checkpoints.newest(run_dir)
+        assert checkpoints.restore(newest, *train.build(config, CPU, 1))["version"] == 1
+    finally:
+        stop_engines(engines)
+
+
 # ---- entropy_per_task
 
 
@@ -320,7 +367,7 @@ def test_rloo_by_length_by_hand(tmp_path):
     rollouts.put(group_record(0, samples))
     rollouts.put(group_record(1, [], failed=3))
     config = knobs(run_id="abc", advantage="loo_length", attempts=3, batch_size=6)
-    waiting = preprocess.GroupBuffer(config, rollouts, Ledger(0, []), 50)
+    waiting = preprocess.GroupBuffer(config, rollouts, Ledger(0, []))
     waiting.receive()
     [group] = waiting.groups
     found = [sample["advantage"] for sample in group["samples"]]
@@ -338,3 +385,31 @@ def test_log_ratio_histogram_by_hand():
     found = metrics_of(model, record, 6)[1]["log_ratios"]
     # bins of 0.1 from -1: 0.55 is in number 15, -0.55 in number 4; prompts are in none
     assert found == [3.0 if k == 4 else 14.0 if k == 15 else 0.0 for k in range(20)]
+
+
+# ---- two_epochs
+
+
+def test_two_epochs_are_two_optimizer_steps():
+    config = knobs(loss="ppo", lr=0.01)
+    record = micro_record(packed_model(), [20, 20], version=0)
+    ranks = SimpleNamespace(device=CPU, world=1)
+    after = []
+    for epochs in (1, 2):
+        model = packed_model()
+        optimizers = train.make_optimizers(model, config, CPU)
+        one_step(model, optimizers, [record], 0, config)
+        if epochs == 2:
+            train.epoch(model, optimizers, [record], 0, config, ranks)
+        steps = {int(state["step"]) for state in optimizers[0].state.values()}
+        assert steps == {epochs}
+        after.append(model.lm_head.weight.detach().clone())
+    assert not torch.equal(*after)
+
+
+def test_two_epochs_come_out_alike_in_replay(tmp_path, base_model, capsys):
+    alone = dict(master_addr="127.0.0.1", engines=1, trainer_threads=1)
+    run_dir = write_run(tmp_path, "r", base_model, keep_steps=4, loss="ppo", **alone)
+    run_trainer(run_dir)
+    assert replay.main([str(run_dir), "--step", "6"]) == []
+    assert "are the same, bit for bit" in capsys.readouterr().out
