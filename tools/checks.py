@@ -54,10 +54,10 @@ def origin_of(sample):
     versions = plain.versions_of(sample)
     turns = (np.diff(sample["mask"].astype(int)) == 1).sum()
     # another version has computed a part of it, or it was sent once more for each turn
-    if sample["num_versions"] > len(versions) or (turns > 1 and len(versions) > 1):
+    if sample["num_versions"] != len(versions) or not versions:
         return None
     if len(versions) > 1:
-        return "across updates"
+        return "across updates" if turns == 1 else None
     return "after updates" if versions[0] else "version 0"
 
 
@@ -143,7 +143,7 @@ def check_texts(run):
                 reply = task.respond(group["problem"], texts[:k])
                 wrong_replies += not run.is_reply(tokens, reply)
                 replies += 1
-        stops = turns[-1][-1] in run.prompter.stop and sample["mask"][-1]
+        stops = int(sample["tokens"][-1]) in run.prompter.stop and sample["mask"][-1]
         full = sample["mask"].sum() >= run.config.max_new_tokens
         full |= len(sample["tokens"]) >= run.config.max_model_len - 1
         # between two turns an answer may be cut off by what would come next
