@@ -309,8 +309,8 @@ def test_engine_hosts_come_and_go_while_the_run_goes_on(hosts, tmp_path):
         hosts.run(k, 3, *argv, "--steps", 1000)
     hosts.wait_for_engines(1, 2)
     hosts.wait_until(lambda: hosts.step() >= 2)
-    assert "node 1 engine0" in hosts.words(1)
-    assert "node 2 engine1" in hosts.words(2)
+    assert "node 1 of 3\n  engine0" in hosts.words(1)
+    assert "node 2 of 3\n  engine1" in hosts.words(2)
     # one that joins late
     hosts.serve(3)
     hosts.wait_for_engines(1, 2, 3)
