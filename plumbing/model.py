@@ -6,6 +6,8 @@ update, as engines then differ (plumbing/mismatch.py). Deliberately absent: padd
 trained is what sampled), attention sinks, a list of families (tests/test_model.py has one).
 """
 
+import inspect
+
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -13,6 +15,9 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
+
+# torch 2.11 takes fewer key heads as they are, and knows no such argument
+GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def flash_runs_on(x):
@@ -58,7 +63,7 @@ def packed_attention(
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
         bounds = (cu_seq_lens_q, cu_seq_lens_q, longest, longest)
         window = (sliding_window - 1 if sliding_window else -1, 0)
-        out = varlen_attn(q, k, v, *bounds, scale=scaling, window_size=window, enable_gqa=True)
+        out = varlen_attn(q, k, v, *bounds, scale=scaling, window_size=window, **GROUPED)
         return out[None], None
     plain = softcap or (sliding_window and longest > sliding_window)
     grouped = query.shape[1] != key.shape[1]
