@@ -19,8 +19,8 @@ from bench.common import WORK, copy_sources, measured, parser, result_file, tabl
 from tools import report
 
 GUESS = "--task guess --max_new_tokens 90 --max_model_len 256 --row_tokens 1024"
-SWAP = "if self.plan:\n            self.plan.swap()"
-SKIP_SWAP = "if self.rank == 2:\n            return\n        " + SWAP
+SWAP = "        self.plan.swap()\n"
+SKIP_SWAP = "        if self.rank != 2:\n            self.plan.swap()\n"
 MASK = "mask = np.array(self.mask, bool)\n"
 SCORE = "verdict = await self.sandbox.score(task, problem, completion, finished)"
 REFERENCE = "model = load_model(config, getattr(torch, config.dtype)).to(device).eval()\n"
