@@ -108,8 +108,7 @@ class FakeEngines:
         of_tokens = dict(tokens=tokens, behavior_logprobs=logprobs, versions=[0] * len(tokens))
         return of_tokens | dict(finished=False, engine=engine)
 
-    def pace(self):
-        return {"gen_tok_s": 0.0, "gen_idle": 0.0}
+    pace = {"gen_tok_s": 0.0, "gen_idle": 0.0}
 
 
 async def one_group(config, run_dir, model):
