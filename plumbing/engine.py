@@ -20,6 +20,7 @@ from datetime import timedelta
 import torch
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from vllm.exceptions import VLLMClientError
 
 from plumbing import secret, transport
 from plumbing.generate import sample
@@ -72,7 +73,8 @@ class Contract:
             engine = scope["app"].state.engine_client
             return await self.handlers[call](Request(scope, receive), engine)
         except Exception as e:
-            return JSONResponse({"error": f"{call[1]}: {type(e).__name__}: {e}"}, 500)
+            code = 400 if isinstance(e, (ValueError, VLLMClientError)) else 500
+            return JSONResponse({"error": f"{call[1]}: {type(e).__name__}: {e}"}, code)
 
     async def generate(self, request, engine):
         if not self.has_weights:

@@ -321,7 +321,10 @@ def test_a_prompt_of_no_tokens_is_named(tmp_path, text):
     p = Prompter(cfg.Config(model=str(tmp_path), max_model_len=100))
     fine = {"prompt": "ba="}
     p.check({"toy": [fine] * 3})
-    with pytest.raises(cfg.ConfigError, match="task toy, problem 3: the prompt .* is no token"):
+    with pytest.raises(
+        cfg.ConfigError,
+        match="task toy, problem 3: the prompt .* has 0 tokens, there may be 1 to 99",
+    ):
         p.check({"toy": [fine, fine, {"prompt": text}]})
 
 
@@ -329,6 +332,8 @@ def test_a_prompt_longer_than_the_context_is_named(tmp_path):
     p = prompter(tmp_path, max_model_len=20)
     fits = {"prompt": "a" * 19, "where": "f.jsonl:1"}
     p.check({"maths": [fits]})
-    complaint = "f.jsonl:2: the prompt has 20 tokens, --max_model_len 20 leaves room for 19"
+    complaint = (
+        "f.jsonl:2: the prompt 'aaa.*' has 20 tokens, there may be 1 to 19: raise --max_model_len"
+    )
     with pytest.raises(cfg.ConfigError, match=complaint):
         p.check({"maths": [fits, {"prompt": "a" * 20, "where": "f.jsonl:2"}]})
