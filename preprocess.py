@@ -204,16 +204,12 @@ class GroupBuffer:
                 self.take(arrived)
             if drop_oldest and len(self.groups) > self.room:
                 self.drop(self.groups.popleft(), "buffer_full")
-            self.rollouts.ack(number, self.archived_as(record["draw"]))
+            run_dir = self.rollouts.path.parent.parent
+            self.rollouts.ack(number, group_file(self.config, run_dir, record["draw"]))
         if time.monotonic() - self.last_input > self.config.stall_timeout and not self.groups:
             raise TimeoutError(
                 f"preprocess: actor.py put no rollouts into {self.rollouts.path} for {self.config.stall_timeout:.0f} s"
             )
-
-    def archived_as(self, draw):
-        """Which file the record of a group becomes; None: it is deleted."""
-        if self.config.keep_steps:
-            return group_file(self.config, self.rollouts.path.parent.parent, draw)
 
     def in_order(self, record):
         """The records whose turn it is, now that this one is here."""

@@ -7,7 +7,7 @@ more, or the run is to stop, rank 0 decides for all. Every wait has a deadline.
 import time
 from pathlib import Path
 
-from plumbing import archive
+from plumbing.archive import batch_file
 from plumbing.queues import Queue
 from plumbing.samples import check_record
 
@@ -43,18 +43,10 @@ class Reader:
             expected = dict(run_id=self.config.run_id, step=version, row=row)
             check_record(record, self.batches.file(number), **expected)
             yield record
-            self.batches.ack(number, self._archived_as(record))
+            kept_as = batch_file(self.config, self.run_dir, record, self.ranks.rank)
+            self.batches.ack(number, kept_as)
             row += 1
         self.last = record
-
-    def _archived_as(self, record):
-        """Which file a micro-batch becomes that is dealt with; None: it is deleted."""
-        if not self.config.keep_steps:
-            return None
-        step = record["step"] + 1
-        if record["row"] == 0:
-            archive.begin_step(self.config, self.run_dir, step, self.ranks.rank)
-        return archive.batch_file(self.run_dir, step, self.ranks.rank, record["row"])
 
     def _next(self):
         """The next record of this rank, (number, record). Collective; raises Stopped on all ranks."""
