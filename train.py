@@ -28,7 +28,7 @@ from transformers.utils import logging
 
 import config as cfg
 from plumbing import checkpoints
-from plumbing.metrics import MetricsLog, Sums, count, largest, mean, mean_if_any
+from plumbing.metrics import MetricsLog, Sums, largest
 from plumbing.mismatch import Guards
 from plumbing.model import empty_model, finish_logits, hand_out, to_device
 from plumbing.ranks import Ranks, Stopped
@@ -209,6 +209,20 @@ def learning_rate(config, step):
 
 
 # ---------------------------------------------------------------------------- one step
+
+# what a metric is of its sums over a step's micro-batches
+count = int
+
+
+def mean(total, n):
+    """Per token, per sample, ...; 0 if there is none."""
+    return total / max(n, 1)
+
+
+def mean_if_any(total, n):
+    """Likewise; None if there is none."""
+    return total / n if n else None
+
 
 # names of lag ranges and the largest lag in each
 LAG_BUCKETS = {"0": 0, "1": 1, "2": 2, "3-4": 4, "5-8": 8, "9+": math.inf}
@@ -458,7 +472,7 @@ def train(config, run_dir, ranks):
             state = next_state(state, metrics, reader.last, log.wall_s())
             version = state["version"]
             log.step(state, metrics, reader, sender.take_timing())
-            log.alarms(version, guards.check(version, metrics))
+            guards.check(version, metrics)
             if updates_engines(config, version):
                 sender.push(version, state["position"])
             else:

@@ -17,6 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.common import WORK, copy_sources, measured, parser, result_file, table
 from tools import report
+from tools.status import alarms
 
 GUESS = "--task guess --max_new_tokens 90 --max_model_len 256 --row_tokens 1024"
 SWAP = "        self.plan.swap()\n"
@@ -60,7 +61,7 @@ FAULTS = {
         "engine.update_weight_version(str(max(int(version) - 1, 0)))",
     ),
     "stale prefix": (
-        "plumbing/generate.py",
+        "plumbing/engine.py",
         'request_id if request.cache_salt is None else f"{group}/{request.cache_salt}"',
         '"0"',
         GUESS,
@@ -172,10 +173,10 @@ def try_out(name, steps, port):
         failed = ["its run ended: " + reason(printed)]
     own = ["--run", "guards", "--steps", str(steps), "--eval_every", "0", "--eval_problems", "8"]
     code, printed = run(folder, ["toy", *knobs, *own])
-    done = alarms = []
+    done = []
     if (folder / "out" / "guards" / "metrics.jsonl").exists():
-        done, alarms = report.lines_with(folder / "out" / "guards", "step", "alarm")
-    guards = [(line["alarm"][:60], line["version"]) for line in alarms]
+        done, _ = report.read(folder / "out" / "guards")
+    guards = [(words[:60], version) for version, words in alarms(done)]
     if code:
         last = max((line["step"] for line in done), default=0)
         guards.append(("it ended: " + reason(printed), last))

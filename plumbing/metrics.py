@@ -24,21 +24,6 @@ RECENT = 10
 # ---- a step's metrics
 
 
-def count(n):
-    """A metric that is its sum."""
-    return int(n)
-
-
-def mean(total, n):
-    """A metric per token, per sample, ...; 0 if there is none."""
-    return total / max(n, 1)
-
-
-def mean_if_any(total, n):
-    """Likewise; None if there is none."""
-    return total / n if n else None
-
-
 def largest(x):
     """A metric of which not the sum counts, but the largest value."""
     return int(x)
@@ -75,22 +60,12 @@ class Sums:
 # ---- files of lines
 
 
-def short(value):
-    """Floats to six digits, also within dicts."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {k: short(v) for k, v in value.items()}
-    return value
-
-
 def open_lines(path, version):
     """A .jsonl file to append to, without what came after the checkpoint of this version (it is done again)."""
     path.touch()
-    lines = [x for x in path.read_text().splitlines() if x.endswith("}")]
     before = []
-    for line in lines:
-        values = json.loads(line)
+    for line in path.read_text().splitlines():
+        values = json.loads(line) if line.endswith("}") else {"step": float("inf")}
         # evaluations and the like are written after the checkpoint of their version
         if values.get("step", values.get("version", 0) + 1) <= version:
             before.append(line)
@@ -181,12 +156,6 @@ class MetricsLog:
             flush=True,
         )
 
-    def alarms(self, version, alarms):
-        """Say what lasts too long, and write it down."""
-        for words in alarms if self.rank == 0 else []:
-            print(f"train: ALARM: {words}", flush=True)
-            self._write({"alarm": words, "version": version})
-
     def mismatch(self, version, measured):
         """Write what engines and trainer differ by at this version: {mismatch, tokens}, {} if not measured."""
         if measured:
@@ -241,10 +210,10 @@ class MetricsLog:
                 # JSON has no infinities
                 values = np.nan_to_num(batch[name][own][mask].astype(float))
                 line[name] = values.round(4).tolist()
-            self.samples.write(json.dumps(short(line)) + "\n")
+            self.samples.write(json.dumps(line) + "\n")
 
     def _write(self, line):
-        self.file.write(json.dumps(short(line)) + "\n")
+        self.file.write(json.dumps(line) + "\n")
 
     def close(self):
         if self.rank == 0:

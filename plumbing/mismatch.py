@@ -14,8 +14,7 @@ import requests
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from plumbing import secret
-from plumbing.queues import read_json
+from plumbing.queues import read_json, secret_header
 from plumbing.samples import layout
 
 # updates from one measurement to the next
@@ -23,11 +22,8 @@ EVERY = 20
 # sequences that are compared, and tokens of each: an engine computes all logits of a prompt at once
 SEQUENCES = 8
 LONGEST = 2048
-# steps in a row after which a run ends, and after which an alarm is given
+# of what may happen once or twice, and then ends the run
 IN_A_ROW = 3
-LASTING = 10
-LOWEST_ESS = 0.3
-MOST_CUT_OFF = 0.95
 
 
 class Guards:
@@ -72,10 +68,12 @@ class Guards:
                 served = self._engine_logprobs(ids[:LONGEST].tolist(), version)
                 differences.append(np.abs(own[1 : len(ids[:LONGEST])] - served))
         except (requests.RequestException, RuntimeError, KeyError) as e:
-            self.in_a_row["unmeasured"] += 1
-            print(f"train: mismatch of version {version} not measured: {e}", flush=True)
+            words = f"train: mismatch of version {version} not measured: {e}"
+            print(words, flush=True)
+            if self._lasts("unmeasured", True):
+                raise RuntimeError(f"{words}; this was so {IN_A_ROW} times in a row") from None
             return {}
-        self.in_a_row["unmeasured"] = 0
+        self._lasts("unmeasured", False)
         differences = np.concatenate(differences)
         found = float(differences.mean())
         if not found <= self.limit:
@@ -92,7 +90,7 @@ class Guards:
         answer = requests.post(
             urls[self.measured % len(urls)] + "/inference/v1/generate",
             json=dict(token_ids=ids, sampling_params=dict(max_tokens=1, prompt_logprobs=0)),
-            headers=secret.header(self.run_dir),
+            headers=secret_header(self.run_dir),
             timeout=self.config.sync_timeout,
         )
         answer.raise_for_status()
@@ -105,49 +103,29 @@ class Guards:
     # ---- every step
 
     def check(self, version, metrics):
-        """What lasts too long, as sentences; most often none. Raises RuntimeError at what ends the run."""
+        """Raise RuntimeError if steps in a row had gradients that are not finite, or another policy's logprobs."""
         not_finite = not math.isfinite(metrics["grad_norm"])
         if not_finite:
-            print(
-                f"train: step {version}: gradient not finite, weights are left as they are",
-                flush=True,
-            )
-        if self._lasts("not_finite", not_finite, IN_A_ROW):
+            words = "gradient not finite, weights are left as they are"
+            print(f"train: step {version}: {words}", flush=True)
+        if self._lasts("not_finite", not_finite):
             raise RuntimeError(
                 f"train: {IN_A_ROW} steps in a row had gradients that are not finite: lower --lr, or look at the samples"
             )
         mismatch = metrics["mismatch"]
         # a step without a sample of lag 0 says nothing; a difference may also be no number
-        differs = mismatch is not None and not mismatch <= self.limit
-        if mismatch is not None and self._lasts("mismatch", differs, IN_A_ROW):
+        if mismatch is not None and self._lasts("mismatch", not mismatch <= self.limit):
             raise RuntimeError(_mismatch_words(mismatch, self.limit, f"in {IN_A_ROW} steps"))
-        # (what is wrong, for so many steps, what to say)
-        unmeasured = self.in_a_row["unmeasured"] >= IN_A_ROW
-        few = metrics["ess"] < LOWEST_ESS
-        constant = metrics["signal"] == 0
-        cut_off = metrics["cut_off"] > MOST_CUT_OFF
-        alarms = [
-            (unmeasured, 1, "no engine answers when the mismatch is to be measured"),
-            (few, IN_A_ROW, f"effective sample size {metrics['ess']:.2f}: lower --max_lag or --lr"),
-            (
-                constant,
-                LASTING,
-                f"no group has two different rewards, all are {metrics['reward']:.3g}",
-            ),
-            (cut_off, LASTING, f"{metrics['cut_off']:.0%} cut off: raise --max_new_tokens"),
-        ]
-        lasting = [self._lasts(k, wrong, steps) for k, (wrong, steps, _) in enumerate(alarms)]
-        return [words for (_, _, words), lasts in zip(alarms, lasting) if lasts]
 
-    def _lasts(self, name, is_wrong, steps):
-        """Has it been wrong in exactly so many steps in a row by now?"""
+    def _lasts(self, name, is_wrong):
+        """Has it been wrong IN_A_ROW times in a row by now?"""
         self.in_a_row[name] = self.in_a_row[name] + 1 if is_wrong else 0
-        return self.in_a_row[name] == steps
+        return self.in_a_row[name] == IN_A_ROW
 
 
 def _mismatch_words(mismatch, limit, where):
     return (
         f"train: mismatch was above {limit:g} nats {where}, it is {mismatch:.1e}: engines serve other probabilities than are "
-        "trained. Does plumbing/model.py know this family? (Recurrent layers and convolutions see across packed sequences.) "
-        "Else look at --dtype, --head_float32, logs/engine*.log; --mismatch_limit moves the limit; `bash run.sh doctor` looks closer"
+        "trained. Does plumbing/model.py know this family? Else look at --dtype, --head_float32, logs/engine*.log; "
+        "--mismatch_limit moves the limit; `bash run.sh doctor` looks closer"
     )

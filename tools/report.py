@@ -20,7 +20,7 @@ import config as cfg  # noqa: E402
 from tools import comparison  # noqa: E402
 from tools.panels import column, draw, run_panels, table, write_page  # noqa: E402
 from tools.show import answer_to, read_rollouts, right_answers  # noqa: E402
-from tools.status import find_run  # noqa: E402
+from tools.status import alarms, find_run  # noqa: E402
 
 # means over steps, and shares of the time that steps took: starting is not among them
 MEANS = ("lag_mean", "ess", "versions_2", "versions_3", "gen_tok_s", "train_tok_s", "gen_idle")
@@ -47,7 +47,7 @@ mismatch       {mismatch:.1e} nats at most, {measured} times measured; dropped {
 
 
 def lines_with(run_dir, *keys):
-    """Of each key, `step`, `eval`, `alarm` or `mismatch`, the lines of a run's metrics.jsonl that are about it.
+    """Of each key, `step`, `eval` or `mismatch`, the lines of a run's metrics.jsonl that are about it.
 
     The last line may be torn; it is left out.
     """
@@ -68,9 +68,9 @@ def read(run_dir):
 
 
 def known(run_dir):
-    """(steps, evaluations, alarms, mismatches) of a run; exits with a line if it has no step yet."""
+    """(steps, evaluations, mismatches) of a run; exits with a line if it has no step yet."""
     if Path(run_dir, "metrics.jsonl").exists():
-        steps, *others = lines_with(run_dir, "step", "eval", "alarm", "mismatch")
+        steps, *others = lines_with(run_dir, "step", "eval", "mismatch")
         if steps:
             return steps, *others
     sys.exit(f"report: {run_dir}/metrics.jsonl has no steps yet")
@@ -201,14 +201,15 @@ def continuations(run_dir):
 def report_run(run_dir, quiet):
     """One run's table, report.png and report.html; quiet: report.html alone."""
     config = cfg.load(run_dir)
-    steps, evals, alarms, mismatches = known(run_dir)
+    steps, evals, mismatches = known(run_dir)
+    lasting = alarms(steps)
     text = summary(steps, evals, mismatches)
-    for line in alarms:
-        text += f"ALARM          version {line['version']}: {line['alarm']}\n"
+    for version, words in lasting:
+        text += f"ALARM          version {version}: {words}\n"
     text += f"advice         {advice_on(config, steps) or 'none'}\n"
     panels, more = run_panels(steps, evals, mismatches)
     tables = [
-        table("Alarms", ["version", "what"], [(x["version"], x["alarm"]) for x in alarms]),
+        table("Alarms", ["version", "what"], lasting),
         table("Drops", ["reason", "samples", "first step", "last step"], drops(steps)),
         table("Stopped and continued", ["from step", "what changed"], continuations(run_dir)),
         table("Configuration", ["knob", "value"], vars(config).items(), folded=True),

@@ -6,7 +6,6 @@ Nothing here talks to a process of the run, so that it may be asked from any mac
 """
 
 import argparse
-import contextlib
 import json
 import statistics
 import sys
@@ -22,6 +21,12 @@ from plumbing.queues import read_json  # noqa: E402
 OUT = cfg.ROOT / "out"
 # steps that are meant by "lately"
 RECENT = 10
+# what lasts too long: (metric, lowest and highest that is well, for how many steps in a row it is not, what to do)
+ALARMS = [
+    ("ess", 0.3, 1.1, 3, "lower --max_lag or --lr"),
+    ("signal", 1e-9, 1.0, 10, "no group has two different rewards: look at samples.jsonl"),
+    ("cut_off", 0.0, 0.95, 10, "nearly all answers are cut off: raise --max_new_tokens"),
+]
 
 
 def find_run(name=None, file="config.json"):
@@ -58,6 +63,20 @@ def scores(line):
     return " ".join(f"{name} {score:.3f}" for name, score in line["eval"].items())
 
 
+def alarms(steps):
+    """[(version, words)] of what has lasted too long; steps: lines of metrics.jsonl."""
+    found = []
+    for key, lowest, highest, too_long, words in ALARMS:
+        in_a_row = 0
+        for line in steps:
+            in_a_row = 0 if lowest <= line[key] <= highest else in_a_row + 1
+            if in_a_row == too_long:
+                found.append(
+                    (line["version"], f"{key} {line[key]:.3g} for {too_long} steps: {words}")
+                )
+    return sorted(found)
+
+
 class Status:
     """What the files of a run say of it."""
 
@@ -65,7 +84,7 @@ class Status:
         self.run_dir = Path(run_dir)
         self.config = cfg.load(run_dir)
         # lines of metrics.jsonl by what they are about; of steps the last ones
-        self.lines = {"step": [], "eval": [], "alarm": []}
+        self.lines = {"step": [], "eval": []}
         path = self.run_dir / "metrics.jsonl"
         if path.exists():
             self.written_at = path.stat().st_mtime
@@ -74,6 +93,7 @@ class Status:
                 line = json.loads(text) if text.endswith("}") else {}
                 for about in self.lines.keys() & line.keys():
                     self.lines[about].append(line)
+        self.alarms = alarms(self.lines["step"])
         del self.lines["step"][:-RECENT]
 
     def lately(self, key):
@@ -91,31 +111,21 @@ class Status:
         return duration((self.config.steps - steps[-1]["step"]) * seconds)
 
     def engines(self):
-        """(which version is served, of which engines one waits), as words; "" if there is nothing to say."""
+        """How many engines answer, and serve which version."""
+        answering = len(list((self.run_dir / "engines").glob("*.json")))
         known = read_json(self.run_dir / "queues" / "version.json")
-        urls = known.get("engines", [])
-        serving = 0
-        loading = []
-        for file in sorted((self.run_dir / "engines").glob("*.json")):
-            entry = read_json(file)
-            if entry and entry["url"] in urls and entry.get("answers", True):
-                serving += 1
-            elif entry:
-                # it may be removed right now
-                with contextlib.suppress(OSError):
-                    age = duration(time.time() - file.stat().st_mtime)
-                    loading.append(f"{file.stem} loading, {age}")
-        words = f"{serving} of {self.config.engines} serve version {known.get('served')}"
-        return words if urls else "", "; ".join(loading)
+        words = f"{answering} of {self.config.engines} answer"
+        if not known:
+            return words
+        return f"{words}, {len(known['engines'])} serve version {known['served']}"
 
     def starting(self):
         """What it waits for before its first step."""
         if launch.is_to_be_made(self.config.model):
             return "the tiny base model is being made"
-        serving, loading = self.engines()
-        if serving:
-            return loading or "the first rollouts are sampled"
-        return loading or "models are being loaded"
+        if read_json(self.run_dir / "queues" / "version.json"):
+            return "the first rollouts are sampled"
+        return f"models are being loaded, {self.engines()}"
 
     def is_running(self):
         """Does a process of the run, on any machine, still hold its name?"""
@@ -135,7 +145,7 @@ class Status:
 
     def summary(self):
         """What `run.sh status` prints."""
-        steps, evals, alarms = self.lines.values()
+        steps, evals = self.lines.values()
         step = f"none of {self.config.steps} yet: {self.starting()}"
         lately = ""
         if steps:
@@ -151,10 +161,10 @@ class Status:
             "step": step,
             "held-out": " | ".join(f"{scores(x)} (version {x['version']})" for x in first_and_last),
             "lately": lately,
-            "engines": "; ".join(filter(None, self.engines())) * self.is_running(),
+            "engines": self.engines() * self.is_running(),
             "queues": ", ".join(f"{n} in {name}" for name, n in waiting.items()),
             "checkpoint": newest.name if newest else "",
-            "alarms": "; ".join(f"version {x['version']}: {x['alarm']}" for x in alarms),
+            "alarms": "; ".join(f"version {version}: {words}" for version, words in self.alarms),
         }
         lines = [f"{name:<10} {words or 'none'}\n" for name, words in rows.items()]
         return f"{self.run_dir}: {self.state()}\n{''.join(lines)}"
