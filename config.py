@@ -310,15 +310,6 @@ PRESETS = {
 }
 
 
-def preset_for(gpus: int, gpu_gb: float) -> str:
-    """The preset that fits this many GPUs of this memory (tools/memory.py)."""
-    if not gpus:
-        return "toy"
-    if gpus * gpu_gb >= 600:
-        return "math"
-    return "math-1x80" if gpu_gb >= 70 else "math-1x24"
-
-
 def task_weights(task: str) -> dict[str, float]:
     """Tasks of a run and their shares: "toy" -> {"toy": 1.0}; "maths:3,countdown:1" -> {"maths": 0.75, "countdown": 0.25}."""
     weights = {}
@@ -333,18 +324,15 @@ def task_weights(task: str) -> dict[str, float]:
     return {name: share / total for name, share in weights.items()}
 
 
-def parse(
-    argv: list[str], gpus: int, default: Config | None = None, gpu_gb: float = 80.0
-) -> Config:
-    """`[preset] --knob value ...` -> Config; default: where flags start from instead of a preset;
-    gpu_gb: memory of each GPU.
+def parse(argv: list[str], default: Config | None = None) -> Config:
+    """`[preset] --knob value ...` -> Config; default: where flags start from instead of a preset.
 
     Raises ConfigError with one line for anything that does not parse.
     """
     import tyro
 
     argv = list(argv)
-    name = preset_for(gpus, gpu_gb)
+    name = "toy"
     if argv and not argv[0].startswith("-"):
         name = argv.pop(0)
     if name not in PRESETS:

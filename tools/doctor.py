@@ -27,7 +27,7 @@ from transformers.utils import logging
 
 import config as cfg
 from plumbing import checkpoints
-from plumbing.launch import gpu_count, gpu_memory_gb
+from plumbing.launch import gpu_count
 from plumbing.queues import read_json
 from tools import checks, plain, report
 
@@ -48,14 +48,13 @@ logging.disable_progress_bar()
 def shorten(argv):
     """(Config, arguments of run.sh): the user's, made short. Raises ConfigError."""
     gpus = gpu_count()
-    gpu_gb = gpu_memory_gb() or 80.0
-    c = cfg.parse(argv, gpus, gpu_gb=gpu_gb)
+    c = cfg.parse(argv)
     # bfloat16 hides what a small step changes
     lr = c.lr if c.dtype == "float32" or not gpus else max(c.lr, 1e-4)
     batch_size = min(GROUPS, c.groups_per_step) * c.attempts
     own = f"--run doctor-{c.run} --batch_size {batch_size} --lr {lr}"
     words = [*argv, *own.split(), *KNOBS.split()]
-    return cfg.parse(words, gpus, gpu_gb=gpu_gb), words
+    return cfg.parse(words), words
 
 
 @contextlib.contextmanager

@@ -261,14 +261,14 @@ class Placed:
 def resolved(words, gpus, gpu_gb):
     """The Config of a command line, as run.sh resolves it on these GPUs."""
     # nothing is started: no ports are needed
-    c = cfg.parse([*words, "--dry_run", "True"], gpus, gpu_gb=gpu_gb)
+    c = cfg.parse([*words, "--dry_run", "True"])
     return launch.resolve(c, gpus)
 
 
 def main(argv):
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     options.add_argument("--gpus", type=int, default=launch.gpu_count() or 8)
-    options.add_argument("--gpu_memory_gb", type=float, default=launch.gpu_memory_gb() or 80.0)
+    options.add_argument("--gpu_memory_gb", type=float, default=80.0)
     given, words = options.parse_known_args(argv)
     gpus, gpu_gb = given.gpus, given.gpu_memory_gb
     # from here on no GPU is to be touched

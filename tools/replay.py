@@ -170,7 +170,7 @@ def main(argv=None):
     try:
         # the loss's own bounds, unless they are given
         own = dict(clip_low=-1.0, clip_high=-1.0) if "--loss" in knobs else {}
-        other = cfg.check(cfg.parse(knobs, 0, cfg.from_json(vars(config) | own)))
+        other = cfg.check(cfg.parse(knobs, cfg.from_json(vars(config) | own)))
         batches = archive.batches(run_dir, a.step)
         if not gpu_count():
             # sums come out alike only if they are split alike
