@@ -21,7 +21,6 @@ from pathlib import Path
 import numpy as np
 
 import config as cfg
-from plumbing import secret
 from plumbing.checkpoints import last_state
 from plumbing.client import Engines
 from plumbing.ledger import Draws
@@ -110,12 +109,7 @@ class Actor:
         self.tasks = list(cfg.task_weights(config.task))
         self.prompter = Prompter(config)
         self.sandbox = Sandbox(config)
-        self.engines = Engines(
-            config,
-            self.prompter.stop,
-            self.prompter.vocabulary,
-            secret.header(run_dir),
-        )
+        self.engines = Engines(config, self.prompter.stop, self.prompter.vocabulary, run_dir)
         self.rollouts = Queue(self.queues / "rollouts")
         self.evals = Queue(self.queues / "evals")
         # attempts that are sampled or wait for a place in an engine

@@ -10,7 +10,8 @@ import aiohttp
 
 import config as cfg
 from bench.common import WORK, flags
-from plumbing import launch, secret
+from plumbing import launch
+from plumbing.queues import secret_header
 from plumbing.transport import in_thread
 from tools import base_model
 
@@ -18,7 +19,7 @@ from tools import base_model
 def make_run(name, **knobs):
     """(config, run directory) of a run out/bench/<name> of the toy preset on CPUs, with its model."""
     argv = ["toy", *flags(dict(run=name, out=WORK) | knobs)]
-    config = launch.resolve(cfg.parse(argv, 0), 0)
+    config = launch.resolve(cfg.parse(argv), 0)
     if not knobs.get("model"):
         base_model.make_model([config.task], config.model, config.seed)
     shutil.rmtree(Path(config.out, config.run), ignore_errors=True)
@@ -27,7 +28,7 @@ def make_run(name, **knobs):
 
 def url_of(config):
     """Where the first engine of a run listens."""
-    return launch.urls(config, 0)[0]
+    return f"http://{config.master_addr}:{config.port}"
 
 
 def requests_of(prompts, lengths, **sampling):
@@ -42,7 +43,7 @@ class Load:
 
     def __init__(self, config, run_dir, requests, places):
         self.url = f"{url_of(config)}/inference/v1/generate"
-        self.headers = secret.header(run_dir)
+        self.headers = secret_header(run_dir)
         self.requests = requests
         self.places = places
         # (begin, end, tokens) of every answer

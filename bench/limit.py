@@ -33,7 +33,7 @@ from bench.engines import Load, make_run, requests_of
 from bench.runs import COMMON, PIPELINE, conventional
 from tasks import tail
 from tools import report
-from tools.evaluate import start_engines, stop_engines
+from tools.evaluate import start_engines, stop
 from tools.simulate import conventional as throughput
 
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -65,7 +65,7 @@ def rates(seconds, port):
             load.stop()
             found.append(load.rate(start, end))
     finally:
-        stop_engines(engines)
+        stop(engines, 0)
     by_h = dict(zip(SEQUENCES, found))
     return by_h, max(SHORT / found[-1] - SHORT / by_h[64], 0.0)
 

@@ -23,13 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.common import WORK, in_turn, keep, machine, median_and_range, parser, result_file, table
 from bench.engines import Load, make_run, requests_of, url_of
 from bench.train import SMALL, model_config
-from plumbing import secret
-from plumbing.queues import publish_json
+from plumbing.queues import publish_json, secret_header
 from plumbing.ranks import Ranks
 from plumbing.transport import join_group, open_store
 from tasks import toy
 from tools.base_model import make_tokenizer
-from tools.evaluate import start_engines, stop_engines
+from tools.evaluate import start_engines, stop
 from train import token_logprobs
 from weights import Sender
 
@@ -133,7 +132,7 @@ def difference(config, run_dir, model):
     """Largest |engine logprob - trainer logprob| over a fresh completion."""
     url = f"{url_of(config)}/inference/v1/generate"
     body = next(requests_of([PROMPT], [LONGEST], ignore_eos=True))
-    answer = requests.post(url, json=body, headers=secret.header(run_dir), timeout=60)
+    answer = requests.post(url, json=body, headers=secret_header(run_dir), timeout=60)
     choice = answer.json()["choices"][0]
     ids = torch.tensor(PROMPT + choice["token_ids"])
     logprobs, _ = token_logprobs(model, ids, torch.arange(len(ids)), 1.0)
@@ -205,10 +204,10 @@ def main(argv=None):
     config, run_dir = make_run("weights", **knobs, max_new_tokens=LONGEST, max_model_len=256)
     engines = start_engines(config)
     try:
-        os.setpriority(os.PRIO_PGRP, engines[0].pid, NICE)
+        os.setpriority(os.PRIO_PGRP, engines[0].process.pid, NICE)
         results, worst, parameters, tensors = measure(config, run_dir, a.seconds, a.rounds)
     finally:
-        stop_engines(engines)
+        stop(engines, 0)
     print(f"{machine()}; {parameters / 1e6:.1f}M parameters in {tensors} tensors")
     table(["", "median"], rows(results, parameters, worst))
     raw = dict(machine=machine(), parameters=parameters, tensors=tensors, difference=worst)

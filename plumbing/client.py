@@ -1,6 +1,6 @@
 """The actor's HTTP client of all engines: the least loaded one samples, failed requests go elsewhere.
 
-What an engine answers (plumbing/generate.py) is checked here, once. Deliberately absent: asking engines for
+What an engine answers (plumbing/engine.py) is checked here, once. Deliberately absent: asking engines for
 their health; whoever started one kills it if it hangs, and the trainer drops it if its host has vanished.
 """
 
@@ -13,6 +13,8 @@ from collections import Counter
 import aiohttp
 import msgspec
 import numpy as np
+
+from plumbing.queues import secret_header
 
 # a failed request is tried again this often before the attempt is given up
 RETRIES = 3
@@ -73,13 +75,13 @@ def token_versions(spans, length):
 
 
 class Engines:
-    """The engines that serve the trainer's weights. stop, vocabulary: of `read_answer`."""
+    """The engines of a run that serve the trainer's weights. stop, vocabulary: of `read_answer`."""
 
-    def __init__(self, config, stop, vocabulary, headers=None):
+    def __init__(self, config, stop, vocabulary, run_dir=None):
         self.config = config
         self.stop = sorted(stop)
         self.vocabulary = vocabulary
-        self.headers = headers
+        self.headers = secret_header(run_dir) if run_dir else None
         self.serving = []
         # by url: sequences in progress; before this time no work; HTTP connections
         self.load = Counter()

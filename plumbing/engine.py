@@ -2,9 +2,9 @@
 
 vLLM itself stays unmodified: `--middleware plumbing.engine.Contract` is in front of its HTTP server,
 `--worker-extension-cls plumbing.engine.WorkerExtension` gives its workers methods. The calls, beside
-GET /health and /metrics, each with the run's secret (plumbing/secret.py):
+GET /health and /metrics, each with the run's secret (out/<run>/secret):
 
-    POST /inference/v1/generate  token ids in; token ids, logprobs, version spans out (generate.py)
+    POST /inference/v1/generate  token ids in; token ids, logprobs, version spans out, see `sample`
     POST /init_process_group     join the trainer's weight group, from now on receive every update
     POST /request_weight_update  {version, recompute_kv}: the new weights are here: swap, stamp, go on
 """
@@ -17,14 +17,17 @@ import threading
 import time
 from datetime import timedelta
 
+import msgspec
 import torch
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from vllm.exceptions import VLLMClientError
+from vllm.inputs.engine import tokens_input
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from plumbing import secret, transport
-from plumbing.generate import sample
+from plumbing import transport
 from plumbing.plan import Plan
+from plumbing.queues import SECRET_HEADER, secret_header
 
 OPEN_CALLS = [("GET", "/health"), ("GET", "/metrics")]
 # held while parts of a bucket are copied out: two groups' threads write into the same memory
@@ -40,7 +43,7 @@ class Contract:
 
     def __init__(self, app):
         self.app = app
-        self.secret = secret.header(os.environ["PIPELINE_RUN_DIR"])[secret.HEADER].encode()
+        self.secret = secret_header(os.environ["PIPELINE_RUN_DIR"])[SECRET_HEADER].encode()
         self.serves_as_loaded = os.environ.get("PIPELINE_SERVE_AS_LOADED") == "1"
         self.has_weights = False
         # weight groups joined: a trainer that continues from a checkpoint counts versions a second time
@@ -66,7 +69,7 @@ class Contract:
             return self.app
         if call not in self.handlers:
             return JSONResponse({"error": "an engine of a run: no such call"}, 404)
-        given = dict(scope["headers"]).get(secret.HEADER.encode(), b"")
+        given = dict(scope["headers"]).get(SECRET_HEADER.encode(), b"")
         if not hmac.compare_digest(given, self.secret):
             return JSONResponse({"error": f"{call[1]} needs the secret of this engine's run"}, 403)
         try:
@@ -115,6 +118,77 @@ class Contract:
         answers = await engine.collective_rpc(method, args=(argument,))
         for problem in filter(None, answers):
             raise RuntimeError(problem)
+
+
+class Prompt(msgspec.Struct):
+    """What a request for tokens says. cache_salt: KV cache is shared between prompts of the same salt alone."""
+
+    token_ids: list[int]
+    sampling_params: SamplingParams
+    cache_salt: str | None = None
+
+
+REQUEST_IDS = itertools.count()
+
+
+async def sample(body, engine, receive, group):
+    """Sample what a request asks for: the answer, as bytes; None if the client went away.
+
+        {"token_ids": [...], "sampling_params": {...}, "cache_salt": "..."}
+        {"choices": [{"token_ids": [...], "behavior_logprobs": [...], "finish_reason": "stop" or "length",
+                      "weight_versions": [{"version": "2", "start": 0, "end": 110}, ...]}],
+         "cached_tokens": 96}
+
+    `cached_tokens` of the prompt were not computed again. With `prompt_logprobs: 0` among the parameters the answer
+    also has the `prompt_logprobs` of all prompt tokens but the first. vLLM's own call of this name makes and checks
+    objects for every token, which here costs half of the server's CPU. group: number of the versions' weight group.
+    """
+    request = msgspec.json.decode(body, type=Prompt)
+    params = request.sampling_params
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    params.logprobs = 0
+    params.flat_logprobs = True
+    params.detokenize = False
+    # nobody else has these parameters
+    params.skip_clone = True
+    request_id = str(next(REQUEST_IDS))
+    # without a salt it shares with nobody
+    salt = request_id if request.cache_salt is None else f"{group}/{request.cache_salt}"
+    prompt = tokens_input(request.token_ids, cache_salt=salt)
+    work = asyncio.ensure_future(_final_output(engine.generate(prompt, params, request_id)))
+    # says something once the client has hung up, and nothing before
+    gone = asyncio.ensure_future(receive())
+    try:
+        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        return _encode(work.result(), params) if work.done() else None
+    finally:
+        work.cancel()
+        gone.cancel()
+
+
+async def _final_output(outputs):
+    """The last one of a request's outputs, which has all of it."""
+    last = None
+    async for output in outputs:
+        last = output
+    return last
+
+
+def _encode(output, params):
+    """The answer, from vLLM's output for one prompt."""
+    [completion] = output.outputs
+    choice = dict(
+        token_ids=list(completion.token_ids),
+        behavior_logprobs=completion.logprobs.logprobs,
+        weight_versions=completion.weight_versions,
+        finish_reason=completion.finish_reason,
+    )
+    answer = dict(choices=[choice], cached_tokens=output.num_cached_tokens)
+    if params.prompt_logprobs is not None:
+        # of each token but the first, by the model at temperature 1
+        tokens = enumerate(output.prompt_token_ids[1:], 1)
+        answer["prompt_logprobs"] = [output.prompt_logprobs[k][x].logprob for k, x in tokens]
+    return msgspec.json.encode(answer)
 
 
 class WorkerExtension:

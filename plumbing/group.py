@@ -9,8 +9,8 @@ from pathlib import Path
 import requests
 import torch
 
-from plumbing import secret, transport
-from plumbing.queues import read_json
+from plumbing import transport
+from plumbing.queues import read_json, secret_header
 
 
 class Engines:
@@ -32,7 +32,7 @@ class Engines:
         """All engines that run and have begun to answer, as [(url, started)]."""
         paths = sorted(Path(self.run_dir, "engines").glob("*.json"))
         found = [read_json(path) for path in paths]
-        return [(x["url"], x["started"]) for x in found if x and x.get("answers", True)]
+        return [(x["url"], x["started"]) for x in found if x]
 
     def newcomers(self, known):
         """Engines that answer GET /health now and are none of those."""
@@ -65,7 +65,7 @@ class Engines:
         print(f"weights: dropped {self.error}", flush=True)
 
     def _call(self, engine, path, body):
-        headers = secret.header(self.run_dir)
+        headers = secret_header(self.run_dir)
         timeout = self.config.sync_timeout
         answer = requests.post(engine[0] + path, json=body, headers=headers, timeout=timeout)
         if answer.status_code != 200:

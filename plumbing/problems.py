@@ -5,7 +5,6 @@ the model's chat template.
 import functools
 import importlib
 import inspect
-import json
 import secrets
 
 from config import Config, ConfigError, require, task_weights
@@ -17,18 +16,14 @@ def load_problems(config: Config, split: str) -> dict[str, list[dict]]:
     Raises ConfigError naming the task and the problem, or file and line.
     """
     found = {}
-    # scores are told by the set a problem comes from: no two tasks may use one name for theirs
-    owner = {}
     for task in task_weights(config.task):
         found[task] = _problems_of(config, task, split)
         require(found[task], f"task {task} has no {split} problems")
         for number, problem in enumerate(found[task], 1):
-            _check(problem, f"task {task}, {split} problem {number}")
-            source = problem.get("source", task)
-            require(
-                owner.setdefault(source, task) == task,
-                f"tasks {owner[source]} and {task} both have problems of a set called {source}: rename one of the files",
-            )
+            prompt = problem.get("prompt") if isinstance(problem, dict) else None
+            words = f'must be a dict with a text under "prompt", is {str(problem)[:100]}'
+            where = f"task {task}, {split} problem {number}"
+            require(isinstance(prompt, str) and prompt, f"{where}: {words}")
     return found
 
 
@@ -42,19 +37,6 @@ def _problems_of(config, task, split) -> list:
         return list(module.problems(*arguments))
     except ValueError as e:
         raise ConfigError(f"task {task}: {e}") from None
-
-
-def _check(problem, where: str) -> None:
-    prompt = problem.get("prompt") if isinstance(problem, dict) else None
-    try:
-        survived = json.loads(json.dumps(problem))
-    except (TypeError, ValueError):
-        survived = None
-    require(
-        isinstance(prompt, str) and prompt and survived == problem,
-        f'{where}: must be a dict with a text under "prompt" that survives JSON (no tuples, sets or keys that are not '
-        f"texts), is {str(problem)[:100]}",
-    )
 
 
 class Prompter:
@@ -136,12 +118,8 @@ class Prompter:
     def check(self, problems):
         """Raise ConfigError if a prompt is no token, or leaves no room for one. problems: {task: list}."""
         room = self.config.max_model_len - 1
-        template = len(self.start({"prompt": ""}))
         for task, of_task in problems.items():
             for n, problem in enumerate(of_task, 1):
-                # a prompt has at most as many tokens as bytes, and what a template adds
-                if template and len(problem["prompt"].encode()) + template <= room:
-                    continue
                 length = len(self.start(problem))
                 require(
                     0 < length <= room,

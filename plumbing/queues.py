@@ -1,4 +1,4 @@
-"""The queue between two stages: a directory of numbered record files, and values published beside it.
+"""The queue between two stages: a directory of numbered record files; values published beside it; the run's secret.
 
 A record is a flat dict: its numpy arrays go into one .safetensors file as they are, the rest
 (numbers, strings, lists, dicts) as one more array of JSON; nothing read from a queue can execute
@@ -13,6 +13,7 @@ import contextlib
 import errno
 import json
 import os
+import secrets
 import threading
 import time
 from pathlib import Path
@@ -150,3 +151,21 @@ def read_json(path) -> dict:
             # NFS: it was replaced while it was read
             if e.errno != errno.ESTALE:
                 raise
+
+
+SECRET_HEADER = "x-run-secret"
+
+
+def make_secret(run_dir):
+    """Make out/<run>/secret, unless it is there, for its owner alone: engines obey who knows it. It crosses the network as
+    it is, as the weights do.
+    """
+    path = Path(run_dir, "secret")
+    if not path.exists():
+        path.touch(0o600)
+        path.write_text(secrets.token_hex(16))
+
+
+def secret_header(run_dir):
+    """The header that an engine of this run asks for."""
+    return {SECRET_HEADER: Path(run_dir, "secret").read_text()}

@@ -1,7 +1,7 @@
 """The processes of a run on this machine: starts them, watches them, stops them.
 
-An engine that dies or hangs is started again. While it runs, out/<run>/engines/<name>.json says where; the
-trainer admits and drops what is listed there. Deliberately absent: what is started, and where (launch.py).
+An engine that dies or hangs is started again. While it runs and has begun to answer, out/<run>/engines/<name>.json
+says where; the trainer admits and drops what is listed there. Deliberately absent: what is started, and where (launch.py).
 """
 
 import contextlib
@@ -13,7 +13,6 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -45,22 +44,13 @@ class Ended(Exception):
 def say(line):
     # the terminal may have gone
     with contextlib.suppress(OSError):
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
+        print(line, flush=True)
 
 
-def claim_port(host, first):
-    """The first port from `first` on that is free; as long as this process lives no other run gets it from here.
-
-    Nobody listens there yet: a server that sets SO_REUSEADDR can.
-    """
-    for port in range(first, 65536):
-        claim = socket.socket()
-        with contextlib.suppress(OSError):
-            claim.bind((host, port))
-            claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # never closed
-            claim.detach()
+def free_port(host, first, step=1):
+    """The first port of first, first + step, ... on which nobody listens."""
+    for port in range(first, 65536, step):
+        with contextlib.suppress(OSError), socket.create_server((host, port)):
             return port
     raise OSError(f"--port {first}: no port of {host} is free from there on")
 
@@ -132,40 +122,35 @@ class Process:
 
 
 class Engine(Process):
-    """An engine, on the first free port from its own on, which is started again when it dies or hangs."""
+    """An engine that is started again when it dies or hangs, on a free port: its own, or step, 2 step, ... above."""
 
     is_shown = False
 
-    def __init__(self, run_dir, name, env, command, start_timeout):
-        host = command[command.index("--host") + 1]
-        k = command.index("--port") + 1
-        port = claim_port(host, int(command[k]))
-        super().__init__(run_dir, name, env, [*command[:k], str(port), *command[k + 1 :]])
-        self.address = (host, port)
+    def __init__(self, run_dir, name, env, command, start_timeout, step=1):
+        super().__init__(run_dir, name, env, command)
         self.file = self.run_dir / "engines" / f"{name}.json"
         self.start_timeout = start_timeout
+        self.step = step
         self.deaths = 0
-        self.last_code = None
-        self.restart_at = 0.0
+        self.has_answered = False
 
     def start(self):
+        host = self.command[self.command.index("--host") + 1]
+        k = self.command.index("--port") + 1
+        port = free_port(host, int(self.command[k]), self.step)
+        self.command[k] = str(port)
+        self.url = f"http://{host}:{port}"
         super().start()
-        self.entry = {"url": "http://%s:%d" % self.address, "started": secrets.token_hex(8)}
-        self._register(answers=False)
+        self.restart_at = None
         self.started = self.next_look = time.monotonic()
         self.first_answer = None
         self.failures = 0
-
-    def _register(self, answers):
-        self.file.parent.mkdir(exist_ok=True)
-        publish_json(self.file, **self.entry, answers=answers)
 
     def poll(self):
         """The exit code of its last death, when it is given up; None before."""
         now = time.monotonic()
         if self.restart_at:
             if now > self.restart_at:
-                self.restart_at = 0.0
                 self.start()
             return None
         code = super().poll()
@@ -181,13 +166,12 @@ class Engine(Process):
         self.file.unlink(missing_ok=True)
         lasted = self.first_answer and now > self.first_answer + FORGET
         self.deaths = 1 if lasted else self.deaths + 1
-        # what ends by itself, twice alike and before it has answered, will do so again
-        hopeless = code == self.last_code and code < 128 and not self.first_answer
-        if self.deaths > RESTARTS or hopeless:
+        # what has never answered is tried twice: its port may just have been taken
+        most = RESTARTS if self.has_answered else 1
+        if self.deaths > most:
             return code or 1
-        say(f"run.sh: {self.name} died with exit code {code}, restart {self.deaths} of {RESTARTS}")
+        say(f"run.sh: {self.name} died with exit code {code}, restart {self.deaths} of {most}")
         say(self.last_errors())
-        self.last_code = code
         self.restart_at = now + 1 + 5 * (self.deaths - 1) ** 2
         return None
 
@@ -196,15 +180,18 @@ class Engine(Process):
         self.failures = 0 if self._is_healthy() else self.failures + 1
         if not self.failures and not self.first_answer:
             self.first_answer = time.monotonic()
-            self._register(answers=True)
+            self.has_answered = True
+            self.file.parent.mkdir(exist_ok=True)
+            # each start is an engine of its own, without weights
+            publish_json(self.file, url=self.url, started=secrets.token_hex(8))
             say(f"[{self.name}] answers after {seconds:.0f} s")
         if self.failures >= HANGS and (self.first_answer or seconds > self.start_timeout):
-            say(f"run.sh: {self.name} does not answer {self.entry['url']}/health: it is killed")
+            say(f"run.sh: {self.name} does not answer {self.url}/health: it is killed")
             self.process.kill()
 
     def _is_healthy(self):
         try:
-            return requests.get(self.entry["url"] + "/health", timeout=ANSWER).ok
+            return requests.get(f"{self.url}/health", timeout=ANSWER).ok
         except requests.RequestException:
             return False
 
@@ -230,7 +217,7 @@ def run(processes, stop_timeout, is_over):
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if ended:
-        say(f"run.sh: {ended}, stopping; the same command continues")
+        say(f"run.sh: {ended}, stopping")
     # ranks wait for one that has died, and cannot save
     stop(processes, 0 if str(ended).startswith("train") else stop_timeout)
     return ended

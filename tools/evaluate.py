@@ -10,84 +10,61 @@ same machine. Deliberately absent: several nodes, continuing an evaluation that 
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import math
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
-import requests
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import config as cfg  # noqa: E402
 from plumbing import checkpoints, launch  # noqa: E402
+from plumbing.supervise import Engine, stop  # noqa: E402
 
 # ---- engines
 
 
 def start_engines(config, gpus=0, as_loaded=True):
-    """Start the engines of a resolved config and wait until they are healthy; returns their processes.
+    """Start the engines of a resolved config and wait until they answer: [supervise.Engine], to be stopped by
+    supervise.stop.
 
     as_loaded: they generate with the weights they have loaded, as version 0; else nothing before a trainer has sent
     them some. Raises RuntimeError or TimeoutError naming their logs.
     """
-    modules = filter(None, [str(cfg.ROOT), os.environ.get("PYTHONPATH")])
-    own = dict(PYTHONPATH=os.pathsep.join(modules), PIPELINE_SERVE_AS_LOADED=str(int(as_loaded)))
+    own = dict(PIPELINE_SERVE_AS_LOADED=str(int(as_loaded)))
+    run_dir = Path(config.out, config.run)
     deadline = time.monotonic() + config.start_timeout
-    processes = []
+    engines = []
     try:
-        for name, env, command in launch.engine_commands(config, gpus, 0):
-            with open(_logs(config) / f"{name}.log", "w") as log:
-                output = dict(stdout=log, stderr=log, cwd=cfg.ROOT, start_new_session=True)
-                processes.append(subprocess.Popen(command, env=os.environ | env | own, **output))
-        for url in launch.urls(config, gpus):
-            while not _is_healthy(url):
-                check_alive(processes, config)
-                if time.monotonic() > deadline:
-                    late = f"not healthy within {config.start_timeout:.0f} s: see {_logs(config)}"
-                    raise TimeoutError(f"evaluate: the engine at {url} was {late}")
-                time.sleep(0.5)
+        for name, env, command in launch.engine_commands(config, gpus):
+            engines.append(Engine(run_dir, name, env | own, command, config.start_timeout))
+            engines[-1].start()
+        while not all(engine.first_answer for engine in engines):
+            check_alive(engines)
+            if time.monotonic() > deadline:
+                late = f"no answer within {config.start_timeout:.0f} s: see {run_dir}/logs"
+                raise TimeoutError(f"evaluate: engines gave {late}")
+            time.sleep(0.5)
     except BaseException:
-        stop_engines(processes)
+        stop(engines, 0)
         raise
-    return processes
+    return engines
 
 
-def _logs(config):
-    return Path(config.out, config.run, "logs")
-
-
-def _is_healthy(url):
-    try:
-        return requests.get(f"{url}/health", timeout=5).ok
-    except requests.RequestException:
-        return False
-
-
-def check_alive(processes, config):
-    """Raise RuntimeError if an engine has ended."""
-    for i, process in enumerate(processes):
-        code = process.poll()
+def check_alive(engines):
+    """Look after the engines; RuntimeError if one is given up."""
+    for engine in engines:
+        code = engine.poll()
         if code is not None:
-            log = _logs(config) / f"engine{i}.log"
-            raise RuntimeError(f"evaluate: engine {i} died with exit code {code}: see {log}")
-
-
-def stop_engines(processes):
-    """End engines and all their children."""
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            words = f"evaluate: {engine.name} died with exit code {code}, see {engine.log}"
+            raise RuntimeError(f"{words}\n{engine.last_errors()}")
 
 
 # ---- statistics
@@ -148,7 +125,7 @@ def configure(argv, gpus):
     if path.parent.name == "checkpoints" and (run_dir / "config.json").exists():
         default = cfg.load(run_dir)
         names = (run_dir.name, path.name)
-    c = cfg.parse(argv[1:], gpus, default)
+    c = cfg.parse(argv[1:], default)
     name = re.sub(r"[^A-Za-z0-9._-]", "", "-".join(names)).strip(".-")[:90]
     own = dict(run=f"eval-{name}", engines=gpus // c.tensor_parallel or 1, gpu_memory_utilization=0)
     given = [arg.split("=")[0] for arg in argv]
@@ -162,8 +139,8 @@ async def attempt(actor, task, source, number, problem, k):
     """Attempt k at a problem -> its line of answers.jsonl."""
     sample = await actor.evaluate_attempt(task, number, problem, k)
     if sample is None:
-        logs = _logs(actor.config)
-        raise RuntimeError(f"evaluate: problem {number} of {source} failed every try: see {logs}")
+        logs = f"see {actor.run_dir}/logs"
+        raise RuntimeError(f"evaluate: problem {number} of {source} failed every try: {logs}")
     # attempts vote by the task's `answer`, or by all of their text
     answer = str(sample["completion"]).strip()
     if hasattr(actor.sandbox.tasks[task], "answer"):
@@ -176,21 +153,21 @@ async def attempt(actor, task, source, number, problem, k):
     return asked | scored | dict(outcome=outcome, tokens=int(sample["mask"].sum()))
 
 
-async def all_attempts(actor, processes, urls, out):
+async def all_attempts(actor, engines, out):
     """All attempts at all problems, to `out` as they come -> {source: {problem: [line, ...]}}.
 
     Raises what one of them raised; RuntimeError if an engine dies. Every request has a deadline.
     """
     c = actor.config
     await actor.start()
-    actor.engines.set_engines(urls)
+    actor.engines.set_engines([engine.url for engine in engines])
     tries = [(problem, k) for problem in actor.held_out() for k in range(c.eval_attempts)]
     pending = {asyncio.create_task(attempt(actor, *problem, k)) for problem, k in tries}
     lines = []
     try:
         while pending:
             done, pending = await asyncio.wait(pending, timeout=1)
-            check_alive(processes, c)
+            check_alive(engines)
             for task in done:
                 lines.append(task.result())
                 out.write(json.dumps(lines[-1]) + "\n")
@@ -242,13 +219,12 @@ def main(argv):
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(143))
     c = actor.config
-    processes = start_engines(c, gpus)
+    engines = start_engines(c, gpus)
     try:
         with open(actor.run_dir / "answers.jsonl", "w") as out:
-            work = all_attempts(actor, processes, launch.urls(c, gpus), out)
-            results = asyncio.run(work)
+            results = asyncio.run(all_attempts(actor, engines, out))
     finally:
-        stop_engines(processes)
+        stop(engines, 0)
     problems = {source: len(answers) for source, answers in results.items()}
     saved = dict(model=c.model, problems=problems, metrics=print_results(results))
     path = actor.run_dir / "results.json"

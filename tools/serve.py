@@ -17,18 +17,18 @@ from plumbing import launch
 def serve(argv) -> int:
     """Start engines and wait for the run's end; returns the exit code."""
     gpus = launch.gpu_count()
-    given = cfg.parse(argv, gpus, cfg.Config())
+    given = cfg.parse(argv, cfg.Config())
     cfg.check_name(given.run)
     started, start = launch.wait_for_node_0(given)
     # flags that are not given are the run's
-    c = cfg.parse(argv, gpus, started)
+    c = cfg.parse(argv, started)
     c.trainers = 0
     c.nnodes = 1
     c.engines = given.engines or gpus // c.tensor_parallel or 1
     # other random numbers than the run's own engines
     c.seed = secrets.randbits(30)
     cfg.require(
-        len(launch.spread(c, gpus)) == c.engines and (gpus or c.weight_backend == "gloo"),
+        len(launch.spread(c, gpus)[1]) == c.engines and (gpus or c.weight_backend == "gloo"),
         f"--engines {c.engines} x {c.tensor_parallel} GPUs: this machine has {gpus}",
     )
     host = launch.own_address(c.master_addr)
