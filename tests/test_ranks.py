@@ -57,7 +57,7 @@ def make_sample(rng, step, k):
         "versions": versions,
         "task": 0,
         "problem": 0,
-        "temperature": 0.9,
+        "temperature": 0.7 + 0.1 * k,
         "reward": float(k % 2),
         "outcome": 0 if k % 2 else 1,
         "finished": True,
