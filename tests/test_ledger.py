@@ -8,40 +8,31 @@ import os
 import random
 import re
 import signal
-import subprocess
 import time
 
 import pytest
 
-from conftest import ROOT
-from fake_engine import fake_vllm
-from test_run import balance, command, leftovers, metrics
+from test_run import User, balance, leftovers, metrics
 
 STEPS, BATCH, ATTEMPTS, MAX_LAG = 90, 64, 8, 4
 KNOBS = (
     f"--steps {STEPS} --batch_size {BATCH} --attempts {ATTEMPTS} --max_lag {MAX_LAG} "
     "--concurrency 128 --no_signal drop --save_every 4 --eval_every 0"
 )
-COMMANDS = {
-    "engine": "vllm.entrypoints",
-    "actor": "actor.py",
-    "preprocess": "preprocess.py",
-    "trainer": "train.py",
-}
+COMMANDS = dict(engine="vllm.entrypoints", actor="actor.py")
+COMMANDS |= dict(preprocess="preprocess.py", trainer="train.py")
 # of an engine's the run goes on, which saves starts
 KILLS = ["engine"] * 12 + ["actor", "preprocess", "trainer", "launcher"] * 2
 
 
-class Run:
-    """The user: starts the command, and starts it again when it has ended."""
+class Run(User):
+    """Of a run that is killed again and again."""
 
     def __init__(self, out, port, knobs=""):
-        self.out = out
+        super().__init__(out, "t", port, KNOBS, knobs)
         self.lives = 0
-        self.command = command(out, "t", port, *KNOBS.split(), *knobs.split())
-        self.environment = os.environ | {"RUN_MARK": str(out)}
         if "LEDGER_REAL" not in os.environ:
-            self.environment["PYTHONPATH"] = str(fake_vllm(out / "fake"))
+            self.take_fake_engines(out / "fake")
 
     def words(self):
         return self.log.read_text()
@@ -50,19 +41,16 @@ class Run:
         """Start it, and again as long as what a killed launcher left behind is still saving its work."""
         deadline = time.monotonic() + 60
         self.lives += 1
-        self.log = self.out / f"life{self.lives}.txt"
         while True:
-            with open(self.log, "w") as f:
-                streams = dict(stdout=f, stderr=f, env=self.environment)
-                self.process = subprocess.Popen(self.command, cwd=ROOT, **streams)
+            super().start("")
             self.until(lambda: self.process.poll() is not None or " steps of " in self.words())
             if not re.search("held by|cannot listen", self.words()):
                 return
             assert time.monotonic() < deadline, self.words()
             time.sleep(0.5)
 
-    def until(self, condition, seconds=240):
-        deadline = time.monotonic() + seconds
+    def until(self, condition):
+        deadline = time.monotonic() + 240
         while True:
             found = condition()
             if found:
@@ -104,10 +92,6 @@ class Run:
     def kill(self, kind):
         """kill -9."""
         os.kill(self.until(lambda: self.alive() and self.victim(kind)), signal.SIGKILL)
-
-    def interrupt(self):
-        self.process.send_signal(signal.SIGINT)
-        self.ends(130)
 
 
 @pytest.mark.slow
