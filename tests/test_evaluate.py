@@ -3,12 +3,12 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from test_edits import copy_of_the_repository, run_in
 
 from conftest import ROOT
 from fake_engine import fake_vllm
@@ -20,10 +20,8 @@ MATHS = ROOT / "tests" / "maths.jsonl"
 
 def tool(name, *arguments, mark=""):
     command = [sys.executable, f"tools/{name}.py", *map(str, arguments)]
-    environment = os.environ | {"RUN_MARK": str(mark)}
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment
-    )
+    how = dict(capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=ROOT, env=os.environ | {"RUN_MARK": str(mark)}, **how)
 
 
 def test_pass_at_k_by_hand():
@@ -68,10 +66,10 @@ def mixture(tmp_path_factory):
     base_model.make_model(["maths", "countdown", "guess"], out / "model", 0, steps=150)
     knobs = (
         "--task maths:0.25,countdown:0.25,guess:0.5 --steps 4 --batch_size 64 --attempts 8 --late wait "
-        "--max_new_tokens 60 --max_model_len 400 --row_tokens 1024 --eval_problems 16 --samples_logged 64"
+        "--max_new_tokens 60 --max_model_len 400 --row_tokens 1024 --eval_problems 16 --samples_logged 64 "
+        f"--train_data {MATHS} --eval_data {MATHS} --model {out / 'model'}"
     )
-    files = ["--train_data", MATHS, "--eval_data", MATHS, "--model", out / "model"]
-    done = run(out, "m", 8740, *knobs.split(), *files)
+    done = run(out, "m", 8740, *knobs.split())
     assert done.returncode == 0, done.stdout + done.stderr
     return out / "m"
 
@@ -150,33 +148,20 @@ def test_mistakes_end_an_evaluation_in_one_line(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_readmes_new_task(tmp_path):
+def test_the_readmes_new_task(tmp_path, base_model):
     """The section "A new task" to the letter, in a copy of the repository; with a FAKE engine, to save the real one's start."""
     after = (ROOT / "README.md").read_text().partition("### A new task")[2]
     section = re.split(r"\n##+ ", after)[0]
     code, command = re.findall(r"```(?:python|bash)\n(.*?)```", section, re.S)
     name = re.search(r"`tasks/(\w+)\.py`", section)[1]
-    copy = tmp_path / "copy"
-    listing = ["git", "ls-files", "-co", "--exclude-standard"]
-    files = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for file in filter(os.path.isfile, files.split()):
-        (copy / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / file, copy / file)
+    copy = copy_of_the_repository(tmp_path / "copy", base_model)
     (copy / "tasks" / f"{name}.py").write_text(code)
     assert len(code.splitlines()) <= 40
-    command = command.strip().splitlines()[0].partition("#")[0].strip()
+    command = command.splitlines()[0].partition("#")[0]
     assert command.startswith("bash run.sh toy --task")
+    command += " --steps 4 --batch_size 64 --port 8745 --eval_problems 32"
     own = dict(PYTHONPATH=str(fake_vllm(tmp_path / "fake")), RUN_MARK=str(tmp_path))
-    done = subprocess.run(
-        f"{command} --steps 4 --batch_size 64 --port 8745 --eval_problems 32",
-        shell=True,
-        cwd=copy,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env=os.environ | own | {"PIPELINE_PYTHON": sys.executable},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_in(copy, command.split(), 400, **own)
     steps, evals = metrics(next((copy / "out").glob("*/metrics.jsonl")).parent)
     assert len(steps) == 4 and all(set(x["by_task"]) == {name} for x in steps)
     assert 0 < steps[0]["reward"] < 1 and set(evals[0]["eval"]) == {name}
