@@ -12,15 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_weights import assert_serves
+from test_weights import assert_serves, served
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import config as cfg
-from conftest import ROOT, resolved
+from conftest import ROOT
 from fake_engine import fake_vllm
-from plumbing import launch
 from plumbing.problems import load_problems
-from tools.evaluate import start_engines, stop_engines
 
 KEYS = (
     "step version samples tokens wall_s reward success loss grad_norm lr entropy ess kl_behavior mismatch lag_mean lag_max clip_frac dropped "
@@ -182,15 +180,9 @@ def test_the_pipeline_end_to_end(tmp_path, base_model):
     ids, expected = (tokenizer("ab=")["input_ids"] for tokenizer in tokenizers)
     assert ids == expected
     # and vLLM loads it as it is: its logprobs are Hugging Face's
-    served = f"toy --run checkpoint --out {tmp_path} --port 8711 --model {model}"
-    config = resolved(*served.split())
-    launch.write(config)
-    engines = start_engines(config)
-    try:
+    with served(f"toy --run checkpoint --out {tmp_path} --port 8711 --model {model}") as config:
         # what was loaded from disk is version 0
         assert_serves(config, trained, 0)
-    finally:
-        stop_engines(engines)
 
 
 @pytest.mark.slow
