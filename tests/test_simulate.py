@@ -6,9 +6,8 @@ import pytest
 from tools import simulate
 from tools.report import advice
 
-PAPER = dict(
-    gpus=128, batch=128, lengths=simulate.draw_lengths("uniform", 2048), tau=4.92, U=simulate.fitted
-)
+UNIFORM = simulate.draw_lengths("uniform", 2048)
+PAPER = dict(gpus=128, batch=128, lengths=UNIFORM, tau=4.92, U=simulate.fitted)
 EQUAL = dict(lengths=simulate.draw_lengths("equal", 2048))
 
 
@@ -23,11 +22,10 @@ def test_the_papers_case():
     assert round(float(simulate.fitted(192)), 3) == 0.384
     r_gen, r_train, _ = simulate.conventional(133, **PAPER)
     assert round(r_gen, 1) == 18.3 and round(r_train, 2) == 26.02
-    text = simulate.verdict(row, **PAPER, concurrency=1024)
-    assert (
+    words = (
         "max lag 132: serve with 44, train with 84, 192 sequences each: 1.57 times the best conv"
-        in text
     )
+    assert words in simulate.verdict(row, **PAPER, concurrency=1024)
 
 
 def test_a_batch_16_times_as_large_needs_a_16th_of_the_lag():
@@ -65,10 +63,8 @@ def test_conventional_by_hand():
     U = lambda h: np.minimum(h / 4, 1)
     assert np.allclose(simulate.survival(np.array([3, 1, 3])), ([2 / 3, 1], [2, 1]))
     # 6 sequences on 2 GPUs: a step of 3 each takes 4 flashes, two steps of 2 each 4 flashes; 14 tokens
-    assert np.allclose(
-        simulate.conventional(2, 2, 3, np.array([3, 1, 3]), 5.0, U),
-        (14 / 12, 0.4, 1 / (12 / 14 + 1 / 0.4)),
-    )
+    found = simulate.conventional(2, 2, 3, np.array([3, 1, 3]), 5.0, U)
+    assert np.allclose(found, (14 / 12, 0.4, 1 / (12 / 14 + 1 / 0.4)))
     r_gen = simulate.conventional(5, 8, 16, np.array([7]), 5.0, simulate.fitted)[0]
     assert np.isclose(r_gen, 8 * simulate.fitted(10.0))
 

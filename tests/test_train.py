@@ -28,17 +28,9 @@ CPU = torch.device("cpu")
 
 def tiny_model(vocab=50):
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=vocab,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        attn_implementation="sdpa",
-    )
+    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=vocab)
+    shape |= dict(num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256)
+    config = Qwen2Config(**shape, tie_word_embeddings=True, attn_implementation="sdpa")
     return Qwen2ForCausalLM(config)
 
 
@@ -240,41 +232,31 @@ def test_head_in_float32(model):
 
 
 MEMORY = """
-import re, sys, types
+import re, sys
 import torch
-sys.path.insert(0, ".")
+sys.path[:0] = [".", "tests"]
 import train
+from test_train import tiny_model
 
 
 def peak():
     # not getrusage's: that begins with what the process that started this one had
-    status = open("/proc/self/status").read()
-    return int(re.search(r"VmHWM:\\s+(\\d+) kB", status)[1])
-
-
-VOCABULARY = 32768
-embedding = torch.nn.Embedding(VOCABULARY, 32)
-start = peak()
-
-
-def body(input_ids, **_):
-    return types.SimpleNamespace(last_hidden_state=embedding(input_ids))
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
 
 
 def measure(tokens, chunk):
     train.head_chunk = lambda *_: chunk
-    torch.manual_seed(0)
-    embedding.weight.grad = None
-    model = types.SimpleNamespace(base_model=body, config=None)
-    model.get_output_embeddings = lambda: embedding
-    ids = torch.randint(0, VOCABULARY, (tokens,))
-    logprobs, entropy = train.token_logprobs(model, ids, torch.arange(tokens), 1.0)
+    model.zero_grad()
+    ids = torch.arange(tokens) % 251
+    logprobs, entropy = train.token_logprobs(model, ids, ids * 0, 1.0)
     (logprobs + 0.1 * entropy).sum().backward()
-    grad = embedding.weight.grad
-    print((peak() - start) * 1024, grad.norm().item(), grad[ids[5]].norm().item())
+    grad = model.lm_head.weight.grad
+    print(peak() - start, grad.norm().item(), grad[5].norm().item())
 
 
-chunk = train.head_chunk(VOCABULARY, 32) // 32
+model = tiny_model(32768)
+chunk = train.head_chunk(32768, 32) // 32
+start = peak()
 measure(256, chunk)
 measure(2048, chunk)
 measure(256, 1 << 40)
