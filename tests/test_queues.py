@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -81,25 +81,12 @@ def test_a_writer_that_starts_again_goes_on_after_the_highest_number(tmp_path):
 
 def test_threads_of_the_writer_may_all_put(tmp_path):
     q = Queue(tmp_path / "q")
-
-    def write(name):
-        for i in range(50):
-            q.put({"writer": name, "i": i})
-
-    threads = [threading.Thread(target=write, args=(name,)) for name in "ab"]
-    for thread in threads:
-        thread.start()
-    reader = Queue(tmp_path / "q")
-    seen = {"a": [], "b": []}
-    numbers = []
-    for _ in range(100):
-        seq, record = reader.get(10)
-        seen[record["writer"]].append(record["i"])
-        numbers.append(seq)
-        reader.ack(seq)
-    assert seen == {"a": list(range(50)), "b": list(range(50))}
-    assert numbers == list(range(100))
-    assert len(reader) == 0
+    with ThreadPoolExecutor(2) as pool:
+        numbers = list(pool.map(fill, [q, q], [50, 50]))
+    assert sorted(sum(numbers, [])) == list(range(100))
+    # of each writer in order
+    written = {number: i for of_writer in numbers for i, number in enumerate(of_writer)}
+    assert take(Queue(tmp_path / "q"), 100) == [written[number] for number in range(100)]
 
 
 KILLED = """

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_model import tiny
+from test_samples import make_sample
 from transformers import AutoModelForCausalLM
 
 import config as cfg
@@ -32,7 +33,7 @@ def all_groups():
     rng = np.random.default_rng(0)
     groups = []
     for draw in range(STEPS * GROUPS):
-        samples = [make_sample(rng, draw // GROUPS, k) for k in range(ATTEMPTS)]
+        samples = [random_sample(rng, draw // GROUPS, k) for k in range(ATTEMPTS)]
         if draw == 1:
             # this attempt failed: the first step has a sample less
             del samples[1]
@@ -41,27 +42,19 @@ def all_groups():
     return groups
 
 
-def make_sample(rng, step, k):
+def random_sample(rng, step, k):
     n = int(rng.integers(5, 60))
     mask = np.arange(n) >= 3
     versions = np.where(mask, max(step - rng.integers(0, 3), 0), -1)
     # the last token may be newer
     versions[-1] = max(step - rng.integers(0, 2), 0)
-    return {
-        "tokens": rng.integers(3, 50, n),
-        "mask": mask,
-        "behavior_logprobs": (rng.normal(-4, 0.3, n) * mask).astype(np.float32),
-        "versions": versions,
-        "task": 0,
-        "problem": 0,
-        "temperature": 0.7 + 0.1 * k,
-        "reward": float(k % 2),
-        "outcome": 0 if k % 2 else 1,
-        "finished": True,
-        "num_versions": len(set(versions[mask])),
-        "number": k,
-        "advantage": float(rng.normal()),
-    }
+    sample = make_sample(n, float(k % 2), mask=mask, versions=versions, number=k)
+    sample["tokens"] = rng.integers(3, 50, n)
+    sample["behavior_logprobs"] = rng.normal(-4, 0.3, n).astype(np.float32) * mask
+    sample["temperature"] = 0.7 + 0.1 * k
+    sample["num_versions"] = len(set(versions[mask]))
+    sample["advantage"] = float(rng.normal())
+    return sample
 
 
 def write_run(out, name, base_model, ranks=1, first=0, steps=STEPS, reverse=False, **knobs):

@@ -297,25 +297,15 @@ def test_raw_and_templated_prompts(tmp_path):
     assert "<think>" not in auto.tokenizer.decode(auto.start({"prompt": "a"}))
 
 
-@pytest.mark.parametrize("text", [" ", "\u4f60\u597d" * 40])
-def test_a_prompt_of_no_tokens_is_named(tmp_path, text):
-    """This tokenizer leaves out what it does not know."""
-    from transformers import Qwen2Config
-
-    base_model.make_tokenizer([toy]).save_pretrained(tmp_path)
-    Qwen2Config(eos_token_id=1).save_pretrained(tmp_path)
-    p = Prompter(cfg.Config(model=str(tmp_path), max_model_len=100))
-    fine = {"prompt": "ba="}
-    p.check({"toy": [fine] * 3})
-    words = "task toy, problem 3: the prompt .* has 0 tokens, there may be 1 to 99"
-    with pytest.raises(cfg.ConfigError, match=words):
-        p.check({"toy": [fine, fine, {"prompt": text}]})
-
-
-def test_a_prompt_longer_than_the_context_is_named(tmp_path):
+def test_a_prompt_of_no_tokens_or_too_many_is_named(tmp_path):
     p = prompter(tmp_path, max_model_len=20)
-    fits = {"prompt": "a" * 19, "where": "f.jsonl:1"}
-    p.check({"maths": [fits]})
+    fits = {"prompt": "a" * 19}
+    p.check({"toy": [fits, fits]})
+    # this tokenizer leaves out what it does not know
+    for text in ("", "\u4f60\u597d" * 40):
+        words = "task toy, problem 2: the prompt .* has 0 tokens, there may be 1 to 19"
+        with pytest.raises(cfg.ConfigError, match=words):
+            p.check({"toy": [fits, {"prompt": text}]})
     words = (
         "f.jsonl:2: the prompt 'aaa.*' has 20 tokens, there may be 1 to 19: raise --max_model_len"
     )

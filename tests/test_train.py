@@ -189,30 +189,11 @@ def test_a_packed_row_equals_the_separate_sequences(chunk, monkeypatch):
     logits = model(ids[None, 5:22]).logits[0] / 0.7
     of_next = torch.log_softmax(logits, -1)[:-1].gather(1, ids[6:22, None])[:, 0]
     assert torch.allclose(packed[0, 4:20], of_next, atol=2e-6)
-
-
-@pytest.mark.parametrize("chunk", [3, 1024])
-def test_the_head_sees_only_the_tokens_that_are_wanted(chunk, monkeypatch):
-    monkeypatch.setattr(train, "head_chunk", lambda *_: chunk)
-    model = tiny_model()
-    rng = np.random.default_rng(0)
-    positions, _ = layout([6, 9, 4])
-    ids = rng.integers(0, 50, len(positions))
-
-    def run(wanted, weight):
-        model.zero_grad()
-        found = token_logprobs(model, ids, positions, 0.7, wanted)
-        ((found[0] + 0.1 * found[1]) * weight).sum().backward()
-        return found, gradient(model)
-
-    for wanted in (positions >= 3, positions < 0):
-        weight = torch.from_numpy(wanted * rng.normal(size=len(ids)))
-        every, g = run(None, weight)
-        some, h = run(wanted, weight)
-        for a, b in zip(every, some):
-            assert torch.allclose(a[wanted], b[wanted], atol=1e-6)
-            assert not b[~wanted].any()
-        assert (g - h).norm() <= 1e-5 * g.norm()
+    # the head sees only the tokens that are wanted
+    wanted = positions >= 3
+    some = torch.stack(token_logprobs(model, ids, positions, temperature, wanted.numpy()))
+    assert torch.allclose(some[:, wanted], packed[:, wanted[positions > 0]], atol=2e-6)
+    assert not some[:, ~wanted].any()
 
 
 def test_head_in_float32(model):
@@ -491,9 +472,6 @@ def test_a_step_without_a_sample_of_lag_0_says_nothing():
         guards.check(1, metrics)
     with pytest.raises(RuntimeError, match="mismatch"):
         guards.check(2, bad)
-    lenient = make_guards(mismatch_limit=2.0)
-    for _ in range(4):
-        lenient.check(1, bad)
 
 
 @pytest.mark.parametrize(
