@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from aiohttp import web
+from test_tasks import prompter
 
 import config as cfg
 from actor import Actor, Sampler, allowed_groups, overlong_penalty
@@ -113,35 +114,28 @@ class Curriculum:
         return {"solved": self.solved}
 
 
-def default_sampler(state=None):
-    return Sampler({"a": list(range(50))}, {"a": 1.0}, 3, state)
-
-
-@pytest.mark.parametrize("make", [default_sampler, Curriculum])
-def test_what_was_in_flight_is_drawn_again(make, tmp_path):
+def test_what_was_in_flight_is_drawn_again(tmp_path):
     path = tmp_path / "sampler.json"
-    draws = Draws(make(), path, NEW_RUN)
+    draws = Draws(Curriculum(), path, NEW_RUN)
     first = [draws.next() for _ in range(10)]
     assert [i for i, _, _ in first] == list(range(10))
     draws.sampler.update("a", first[0][2], [0.0, 1.0], [False, True])
     draws.save()
     # after the file that the checkpoint keeps: these were never started, as far as it knows
-    lost = [draws.next() for _ in range(3)]
+    for _ in range(3):
+        draws.next()
 
     def continued(position):
         saved = read_json(path)
         state = NEW_RUN | {"position": position, "sampler": saved}
-        return Draws(make(saved["state"]), path, state)
+        return Draws(Curriculum(saved["state"]), path, state)
 
     # draws 0 to 3, 6 and 8 are trained or dropped, says the checkpoint
     draws = continued({"next": 4, "ahead": [6, 8]})
     assert [draws.next() for _ in range(4)] == [first[i] for i in (4, 5, 7, 9)]
     further = [draws.next() for _ in range(3)]
     assert [i for i, _, _ in further] == [10, 11, 12]
-    if make is Curriculum:
-        assert draws.sampler.solved == 1
-    else:
-        assert further == lost
+    assert draws.sampler.solved == 1
 
     # it stops once more, with 7 of the old ones and two of the new ones still in flight
     position = {"next": 7, "ahead": [8, 9, 11]}
@@ -246,7 +240,7 @@ def test_while_an_attempt_is_judged_its_place_is_another_groups(tmp_path, base_m
 
         actor.sandbox.score = late
         actor.in_progress = 4
-        group = asyncio.create_task(actor.group(0, actor.tasks[0], 0, PROBLEM, default_sampler()))
+        group = asyncio.create_task(actor.group(0, actor.tasks[0], 0, PROBLEM, Curriculum()))
         while actor.in_progress:
             await asyncio.sleep(0.01)
         assert not group.done()
@@ -267,8 +261,6 @@ def guess(tmp_path, answer):
 
 
 def test_an_environment_that_says_nothing_gives_the_model_its_next_turn(tmp_path, monkeypatch):
-    from test_tasks import prompter
-
     p = prompter(tmp_path / "model")
     turns = [p.tokenizer.convert_tokens_to_ids(text) for text in (["5", "<eos>"], ["7", "<eos>"])]
 
@@ -285,8 +277,6 @@ def test_an_environment_that_says_nothing_gives_the_model_its_next_turn(tmp_path
 
 def test_turns_keep_the_exact_tokens_that_were_sampled(tmp_path):
     """Also with a tokenizer that would join what the engine sampled apart."""
-    from test_tasks import prompter
-
     p = prompter(tmp_path / "model", merges=[("s", "o")])
     texts = [["s", "o", "5", "<|im_end|>"], ["s", "o", "9", "<|im_end|>"], ["7", "<|im_end|>"]]
     turns = [p.tokenizer.convert_tokens_to_ids(text) for text in texts]
@@ -312,8 +302,8 @@ def test_turns_keep_the_exact_tokens_that_were_sampled(tmp_path):
     assert r["reward"].tolist() == [pytest.approx(1.7)]
     assert r["outcome"].tolist() == [cfg.OUTCOMES.index("correct")]
     # the environment's tokens are out of the loss
-    parts = [(start, 0), (turns[0], 1), (higher, 0), (turns[1], 1), (lower, 0), (turns[2], 1)]
-    mask = np.concatenate([np.full(len(tokens), bool(sampled)) for tokens, sampled in parts])
+    lengths = [len(start), 4, len(higher), 4, len(lower), 2]
+    mask = np.repeat([False, True] * 3, lengths)
     assert r["mask"].tolist() == mask.tolist()
     assert r["versions"][mask].tolist() == [1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
     assert set(r["versions"][~mask].tolist()) == {-1}

@@ -10,7 +10,7 @@ from test_actor import FakeEngine
 
 import config as cfg
 from plumbing import client
-from plumbing.client import Engines, Span, read_answer, token_versions
+from plumbing.client import Engines, read_answer
 
 # what is asked for: at most ASKED tokens below VOCABULARY, ended by 1
 ASKED = 8
@@ -87,11 +87,6 @@ GOOD = [
 @pytest.mark.parametrize("body", GOOD, ids=range(len(GOOD)))
 def test_good_answers(body):
     assert max(read_answer(body, ASKED, STOP, VOCABULARY)["behavior_logprobs"]) <= 0
-
-
-def test_version_spans_become_token_stamps():
-    stamps = token_versions([Span("2", 0, 3), Span("3", 3, 5)], 5)
-    assert stamps.tolist() == [2, 2, 2, 3, 3] and stamps.dtype == "int64"
 
 
 def generate_from(responses, monkeypatch, n=1):

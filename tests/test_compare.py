@@ -4,17 +4,16 @@ import functools
 import importlib
 import json
 import re
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from test_config import call
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench import compare, cost, limit, runs
-from conftest import ROOT
 from tasks import tail
 from tools import base_model
 
@@ -29,7 +28,6 @@ def made_up(scores, step_s=2.0):
 
 
 RISING = np.linspace(0, 1, 20)
-FALLEN = np.r_[np.linspace(0, 1, 5), np.zeros(15)]
 
 
 # ---- statistics
@@ -75,21 +73,21 @@ def test_few_seeds_have_students_t_or_nothing():
 
 
 def test_unstable_runs():
-    found = [made_up(RISING), made_up(FALLEN), made_up(np.full(20, 0.5))]
-    assert [compare.is_unstable(run) for run in found] == [False, True, True]
+    fallen = np.r_[np.linspace(0, 1, 5), np.zeros(15)]
+    found = [compare.is_unstable(made_up(x)) for x in (RISING, fallen, np.full(20, 0.5))]
+    assert found == [False, True, True]
 
 
 def test_the_ratio_is_that_of_the_best_setting(capsys):
     speeds = np.array([1.0, 2.0] * 4)
-    found = compare.summary(
-        {
-            "pipeline": [made_up(RISING, s) for s in speeds],
-            "G=1": [made_up(RISING, 6.0)] * 8,
-            "G=2": [made_up(RISING, 3.0)] * 8,
-            # neither compared with nor part of the scores
-            "pipeline+lr=1": [made_up(2 * RISING, 0.1)] * 8,
-        }
-    )
+    settings = {
+        "pipeline": [made_up(RISING, s) for s in speeds],
+        "G=1": [made_up(RISING, 6.0)] * 8,
+        "G=2": [made_up(RISING, 3.0)] * 8,
+        # neither compared with nor part of the scores
+        "pipeline+lr=1": [made_up(2 * RISING, 0.1)] * 8,
+    }
+    found = compare.summary(settings)
     assert found["scores"] == pytest.approx([0.5, 0.75])
     best, faster = found["ratios"][0]
     assert best == "G=2"
@@ -104,8 +102,7 @@ def test_the_ratio_is_that_of_the_best_setting(capsys):
     assert row["max lag"] == 3
     # of each sample the same is learnt, or twice as much: 0.5 on average, once the first is there
     assert found["rows"]["G=1"]["difference"] == pytest.approx((0, 0, 0))
-    twice = found["rows"]["pipeline+lr=1"]["difference"]
-    assert twice == pytest.approx(3 * [0.5 * 19 / 20])
+    assert found["rows"]["pipeline+lr=1"]["difference"] == pytest.approx(3 * [0.5 * 19 / 20])
     compare.say(found, 8)
     text = capsys.readouterr().out
     assert re.search(r"^pipeline +14\.\d \(.*\) +never ", text, re.M)
@@ -220,10 +217,9 @@ def test_a_wrong_command_line_starts_nothing(start, tmp_path, wrong):
     assert not list(tmp_path.iterdir())
 
 
-SCRIPTS = "against_trl compare cost faults limit rewards train weights".split()
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name", "against_trl compare cost faults limit rewards train weights".split()
+)
 def test_every_script_keeps_its_numbers(name, capsys):
     script = importlib.import_module(f"bench.{name}")
     with pytest.raises(SystemExit) as end:
@@ -271,10 +267,9 @@ def test_cpu_of_a_run_is_that_of_its_stages(tmp_path, monkeypatch):
 
 def test_the_limit_by_hand():
     # 100 tokens/s however many sequences: 64 answers of 10 tokens take 6.4 s, 0.1 s each
-    r = {str(h): 100.0 for h in limit.SEQUENCES}
-    found = dict(r=r | {"1": 100.0}, request=0.01, train=0.05, busy=0.2)
-    rows = limit.seconds_of(found, np.full(50, 10))
-    for _, one, both, ours in rows:
+    r = dict.fromkeys(map(str, (1, *limit.SEQUENCES)), 100.0)
+    found = dict(r=r, request=0.01, train=0.05, busy=0.2)
+    for _, one, both, ours in limit.seconds_of(found, np.full(50, 10)):
         assert one == pytest.approx(0.1 + 0.01 + 0.05)
         # all sequences of a half are in progress to the end: nothing is saved by any G
         assert both == pytest.approx((0.2 - 0.1 + 0.1) / 2)
@@ -287,8 +282,7 @@ def test_the_limit_by_hand():
 @pytest.mark.slow
 def test_the_quick_comparison_runs(tmp_path):
     words = f"bench/compare.py --quick --settings G=4 --port 8790 --out {tmp_path}"
-    how = dict(cwd=ROOT, capture_output=True, text=True, timeout=600)
-    done = subprocess.run([sys.executable, *words.split()], **how)
+    done = call(f"{sys.executable} {words}")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert re.search(r"cores of .*: python bench/compare.py --quick --settings G=4", done.stdout)
     assert re.search(r"^G=4 ", done.stdout, re.M)

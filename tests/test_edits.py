@@ -48,14 +48,10 @@ def copy_of_the_repository(folder, base_model):
 
 
 def apply(name, folder):
-    """Apply an edit to a copy."""
-    command = ["git", "apply", str(FOLDER / f"{name}.patch")]
+    """Apply an edit to a copy; if that fails, tests/edits/NAME.patch is to be refreshed."""
     # also where the copy lies within some other repository
-    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, (
-        f"edit {name} does not apply any more: refresh tests/edits/{name}.patch\n{done.stderr}"
-    )
+    ceiling = {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    run_in(folder, ["git", "apply", str(FOLDER / f"{name}.patch")], 60, **ceiling)
 
 
 def run_in(folder, command, seconds, **environment):
@@ -63,7 +59,7 @@ def run_in(folder, command, seconds, **environment):
     own = dict(PYTHONPATH=str(folder), PIPELINE_PYTHON=sys.executable)
     how = dict(capture_output=True, text=True, timeout=seconds, env=os.environ | own | environment)
     done = subprocess.run(command, cwd=folder, **how)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
 
 
 @pytest.mark.slow
@@ -80,19 +76,11 @@ def test_edit(name, tmp_path, base_model):
 
 
 NEW_LOSS = """
-import torch
 import config as cfg
-import train
-
-c = cfg.check(cfg.Config(run="x", loss="mine"))
-logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
-behavior = logprobs.detach() - torch.tensor([0.0, 2.0])
-loss, clipped = train.policy_loss(
-    "mine", logprobs, behavior, torch.ones(2), torch.zeros(2, dtype=torch.int64), c
-)
-loss.sum().backward()
-assert logprobs.grad.tolist() == [-1.0, -1.0], logprobs.grad
-assert clipped.tolist() == [False, True], clipped
+from test_train import loss_of
+assert cfg.parse(["toy", "--loss", "mine"], 0).loss == "mine"
+_, gradient, clipped = loss_of("mine", [1.0, 7.0], [1.0, 1.0])
+assert gradient == [-1.0, -1.0] and clipped == [False, True], (gradient, clipped)
 """
 
 
@@ -110,7 +98,8 @@ def test_a_loss_is_what_the_readme_says(tmp_path, base_model):
         text = (folder / file).read_text()
         assert text.count(old) == 1
         (folder / file).write_text(text.replace(old, new))
-    run_in(folder, [sys.executable, "-c", NEW_LOSS], 60)
+    path = f"{folder}:{folder}/tests"
+    run_in(folder, [sys.executable, "-c", NEW_LOSS], 60, PYTHONPATH=path)
 
 
 def test_there_is_a_check_of_every_edit_and_they_are_ten():

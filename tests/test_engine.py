@@ -36,8 +36,8 @@ NO_REQUEST = "Invalid HTTP request received."
 def answer(method, path, headers=None, body=b""):
     """(status, body) of the answer to a request whose path is sent as it is. The connection is closed afterwards."""
     lines = [f"{method} {path} HTTP/1.1", "Host: x", "Connection: close"]
-    lines += [f"Content-Length: {len(body)}"]
-    lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
+    headers = {"Content-Length": len(body)} | (headers or {})
+    lines += [f"{name}: {value}" for name, value in headers.items()]
     with socket.create_connection(("127.0.0.1", PORT), 20) as s:
         s.sendall("\r\n".join([*lines, "", ""]).encode() + body)
         head, _, words = s.makefile("rb").read().decode().partition("\r\n\r\n")

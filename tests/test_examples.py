@@ -72,15 +72,10 @@ class Cluster:
         return sorted(found)
 
 
-@pytest.fixture
-def cluster(tmp_path):
-    return Cluster(tmp_path)
+SHOW = "show hostnames n[01-16]"
 
 
-@pytest.mark.parametrize(
-    "code,told",
-    [(0, "show hostnames n[01-16]"), (1, "show hostnames n[01-16]"), (143, "requeue 7")],
-)
+@pytest.mark.parametrize("code,told", [(0, SHOW), (1, SHOW), (143, "requeue 7")])
 def test_slurm_starts_every_node_and_again_when_the_time_was_up(cluster, tmp_path, code, told):
     cluster.add("srun", SRUN)
     cluster.add("scontrol", SCONTROL)

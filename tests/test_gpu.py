@@ -2,38 +2,20 @@
 
 import json
 import math
-import os
 import re
-import subprocess
 import sys
 
 import pytest
 import torch
+from test_config import call
 
 from bench import gpu
-from conftest import ROOT
 
 # one of each kind, and with and without checkpointing; `plan` starts a real engine
 REHEARSED = ("attention", "parity", "gradients", "mfu-1.5b-16k", "mfu-1.5b-64k", "mfu-7b-16k")
 # what the machine lacks that lends its GPU
 HIDDEN = "msgspec pydantic vllm aiohttp requests accelerate tyro pebble wandb datasets"
-HIDE = f"""
-import sys
-from importlib.machinery import PathFinder
-class Without(PathFinder):
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        if name.split(".")[0] in {HIDDEN.split()}:
-            return None
-        return super().find_spec(name, path, target)
-sys.meta_path[:] = [Without if x is PathFinder else x for x in sys.meta_path]
-"""
-
-
-def call(words, **environment):
-    """A command line, in a process of its own."""
-    how = dict(cwd=ROOT, capture_output=True, text=True, env=os.environ | environment)
-    return subprocess.run(words.split(), **how)
+HIDE = f"import sys\nsys.modules |= dict.fromkeys({HIDDEN.split()})"
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +62,8 @@ def test_gradients_in_bfloat16_point_where_those_in_float32_do(figures):
 
 def test_the_command_needs_torch_and_transformers_alone(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(HIDE)
-    own = dict(PIPELINE_PYTHON=sys.executable, PYTHONPATH=str(tmp_path))
-    done = call(f"bash bench/gpu.sh --rehearse --only attention --out {tmp_path}", **own)
+    words = f"bash bench/gpu.sh --rehearse --only attention --out {tmp_path}"
+    done = call(words, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
     kept = json.loads((tmp_path / "gpu.json").read_text())
     assert "rehearsal on the CPU" in kept["machine"]

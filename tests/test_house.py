@@ -21,6 +21,7 @@ FLOORS = [
     {"tools"},
     {"bench", "tests"},
 ]
+FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 
 
 @pytest.mark.parametrize("words", ["format --check", "check"])
@@ -28,12 +29,6 @@ def test_ruff_has_nothing_to_say(words):
     command = [sys.executable, "-m", "ruff", *words.split(), *map(str, FILES)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def floor_of(name):
-    for number, names in enumerate(FLOORS):
-        if name in names:
-            return number
 
 
 def imported(path):
@@ -48,10 +43,9 @@ def imported(path):
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_go_down(path):
     room = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    own = floor_of(room)
     for name, *_ in imported(path):
-        floor = floor_of(name)
-        assert floor is None or floor <= own, f"{path.name} imports {name}, a floor above"
+        # what is not ours lies under the ground
+        assert FLOOR.get(name, -1) <= FLOOR[room], f"{path.name} imports {name}, a floor above"
         if room in ("actor", "train", "tasks"):
             # stages do not import each other; only the reference model of preprocess needs train's logprobs
             assert name not in FLOORS[2], f"{path.name} imports {name}"

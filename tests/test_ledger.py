@@ -147,9 +147,7 @@ def test_the_ledger_balances_after_twenty_kills(tmp_path, base_model):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    "LEDGER_REAL" in os.environ, reason="takes a fake engine that cannot start again"
-)
+@pytest.mark.skipif("LEDGER_REAL" in os.environ, reason="the engine must not start again")
 def test_work_is_saved_when_a_run_is_stopped_while_its_only_engine_is_down(tmp_path, base_model):
     # the first wave of sequences is data for eight steps, so that the trainer comes to wait for the engine
     run = Run(tmp_path, 8831, "--batch_size 16 --max_lag 16 --no_signal keep")

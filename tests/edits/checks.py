@@ -14,11 +14,12 @@ from test_actor import choice, one_group
 from test_ranks import run_trainer, write_run
 from test_samples import group_record, make_sample
 from test_train import CPU, knobs, metrics_of, micro_record, one_step, packed_model
+from test_weights import sender_to, update
 
 import actor
 import preprocess
 import train
-from conftest import register, resolved
+from conftest import resolved
 from fake_engine import fake_vllm
 from plumbing import checkpoints, launch
 from plumbing.ledger import Ledger
@@ -28,12 +29,6 @@ from plumbing.ranks import Ranks
 from plumbing.samples import Transcript, join, layout, split
 from tools import replay
 from tools.evaluate import start_engines, stop_engines
-from weights import Sender
-
-
-def sampled(n):
-    """(tokens, behavior_logprobs, versions) of what an engine sampled."""
-    return list(range(1, n + 1)), [-1.0] * n, [0] * n
 
 
 def trained(model, *batches, version=6, **changed):
@@ -68,15 +63,17 @@ def assert_goes_on(sampler, again, success):
 
 
 def test_cispo_by_position_knows_the_tenth_of_every_token():
+    # what an engine sampled, with its logprobs and versions
+    five = [3] * 5, [-1.0] * 5, [0] * 5
     transcript = Transcript([7, 7])
-    transcript.append(*sampled(5))
+    transcript.append(*five)
     # what the environment says is no part of it
     transcript.append([8, 8, 8])
-    transcript.append(*sampled(5))
+    transcript.append(*five)
     sample = transcript.fields()
     assert sample["tenth"][sample["mask"]].tolist() == list(range(10))
     short = Transcript([7])
-    short.append(*sampled(3))
+    short.append([3] * 3, [-1.0] * 3, [0] * 3)
     assert short.fields()["tenth"].tolist() == [0, 0, 3, 6]
 
 
@@ -201,16 +198,14 @@ def test_subset_of_parameters_alone_is_trained_and_sent(tmp_path, base_model, mo
     words = f"toy --run t --out {tmp_path} --port 8985 --model {base_model}"
     config = resolved(*words.split(), "--trained", r"\.mlp\.up|norm")
     run_dir = launch.write(config)
-    (run_dir / "queues").mkdir()
     ranks = Ranks(config)
     model, optimizers = train.build(config, CPU, 1)
     before = copies(model)
     monkeypatch.setenv("PYTHONPATH", str(fake_vllm(tmp_path / "fake")))
     engines = start_engines(config, as_loaded=False)
     try:
-        register(run_dir, "engine0", "http://127.0.0.1:8985")
-        sender = Sender(config, model, ranks, run_dir)
-        sender.push(0, {})
+        sender = sender_to(config, model)
+        update(sender, 0)
         record = micro_record(model, [20, 20], version=0)
         one_step(model, optimizers, [record], 0, config)
         after = copies(model)
@@ -219,8 +214,7 @@ def test_subset_of_parameters_alone_is_trained_and_sent(tmp_path, base_model, mo
         with torch.no_grad():
             # not even if the trainer's change
             model.get_input_embeddings().weight.mul_(2)
-        sender.push(1, {})
-        sender.wait()
+        update(sender, 1)
         model.load_state_dict(after, strict=False)
         assert Guards(config, run_dir, ranks).measure(model, record, sender, 1)["mismatch"] < 1e-5
         sender.close()
