@@ -118,11 +118,6 @@ def resume(out, name, base_model, checkpoint, ranks=1, **how):
     return run_trainer(run_dir, ranks=ranks, **how)
 
 
-def worst(a, b):
-    """Largest relative difference of two sets of weights."""
-    return max(((a[k] - b[k]).norm() / b[k].norm()).item() for k in b)
-
-
 def same(a, b):
     """Are two sets of weights the same bit for bit?"""
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in b)
@@ -199,10 +194,8 @@ def test_packing_and_order_change_nothing(tmp_path, base_model):
     sample: also the divisor, where an attempt failed.
     """
     # the last: one sample a row, backwards
-    layouts = [{}, dict(row_tokens=64), dict(row_tokens=60, reverse=True)]
-    run_dirs = [
-        write_run(tmp_path, f"rows{i}", base_model, steps=1, **x) for i, x in enumerate(layouts)
-    ]
+    layouts = dict(a={}, b=dict(row_tokens=64), c=dict(row_tokens=60, reverse=True))
+    run_dirs = [write_run(tmp_path, n, base_model, steps=1, **x) for n, x in layouts.items()]
     run_trainer(*run_dirs)
     metrics, gradients = plain_step(base_model)
     assert metrics["samples"] == GROUPS * ATTEMPTS - 1
@@ -315,13 +308,12 @@ def test_resuming_on_any_number_of_ranks(before, after, reference, tmp_path, bas
         weights, _ = run_trainer(run_dir, ranks=2)
     halfway = run_dir / "checkpoints" / "step_000003"
     again, _ = resume(tmp_path, "after", base_model, halfway, after)
-    assert worst(again, weights) < (1e-6 if before == after else 1e-4)
+    for name, w in weights.items():
+        assert (again[name] - w).norm() < (1e-6 if before == after else 1e-4) * w.norm()
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one_intact(
-    reference, tmp_path, base_model
-):
+def test_a_checkpoint_that_cannot_be_written_leaves_the_last(reference, tmp_path, base_model):
     weights, _, run_dir = reference
     halfway = run_dir / "checkpoints" / "step_000003"
     complaint = r"train: \S+/step_000006 cannot be written: is there room"

@@ -95,13 +95,6 @@ def sandboxed(odd):
     return run
 
 
-@pytest.fixture
-def instant(odd):
-    """The task `odd`, as one that is called in the actor itself."""
-    with open(odd / "tasks" / "odd.py", "a") as file:
-        file.write("INSTANT = True\n")
-
-
 def test_numbers_and_outcomes(sandboxed):
     async def work(s):
         asked = (("number", True), ("one", False), ("outcome", True), ("outcome", False))
@@ -175,7 +168,11 @@ def test_what_a_reward_prints_goes_nowhere(sandboxed, capfd):
     assert "much" not in "".join(capfd.readouterr())
 
 
-def test_an_instant_task_needs_no_worker_and_is_checked_alike(instant, sandboxed):
+def test_an_instant_task_needs_no_worker_and_is_checked_alike(odd, sandboxed):
+    """It is called in the actor itself."""
+    with open(odd / "tasks" / "odd.py", "a") as file:
+        file.write("INSTANT = True\n")
+
     async def work(s):
         words = ["number", "one", "outcome", "bug", "deep", "memory"]
         found = [await s.score("odd", {}, word, True) for word in words]

@@ -449,20 +449,18 @@ def make_guards(run_dir="", rank=0, **changed):
     return Guards(knobs(dtype="float32", **changed), run_dir, SimpleNamespace(rank=rank))
 
 
-@pytest.mark.parametrize(
-    "wrong,words",
-    [
+def test_three_wrong_steps_in_a_row_end_the_run():
+    for wrong, words in [
         ({"grad_norm": math.nan}, "3 steps in a row had gradients that are not finite"),
         ({"mismatch": 1.1e-3}, "above 0.001 nats in 3 steps, it is 1.1e-03"),
         ({"mismatch": math.nan}, "above 0.001 nats in 3 steps, it is nan"),
-    ],
-)
-def test_three_wrong_steps_in_a_row_end_the_run(wrong, words):
-    guards = make_guards()
-    for metrics in (GOOD | wrong, GOOD | wrong, GOOD, GOOD | wrong, GOOD | wrong):
-        guards.check(1, metrics)
-    with pytest.raises(RuntimeError, match=words):
-        guards.check(2, GOOD | wrong)
+    ]:
+        guards = make_guards()
+        bad = GOOD | wrong
+        for metrics in (bad, bad, GOOD, bad, bad):
+            guards.check(1, metrics)
+        with pytest.raises(RuntimeError, match=words):
+            guards.check(2, bad)
 
 
 def test_a_step_without_a_sample_of_lag_0_says_nothing():
@@ -474,23 +472,20 @@ def test_a_step_without_a_sample_of_lag_0_says_nothing():
         guards.check(2, bad)
 
 
-@pytest.mark.parametrize(
-    "wrong,steps,words",
-    [
+def test_what_lasts_is_said_once():
+    for wrong, steps, words in [
         ({"ess": 0.29}, 3, "effective sample size 0.29: .*--max_lag"),
         ({"signal": 0.0}, 10, "no group has two different rewards, all are 0.3"),
         ({"cut_off": 0.96}, 10, "96% cut off: raise --max_new_tokens"),
-    ],
-)
-def test_what_lasts_is_said_once(wrong, steps, words):
-    guards = make_guards()
-    bad = GOOD | wrong
-    # one good step, and it begins again
-    for metrics in [bad] * (steps - 1) + [GOOD] + [bad] * (steps - 1):
-        assert guards.check(1, metrics) == []
-    [alarm] = guards.check(2, bad)
-    assert re.match(words, alarm)
-    assert guards.check(3, bad) == []
+    ]:
+        guards = make_guards()
+        bad = GOOD | wrong
+        # one good step, and it begins again
+        for metrics in [bad] * (steps - 1) + [GOOD] + [bad] * (steps - 1):
+            assert guards.check(1, metrics) == []
+        [alarm] = guards.check(2, bad)
+        assert re.match(words, alarm)
+        assert guards.check(3, bad) == []
 
 
 # ---- the mismatch of engines and trainer, measured while both go on
