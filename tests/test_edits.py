@@ -19,24 +19,13 @@ from test_run import metrics
 
 FOLDER = ROOT / "tests" / "edits"
 EDITS = sorted(path.stem for path in FOLDER.glob("*.patch"))
-# of these no two change the same lines
-TOGETHER = "cispo_by_position curriculum entropy_per_task muon temperature_per_member".split()
-PORT = 8980
-
-
-def changed(name):
-    """(lines added and removed, files) of an edit."""
-    text = (FOLDER / f"{name}.patch").read_text()
-    files = re.findall(r"^\+\+\+ b/(.+)$", text, re.M)
-    lines = re.findall(r"^(?:\+(?!\+\+ )|-(?!-- )).*$", text, re.M)
-    return lines, files
 
 
 def copy_of_the_repository(folder, base_model):
     """The sources in `folder`, and the base model, which is not copied."""
     folder.mkdir()
-    ignore = shutil.ignore_patterns("__pycache__")
-    for part in ("plumbing", "tasks", "tools", "tests"):
+    ignore = shutil.ignore_patterns("__pycache__", "results")
+    for part in ("bench", "plumbing", "tasks", "tools", "tests"):
         shutil.copytree(ROOT / part, folder / part, ignore=ignore)
     top = [ROOT / name for name in ("run.sh", "pyproject.toml", "requirements.txt")]
     for path in (*ROOT.glob("*.py"), *top):
@@ -65,7 +54,9 @@ def run_in(folder, command, seconds, **environment):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EDITS)
 def test_edit(name, tmp_path, base_model):
-    lines, files = changed(name)
+    text = (FOLDER / f"{name}.patch").read_text()
+    files = re.findall(r"^\+\+\+ b/(.+)$", text, re.M)
+    lines = re.findall(r"^(?:\+(?!\+\+ )|-(?!-- )).*$", text, re.M)
     assert len(lines) <= 15 and len(files) <= 2, f"{name}: {len(lines)} lines in {files}"
     folder = copy_of_the_repository(tmp_path / "copy", base_model)
     apply(name, folder)
@@ -113,10 +104,11 @@ def test_there_is_a_check_of_every_edit_and_they_are_ten():
 def test_five_together_in_a_run(tmp_path, base_model):
     """With FAKE engines, and two tasks; the model knows nothing of the second."""
     folder = copy_of_the_repository(tmp_path / "copy", base_model)
-    for name in TOGETHER:
+    # no two of these change the same lines
+    for name in "cispo_by_position curriculum entropy_per_task muon temperature_per_member".split():
         apply(name, folder)
     knobs = (
-        f"toy --run edited --port {PORT} --model {base_model} --task toy:0.7,countdown:0.3 --loss cispo "
+        f"toy --run edited --port 8980 --model {base_model} --task toy:0.7,countdown:0.3 --loss cispo "
         "--steps 5 --batch_size 64 --warmup_steps 1 --eval_problems 16 --save_every 0"
     )
     path = f"{folder}:{fake_vllm(tmp_path / 'fake')}"

@@ -103,10 +103,8 @@ def test_tasks_train_together(mixture):
 def test_offline_evaluation_twice_gives_the_same_numbers(mixture):
     found = []
     for name in ("e1", "e2"):
-        knobs = (
-            f"--run {name} --port 8750 --eval_problems 12 --eval_temperature 0 --eval_attempts 2"
-        )
-        done = tool("evaluate", f"{mixture}/checkpoints/step_000004 {knobs}", mark=mixture)
+        words = f"{mixture}/checkpoints/step_000004 --run {name} --port 8750 --eval_problems 12"
+        done = tool("evaluate", f"{words} --eval_temperature 0 --eval_attempts 2", mark=mixture)
         assert done.returncode == 0, done.stdout + done.stderr
         run_dir = mixture.parent / name
         lines = (run_dir / "answers.jsonl").read_text().splitlines()

@@ -19,8 +19,7 @@ SMALL |= dict(num_attention_heads=8, num_key_value_heads=2)
 @pytest.fixture(scope="session")
 def small(tmp_path_factory):
     """Directory of a model's config, without weights."""
-    path = tmp_path_factory.mktemp("model") / "small"
-    path.mkdir()
+    path = tmp_path_factory.mktemp("small")
     (path / "config.json").write_text(json.dumps(SMALL))
     return str(path)
 

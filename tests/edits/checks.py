@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from test_actor import choice, one_group
-from test_ranks import run_trainer, write_run
+from test_ranks import resume, run_trainer, same, write_run
 from test_samples import group_record, make_sample
 from test_train import CPU, knobs, metrics_of, micro_record, one_step, packed_model
 from test_weights import sender_to, update
@@ -44,19 +44,25 @@ def copies(model):
 
 
 def drawn_by(sampler, groups, success):
-    """The problems of so many groups, whose attempts have the successes that success(problem) says."""
+    """The numbers of the problems of so many groups; success(number): of each of its attempts."""
     drawn = []
     for _ in range(groups):
         task, number = sampler.next()
-        drawn.append((task, number))
+        drawn.append(number)
         sampler.update(task, number, [0.5] * 10, success(number))
     return drawn
 
 
-def assert_goes_on(sampler, again, success):
-    """Does a sampler go on from its state as if it had not been stopped? again(state) makes it anew."""
+def counts_of(n, groups, success):
+    """How often a sampler draws each of n problems in so many groups. It goes on from its state as if it had not been
+    stopped.
+    """
+    again = functools.partial(actor.Sampler, {"toy": list(range(n))}, {"toy": 1.0}, 0)
+    sampler = again()
+    drawn = drawn_by(sampler, groups, success)
     continued = again(json.loads(json.dumps(sampler.state())))
     assert drawn_by(continued, 100, success) == drawn_by(sampler, 100, success)
+    return np.bincount(drawn, minlength=n).tolist()
 
 
 # ---- cispo_by_position
@@ -171,23 +177,11 @@ def test_muon_learns():
 
 
 def test_muon_goes_on_from_a_checkpoint(tmp_path, base_model):
-    config = resolved("toy", "--run", "t", "--out", tmp_path)
-    config.model = str(base_model)
-    ranks = Ranks(config)
-    (tmp_path / "queues").mkdir()
-    model, optimizers = train.build(config, CPU, 1)
-    record = micro_record(model, [20, 20], version=0)
-    for version in (0, 1):
-        one_step(model, optimizers, [record], version, config)
-    state = checkpoints.NEW_RUN | {"version": 2}
-    checkpoints.save(config, tmp_path, model, optimizers, state, ranks)
-    continued, others = train.build(config, CPU, 1)
-    saved = checkpoints.newest(tmp_path)
-    assert checkpoints.restore(saved, continued, others)["version"] == 2
-    one_step(model, optimizers, [record], 2, config)
-    one_step(continued, others, [record], 2, config)
-    for expected, got in zip(model.parameters(), continued.parameters()):
-        assert torch.equal(expected, got)
+    run_dir = write_run(tmp_path, "one", base_model)
+    weights, _ = run_trainer(run_dir)
+    halfway = run_dir / "checkpoints" / "step_000003"
+    again, _ = resume(tmp_path, "again", base_model, halfway)
+    assert same(again, weights)
 
 
 # ---- subset_of_parameters
@@ -266,43 +260,21 @@ def test_entropy_per_task_of_one_task_and_of_none_of_a_task():
 
 def test_curriculum_passes_over_what_is_too_easy_or_too_hard():
     # problem k of 11 is solved in k of 10 attempts, always
-    sampler = actor.Sampler({"toy": list(range(11))}, {"toy": 1.0}, 0)
+    counts = counts_of(11, 7 * 6 + 4 * 3, lambda number: np.arange(10) < number)
     # 20 to 80%: in every one of six epochs; the others in every other one
-    drawn = drawn_by(sampler, 7 * 6 + 4 * 3, lambda number: np.arange(10) < number)
-    assert sampler.drawn == 6 * 11
-    counts = np.bincount([number for _, number in drawn], minlength=11)
-    assert counts.tolist() == [3, 3, 6, 6, 6, 6, 6, 6, 6, 3, 3]
-
-
-def test_curriculum_goes_on_where_it_was():
-    problems = {"toy": list(range(30)), "countdown": list(range(20))}
-    again = functools.partial(actor.Sampler, problems, {"toy": 0.7, "countdown": 0.3}, 3)
-
-    def success(number):
-        return [number % 3 == 0, True]
-
-    sampler = again()
-    drawn_by(sampler, 60, success)
-    assert_goes_on(sampler, again, success)
+    assert counts == [3, 3, 6, 6, 6, 6, 6, 6, 6, 3, 3]
 
 
 # ---- replay_by_success
 
 
 def test_replay_by_success_draws_again_what_is_solved_now_and_then():
-    again = functools.partial(actor.Sampler, {"toy": list(range(40))}, {"toy": 1.0}, 0)
-
-    def success(number):
-        """Problem 7 is solved in half of its attempts, 9 in one of ten, the others never."""
-        return np.arange(10) < {7: 5, 9: 1}.get(number, 0)
-
-    sampler = again()
-    drawn = drawn_by(sampler, 400, success)
-    counts = np.bincount([number for _, number in drawn], minlength=40)
+    # problem 7 is solved in half of its attempts, 9 in one of ten, the others never
+    solved = {7: 5, 9: 1}
+    counts = counts_of(40, 400, lambda number: np.arange(10) < solved.get(number, 0))
     # once a problem is known to be solved at times, every second one is drawn for that
     assert counts[7] > 2 * counts[9] > 2 * max(counts[i] for i in range(40) if i not in (7, 9))
     assert min(counts) >= 4
-    assert_goes_on(sampler, again, success)
 
 
 # ---- rloo_by_length
