@@ -75,7 +75,9 @@ def _write(config, run_dir, final, model, optimizers, state, ranks):
         # of a trainer that was killed while it wrote
         for torn in final.parent.glob("*.tmp"):
             shutil.rmtree(torn)
-        temporary.mkdir(parents=True)
+        # of a run directory that is gone no other one is made
+        final.parent.mkdir(exist_ok=True)
+        temporary.mkdir()
     torch.distributed.barrier(ranks.group)
     weights, moments = state_dict.get_state_dict(model, optimizers)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=temporary / "trainer")

@@ -81,7 +81,9 @@ class Queue:
         if keep is None:
             self.file(number).unlink(missing_ok=True)
             return
-        keep.parent.mkdir(parents=True, exist_ok=True)
+        # of a run directory that is gone no other one is made
+        keep.parent.parent.mkdir(exist_ok=True)
+        keep.parent.mkdir(exist_ok=True)
         os.replace(self.file(number), keep)
 
     def _numbers(self) -> list[int]:

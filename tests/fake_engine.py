@@ -171,9 +171,6 @@ class Server:
             return web.json_response({"error": f"{type(e).__name__}: {e}"}, status=500)
 
     async def init_process_group(self, body):
-        unknown = set(body["layout"]["names"]) - set(self.engine.parameters)
-        if unknown:
-            raise ValueError(f"the model has no {unknown}")
         self.engine.groups += 1
         arguments = (body, self.engine.groups)
         threading.Thread(target=self.engine.receive_all, args=arguments, daemon=True).start()

@@ -4,8 +4,9 @@ import json
 
 import numpy as np
 
-import config as cfg
+from conftest import resolved
 from plumbing import launch
+from plumbing.queues import publish_json
 
 LETTERS = np.array(list("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"))
 # what every step has, beside what differs
@@ -20,10 +21,9 @@ STEP |= dict(by_lag={"0": dict(tokens=4000, ess=0.999), "1": dict(tokens=4000, e
 
 def made_up_run(folder, name, seed=0, steps=60, rollouts=0, slope=1.0, **knobs):
     """Returns it. slope: how fast it learns; rollouts: of all steps together."""
-    argv = ["toy", "--out", str(folder), "--run", name, "--seed", str(seed), "--dry_run", "True"]
-    for knob, value in knobs.items():
-        argv += [f"--{knob}", str(value)]
-    c = launch.resolve(cfg.parse(argv, 0), 0)
+    words = f"toy --out {folder} --run {name} --seed {seed} --dry_run True"
+    changed = [f"--{knob}={value}" for knob, value in knobs.items()]
+    c = resolved(*words.split(), *changed)
     run_dir = launch.write(c)
     rng = np.random.default_rng(seed)
     lines = [made_up_step(rng, c, step, slope * step / steps) for step in range(1, steps + 1)]
@@ -38,7 +38,7 @@ def made_up_run(folder, name, seed=0, steps=60, rollouts=0, slope=1.0, **knobs):
     write_lines(run_dir / "samples.jsonl", samples)
     (run_dir / "queues").mkdir(exist_ok=True)
     serving = dict(version=steps, served=steps, engines=["http://127.0.0.1:8500"])
-    (run_dir / "queues" / "version.json").write_text(json.dumps(serving))
+    publish_json(run_dir / "queues" / "version.json", **serving)
     return run_dir
 
 

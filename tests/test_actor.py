@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from aiohttp import web
+from test_tasks import prompter
 
 import config as cfg
 from actor import Actor, Sampler, allowed_groups, overlong_penalty
@@ -22,26 +23,26 @@ from plumbing.sandbox import Sandbox
 # ---- the gate
 
 
+def gate(versions, **knobs):
+    c = cfg.Config(batch_size=20, attempts=2, **knobs)
+    return [allowed_groups(c, v) for v in versions]
+
+
 def test_gate_of_the_pipeline():
-    c = cfg.Config(max_lag=3, batch_size=20, attempts=2, steps=100)
-    assert [allowed_groups(c, v) for v in (0, 1, 5)] == [40, 50, 90]
+    assert gate((0, 1, 5), max_lag=3, steps=100) == [40, 50, 90]
     # synchronous: only the step being collected
-    c.max_lag = 0
-    assert [allowed_groups(c, v) for v in (0, 1, 2)] == [10, 20, 30]
+    assert gate((0, 1, 2), max_lag=0, steps=100) == [10, 20, 30]
+    # nothing is started that the run will not train
+    assert gate((0, 1, 2, 4, 5, 6), max_lag=3, steps=6) == [40, 50, 60, 60, 60, 60]
+    assert gate([0], max_lag=1000000, steps=6) == [60]
 
 
 def test_gate_of_conventional_rl():
-    c = cfg.Config(conventional_g=4, max_lag=99, batch_size=20, attempts=2, steps=100)
-    assert [allowed_groups(c, v) for v in range(10)] == [40] * 4 + [80] * 4 + [120] * 2
-
-
-@pytest.mark.parametrize("g", [0, 4])
-def test_nothing_is_started_that_the_run_will_not_train(g):
-    c = cfg.Config(conventional_g=g, max_lag=3, batch_size=20, attempts=2, steps=6)
-    assert [allowed_groups(c, v) for v in (0, 1, 2)] == ([40] * 3 if g else [40, 50, 60])
-    assert [allowed_groups(c, v) for v in (4, 5, 6)] == [60] * 3
-    c.max_lag = 1000000
-    assert g or allowed_groups(c, 0) == 60
+    versions = range(10)
+    assert (
+        gate(versions, conventional_g=4, max_lag=99, steps=100) == [40] * 4 + [80] * 4 + [120] * 2
+    )
+    assert gate(versions, conventional_g=4, max_lag=99, steps=6) == [40] * 4 + [60] * 6
 
 
 def test_overlong_penalty_by_hand():
@@ -58,17 +59,8 @@ def draw(sampler, n):
     return [sampler.next() for _ in range(n)]
 
 
-def test_every_problem_once_per_epoch_shuffled_anew():
-    drawn = draw(Sampler({"a": list("abcdefg")}, {"a": 1.0}, seed=1), 210)
-    epochs = [[number for _, number in drawn[i : i + 7]] for i in range(0, 210, 7)]
-    for epoch in epochs:
-        assert sorted(epoch) == list(range(7))
-    assert len({tuple(epoch) for epoch in epochs}) > 20
-    assert draw(Sampler({"a": list("abcdefg")}, {"a": 1.0}, seed=2), 210) != drawn
-
-
 @pytest.mark.parametrize("shares", [{"a": 0.5, "b": 0.29, "c": 0.21}, {"a": 2 / 3, "b": 1 / 3}])
-def test_shares_are_kept_in_every_100_problems(shares):
+def test_shares_are_kept_in_every_100_problems_and_every_epoch_is_shuffled_anew(shares):
     problems = {task: list(range(7)) for task in shares}
     drawn = draw(Sampler(problems, shares, seed=1), 700)
     for start in range(0, 700, 100):
@@ -79,8 +71,10 @@ def test_shares_are_kept_in_every_100_problems(shares):
     assert [task for task, _ in drawn[:100]] != [task for task, _ in drawn[100:200]]
     for task in shares:
         numbers = [number for of, number in drawn if of == task]
-        for epoch in range(len(numbers) // 7):
-            assert sorted(numbers[7 * epoch : 7 * epoch + 7]) == list(range(7))
+        epochs = [tuple(numbers[i : i + 7]) for i in range(0, len(numbers) - 6, 7)]
+        assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
+        assert len(set(epochs)) > 0.9 * len(epochs)
+    assert draw(Sampler(problems, shares, seed=2), 700) != drawn
 
 
 def test_a_small_share_is_no_share_of_nothing():
@@ -113,41 +107,34 @@ class Curriculum:
         return {"solved": self.solved}
 
 
-def default_sampler(state=None):
-    return Sampler({"a": list(range(50))}, {"a": 1.0}, 3, state)
-
-
-@pytest.mark.parametrize("make", [default_sampler, Curriculum])
-def test_what_was_in_flight_is_drawn_again(make, tmp_path):
+def test_what_was_in_flight_is_drawn_again(tmp_path):
     path = tmp_path / "sampler.json"
-    draws = Draws(make(), path, NEW_RUN)
+    draws = Draws(Curriculum(), path, NEW_RUN)
     first = [draws.next() for _ in range(10)]
     assert [i for i, _, _ in first] == list(range(10))
     draws.sampler.update("a", first[0][2], [0.0, 1.0], [False, True])
     draws.save()
     # after the file that the checkpoint keeps: these were never started, as far as it knows
-    lost = [draws.next() for _ in range(3)]
+    for _ in range(3):
+        draws.next()
+
+    def continued(position):
+        saved = read_json(path)
+        state = NEW_RUN | {"position": position, "sampler": saved}
+        return Draws(Curriculum(saved["state"]), path, state)
 
     # draws 0 to 3, 6 and 8 are trained or dropped, says the checkpoint
-    position = {"next": 4, "ahead": [6, 8]}
-    saved = read_json(path)
-    state = NEW_RUN | {"version": 3, "position": position, "sampler": saved}
-    draws = Draws(make(saved["state"]), path, state)
+    draws = continued({"next": 4, "ahead": [6, 8]})
     assert [draws.next() for _ in range(4)] == [first[i] for i in (4, 5, 7, 9)]
     further = [draws.next() for _ in range(3)]
     assert [i for i, _, _ in further] == [10, 11, 12]
-    if make is Curriculum:
-        assert draws.sampler.solved == 1
-    else:
-        assert further == lost
+    assert draws.sampler.solved == 1
 
     # it stops once more, with 7 of the old ones and two of the new ones still in flight
-    draws.forget({"next": 7, "ahead": [8, 9, 11]})
-    draws.save()
-    saved = read_json(path)
     position = {"next": 7, "ahead": [8, 9, 11]}
-    state = NEW_RUN | {"version": 5, "position": position, "sampler": saved}
-    draws = Draws(make(saved["state"]), path, state)
+    draws.forget(position)
+    draws.save()
+    draws = continued(position)
     assert [draws.next() for _ in range(3)] == [first[7], further[0], further[2]]
     assert draws.next()[0] == 13
 
@@ -171,25 +158,6 @@ def good(n, body):
     return choice([29, 30, 1], [("4", 0, 2), ("5", 2, 3)])
 
 
-def failing(*numbers):
-    """The requests of these numbers, from 1, fail; the others are answered."""
-
-    def answer(n, body):
-        return web.Response(status=500) if n in numbers else good(n, body)
-
-    return answer
-
-
-class Recorder:
-    """A sampler that writes down what it is told."""
-
-    def __init__(self):
-        self.updates = []
-
-    def update(self, task, problem, rewards, successes):
-        self.updates.append((task, problem, rewards, successes))
-
-
 class FakeEngine:
     """Calls that came, and what is answered: answer(number of the call, body) -> response."""
 
@@ -201,15 +169,11 @@ class FakeEngine:
         self.calls.append(await request.json())
         return self.answer(len(self.calls), self.calls[-1])
 
-    async def health(self, request):
-        return web.Response()
-
     @contextlib.asynccontextmanager
     async def serve(self):
         """Serves as long as it is entered; gives its URL."""
         app = web.Application()
         app.router.add_post("/inference/v1/generate", self.generate)
-        app.router.add_get("/health", self.health)
         runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -231,9 +195,8 @@ def with_fake_engine(run_dir, model, answer, work, **knobs):
         engine = FakeEngine(answer)
         async with engine.serve() as url:
             position = {"next": 0, "ahead": []}
-            publish_json(
-                run_dir / "queues" / "version.json", version=5, engines=[url], position=position
-            )
+            trainer = dict(version=5, engines=[url], position=position)
+            publish_json(run_dir / "queues" / "version.json", **trainer)
             assert actor.read_trainer() == position
             assert actor.version == 5
             await actor.start()
@@ -246,16 +209,17 @@ def with_fake_engine(run_dir, model, answer, work, **knobs):
 
 def one_group(run_dir, model, answer, problem=PROBLEM, attempts=4, **knobs):
     """Sample one group; returns (actor, the group's record, the calls, what the sampler was told)."""
-    sampler = Recorder()
+    updates = []
 
     async def work(actor):
         actor.in_progress = attempts
+        sampler = SimpleNamespace(update=lambda *told: updates.append(told))
         await actor.group(7, actor.tasks[0], 3, problem, sampler)
         assert actor.in_progress == 0
 
     actor, calls = with_fake_engine(run_dir, model, answer, work, attempts=attempts, **knobs)
     record = Queue(run_dir / "queues" / "rollouts").get(0)[1]
-    return actor, record, calls, sampler.updates
+    return actor, record, calls, updates
 
 
 def test_while_an_attempt_is_judged_its_place_is_another_groups(tmp_path, base_model):
@@ -269,7 +233,7 @@ def test_while_an_attempt_is_judged_its_place_is_another_groups(tmp_path, base_m
 
         actor.sandbox.score = late
         actor.in_progress = 4
-        group = asyncio.create_task(actor.group(0, actor.tasks[0], 0, PROBLEM, Recorder()))
+        group = asyncio.create_task(actor.group(0, actor.tasks[0], 0, PROBLEM, Curriculum()))
         while actor.in_progress:
             await asyncio.sleep(0.01)
         assert not group.done()
@@ -279,9 +243,17 @@ def test_while_an_attempt_is_judged_its_place_is_another_groups(tmp_path, base_m
     with_fake_engine(tmp_path, base_model, good, work, attempts=4)
 
 
-def test_an_environment_that_says_nothing_gives_the_model_its_next_turn(tmp_path, monkeypatch):
-    from test_tasks import prompter
+GUESS = {"prompt": "Guess.\n", "number": 7}
 
+
+def guess(tmp_path, answer):
+    """One attempt at it by the model of `tmp_path`; returns (the group's record, the prompts of its turns, the calls)."""
+    knobs = dict(attempts=1, task="guess", advantage="none")
+    _, record, calls, _ = one_group(tmp_path, tmp_path / "model", answer, GUESS, **knobs)
+    return record, [call["token_ids"] for call in calls], calls
+
+
+def test_an_environment_that_says_nothing_gives_the_model_its_next_turn(tmp_path, monkeypatch):
     p = prompter(tmp_path / "model")
     turns = [p.tokenizer.convert_tokens_to_ids(text) for text in (["5", "<eos>"], ["7", "<eos>"])]
 
@@ -289,25 +261,15 @@ def test_an_environment_that_says_nothing_gives_the_model_its_next_turn(tmp_path
         return "" if len(turns) == 1 else None
 
     monkeypatch.setattr(Sandbox, "respond", respond)
-    problem = {"prompt": "Guess.\n", "number": 7}
-    knobs = dict(attempts=1, task="guess", advantage="none")
-    _, r, calls, _ = one_group(
-        tmp_path,
-        tmp_path / "model",
-        lambda n, body: choice(turns[n - 1], [("4", 0, 2)]),
-        problem,
-        **knobs,
-    )
-    start = p.start(problem)
-    assert [c["token_ids"] for c in calls] == [start, start + turns[0]]
+    r, prompts, _ = guess(tmp_path, lambda n, body: choice(turns[n - 1], [("4", 0, 2)]))
+    start = p.start(GUESS)
+    assert prompts == [start, start + turns[0]]
     assert r["tokens"].tolist() == start + turns[0] + turns[1]
     assert r["mask"].tolist() == [False] * len(start) + [True] * 4
 
 
 def test_turns_keep_the_exact_tokens_that_were_sampled(tmp_path):
     """Also with a tokenizer that would join what the engine sampled apart."""
-    from test_tasks import prompter
-
     p = prompter(tmp_path / "model", merges=[("s", "o")])
     texts = [["s", "o", "5", "<|im_end|>"], ["s", "o", "9", "<|im_end|>"], ["7", "<|im_end|>"]]
     turns = [p.tokenizer.convert_tokens_to_ids(text) for text in texts]
@@ -320,23 +282,21 @@ def test_turns_keep_the_exact_tokens_that_were_sampled(tmp_path):
         spans = [(str(n), 0, 2), (str(n + 1), 2, len(tokens))]
         return choice(tokens, spans[: len(tokens) - 1], of_turn[n - 1])
 
-    problem = {"prompt": "Guess.\n", "number": 7}
-    knobs = dict(attempts=1, task="guess", advantage="none")
-    _, r, calls, _ = one_group(tmp_path, tmp_path / "model", answer, problem, **knobs)
-    start = p.start(problem)
+    r, prompts, calls = guess(tmp_path, answer)
+    start = p.start(GUESS)
     lower = p.more("lower\n")
     higher = p.more("higher\n")
     second = start + turns[0] + higher
     third = second + turns[1] + lower
-    assert [c["token_ids"] for c in calls] == [start, second, third]
+    assert prompts == [start, second, third]
     # max_new_tokens is for all turns together
     assert [c["sampling_params"]["max_tokens"] for c in calls] == [40, 36, 32]
     assert r["tokens"].tolist() == third + turns[2]
     assert r["reward"].tolist() == [pytest.approx(1.7)]
     assert r["outcome"].tolist() == [cfg.OUTCOMES.index("correct")]
     # the environment's tokens are out of the loss
-    parts = [(start, 0), (turns[0], 1), (higher, 0), (turns[1], 1), (lower, 0), (turns[2], 1)]
-    mask = np.concatenate([np.full(len(tokens), bool(sampled)) for tokens, sampled in parts])
+    lengths = [len(start), 4, len(higher), 4, len(lower), 2]
+    mask = np.repeat([False, True] * 3, lengths)
     assert r["mask"].tolist() == mask.tolist()
     assert r["versions"][mask].tolist() == [1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
     assert set(r["versions"][~mask].tolist()) == {-1}
@@ -379,44 +339,22 @@ def test_kv_that_is_shared_counts_as_a_version(tmp_path, base_model, caching):
     assert sorted(r["num_versions"].tolist()) == ([1, 2, 2, 2] if caching == "on" else [1, 1, 1, 2])
 
 
-@pytest.fixture()
-def one_retry(monkeypatch):
+@pytest.mark.parametrize("failures,left", [(6, 2), (8, 0)])
+def test_attempts_that_failed_for_good_make_the_group_smaller(
+    failures, left, tmp_path, base_model, monkeypatch, capsys
+):
+    """Of a group that failed an empty record tells: nobody waits for it, preprocess drops and counts it."""
     monkeypatch.setattr(client, "RETRIES", 1)
     monkeypatch.setattr(client, "BACK_OFF", 0.0)
 
-
-def test_failed_requests_are_tried_again(tmp_path, base_model, one_retry):
-    actor, r, calls, _ = one_group(tmp_path, base_model, failing(1, 2))
-    assert (len(r["lengths"]), r["failed"], len(calls)) == (4, 0, 6)
-    assert actor.engines.counts == {"retried": 2}
-
-
-def test_attempts_that_failed_for_good_make_the_group_smaller(
-    tmp_path, base_model, one_retry, capsys
-):
-    actor, r, _, updates = one_group(tmp_path, base_model, failing(1, 2, 3, 4, 5, 6))
-    assert (len(r["lengths"]), r["failed"]) == (2, 2)
-    assert actor.engines.counts == {"retried": 4, "failed": 2}
-    assert updates == [("toy", 3, [1.0, 1.0], [True, True])]
-    assert "draw 7: 2 of 4 attempts failed" in capsys.readouterr().out
-
-
-def test_of_a_group_that_failed_an_empty_record_tells(tmp_path, base_model, one_retry):
-    """Nobody waits for it: preprocess drops and counts it."""
-    _, r, _, updates = one_group(tmp_path, base_model, failing(*range(1, 9)))
-    assert not updates
-    assert (r["draw"], len(r["lengths"]), r["failed"]) == (7, 0, 4)
-
-
-def test_an_engine_without_weights_costs_no_tries(tmp_path, base_model, one_retry, monkeypatch):
-    """503 is not the request's fault: it waits for an engine, however often."""
-
     def answer(n, body):
-        return web.Response(status=503) if n <= 3 else good(n, body)
+        return web.Response(status=500) if n <= failures else good(n, body)
 
-    actor, r, _, _ = one_group(tmp_path, base_model, answer, attempts=1, advantage="none")
-    assert r["failed"] == 0
-    assert actor.engines.counts == {"moved": 3}
+    actor, r, _, updates = one_group(tmp_path, base_model, answer)
+    assert (r["draw"], len(r["lengths"]), r["failed"]) == (7, left, 4 - left)
+    assert actor.engines.counts == {"retried": 4, "failed": 4 - left}
+    assert updates == ([("toy", 3, [1.0, 1.0], [True, True])] if left else [])
+    assert f"draw 7: {4 - left} of 4 attempts failed" in capsys.readouterr().out
 
 
 def test_what_is_drawn_is_written_down_before_it_is_started(tmp_path, base_model):
@@ -461,9 +399,8 @@ def test_evaluations_are_of_the_first_held_out_problems(tmp_path, base_model):
 
     knobs = dict(eval_problems=3, eval_attempts=2, eval_temperature=0.0)
     actor, calls = with_fake_engine(tmp_path, base_model, good, work, **knobs)
-    [prompts] = [actor.test_problems["toy"][:3]]
-    expected = sorted(2 * [actor.prompter.start(problem) for problem in prompts])
-    assert sorted(call["token_ids"] for call in calls) == expected
+    prompts = [actor.prompter.start(problem) for problem in actor.test_problems["toy"][:3]]
+    assert sorted(call["token_ids"] for call in calls) == sorted(2 * prompts)
     assert {call["sampling_params"]["temperature"] for call in calls} == {0.0}
     line = Queue(tmp_path / "queues" / "evals").get(0)[1]
     assert (line["version"], line["problems"], line["answers"]) == (5, 3, 6)

@@ -10,7 +10,7 @@ from test_actor import FakeEngine
 
 import config as cfg
 from plumbing import client
-from plumbing.client import Engines, Span, read_answer, token_versions
+from plumbing.client import Engines, read_answer
 
 # what is asked for: at most ASKED tokens below VOCABULARY, ended by 1
 ASKED = 8
@@ -38,16 +38,10 @@ def answer(tokens=TOKENS, **others):
 BAD = [
     ("form", b""),
     ("form", b"<html>busy</html>"),
-    ("form", b"\xff\xfe{}"),
-    ("form", b"null"),
-    ("form", answer()[:-5]),
     ("form", b'{"choices": []}'),
-    ("form", b'{"choices": [null]}'),
-    ("form", answer(token_ids=["29", "30", "1"])),
     ("form", answer(token_ids=[29.0, 30.5, 1.0])),
     ("form", answer(logprobs=[-0.5, None, -0.5])),
     ("form", answer(logprobs=[-0.5, float("nan"), -0.5])),
-    ("form", answer(logprobs=[-0.5, float("-inf"), -0.5])),
     ("form", answer().replace(b"-0.5", b"-1e999")),
     ("form", answer().replace(b"behavior_logprobs", b"logprobs")),
     ("form", answer(weight_versions=spans((5, 0, 3)))),
@@ -55,17 +49,14 @@ BAD = [
     ("tokens", answer([29, -30, 1])),
     ("tokens", answer([29, VOCABULARY, 1])),
     ("tokens", answer([29] * ASKED + [1])),
-    ("logprobs", answer(logprobs=[])),
     ("logprobs", answer(logprobs=[-0.5, -0.5])),
     ("logprobs", answer(logprobs=[-0.5, -0.5, -0.5, -0.5])),
     ("logprobs", answer(logprobs=[-0.5, -9999.0, -0.5])),
     ("logprobs", answer(logprobs=[-0.5, 0.5, -0.5])),
     ("versions", answer(weight_versions=[])),
     ("versions", answer(weight_versions=spans(("default", 0, 3)))),
-    ("versions", answer(weight_versions=spans(("-1", 0, 3)))),
     ("versions", answer(weight_versions=spans(("5", 0, 2)))),
     ("versions", answer(weight_versions=spans(("5", 0, 4)))),
-    ("versions", answer(weight_versions=spans(("5", 1, 3)))),
     ("versions", answer(weight_versions=spans(("4", 0, 1), ("5", 2, 3)))),
     ("versions", answer(weight_versions=spans(("4", 0, 2), ("5", 1, 3)))),
     ("versions", answer(weight_versions=spans(("5", 0, 2), ("4", 2, 3)))),
@@ -98,21 +89,16 @@ def test_good_answers(body):
     assert max(read_answer(body, ASKED, STOP, VOCABULARY)["behavior_logprobs"]) <= 0
 
 
-def test_version_spans_become_token_stamps():
-    stamps = token_versions([Span("2", 0, 3), Span("3", 3, 5)], 5)
-    assert stamps.tolist() == [2, 2, 2, 3, 3] and stamps.dtype == "int64"
-
-
 def generate_from(responses, monkeypatch, n=1):
     """Ask an engine that gives these responses, then good ones: (Engines, completions)."""
     monkeypatch.setattr(client.random, "uniform", lambda low, high: 0.0)
     monkeypatch.setattr(client, "BACK_OFF", 0.0)
-    good = web.Response
+
+    def respond(n, body):
+        return web.Response(**responses[n - 1] if n <= len(responses) else dict(body=answer()))
 
     async def run():
-        left = list(responses)
-        fake = FakeEngine(lambda n, body: left.pop(0)() if left else good(body=answer()))
-        async with fake.serve() as url:
+        async with FakeEngine(respond).serve() as url:
             engines = Engines(cfg.Config(engines=1), STOP, VOCABULARY)
             engines.set_engines([url])
             completions = [await engines.generate([5, 6], 1.0, ASKED) for _ in range(n)]
@@ -122,23 +108,19 @@ def generate_from(responses, monkeypatch, n=1):
     return asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def body(content):
-    return lambda: web.Response(body=content)
-
-
 @pytest.mark.parametrize(
-    "response,counts",
+    "responses,counts",
     [
-        (body(answer([29, 30, 31])), {"retried": 1}),
-        (body(b"{}"), {"retried": 1}),
-        (lambda: web.Response(status=500, body=b"\xff" * 1000), {"retried": 1}),
-        (lambda: web.Response(status=302, headers={"Location": "file:///x"}), {"retried": 1}),
-        (lambda: web.Response(body=answer(), headers={"Content-Encoding": "gzip"}), {"retried": 1}),
-        (lambda: web.Response(status=503), {"moved": 1}),
+        ([dict(body=answer([29, 30, 31]))], {"retried": 1}),
+        ([dict(status=500, body=b"\xff" * 1000)], {"retried": 1}),
+        ([dict(status=302, headers={"Location": "file:///x"})], {"retried": 1}),
+        ([dict(body=answer(), headers={"Content-Encoding": "gzip"})], {"retried": 1}),
+        # that it has no weights is not the request's fault: it waits, however often
+        ([dict(status=503)] * 2 * client.RETRIES, {"moved": 2 * client.RETRIES}),
     ],
 )
-def test_what_fails_is_asked_again(response, counts, monkeypatch, capsys):
-    engines, [completion] = generate_from([response], monkeypatch)
+def test_what_fails_is_asked_again(responses, counts, monkeypatch, capsys):
+    engines, [completion] = generate_from(responses, monkeypatch)
     assert completion["tokens"] == TOKENS and completion["finished"]
     assert completion["behavior_logprobs"] == [-0.5] * 3
     assert completion["versions"].tolist() == [4, 5, 5]
@@ -147,7 +129,7 @@ def test_what_fails_is_asked_again(response, counts, monkeypatch, capsys):
 
 
 def test_an_engine_that_only_gives_bad_answers_costs_the_attempts(monkeypatch):
-    engines, completions = generate_from([body(b"{}")] * 8, monkeypatch, n=2)
+    engines, completions = generate_from([dict(body=b"{}")] * 8, monkeypatch, n=2)
     assert completions == [None, None]
     assert engines.counts == {"retried": 6, "failed": 2}
 
@@ -197,11 +179,6 @@ def test_an_engine_whose_every_answer_is_an_error_loses_no_attempt(monkeypatch):
     engines = engines_of(["broken", "well"], post, monkeypatch)
     assert asyncio.run(ask(engines, 40)) == {"well": 40}
     assert engines.counts["failed"] == 0 and 0 < engines.counts["retried"] <= 40
-    # alone it is asked as often as any other
-    monkeypatch.setattr(client, "BACK_OFF", 0.0)
-    engines.backs_off_until.clear()
-    engines.set_engines(["broken"])
-    assert asyncio.run(ask(engines, 1)) == {None: 1}
 
 
 def test_requests_of_an_engine_that_is_dropped_move_and_new_ones_wait_for_one_that_comes():

@@ -16,36 +16,30 @@ from tools import serve
 
 
 @pytest.mark.parametrize(
-    "words,gpus,message",
+    "words,message",
     [
-        ("toy --stepz 3", 0, "Unrecognized options: --stepz, 3 Perhaps you meant: --steps"),
-        ("toy --steps many", 0, "--steps: invalid literal for int"),
-        ("toy --loss mse", 0, "--loss"),
-        ("chess", 0, "unknown preset 'chess': choose from toy, countdown, guess, math"),
-        ("toy --task chess", 0, "--task chess: there is no tasks/chess.py"),
-        ("toy --attempts 9", 0, "not a multiple of --attempts 9"),
-        ("toy --attempts 1 --batch_size 4", 0, "needs at least 2 attempts"),
-        ("toy --max_new_tokens 128", 0, "leaves no room for a prompt"),
-        ("toy --max_lag -1", 0, "--max_lag -1: must not be negative"),
-        ("toy --clip_low 6", 0, "--clip_low 6.0 is not below --clip_high 5.0"),
-        ("toy --temperature 0", 0, "--temperature 0.0: must be above 0"),
-        (
-            "toy --engines 3 --tensor_parallel 2 --trainers 4",
-            8,
-            "need 10 GPUs, there are 1 nodes of 8 GPUs",
-        ),
+        ("toy --stepz 3", "Unrecognized options: --stepz, 3 Perhaps you meant: --steps"),
+        ("toy --steps many", "--steps: invalid literal for int"),
+        ("toy --loss mse", "--loss"),
+        ("chess", "unknown preset 'chess': choose from toy, countdown, guess, math"),
+        ("toy --task chess", "--task chess: there is no tasks/chess.py"),
+        ("toy --attempts 9", "not a multiple of --attempts 9"),
+        ("toy --attempts 1 --batch_size 4", "needs at least 2 attempts"),
+        ("toy --max_new_tokens 128", "leaves no room for a prompt"),
+        ("toy --max_lag -1", "--max_lag -1: must not be negative"),
+        ("toy --clip_low 6", "--clip_low 6.0 is not below --clip_high 5.0"),
+        ("toy --temperature 0", "--temperature 0.0: must be above 0"),
+        ("toy --engines 3 --tensor_parallel 2 --trainers 4", "10 GPUs, there are 1 nodes of 8"),
     ],
 )
-def test_mistakes_are_one_line(words, gpus, message):
+def test_mistakes_are_one_line(words, message):
     with pytest.raises(cfg.ConfigError) as e:
-        resolved(*words.split(), gpus=gpus)
+        resolved(*words.split(), gpus=8)
     assert message in str(e.value)
     assert "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize(
-    "name", [".", "..", "a/b", "/tmp", "", "-x", "a\n", "a\0b", "a b", "\u00e9", "_a", "a" * 101]
-)
+@pytest.mark.parametrize("name", [".", "a/b", "", "-x", "a\n", "a b", "\u00e9", "_a", "a" * 101])
 def test_a_run_has_a_name_and_no_path(tmp_path, name):
     argv = [f"--run={name}", "--out", str(tmp_path)]
     for start in (lambda: resolved("toy", *argv), lambda: serve.serve(argv)):
@@ -67,65 +61,53 @@ def test_a_loss_brings_its_own_clip_range_unless_one_is_given():
     assert resolved("toy", "--loss", "icepop").clip_low == 0.5
 
 
-def run_sh(*argv, **environment):
-    return subprocess.run(
-        ["bash", "run.sh", *map(str, argv)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        # never an installation
-        env=os.environ | {"PIPELINE_PYTHON": sys.executable} | environment,
-    )
+def call(words, **environment):
+    """A command line of the repository, with this Python and never an installation."""
+    environment = os.environ | {"PIPELINE_PYTHON": sys.executable} | environment
+    how = dict(cwd=ROOT, capture_output=True, text=True, timeout=600, env=environment)
+    return subprocess.run(words.split(), **how)
 
 
 def test_the_launcher_says_it_and_starts_nothing(tmp_path):
-    done = run_sh("toy", "--out", tmp_path / "o", "--stepz", 3)
+    done = call(f"bash run.sh toy --out {tmp_path}/o --stepz 3")
     assert done.returncode == 1 and done.stdout == ""
     assert len(done.stderr.strip().splitlines()) == 1 and "--stepz" in done.stderr
     assert not (tmp_path / "o").exists()
 
 
 def test_a_dry_run_shows_every_process_of_every_node_and_starts_nothing(tmp_path):
-    argv = ("toy", "--out", tmp_path, "--dry_run", True)
-    done = run_sh(*argv, NNODES="2", NODE_RANK="0")
+    done = call(f"bash run.sh toy --out {tmp_path} --dry_run True", NNODES="2", NODE_RANK="0")
     assert done.returncode == 0 and not list(tmp_path.iterdir())
     of_first, of_second = done.stdout.split("node 1 of 2")
-    engine = [line for line in of_second.splitlines() if line.startswith("engine0: env ")]
-    for words in (
-        "TORCH_COMPILE_DISABLE=1 ",
-        "--host '<node 1>' --port 8500 ",
-        "--worker-extension-cls plumbing.engine.WorkerExtension --middleware plumbing.engine.Contract",
-    ):
-        assert words in engine[0]
+    [engine] = re.findall("^engine0: env .*", of_second, re.M)
+    assert "TORCH_COMPILE_DISABLE=1 " in engine
+    assert "--host '<node 1>' --port 8500 " in engine
+    assert "plumbing.engine.WorkerExtension --middleware plumbing.engine.Contract " in engine
     for name in ("actor", "preprocess", "train"):
         assert f"\n{name}: env " in of_first and f"{name}.py " in of_first
 
 
-@pytest.mark.parametrize(
-    "gpus,engines,trainers", [(0, 1, 1), (1, 1, 1), (2, 1, 1), (4, 2, 2), (8, 4, 4)]
-)
+@pytest.mark.parametrize("gpus,engines,trainers", [(0, 1, 1), (1, 1, 1), (2, 1, 1), (8, 4, 4)])
 def test_placement_splits_the_gpus_in_halves(gpus, engines, trainers):
     c = resolved("toy", gpus=gpus)
     assert (c.engines, c.trainers) == (engines, trainers)
     assert c.dtype == ("bfloat16" if gpus else "float32")
     assert c.weight_backend == ("nccl" if gpus > 1 else "gloo")
-    processes = launch.placement(c, gpus)
+    placed = {name: env for name, env, _ in launch.placement(c, gpus)}
     ranks = ["train", *(f"train{rank}" for rank in range(1, trainers))]
-    names = [f"engine{i}" for i in range(engines)] + ["actor", "preprocess", *ranks]
-    assert [name for name, _, _ in processes] == names
+    names = [*(f"engine{i}" for i in range(engines)), "actor", "preprocess", *ranks]
+    assert list(placed) == names
     if not gpus:
         # no compiler needed; freed memory is kept
-        assert processes[0][1]["TORCH_COMPILE_DISABLE"] == "1"
-        assert processes[-1][1]["MALLOC_MMAP_MAX_"] == "0"
+        assert placed["engine0"]["TORCH_COMPILE_DISABLE"] == "1"
+        assert placed["train"]["MALLOC_MMAP_MAX_"] == "0"
     if gpus > 1:
         # every GPU once
-        visible = [env["CUDA_VISIBLE_DEVICES"] for _, env, _ in processes]
-        used = [g for text in visible for g in text.split(",") if g]
-        assert sorted(used) == sorted(map(str, range(gpus)))
+        used = ",".join(env["CUDA_VISIBLE_DEVICES"] for env in placed.values()).split(",")
+        assert sorted(filter(None, used)) == list(map(str, range(gpus)))
     if trainers > 1:
-        told = [env for name, env, _ in processes if name.startswith("train")]
-        assert [env["RANK"] for env in told] == [str(rank) for rank in range(trainers)]
-        assert {env["WORLD_SIZE"] for env in told} == {str(trainers)}
+        told = [(placed[name]["RANK"], placed[name]["WORLD_SIZE"]) for name in ranks]
+        assert told == [(str(rank), str(trainers)) for rank in range(trainers)]
 
 
 @pytest.mark.parametrize("gpus", [0, 2])
@@ -156,7 +138,7 @@ def test_an_evaluation_has_every_gpu_for_engines():
 def test_presets_and_help_show_every_knob():
     assert cfg.parse([], 0).task == "toy" and cfg.parse([], 8).task == "maths"
     assert cfg.parse(["math"], 0).model == "Qwen/Qwen2.5-7B"
-    done = run_sh("math", "--help")
+    done = call("bash run.sh math --help")
     assert done.returncode == 0
     shown = re.findall(r"^[^a-z]*--(\w+) ", done.stdout, re.M)
     assert shown == [f.name for f in fields(cfg.Config)]
@@ -179,17 +161,11 @@ def test_a_stopped_run_continues_a_complete_one_makes_room_and_fixed_knobs_are_r
     assert not (run_dir / "queues").exists()
     assert not (run_dir / "engines").exists()
     assert again.run_id == first
-    with pytest.raises(
-        cfg.ConfigError, match="batch_size .448 -> 16.: .* cannot change within a run"
-    ):
+    with pytest.raises(cfg.ConfigError, match="batch_size .448 -> 16.: .* cannot change within"):
         launch.open_run(resolved(*argv, "--batch_size", "16"))
     # it died before its last evaluation
     (run_dir / "checkpoints" / f"step_{c.steps:06d}").mkdir()
     assert f"from step {c.steps}" in launch.open_run(resolved(*argv))
-    # or is it still at that?
-    launch.hold(c)
-    with pytest.raises(cfg.ConfigError, match=f"--run toy: held by process {os.getpid()} on "):
-        launch.hold(resolved(*argv))
     line = {"eval": {"toy": 0.5}, "problems": 8, "version": c.steps, "wall_s": 1.0}
     (run_dir / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     # a complete one goes on if there are more steps
@@ -197,18 +173,19 @@ def test_a_stopped_run_continues_a_complete_one_makes_room_and_fixed_knobs_are_r
     words = f"continuing the complete run .* from step {c.steps}; .*: steps \\({c.steps} -> .*aims at the new end"
     assert re.search(words, launch.open_run(more))
     assert more.run_id == first
-    history = [json.loads(x) for x in (run_dir / "continued.jsonl").read_text().splitlines()]
-    assert history[0]["changed"] == {"lr": [c.lr, 1e-5]}
-    assert history[-1] == {"step": c.steps, "changed": {"steps": [c.steps, c.steps + 30]}}
+    history = (run_dir / "continued.jsonl").read_text().splitlines()
+    assert json.loads(history[0])["changed"] == {"lr": [c.lr, 1e-5]}
+    changed = {"steps": [c.steps, c.steps + 30]}
+    assert json.loads(history[-1]) == {"step": c.steps, "changed": changed}
     assert "complete one before it is now" in launch.open_run(c)
     assert c.run_id != first
     assert (tmp_path / "toy.1" / "checkpoints").exists()
 
 
-@pytest.mark.parametrize("git", [None, "exit 7", "not a program"])
+@pytest.mark.parametrize("git", ["", "#!/bin/sh\nexit 7\n"])
 def test_no_git_is_no_obstacle(tmp_path, monkeypatch, git):
     if git:
-        (tmp_path / "git").write_text(f"#!/bin/sh\n{git}\n" if " a " not in git else git)
+        (tmp_path / "git").write_text(git)
         (tmp_path / "git").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     c = resolved("toy", "--out", str(tmp_path))

@@ -4,45 +4,28 @@ more than two files, and each is applied to a copy of the repository and does th
 By hand: `git apply tests/edits/muon.patch`.
 """
 
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from conftest import ROOT
 from fake_engine import fake_vllm
+from plumbing.checkpoints import last_state
+from test_run import metrics
 
 FOLDER = ROOT / "tests" / "edits"
 EDITS = sorted(path.stem for path in FOLDER.glob("*.patch"))
-# of these no two change the same lines
-TOGETHER = [
-    "cispo_by_position",
-    "curriculum",
-    "entropy_per_task",
-    "muon",
-    "temperature_per_member",
-]
-PORT = 8980
-
-
-def changed(name):
-    """(lines added and removed, files) of an edit."""
-    text = (FOLDER / f"{name}.patch").read_text()
-    files = re.findall(r"^\+\+\+ b/(.+)$", text, re.M)
-    lines = re.findall(r"^(?:\+(?!\+\+ )|-(?!-- )).*$", text, re.M)
-    return lines, files
 
 
 def copy_of_the_repository(folder, base_model):
     """The sources in `folder`, and the base model, which is not copied."""
     folder.mkdir()
-    ignore = shutil.ignore_patterns("__pycache__")
-    for part in ("plumbing", "tasks", "tools", "tests"):
+    ignore = shutil.ignore_patterns("__pycache__", "results")
+    for part in ("bench", "plumbing", "tasks", "tools", "tests"):
         shutil.copytree(ROOT / part, folder / part, ignore=ignore)
     top = [ROOT / name for name in ("run.sh", "pyproject.toml", "requirements.txt")]
     for path in (*ROOT.glob("*.py"), *top):
@@ -54,77 +37,60 @@ def copy_of_the_repository(folder, base_model):
 
 
 def apply(name, folder):
-    """Apply an edit to a copy."""
-    command = ["git", "apply", str(FOLDER / f"{name}.patch")]
+    """Apply an edit to a copy; if that fails, tests/edits/NAME.patch is to be refreshed."""
     # also where the copy lies within some other repository
-    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, (
-        f"edit {name} does not apply any more: refresh tests/edits/{name}.patch\n{done.stderr}"
-    )
+    ceiling = {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    run_in(folder, ["git", "apply", str(FOLDER / f"{name}.patch")], 60, **ceiling)
 
 
 def run_in(folder, command, seconds, **environment):
     """Run a command in a copy, on one thread; asserts that it succeeds."""
-    environment = dict(PYTHONPATH=str(folder), OMP_NUM_THREADS="1") | environment
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        env=os.environ | environment,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    own = dict(PYTHONPATH=str(folder), PIPELINE_PYTHON=sys.executable)
+    how = dict(capture_output=True, text=True, timeout=seconds, env=os.environ | own | environment)
+    done = subprocess.run(command, cwd=folder, **how)
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EDITS)
 def test_edit(name, tmp_path, base_model):
-    lines, files = changed(name)
+    text = (FOLDER / f"{name}.patch").read_text()
+    files = re.findall(r"^\+\+\+ b/(.+)$", text, re.M)
+    lines = re.findall(r"^(?:\+(?!\+\+ )|-(?!-- )).*$", text, re.M)
     assert len(lines) <= 15 and len(files) <= 2, f"{name}: {len(lines)} lines in {files}"
     folder = copy_of_the_repository(tmp_path / "copy", base_model)
     apply(name, folder)
-    for command in (["format", "--check"], ["check"]):
-        run_in(folder, [sys.executable, "-m", "ruff", *command, *files], 60)
-    checks = ["tests/edits/checks.py", "-k", f"test_{name}"]
-    run_in(folder, [sys.executable, "-m", "pytest", "-q", *checks], 200)
+    for words in ("ruff format --check", "ruff check"):
+        run_in(folder, [sys.executable, "-m", *words.split(), *files], 60)
+    words = f"pytest -q tests/edits/checks.py -k test_{name}"
+    run_in(folder, [sys.executable, "-m", *words.split()], 200)
 
 
 NEW_LOSS = """
-import torch
 import config as cfg
-import train
-
-c = cfg.check(cfg.Config(run="x", loss="mine"))
-logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
-behavior = logprobs.detach() - torch.tensor([0.0, 2.0])
-loss, clipped = train.policy_loss(
-    "mine", logprobs, behavior, torch.ones(2), torch.zeros(2, dtype=torch.int64), c
-)
-loss.sum().backward()
-assert logprobs.grad.tolist() == [-1.0, -1.0], logprobs.grad
-assert clipped.tolist() == [False, True], clipped
+from test_train import loss_of
+assert cfg.parse(["toy", "--loss", "mine"], 0).loss == "mine"
+_, gradient, clipped = loss_of("mine", [1.0, 7.0], [1.0, 1.0])
+assert gradient == [-1.0, -1.0] and clipped == [False, True], (gradient, clipped)
 """
 
 
 def test_a_loss_is_what_the_readme_says(tmp_path, base_model):
     """A branch of policy_loss, its name in Config.loss, its clip range in config.CLIP: no more."""
     folder = copy_of_the_repository(tmp_path / "copy", base_model)
-    config = (folder / "config.py").read_text()
-    config = config.replace('"gspo", "icepop"]', '"gspo", "icepop", "mine"]')
-    config = config.replace(
-        '    "icepop": (0.5, 5.0),', '    "icepop": (0.5, 5.0),\n    "mine": (0.0, 2.0),'
-    )
-    (folder / "config.py").write_text(config)
-    train = (folder / "train.py").read_text()
-    branch = (
-        '    elif kind == "mine":\n        loss = -advantages * logprobs\n    else:\n        raise'
-    )
-    train = train.replace("    else:\n        raise", branch)
-    (folder / "train.py").write_text(train)
-    assert config.count('"mine"') == 2 and train.count('"mine"') == 1
-    run_in(folder, [sys.executable, "-c", NEW_LOSS], 60)
+    bounds = '    "icepop": (0.5, 5.0),\n'
+    branch = '    elif kind == "mine":\n        loss = -advantages * logprobs\n'
+    refusal = "    else:\n        raise"
+    for file, old, new in [
+        ("config.py", '"icepop"]', '"icepop", "mine"]'),
+        ("config.py", bounds, f'{bounds}    "mine": (0.0, 2.0),\n'),
+        ("train.py", refusal, branch + refusal),
+    ]:
+        text = (folder / file).read_text()
+        assert text.count(old) == 1
+        (folder / file).write_text(text.replace(old, new))
+    path = f"{folder}:{folder}/tests"
+    run_in(folder, [sys.executable, "-c", NEW_LOSS], 60, PYTHONPATH=path)
 
 
 def test_there_is_a_check_of_every_edit_and_they_are_ten():
@@ -138,32 +104,17 @@ def test_there_is_a_check_of_every_edit_and_they_are_ten():
 def test_five_together_in_a_run(tmp_path, base_model):
     """With FAKE engines, and two tasks; the model knows nothing of the second."""
     folder = copy_of_the_repository(tmp_path / "copy", base_model)
-    for name in TOGETHER:
+    # no two of these change the same lines
+    for name in "cispo_by_position curriculum entropy_per_task muon temperature_per_member".split():
         apply(name, folder)
-    knobs = dict(
-        run="edited",
-        port=PORT,
-        model=base_model,
-        task="toy:0.7,countdown:0.3",
-        loss="cispo",
-        steps=5,
-        batch_size=64,
-        warmup_steps=1,
-        eval_problems=16,
-        save_every=0,
+    knobs = (
+        f"toy --run edited --port 8980 --model {base_model} --task toy:0.7,countdown:0.3 --loss cispo "
+        "--steps 5 --batch_size 64 --warmup_steps 1 --eval_problems 16 --save_every 0"
     )
-    flags = [str(x) for knob, value in knobs.items() for x in (f"--{knob}", value)]
     path = f"{folder}:{fake_vllm(tmp_path / 'fake')}"
-    run_in(
-        folder,
-        ["bash", "run.sh", "toy", *flags],
-        300,
-        PYTHONPATH=path,
-        PIPELINE_PYTHON=sys.executable,
-    )
+    run_in(folder, ["bash", "run.sh", *knobs.split()], 300, PYTHONPATH=path)
     run_dir = folder / "out" / "edited"
-    lines = [json.loads(x) for x in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "step" in line]
+    steps, _ = metrics(run_dir)
     assert len(steps) == 5
     for line in steps:
         assert len(line["above_2"]) == 10
@@ -173,7 +124,5 @@ def test_five_together_in_a_run(tmp_path, base_model):
         assert entropy / sum(tokens.values()) == pytest.approx(line["entropy"], rel=1e-3)
     # of the first step, every token is of version 0
     assert steps[0]["mismatch"] < 1e-5
-    newest = max((run_dir / "checkpoints").glob("step_*[0-9]"))
-    state = json.loads(Path(newest, "trainer", "state.json").read_text())
-    rates = state["sampler"]["state"]["rates"]
+    rates = last_state(run_dir)["sampler"]["state"]["rates"]
     assert rates and all(0 <= rate <= 1 for rate in rates.values())

@@ -1,14 +1,13 @@
 """Many tasks at once, end to end, and the offline evaluation of what comes out; its statistics by hand."""
 
 import json
-import os
 import re
-import shutil
-import subprocess
 import sys
 
 import numpy as np
 import pytest
+from test_config import call
+from test_edits import copy_of_the_repository, run_in
 
 from conftest import ROOT
 from fake_engine import fake_vllm
@@ -18,12 +17,8 @@ from tools import base_model, evaluate
 MATHS = ROOT / "tests" / "maths.jsonl"
 
 
-def tool(name, *arguments, mark=""):
-    command = [sys.executable, f"tools/{name}.py", *map(str, arguments)]
-    environment = os.environ | {"RUN_MARK": str(mark)}
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment
-    )
+def tool(name, words, mark=""):
+    return call(f"{sys.executable} tools/{name}.py {words}", RUN_MARK=str(mark))
 
 
 def test_pass_at_k_by_hand():
@@ -35,20 +30,14 @@ def test_pass_at_k_by_hand():
     assert evaluate.pass_at_k(10, 3, 4) == pytest.approx(drawn, abs=0.01)
 
 
-@pytest.mark.parametrize(
-    "answers, successes, score",
-    [
-        (["7", "8", "7"], [True, False, True], 1),
-        (["7", "8", "8"], [True, False, False], 0),
-        # a tie
-        (["7", "8"], [True, False], 0.5),
-        # no answer has no vote
-        ([None, None, "7"], [False, False, True], 1),
-        ([None], [False], 0),
-    ],
-)
-def test_majority_by_hand(answers, successes, score):
-    assert evaluate.majority(answers, successes) == score
+def test_majority_by_hand():
+    assert evaluate.majority(["7", "8", "7"], [True, False, True]) == 1
+    assert evaluate.majority(["7", "8", "8"], [True, False, False]) == 0
+    # a tie
+    assert evaluate.majority(["7", "8"], [True, False]) == 0.5
+    # no answer has no vote
+    assert evaluate.majority([None, None, "7"], [False, False, True]) == 1
+    assert evaluate.majority([None], [False]) == 0
 
 
 def test_a_table_by_hand():
@@ -68,10 +57,10 @@ def mixture(tmp_path_factory):
     base_model.make_model(["maths", "countdown", "guess"], out / "model", 0, steps=150)
     knobs = (
         "--task maths:0.25,countdown:0.25,guess:0.5 --steps 4 --batch_size 64 --attempts 8 --late wait "
-        "--max_new_tokens 60 --max_model_len 400 --row_tokens 1024 --eval_problems 16 --samples_logged 64"
+        "--max_new_tokens 60 --max_model_len 400 --row_tokens 1024 --eval_problems 16 --samples_logged 64 "
+        f"--train_data {MATHS} --eval_data {MATHS} --model {out / 'model'}"
     )
-    files = ["--train_data", MATHS, "--eval_data", MATHS, "--model", out / "model"]
-    done = run(out, "m", 8740, *knobs.split(), *files)
+    done = run(out, "m", 8740, *knobs.split())
     assert done.returncode == 0, done.stdout + done.stderr
     return out / "m"
 
@@ -106,7 +95,7 @@ def test_tasks_train_together(mixture):
         assert {version for version, _ in game["spans"][::2]} == {-1}
         said = ["".join(texts) for _, texts in game["spans"][2::2]]
         assert all(text in ("higher\n", "lower\n") for text in said)
-    text = tool("show", mixture, "--n", len(shown)).stdout
+    text = tool("show", f"{mixture} --n {len(shown)}").stdout
     assert text.count("| reward ") == len(shown) and "of guess" in text
 
 
@@ -114,9 +103,8 @@ def test_tasks_train_together(mixture):
 def test_offline_evaluation_twice_gives_the_same_numbers(mixture):
     found = []
     for name in ("e1", "e2"):
-        knobs = "--port 8750 --eval_problems 12 --eval_temperature 0 --eval_attempts 2".split()
-        checkpoint = mixture / "checkpoints" / "step_000004"
-        done = tool("evaluate", checkpoint, "--run", name, *knobs, mark=mixture)
+        words = f"{mixture}/checkpoints/step_000004 --run {name} --port 8750 --eval_problems 12"
+        done = tool("evaluate", f"{words} --eval_temperature 0 --eval_attempts 2", mark=mixture)
         assert done.returncode == 0, done.stdout + done.stderr
         run_dir = mixture.parent / name
         lines = (run_dir / "answers.jsonl").read_text().splitlines()
@@ -140,43 +128,30 @@ def test_offline_evaluation_twice_gives_the_same_numbers(mixture):
 def test_mistakes_end_an_evaluation_in_one_line(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     for argv, words in (
-        ([], "the first argument must be a model"),
-        ([tmp_path], f"{tmp_path}: this run has no checkpoint yet"),
-        (["nobody/nothing", "--tsak", "toy"], "--task"),
+        ("", "the first argument must be a model"),
+        (tmp_path, f"{tmp_path}: this run has no checkpoint yet"),
+        ("nobody/nothing --tsak toy", "--task"),
     ):
-        done = tool("evaluate", *argv, "--port", 8750)
+        done = tool("evaluate", f"{argv} --port 8750")
         assert done.returncode == 1 and words in done.stderr, done.stderr
         assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("evaluate: ")
 
 
 @pytest.mark.slow
-def test_the_readmes_new_task(tmp_path):
+def test_the_readmes_new_task(tmp_path, base_model):
     """The section "A new task" to the letter, in a copy of the repository; with a FAKE engine, to save the real one's start."""
     after = (ROOT / "README.md").read_text().partition("### A new task")[2]
     section = re.split(r"\n##+ ", after)[0]
     code, command = re.findall(r"```(?:python|bash)\n(.*?)```", section, re.S)
     name = re.search(r"`tasks/(\w+)\.py`", section)[1]
-    copy = tmp_path / "copy"
-    listing = ["git", "ls-files", "-co", "--exclude-standard"]
-    files = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for file in filter(os.path.isfile, files.split()):
-        (copy / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / file, copy / file)
+    copy = copy_of_the_repository(tmp_path / "copy", base_model)
     (copy / "tasks" / f"{name}.py").write_text(code)
     assert len(code.splitlines()) <= 40
-    command = command.strip().splitlines()[0].partition("#")[0].strip()
+    command = command.splitlines()[0].partition("#")[0]
     assert command.startswith("bash run.sh toy --task")
+    command += " --steps 4 --batch_size 64 --port 8745 --eval_problems 32"
     own = dict(PYTHONPATH=str(fake_vllm(tmp_path / "fake")), RUN_MARK=str(tmp_path))
-    done = subprocess.run(
-        f"{command} --steps 4 --batch_size 64 --port 8745 --eval_problems 32",
-        shell=True,
-        cwd=copy,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env=os.environ | own | {"PIPELINE_PYTHON": sys.executable},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_in(copy, command.split(), 400, **own)
     steps, evals = metrics(next((copy / "out").glob("*/metrics.jsonl")).parent)
     assert len(steps) == 4 and all(set(x["by_task"]) == {name} for x in steps)
     assert 0 < steps[0]["reward"] < 1 and set(evals[0]["eval"]) == {name}

@@ -24,22 +24,18 @@ if "run.sh" in sys.argv:
 os.execv("{bash}", ["bash", *sys.argv[1:]])
 """
 # FAKE: SLURM's srun, here; all tasks of a step one after the other
-SRUN = """#!{python}
-import os, subprocess, sys
-options = [word for word in sys.argv[1:] if word.startswith("--kill")]
-command = sys.argv[1 + len(options):]
-for node in os.environ["FAKE_NODES"].split():
-    env = os.environ | {{"SLURM_STEP_NUM_NODES": os.environ["SLURM_NNODES"], "SLURM_NODEID": node}}
-    subprocess.run(command, env=env, check=True)
-sys.exit(int(os.environ.get("FAKE_CODE", 0)))
+SRUN = """#!/bin/sh
+case "$1" in --kill*) shift ;; esac
+for node in $FAKE_NODES; do
+    SLURM_STEP_NUM_NODES=$SLURM_NNODES SLURM_NODEID=$node "$@" || exit 9
+done
+exit $FAKE_CODE
 """
 # FAKE: of the nodes n[01-16]; what else it is told is written down
 SCONTROL = """#!/bin/sh
 echo "$*" >> "{folder}/scontrol.txt"
 [ "$1" != show ] || for k in $(seq -w 1 16); do echo "n$k"; done
 """
-
-
 # what run.sh knows of nodes
 NODE = "NODE_RANK NNODES GROUP_RANK GROUP_WORLD_SIZE SLURM_NODEID SLURM_STEP_NUM_NODES".split()
 
@@ -72,16 +68,12 @@ class Cluster:
         return sorted(found)
 
 
-@pytest.fixture
-def cluster(tmp_path):
-    return Cluster(tmp_path)
+SHOW = "show hostnames n[01-16]"
 
 
-@pytest.mark.parametrize(
-    "code,told",
-    [(0, "show hostnames n[01-16]"), (1, "show hostnames n[01-16]"), (143, "requeue 7")],
-)
-def test_slurm_starts_every_node_and_again_when_the_time_was_up(cluster, tmp_path, code, told):
+@pytest.mark.parametrize("code,told", [(0, SHOW), (1, SHOW), (143, "requeue 7")])
+def test_slurm_starts_every_node_and_again_when_the_time_was_up(tmp_path, code, told):
+    cluster = Cluster(tmp_path)
     cluster.add("srun", SRUN)
     cluster.add("scontrol", SCONTROL)
     text = (ROOT / "examples" / "slurm.sh").read_text()
@@ -96,15 +88,17 @@ def test_slurm_starts_every_node_and_again_when_the_time_was_up(cluster, tmp_pat
     assert (tmp_path / "scontrol.txt").read_text().splitlines()[-1] == told
 
 
-def test_torchrun(cluster):
+def test_torchrun(tmp_path):
     """torch's own, twice on this machine."""
+    cluster = Cluster(tmp_path)
     words = ["examples/torchrun.sh", "2"]
     both = [cluster.start([*words, str(k), "127.0.0.1", "math"]) for k in range(2)]
     assert [process.wait(100) for process in both] == [0, 0]
     assert cluster.runs() == [((k, 2), "127.0.0.1", "math") for k in range(2)]
 
 
-def test_kubernetes(cluster):
+def test_kubernetes(tmp_path):
+    cluster = Cluster(tmp_path)
     text = (ROOT / "examples" / "kubernetes.yaml").read_text()
     found = {document["kind"]: document for document in yaml.safe_load_all(text)}
     job = found["Job"]["spec"]
@@ -122,11 +116,11 @@ def test_kubernetes(cluster):
         assert cluster.start(["-c", *container["args"]], **own).wait(60) == 0
     # a name of node 0 that the service gives it
     service = found["Service"]
-    name = f"{found['Job']['metadata']['name']}-0.{service['metadata']['name']}"
+    job_name = found["Job"]["metadata"]["name"]
+    name = f"{job_name}-0.{service['metadata']['name']}"
     assert cluster.runs() == [((k, n), name, "math --out /shared/out") for k in range(n)]
     assert pod["subdomain"] == service["metadata"]["name"]
-    selected = service["spec"]["selector"]["batch.kubernetes.io/job-name"]
-    assert selected == found["Job"]["metadata"]["name"]
+    assert service["spec"]["selector"]["batch.kubernetes.io/job-name"] == job_name
     # time to save, and one volume for all
     assert pod["terminationGracePeriodSeconds"] > MATH["stop_timeout"]
     claims = [v["persistentVolumeClaim"] for v in pod["volumes"] if "persistentVolumeClaim" in v]

@@ -4,47 +4,46 @@ In every cell the others go on within the deadline, no engine ever answers with 
 names, and whoever was lost takes part again in the next update.
 """
 
-import dataclasses
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from pathlib import Path
 
 import pytest
 import requests
 import torch
+from test_weights import ask, differences, url_of
 
-from conftest import ROOT, register, resolved
-from plumbing import launch, secret
-from plumbing.client import Span, token_versions
+from conftest import ROOT, register, resolved, with_knobs
+from plumbing import launch
+from test_run import leftovers
 from tools.evaluate import start_engines
-from train import token_logprobs
 from updater import model_of
 
 pytestmark = pytest.mark.slow
-PORT, DEADLINE, PROMPT = 8800, 8.0, [45, 4, 52, 29, 2]
-MOMENTS = ["idle", "decoding", "start", "mid", "swap"]
+PORT = 8800
+DEADLINE = 8.0
 
 
 class House:
     """Two engines, the updater, and clients that keep both engines decoding."""
 
     def __init__(self, out, base_model):
-        self.config = resolved(
-            *("toy", "--run", "house", "--out", out, "--port", PORT, "--engines", 2),
-            *("--concurrency", 64, "--model", base_model, "--sync_timeout", DEADLINE),
-            *("--bucket_mb", 1),
-        )
+        knobs = f"--port {PORT} --engines 2 --concurrency 64 --sync_timeout {DEADLINE}"
+        where = ["--run", "house", "--out", out, "--model", base_model]
+        config = resolved("toy", *where, *knobs.split())
         # one tensor per broadcast: many moments to die at
-        self.config.bucket_mb = 0
-        self.run_dir = launch.write(self.config)
-        self.headers = secret.header(self.run_dir)
+        config.bucket_mb = 0
+        self.run_dir = launch.write(config)
         (self.run_dir / "queues").mkdir()
+        self.base_model = base_model
         self.version = 0
+        self.configs = [with_knobs(config, engines=1, port=PORT + i) for i in (0, 1)]
         self.engines = {}
         for i in (0, 1):
             self.start_engine(i)
@@ -53,187 +52,160 @@ class House:
 
     def start_engine(self, i):
         """Start it and, as plumbing/supervise.py does, say so."""
-        one = dataclasses.replace(self.config, engines=1, port=PORT + i)
-        self.engines[i] = start_engines(one, as_loaded=False)[0]
-        url = f"http://127.0.0.1:{PORT + i}"
-        # it has no weights from the trainer
-        answer = requests.post(url + "/inference/v1/generate", json={}, headers=self.headers)
-        assert answer.status_code == 503
-        register(self.run_dir, f"engine{i}", url)
-
-    def engine_is_gone(self, i):
-        """As plumbing/supervise.py does when an engine has died."""
-        (self.run_dir / "engines" / f"engine{i}.json").unlink()
+        self.engines[i] = start_engines(self.configs[i], as_loaded=False)[0]
+        with pytest.raises(AssertionError, match="no weights from the trainer yet"):
+            ask(self.configs[i])
+        register(self.run_dir, f"engine{i}", url_of(self.configs[i]))
 
     def start_trainer(self):
-        self.said = []
-        self.trainer = subprocess.Popen(
-            [sys.executable, "tests/updater.py", str(self.run_dir)],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PIPELINE_RUN_DIR": str(self.run_dir)},
-            start_new_session=True,
-        )
-        threading.Thread(
-            target=lambda said, out: [said.append(line.strip()) for line in out],
-            args=(self.said, self.trainer.stdout),
-            daemon=True,
-        ).start()
-        self.expect("ready", 60)
+        self.said = self.run_dir / "updater.txt"
+        command = [sys.executable, "tests/updater.py", str(self.run_dir)]
+        with open(self.said, "w") as said:
+            how = dict(stdin=subprocess.PIPE, stdout=said, text=True, start_new_session=True)
+            self.trainer = subprocess.Popen(command, cwd=ROOT, **how)
+        self.expect("ready")
 
-    def expect(self, text, seconds):
+    def expect(self, line, seconds=6 * DEADLINE):
         """Wait until the trainer has said it."""
         deadline = time.monotonic() + seconds
-        while text not in self.said:
-            assert time.monotonic() < deadline and self.trainer.poll() is None, (
-                f"no '{text}' in {self.said[-8:]}"
-            )
+        while line not in self.said.read_text().splitlines():
+            assert time.monotonic() < deadline, f"no '{line}' in {self.said.read_text()}"
+            assert self.trainer.poll() is None, self.said.read_text()
             time.sleep(0.02)
 
     def tell(self, text):
         self.trainer.stdin.write(text + "\n")
         self.trainer.stdin.flush()
 
-    def update(self, engines="0 1", moment="none", seconds=30):
-        """One whole update (or up to `moment`); by default both engines must have taken it."""
+    def begin(self, moment):
+        """An update up to this moment of it."""
         self.version += 1
         self.tell(f"update {self.version} {moment}")
-        self.expect(
-            f"updated {self.version} {engines}" if moment == "none" else f"at {moment}", seconds
-        )
+
+    def update(self, engines="0 1"):
+        """A whole update, which these engines take."""
+        self.begin("none")
+        self.expect(f"updated {self.version} {engines}")
 
     @lru_cache(maxsize=4)
     def model(self, version):
-        return model_of(self.config.model, version)
-
-    def generate(self, i, n=12, timeout=3 * DEADLINE):
-        answer = requests.post(
-            f"http://127.0.0.1:{PORT + i}/inference/v1/generate",
-            timeout=timeout,
-            headers=self.headers,
-            json=dict(
-                token_ids=PROMPT,
-                sampling_params=dict(max_tokens=n, temperature=1.0, logprobs=0, ignore_eos=True),
-            ),
-        )
-        choice = answer.json()["choices"][0]
-        return (
-            choice["token_ids"],
-            torch.tensor(choice["behavior_logprobs"]),
-            token_versions([Span(**s) for s in choice["weight_versions"]], n),
-        )
+        return model_of(self.base_model, version)
 
     def check(self, answer, version=None):
         """The logprobs of an answer are those of the version it names, in all of its first span (later ones may have older KV)."""
-        tokens, logprobs, versions = answer
-        first = versions == versions[0]
+        versions = answer["versions"]
         assert version is None or set(versions.tolist()) == {version}
-        ids = torch.tensor(PROMPT + tokens)
-        with torch.no_grad():
-            mine = token_logprobs(self.model(int(versions[0])), ids, torch.arange(len(ids)), 1.0)[
-                0
-            ][len(PROMPT) :]
-        assert (mine - logprobs)[first].abs().max() < 1e-4, (
-            f"engine says version {versions[0]}, its logprobs are of other weights"
-        )
+        of_first = torch.from_numpy(versions == versions[0])
+        worst = differences(self.model(int(versions[0])), answer)[of_first].max()
+        assert worst < 1e-4, f"logprobs of version {versions[0]} are those of other weights"
 
-    def decode(self, i, stop, answers, errors):
+    def check_engines(self, *numbers, version=None):
+        for i in numbers:
+            self.check(ask(self.configs[i]), version)
+
+    def decode(self, i, stop):
+        """(i, answers, errors) of a client of engine i that asks until `stop` is set."""
+        answers = []
+        errors = []
         while not stop.is_set():
             try:
-                answers.append(self.generate(i, 100))
-            except (requests.RequestException, KeyError) as e:
-                errors.append(f"{type(e).__name__}: {e}"[:200])
+                answers.append(ask(self.configs[i], n=100))
+            except (requests.RequestException, AssertionError) as e:
+                errors.append(repr(e)[:200])
                 time.sleep(0.2)
-
-
-def mentions(path, text):
-    try:
-        return text.encode() in path.read_bytes()
-    except OSError:
-        return False
+        return i, answers, errors
 
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory, base_model):
-    house = House(tmp_path_factory.mktemp("house"), base_model)
-    yield house
+    out = tmp_path_factory.mktemp("house")
+    with pytest.MonkeyPatch.context() as patch:
+        # what is started here, and its children
+        patch.setenv("RUN_MARK", str(out))
+        house = House(out, base_model)
+        yield house
     for p in (*house.engines.values(), house.trainer):
         os.killpg(p.pid, signal.SIGKILL)
         p.wait()
     time.sleep(0.5)
-    left = [
-        p.parent.name
-        for p in Path("/proc").glob("[0-9]*/environ")
-        if mentions(p, str(house.run_dir))
-    ]
-    assert not left, f"processes left behind: {left}"
+    assert leftovers(out) == []
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@contextlib.contextmanager
+def decoding(house, clients, touched):
+    """So many clients of each engine, all the time; gives the event that ends it. Afterwards every answer is checked,
+    and that no request to an engine that nobody touched failed.
+    """
+    stop = threading.Event()
+    with ThreadPoolExecutor(16) as pool:
+        decoders = [pool.submit(house.decode, i, stop) for i in clients * [0, 1]]
+        try:
+            yield stop
+        finally:
+            stop.set()
+    for decoder in decoders:
+        i, answers, errors = decoder.result()
+        for answer in answers:
+            house.check(answer)
+        assert not errors or (i == 1 and touched), errors
+
+
+def lose_engine(house, kill, in_update, stop):
+    victim = house.engines[1]
+    os.killpg(victim.pid, getattr(signal, kill))
+    # the other one goes on
+    if in_update:
+        house.tell("go")
+        house.expect(f"updated {house.version} 0")
+    else:
+        house.update("0")
+    house.check_engines(0, version=house.version)
+    if kill == "SIGSTOP":
+        os.killpg(victim.pid, signal.SIGCONT)
+        house.check_engines(1)
+        return
+    victim.wait()
+    # as plumbing/supervise.py does
+    (house.run_dir / "engines" / "engine1.json").unlink()
+    # a machine of two cores starts an engine slowly while it serves sixteen clients
+    stop.set()
+    house.start_engine(1)
+
+
+def lose_trainer(house, kill, in_update):
+    victim = house.trainer
+    os.killpg(victim.pid, getattr(signal, kill))
+    time.sleep(0.5)
+    # the engines go on
+    house.check_engines(0, 1)
+    if kill == "SIGKILL":
+        victim.wait()
+        house.start_trainer()
+        return
+    # longer than anybody waits for it
+    time.sleep(DEADLINE + 1)
+    house.check_engines(0, 1)
+    os.killpg(victim.pid, signal.SIGCONT)
+    if in_update:
+        house.tell("go")
+        house.expect(f"updated {house.version} 0 1")
+
+
+@pytest.mark.parametrize("moment", ["idle", "decoding", "start", "mid", "swap"])
 @pytest.mark.parametrize("kill", ["SIGKILL", "SIGSTOP"])
 @pytest.mark.parametrize("who", ["engine", "trainer"])
 def test_kill_matrix(house, who, kill, moment):
-    stop, answers, errors = threading.Event(), {0: [], 1: []}, {0: [], 1: []}
-    clients = (
-        [
-            threading.Thread(target=house.decode, args=(i, stop, answers[i], errors[i]))
-            for i in (0, 1)
-            for _ in range(8)
-        ]
-        if moment != "idle"
-        else []
-    )
-    for c in clients:
-        c.start()
-    try:
-        if clients:
-            time.sleep(0.5)
-        if moment in ("start", "mid", "swap"):
-            house.update(moment=moment)
-        victim = house.engines[1] if who == "engine" else house.trainer
-        os.killpg(victim.pid, getattr(signal, kill))
+    in_update = moment in ("start", "mid", "swap")
+    clients = 0 if moment == "idle" else 8
+    with decoding(house, clients, touched=who == "engine") as stop:
+        time.sleep(0.5)
+        if in_update:
+            house.begin(moment)
+            house.expect(f"at {moment}")
         if who == "engine":
-            if moment in ("start", "mid", "swap"):
-                house.tell("go")
-                house.expect(f"updated {house.version} 0", 6 * DEADLINE)  # the others go on
-            else:
-                house.update(engines="0", seconds=6 * DEADLINE)
-            house.check(house.generate(0), house.version)
-            if kill == "SIGKILL":
-                victim.wait()
-                house.engine_is_gone(1)
-                stop.set()  # a machine of two cores starts an engine slowly while it serves sixteen clients
-                house.start_engine(1)  # as run.sh does
-            else:
-                os.killpg(victim.pid, signal.SIGCONT)
-                house.check(house.generate(1))
+            lose_engine(house, kill, in_update, stop)
         else:
-            time.sleep(0.5)
-            for i in (0, 1):
-                house.check(house.generate(i))  # engines go on
-            if kill == "SIGKILL":
-                victim.wait()
-                house.start_trainer()  # the next trainer
-            else:
-                time.sleep(DEADLINE + 1)  # longer than anybody waits for it
-                for i in (0, 1):
-                    house.check(house.generate(i))
-                os.killpg(victim.pid, signal.SIGCONT)
-                if moment in ("start", "mid", "swap"):
-                    house.tell("go")
-                    house.expect(f"updated {house.version} 0 1", 6 * DEADLINE)
-        house.update(seconds=6 * DEADLINE)  # whoever was lost is back
-        for i in (0, 1):
-            house.check(house.generate(i), house.version)
-    finally:
-        stop.set()
-        for c in clients:
-            c.join(60)
-    for i in (0, 1):
-        for answer in answers[i]:
-            house.check(answer)
-    assert not errors[0] and (who == "engine" or not errors[1]), (
-        errors
-    )  # no request to an engine that nobody touched failed
+            lose_trainer(house, kill, in_update)
+        # whoever was lost is back
+        house.update()
+        house.check_engines(0, 1, version=house.version)

@@ -2,45 +2,28 @@
 
 import json
 import math
-import os
-import subprocess
+import re
 import sys
 
 import pytest
 import torch
+from test_config import call
 
 from bench import gpu
-from conftest import ROOT
 
 # one of each kind, and with and without checkpointing; `plan` starts a real engine
 REHEARSED = ("attention", "parity", "gradients", "mfu-1.5b-16k", "mfu-1.5b-64k", "mfu-7b-16k")
 # what the machine lacks that lends its GPU
 HIDDEN = "msgspec pydantic vllm aiohttp requests accelerate tyro pebble wandb datasets"
-HIDE = f"""
-import sys
-from importlib.machinery import PathFinder
-class Without(PathFinder):
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        if name.split(".")[0] in {HIDDEN.split()}:
-            return None
-        return super().find_spec(name, path, target)
-sys.meta_path[:] = [Without if x is PathFinder else x for x in sys.meta_path]
-"""
-
-
-def call(*words, **environment):
-    """bench/gpu.py --rehearse with these flags, in a process of its own."""
-    command = [sys.executable, "bench/gpu.py", "--rehearse", *map(str, words)]
-    environment = os.environ | environment
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+HIDE = f"import sys\nsys.modules |= dict.fromkeys({HIDDEN.split()})"
 
 
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory):
     """{check: {what: line}} of a rehearsal."""
     out = tmp_path_factory.mktemp("gpu")
-    done = call("--only", *REHEARSED, "--out", out)
+    only = " ".join(REHEARSED)
+    done = call(f"{sys.executable} bench/gpu.py --rehearse --only {only} --out {out}")
     assert done.returncode == 0, done.stdout + done.stderr
     kept = json.loads((out / "gpu.json").read_text())
     return {name: {line["what"]: line for line in kept[name]} for name in REHEARSED}
@@ -60,67 +43,57 @@ def test_every_check_runs_or_says_what_it_lacks(name, figures):
         assert (line["value"] is None) == (line["status"] != "ok")
 
 
-def value(figures, name, what):
-    return figures[name][what]["value"]
-
-
 @pytest.mark.slow
 def test_packing_changes_nothing_and_a_leak_would_be_seen(figures):
-    rounding = value(figures, "parity", "alone (sdpa) - float32, mean")
+    found = {what: line["value"] for what, line in figures["parity"].items()}
+    rounding = found["alone (sdpa) - float32, mean"]
     assert 1e-4 < rounding < 1e-2
-    assert value(figures, "parity", "packed - float32, mean") < 1.5 * rounding
-    assert value(figures, "parity", "packed - alone, max") < 1e-5
-    assert value(figures, "parity", "float32: packed - alone, max") < 1e-5
-    assert value(figures, "parity", "if sequences saw each other, mean") > 0.1
+    assert found["packed - float32, mean"] < 1.5 * rounding
+    assert found["packed - alone, max"] < 1e-5
+    assert found["float32: packed - alone, max"] < 1e-5
+    assert found["if sequences saw each other, mean"] > 0.1
 
 
 @pytest.mark.slow
 def test_gradients_in_bfloat16_point_where_those_in_float32_do(figures):
     for group in gpu.GROUPS:
-        assert 0.999 < value(figures, "gradients", f"{group}: cosine") < 1
+        assert 0.999 < figures["gradients"][f"{group}: cosine"]["value"] < 1
 
 
 def test_the_command_needs_torch_and_transformers_alone(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(HIDE)
-    command = ["bash", "bench/gpu.sh", "--rehearse", "--only", "attention", "--out", tmp_path]
-    environment = os.environ | {"PIPELINE_PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    words = f"bash bench/gpu.sh --rehearse --only attention --out {tmp_path}"
+    done = call(words, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
     kept = json.loads((tmp_path / "gpu.json").read_text())
     assert "rehearsal on the CPU" in kept["machine"]
     rows = done.stdout.splitlines()[1:-1]
     assert len(rows) == len(kept["attention"]) == 11
     for row, line in zip(rows, kept["attention"]):
-        assert row.split("  ")[0] == "attention"
-        assert line["what"] in row
+        assert row.startswith("attention  ") and line["what"] in row
         assert row.endswith(line["status"])
 
 
 def test_a_check_that_breaks_off_costs_only_itself(monkeypatch):
     assert gpu.run("gradients", 0.1, True)[-1]["status"].startswith("FAIL (ended by signal 9")
     # the process that is started does not know it
-    broken = gpu.run("broken", 60, True)
-    assert len(broken) == 1
-    assert broken[0]["status"].startswith("FAIL (")
-    assert "invalid choice: 'broken'" in broken[0]["status"]
+    [broken] = gpu.run("broken", 60, True)
+    assert re.match(r"FAIL \(.*invalid choice: 'broken'", broken["status"], re.S)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so():
-    command = [sys.executable, "bench/gpu.py"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = call(f"{sys.executable} bench/gpu.py")
     assert done.returncode == 1
-    assert done.stderr.strip().endswith(
-        "torch sees no GPU: --rehearse runs the same lines on the CPU"
-    )
+    words = "torch sees no GPU: --rehearse runs the same lines on the CPU"
+    assert done.stderr.strip().endswith(words)
 
 
 def test_figures_against_their_limits():
     assert gpu.figure("a", "b", 1.0)["status"] == "ok"
     assert gpu.figure("a", "b", 1.0, most=1.0, least=1.0)["status"] == "ok"
-    assert gpu.figure("a", "b", 1.1, most=1.0)["status"] == "FAIL"
-    assert gpu.figure("a", "b", 0.9, least=1.0)["status"] == "FAIL"
-    assert gpu.figure("a", "b", math.nan)["status"] == "FAIL"
+    for value, limit in [(1.1, dict(most=1.0)), (0.9, dict(least=1.0)), (math.nan, {})]:
+        assert gpu.figure("a", "b", value, **limit)["status"] == "FAIL"
 
 
 @pytest.mark.parametrize("tokens", [1, 700, 5000])

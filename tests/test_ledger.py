@@ -7,94 +7,72 @@ real one. LEDGER_SEED=n: other moments.
 import os
 import random
 import re
-import shutil
 import signal
-import subprocess
 import time
 
 import pytest
 
-from conftest import ROOT
-from fake_engine import fake_vllm
-from test_run import balance, command, leftovers, metrics
+from test_run import User, balance, leftovers, metrics
 
 STEPS, BATCH, ATTEMPTS, MAX_LAG = 90, 64, 8, 4
-COMMANDS = {
-    "engine": "vllm.entrypoints",
-    "actor": "actor.py",
-    "preprocess": "preprocess.py",
-    "trainer": "train.py",
-}
+KNOBS = (
+    f"--steps {STEPS} --batch_size {BATCH} --attempts {ATTEMPTS} --max_lag {MAX_LAG} "
+    "--concurrency 128 --no_signal drop --save_every 4 --eval_every 0"
+)
+COMMANDS = dict(engine="vllm.entrypoints", actor="actor.py")
+COMMANDS |= dict(preprocess="preprocess.py", trainer="train.py")
 # of an engine's the run goes on, which saves starts
 KILLS = ["engine"] * 12 + ["actor", "preprocess", "trainer", "launcher"] * 2
 
 
-class Run:
-    """The user: starts the command, and starts it again when it has ended."""
+class Run(User):
+    """Of a run that is killed again and again."""
 
-    def __init__(self, out, port, *knobs):
-        self.out, self.lives = out, 0
-        self.command = command(
-            out,
-            "t",
-            port,
-            "--steps",
-            STEPS,
-            "--batch_size",
-            BATCH,
-            "--attempts",
-            ATTEMPTS,
-            "--max_lag",
-            MAX_LAG,
-            "--concurrency",
-            128,
-            "--no_signal",
-            "drop",
-            "--save_every",
-            4,
-            "--eval_every",
-            0,
-            *knobs,
-        )
-        path = (
-            os.environ.get("PYTHONPATH", "")
-            if "LEDGER_REAL" in os.environ
-            else str(fake_vllm(out / "fake"))
-        )
-        self.environment = os.environ | {"RUN_MARK": str(out), "PYTHONPATH": path}
+    def __init__(self, out, port, knobs=""):
+        super().__init__(out, "t", port, KNOBS, knobs)
+        self.lives = 0
+        if "LEDGER_REAL" not in os.environ:
+            self.take_fake_engines(out / "fake")
+
+    def words(self):
+        return self.log.read_text()
 
     def start(self):
         """Start it, and again as long as what a killed launcher left behind is still saving its work."""
         deadline = time.monotonic() + 60
-        while True:
-            self.log = self.out / f"life{self.lives}.txt"
-            with open(self.log, "w") as f:
-                self.process = subprocess.Popen(
-                    self.command, cwd=ROOT, stdout=f, stderr=f, env=self.environment
-                )
-            self.until(
-                lambda: self.process.poll() is not None or " steps of " in self.log.read_text()
-            )
-            if not re.search("held by|cannot listen", self.log.read_text()):
-                break
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.5)
         self.lives += 1
+        while True:
+            super().start("")
+            self.until(lambda: self.process.poll() is not None or " steps of " in self.words())
+            if not re.search("held by|cannot listen", self.words()):
+                return
+            assert time.monotonic() < deadline, self.words()
+            time.sleep(0.5)
 
-    def until(self, condition, seconds=240):
-        deadline = time.monotonic() + seconds
-        while not (found := condition()):
-            assert time.monotonic() < deadline, self.log.read_text()
+    def until(self, condition):
+        deadline = time.monotonic() + 240
+        while True:
+            found = condition()
+            if found:
+                return found
+            assert time.monotonic() < deadline, self.words()
             time.sleep(0.02)
-        return found
+
+    def until_step(self, step):
+        """Until this life has said that it has done so many steps."""
+        self.until(lambda: self.alive() and self.steps() >= step)
 
     def steps(self):
-        """How many steps this life has said it has done."""
-        return len(re.findall(r"^\[train\] step ", self.log.read_text(), re.M))
+        return len(re.findall(r"^\[train\] step ", self.words(), re.M))
 
     def alive(self):
-        assert self.process.poll() is None, self.log.read_text()
+        assert self.process.poll() is None, self.words()
         return True
+
+    def ends(self, code, seconds=60):
+        """Wait for its end, with this exit code; nothing is left behind."""
+        assert self.process.wait(seconds) == code, self.words()
+        assert leftovers(self.out) == []
 
     def victim(self, kind):
         """Its process id, None if it does not live at present; of a process and its children the one
@@ -111,95 +89,75 @@ class Run:
             except ProcessLookupError:
                 pass
 
-    def kill(self, kind, rng):
-        """kill -9 at a random moment: of what is starting up, or after some more steps."""
-        if rng.random() < 0.3:
-            wait = rng.uniform(0, 6)
-        else:
-            goal, wait = self.steps() + rng.randint(1, 4), rng.uniform(0, 0.5)
-            self.until(lambda: self.alive() and self.steps() >= goal)
-        time.sleep(wait)
+    def kill(self, kind):
+        """kill -9."""
         os.kill(self.until(lambda: self.alive() and self.victim(kind)), signal.SIGKILL)
-        if kind == "launcher":
-            self.process.wait()
-        elif (
-            kind != "engine"
-        ):  # any other death is the run's: it says so, and leaves nothing behind
-            assert self.process.wait(60) == 1
-            assert (
-                re.search("run.sh: .* died with exit code 137", self.log.read_text())
-                and "everything is stopped" in self.log.read_text()
-            )
-            assert leftovers(self.out) == []
 
 
 @pytest.mark.slow
 def test_the_ledger_balances_after_twenty_kills(tmp_path, base_model):
-    rng, order, run = (
-        random.Random(os.environ.get("LEDGER_SEED", "0")),
-        KILLS.copy(),
-        Run(tmp_path, 8830),
-    )
-    while "engine" * 3 in "".join(
-        order
-    ):  # run.sh waits longer before every further restart of an engine
+    rng = random.Random(os.environ.get("LEDGER_SEED", "0"))
+    order = KILLS.copy()
+    # run.sh waits longer before every further restart of an engine
+    while "engine" * 3 in "".join(order):
         rng.shuffle(order)
+    run = Run(tmp_path, 8830)
     run.start()
-    for n, kind in enumerate(order):
+    for n, kind in enumerate(order, 1):
         print(
-            f"{time.strftime('%T')} kill {n + 1}: {kind}, life {run.lives}, {run.steps()} steps into it",
-            flush=True,
+            time.strftime("%T"), f"kill {n}: {kind}, life {run.lives}, {run.steps()} steps into it"
         )
-        run.kill(kind, rng)
-        if run.process.poll() is not None:
-            run.start()
-    assert run.process.wait(240) == 0, run.log.read_text()
-    assert leftovers(tmp_path) == []
+        # of what is starting up, or after some more steps
+        if rng.random() < 0.3:
+            time.sleep(rng.uniform(0, 6))
+        else:
+            run.until_step(run.steps() + rng.randint(1, 4))
+            time.sleep(rng.uniform(0, 0.5))
+        run.kill(kind)
+        if kind == "engine":
+            continue
+        # any other death is the run's: it says so, and leaves nothing behind
+        if kind == "launcher":
+            run.process.wait()
+        else:
+            run.ends(1)
+            assert re.search("run.sh: .* died with exit code 137", run.words())
+            assert "everything is stopped" in run.words()
+        run.start()
+    run.ends(0, 240)
 
     run_dir = tmp_path / "t"
     steps, evals = metrics(run_dir)
-    trained, dropped = balance(run_dir, BATCH, ATTEMPTS)
-    assert (
-        len(steps) == STEPS
-        and dropped.total() > 0
-        and dropped.total() == sum(sum(x["drops"].get("no_signal", {}).values()) for x in steps)
-    )
-    assert (
-        max(x["mismatch"] for x in steps if x["mismatch"] is not None) < 1e-3
-    )  # after every restart the engine holds the trainer's weights
+    _, dropped = balance(run_dir, BATCH, ATTEMPTS)
+    assert len(steps) == STEPS
+    no_signal = sum(sum(x["drops"].get("no_signal", {}).values()) for x in steps)
+    assert dropped.total() == no_signal > 0
+    # after every restart the engine holds the trainer's weights
+    assert max(x["mismatch"] for x in steps if x["mismatch"] is not None) < 1e-3
     # it learned
-    assert (evals[0]["version"], evals[-1]["version"]) == (0, STEPS) and evals[-1]["eval"][
-        "toy"
-    ] > evals[0]["eval"]["toy"] + 0.15
-    # disk: two checkpoints, nothing half written, no record but those that the gate lets wait; then everything together
-    files = [p for p in run_dir.rglob("*") if p.is_file()]
-    assert len(list((run_dir / "checkpoints").iterdir())) == 2 and not [
-        p for p in files if p.suffix == ".tmp"
-    ]
-    records = [p for p in files if p.suffix == ".safetensors" and "queues" in p.parts]
-    assert (
-        all("rollouts" in p.parts for p in records)
-        and len(records) <= (MAX_LAG + 1) * BATCH // ATTEMPTS
-    )
-    assert sum(p.stat().st_size for p in files) < 40e6
+    assert (evals[0]["version"], evals[-1]["version"]) == (0, STEPS)
+    assert evals[-1]["eval"]["toy"] > evals[0]["eval"]["toy"] + 0.15
+    # disk: two checkpoints, nothing half written, no record but those that the gate lets wait
+    assert len(list((run_dir / "checkpoints").iterdir())) == 2
+    assert not list(run_dir.rglob("*.tmp"))
+    records = list((run_dir / "queues").rglob("*.safetensors"))
+    assert {p.parent.name for p in records} <= {"rollouts"}
+    assert len(records) <= (MAX_LAG + 1) * BATCH // ATTEMPTS
+    assert sum(p.stat().st_size for p in run_dir.rglob("*")) < 40e6
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    "LEDGER_REAL" in os.environ, reason="takes a fake engine that cannot start again"
-)
+@pytest.mark.skipif("LEDGER_REAL" in os.environ, reason="the engine must not start again")
 def test_work_is_saved_when_a_run_is_stopped_while_its_only_engine_is_down(tmp_path, base_model):
-    run = Run(
-        tmp_path, 8831, "--batch_size", 16, "--max_lag", 16, "--no_signal", "keep"
-    )  # the first wave of sequences is data for eight steps, so that the trainer comes to wait for the engine
+    # the first wave of sequences is data for eight steps, so that the trainer comes to wait for the engine
+    run = Run(tmp_path, 8831, "--batch_size 16 --max_lag 16 --no_signal keep")
     run.start()
-    run.until(lambda: run.alive() and run.steps() >= 3)
+    run.until_step(3)
     (tmp_path / "fake" / "vllm" / "entrypoints" / "openai" / "api_server.py").unlink()
-    os.kill(run.victim("engine"), signal.SIGKILL)
-    run.until(lambda: run.alive() and "restart 2 of 3" in run.log.read_text())
-    run.process.send_signal(signal.SIGINT)
-    assert run.process.wait(60) == 130 and "is saved" in run.log.read_text(), run.log.read_text()
-    assert leftovers(tmp_path) == []
+    run.kill("engine")
+    run.until(lambda: run.alive() and "restart 2 of 3" in run.words())
+    run.interrupt()
+    assert "is saved" in run.words()
     balance(tmp_path / "t", 16, ATTEMPTS)
 
 
@@ -208,19 +166,14 @@ def test_a_run_directory_that_is_gone_is_named_and_its_checkpoints_are_whole(tmp
     """A shared file system that is unmounted: FAKED by moving the directory away."""
     run = Run(tmp_path, 8832)
     run.start()
-    run.until(lambda: run.alive() and run.steps() >= 6)
+    run.until_step(5)
     (tmp_path / "t").rename(tmp_path / "away")
-    assert run.process.wait(90) == 1
-    assert f"{tmp_path}/t is not there any more: mount it again" in run.log.read_text(), (
-        run.log.read_text()
-    )
-    assert leftovers(tmp_path) == []
-    if (tmp_path / "t").exists():  # nobody makes another one in its place
-        assert not list((tmp_path / "t").rglob("*.safetensors"))
-        shutil.rmtree(tmp_path / "t")
+    run.ends(1, 90)
+    assert f"{tmp_path}/t is not there any more: mount it again" in run.words()
+    # nobody makes another one in its place
+    assert not (tmp_path / "t").exists()
     (tmp_path / "away").rename(tmp_path / "t")
     run.start()
-    assert "from step 4" in run.log.read_text()
-    run.until(lambda: run.alive() and run.steps() >= 1)
-    run.process.send_signal(signal.SIGINT)
-    assert run.process.wait(60) == 130
+    assert "from step 4" in run.words()
+    run.until_step(1)
+    run.interrupt()

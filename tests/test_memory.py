@@ -1,40 +1,31 @@
 """tools/memory.py: a trainer's peak as real processes had it, and what the rest of a run takes."""
 
-import dataclasses
 import json
 import os
 
 import pytest
 
 import config as cfg
+from conftest import with_knobs
 from plumbing import launch
 from tools import memory
 
 # 60 million parameters, too many for an allocator's noise to matter
-SMALL = dict(
-    architectures=["Qwen2ForCausalLM"],
-    model_type="qwen2",
-    vocab_size=16384,
-    hidden_size=640,
-    intermediate_size=2048,
-    num_hidden_layers=10,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    tie_word_embeddings=True,
-)
+SMALL = dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", tie_word_embeddings=True)
+SMALL |= dict(vocab_size=16384, hidden_size=640, intermediate_size=2048, num_hidden_layers=10)
+SMALL |= dict(num_attention_heads=8, num_key_value_heads=2)
 
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory):
     """Directory of a model's config, without weights."""
-    path = tmp_path_factory.mktemp("model") / "small"
-    path.mkdir()
+    path = tmp_path_factory.mktemp("small")
     (path / "config.json").write_text(json.dumps(SMALL))
     return str(path)
 
 
-def config(model, gpus, *words):
-    return memory.resolved(["math", "--model", model, *map(str, words)], gpus, 80.0)
+def config(model, gpus, words=""):
+    return memory.resolved(["math", "--model", model, *words.split()], gpus, 80.0)
 
 
 def total(c):
@@ -49,9 +40,8 @@ def test_a_real_process_took_what_is_said(small, row, checkpointing, gb):
     """Measured: the resident memory of two steps on a CPU at their peak, beyond the imports (as tests/test_memory.py of
     commit 4931e45 does it).
     """
-    words = ["--model", small, "--row_tokens", row, "--gradient_checkpointing", checkpointing]
-    c = cfg.parse(["toy", *map(str, words)], 0)
-    c = dataclasses.replace(c, dtype="float32", trainers=1, engines=1)
+    words = f"toy --model {small} --row_tokens {row} --gradient_checkpointing {checkpointing}"
+    c = with_knobs(cfg.parse(words.split(), 0), dtype="float32", trainers=1, engines=1)
     assert total(c) == pytest.approx(gb, rel=0.05)
 
 
@@ -76,9 +66,9 @@ def test_a_step_takes_what_its_tensors_add_up_to(name, trainers, checkpointing, 
     """Known figures: the storages of a step that were alive at once, counted on tensors without contents, operation
     by operation with FSDP2 (commit 4931e45, tools/fake_step.py).
     """
-    words = ["--row_tokens", row, "--gradient_checkpointing", checkpointing]
-    c = config(f"Qwen/Qwen2.5-{name}", 8, *words)
-    assert total(dataclasses.replace(c, trainers=trainers)) == pytest.approx(gb, rel=0.02)
+    words = f"--row_tokens {row} --gradient_checkpointing {checkpointing}"
+    c = config(f"Qwen/Qwen2.5-{name}", 8, words)
+    assert total(with_knobs(c, trainers=trainers)) == pytest.approx(gb, rel=0.02)
 
 
 def test_the_largest_row_is_one_that_just_fits(small):
@@ -110,35 +100,30 @@ def test_a_model_that_is_too_large_is_refused_with_advice_that_fits():
 
 
 def test_an_engine_without_room_for_one_sequence_does_not_fit(small):
-    c = config(small, 2, "--gpu_memory_utilization", 0.02)
+    c = config(small, 2, "--gpu_memory_utilization 0.02")
     where, lack = memory.Placed(c, 2, 80.0).lack
     assert where == "the KV cache of one sequence" and lack > 0
 
 
-@pytest.mark.parametrize(
-    "gpus, gpu_gb, preset",
-    [(8, 80, "math"), (2, 80, "math-1x80"), (1, 80, "math-1x80"), (1, 24, "math-1x24")]
-    + [(16, 80, "math"), (8, 24, "math-1x24")],
-)
+BY_GPUS = [(8, 80, "math"), (1, 80, "math-1x80"), (2, 80, "math-1x80"), (8, 24, "math-1x24")]
+
+
+@pytest.mark.parametrize("gpus, gpu_gb, preset", [*BY_GPUS, (1, 24, "math-1x24")])
 def test_the_preset_follows_from_the_gpus_and_fits(gpus, gpu_gb, preset):
     c = memory.resolved([], gpus, gpu_gb)
     assert c.run == preset and memory.Placed(c, gpus, gpu_gb).fits
 
 
-@pytest.fixture
-def nvidia_smi(tmp_path, monkeypatch):
-    """A machine with one GPU of 24 GB, as far as nvidia-smi says."""
+def test_the_table_and_the_verdict(small, tmp_path, monkeypatch, capsys):
+    """On a machine with one GPU of 24 GB, as far as nvidia-smi says."""
     program = tmp_path / "nvidia-smi"
     program.write_text('#!/bin/sh\n[ "$1" = -L ] && echo "GPU 0: some" || echo 24564\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-
-
-def test_the_table_and_the_verdict(nvidia_smi, small, capsys):
     assert launch.gpu_memory_gb() == pytest.approx(25.76, abs=0.01)
-    words = ["math", "--gpus", 1, "--model", small, "--row_tokens", 2048, "--max_model_len", 2048]
-    words = [*map(str, words), "--max_new_tokens", "1024"]
+    words = f"math --gpus 1 --model {small} --row_tokens 2048 --max_model_len 2048".split()
+    words += ["--max_new_tokens", "1024"]
     memory.main(words)
     printed = capsys.readouterr().out
     for row in ("trainer rank", "optimizer", "KV cache", "largest --row_tokens that fits"):

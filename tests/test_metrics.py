@@ -1,6 +1,5 @@
 """Metrics over micro-batches and ranks, files of lines that are continued, and rollouts as text."""
 
-import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,33 +8,22 @@ import torch
 from test_samples import make_sample
 
 import config as cfg
+from made_up_run import read_lines
+from plumbing import metrics
 from plumbing.checkpoints import NEW_RUN
-from plumbing.metrics import (
-    MetricsLog,
-    Sums,
-    count,
-    largest,
-    mean,
-    mean_if_any,
-    open_lines,
-)
+from plumbing.metrics import Sums, count, largest, mean, mean_if_any
 from plumbing.samples import filler, join
 
 
 def test_sums_by_hand():
     sums = Sums()
+    nothing = torch.tensor(0.0)
     for n, x, high in ((2, 3.0, 5), (4, 9.0, 1)):
-        n = torch.tensor(n)
-        sums.add(
-            {
-                "n": (count, n),
-                "x": (mean, torch.tensor(x), n),
-                "high": (largest, torch.tensor(high)),
-                "none": (mean, torch.tensor(0.0), 0 * n),
-                "none_either": (mean_if_any, torch.tensor(0.0), 0 * n),
-                "parts": (lambda parts: parts, torch.tensor([x, 1.0])),
-            }
-        )
+        parts = torch.tensor([x, 1.0])
+        n, x, high = map(torch.tensor, (n, x, high))
+        of_batch = dict(n=(count, n), x=(mean, x, n), high=(largest, high))
+        of_batch |= dict(none=(mean, nothing, 0 * n), none_either=(mean_if_any, nothing, 0 * n))
+        sums.add(of_batch | dict(parts=(lambda parts: parts, parts)))
     expected = dict(n=6, x=2.0, high=5, none=0.0, none_either=None, parts=[12.0, 2.0])
     assert sums.reduce() == expected
 
@@ -45,7 +33,7 @@ def test_a_file_of_lines_is_continued_from_a_checkpoint(tmp_path):
     before = ['{"step": 4}', '{"eval": 0.5, "version": 3}', '{"step": 5, "version": 5}']
     after = ['{"eval": 0.5, "version": 5}', '{"step": 6}', '{"step": 7, "torn": 1']
     path.write_text("\n".join(before + after))
-    with open_lines(path, 5) as file:
+    with metrics.open_lines(path, 5) as file:
         file.write('{"step": 6, "again": true}\n')
     assert path.read_text().splitlines() == [*before, '{"step": 6, "again": true}']
 
@@ -56,13 +44,9 @@ def make_log(tmp_path, base_model):
 
     def make(rank=0, version=0, **knobs):
         config = cfg.Config(task="countdown,toy", model=str(base_model), run_id="0123abcd", **knobs)
-        return MetricsLog(config, tmp_path, NEW_RUN | {"version": version}, rank)
+        return metrics.MetricsLog(config, tmp_path, NEW_RUN | {"version": version}, rank)
 
     return make
-
-
-def lines(path):
-    return [json.loads(x) for x in path.read_text().splitlines()]
 
 
 def test_rollouts_are_written_as_text_with_what_the_trainer_knows(tmp_path, make_log):
@@ -77,7 +61,7 @@ def test_rollouts_are_written_as_text_with_what_the_trainer_knows(tmp_path, make
     turns |= dict(behavior_logprobs=np.where(mask, -0.5, 0.0), outcome=0)
     batch = join([turns, filler(), make_sample(4, number=18, finished=False), make_sample(5)])
     log.rollouts(batch, torch.arange(18) / 10, 4)
-    first, second = lines(tmp_path / "samples.jsonl")
+    first, second = read_lines(tmp_path / "samples.jsonl")
     spans = [[-1, ["b", "a", "="]], [3, ["a", "b"]], [-1, ["b"]], [3, ["a"]], [4, ["<eos>"]]]
     expected = dict(step=5, number=17, problem=6, task="toy", reward=1.0, outcome="correct")
     expected |= dict(prompt="ba=", completion="abba", spans=spans, advantage=0.25, finished=True)
@@ -86,30 +70,30 @@ def test_rollouts_are_written_as_text_with_what_the_trainer_knows(tmp_path, make
     # as many a step as are to be logged
     assert (second["number"], second["finished"]) == (18, False)
     log.rollouts(batch, torch.arange(18) / 10, 4)
-    assert len(lines(tmp_path / "samples.jsonl")) == 2
+    assert len(read_lines(tmp_path / "samples.jsonl")) == 2
     # of other ranks nothing
     make_log(rank=1).rollouts(batch, torch.arange(18) / 10, 4)
     # a continued run does again what came after its checkpoint
-    assert make_log(version=5) and len(lines(tmp_path / "samples.jsonl")) == 2
-    assert make_log(version=4) and not lines(tmp_path / "samples.jsonl")
+    assert make_log(version=5) and len(read_lines(tmp_path / "samples.jsonl")) == 2
+    assert make_log(version=4) and not read_lines(tmp_path / "samples.jsonl")
 
 
 def test_lines_of_a_step_of_the_mismatch_and_of_alarms(tmp_path, make_log, capsys):
     log = make_log(steps=100)
     log.save_s = 2.5
     state = NEW_RUN | {"version": 40, "samples": 640, "wall_s": 33.0}
-    metrics = dict(samples=16, tokens=320, reward=1 / 3, ess=0.99, lag_mean=1.25, lag_max=3)
-    metrics |= dict(mismatch=None, by_lag={"0": {"ess": 1 / 3}})
+    values = dict(samples=16, tokens=320, reward=1 / 3, ess=0.99, lag_mean=1.25, lag_max=3)
+    values |= dict(mismatch=None, by_lag={"0": {"ess": 1 / 3}})
     record = dict(gen_tok_s=5.0, gen_idle=0.25, by_task={}, problems={"4": 8}, drops={})
     reader = SimpleNamespace(last=record, waited=0.0)
     for _ in range(2):
-        log.step(state, metrics, reader, {"sync_s": 0.125})
+        log.step(state, values, reader, {"sync_s": 0.125})
     log.mismatch(40, {"mismatch": 1 / 3, "tokens": 53})
     log.mismatch(40, {})
     log.alarms(40, ["something lasts"])
     evaluation = dict(run_id="0123abcd", eval={"toy": 0.5}, problems=4, version=40)
     log.evaluations([evaluation | {"wall_s": log.run_start + 12}])
-    first, second, mismatch, alarm, eval_line = lines(tmp_path / "metrics.jsonl")
+    first, second, mismatch, alarm, eval_line = read_lines(tmp_path / "metrics.jsonl")
     assert (first["step"], first["version"], first["samples"]) == (40, 40, 640)
     assert (first["reward"], first["by_lag"]) == (0.333333, {"0": {"ess": 0.333333}})
     # a checkpoint falls into the step after it

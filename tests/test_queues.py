@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +16,7 @@ from plumbing.queues import Queue, publish_json, read_json
 
 def take(reader, count):
     """The entry `i` of the next records."""
-    found = []
-    for _ in range(count):
-        record = reader.get(1)[1]
-        found.append(record["i"])
-    return found
+    return [reader.get(1)[1]["i"] for _ in range(count)]
 
 
 def fill(queue, count):
@@ -29,25 +25,27 @@ def fill(queue, count):
 
 
 def assert_empty(reader):
-    with pytest.raises(TimeoutError):
-        reader.get(0)
+    with pytest.raises(TimeoutError, match=f"{reader.path}: nothing for"):
+        reader.get(0.01)
+
+
+def python(code, folder):
+    """Run a program on the queue in this folder, to its end."""
+    command = [sys.executable, "-c", code, str(folder / "q")]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
 def test_a_record_comes_back_as_it_went_in(tmp_path):
     q = Queue(tmp_path / "q")
-    arrays = dict(
-        ids=np.arange(5, dtype=np.int32),
-        mask=np.array([True, False]),
-        empty=np.zeros(0, np.float32),
-    )
+    arrays = dict(ids=np.arange(5, dtype=np.int32), mask=np.array([True, False]))
+    arrays["empty"] = np.zeros(0, np.float32)
     # a part of another array, of which every second value counts
     arrays["strided"] = np.arange(12, dtype=np.int16).reshape(3, 4)[:, ::2]
-    assert q.put(arrays | {"name": "a", "n": 3, "nested": {"x": [1, None]}}) == 0
+    others = {"name": "a", "n": 3, "nested": {"x": [1, None]}}
+    assert q.put(arrays | others) == 0
     seq, record = q.get()
     assert seq == 0
-    assert record["name"] == "a"
-    assert record["n"] == 3
-    assert record["nested"] == {"x": [1, None]}
+    assert {k: record[k] for k in others} == others
     for k, v in arrays.items():
         assert record[k].dtype == v.dtype
         assert np.array_equal(record[k], v)
@@ -63,11 +61,9 @@ def test_order_ack_and_deletion(tmp_path):
         assert record["i"] == i
         if i != 3:
             q.ack(seq)
-    assert len(q) == 6
-    assert len(list(tmp_path.glob("q/*.safetensors"))) == 6
+    assert len(q) == len(list(tmp_path.glob("q/*.safetensors"))) == 6
     # a restarted reader sees again what was not acknowledged, in order
-    later = Queue(tmp_path / "q")
-    assert take(later, 6) == [3, 7, 8, 9, 10, 11]
+    assert take(Queue(tmp_path / "q"), 6) == [3, 7, 8, 9, 10, 11]
 
 
 def test_a_writer_that_starts_again_goes_on_after_the_highest_number(tmp_path):
@@ -85,25 +81,12 @@ def test_a_writer_that_starts_again_goes_on_after_the_highest_number(tmp_path):
 
 def test_threads_of_the_writer_may_all_put(tmp_path):
     q = Queue(tmp_path / "q")
-
-    def write(name):
-        for i in range(50):
-            q.put({"writer": name, "i": i})
-
-    threads = [threading.Thread(target=write, args=(name,)) for name in "ab"]
-    for thread in threads:
-        thread.start()
-    reader = Queue(tmp_path / "q")
-    seen = {"a": [], "b": []}
-    numbers = []
-    for _ in range(100):
-        seq, record = reader.get(10)
-        seen[record["writer"]].append(record["i"])
-        numbers.append(seq)
-        reader.ack(seq)
-    assert seen == {"a": list(range(50)), "b": list(range(50))}
-    assert numbers == list(range(100))
-    assert len(reader) == 0
+    with ThreadPoolExecutor(2) as pool:
+        numbers = list(pool.map(fill, [q, q], [50, 50]))
+    assert sorted(sum(numbers, [])) == list(range(100))
+    # of each writer in order
+    written = {number: i for of_writer in numbers for i, number in enumerate(of_writer)}
+    assert take(Queue(tmp_path / "q"), 100) == [written[number] for number in range(100)]
 
 
 KILLED = """
@@ -118,8 +101,7 @@ q.put({'i': 1, 'x': np.zeros(100000)})
 
 
 def test_a_writer_killed_in_the_middle_leaves_no_half_record(tmp_path):
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "q")], cwd=ROOT)
-    assert done.returncode == -9
+    assert python(KILLED, tmp_path).returncode == -9
     assert list(tmp_path.glob("q/*.tmp"))
     again = Queue(tmp_path / "q")
     again.put({"i": 2})
@@ -165,11 +147,6 @@ def test_what_nfs_may_do_loses_nothing(tmp_path, monkeypatch):
         q.put({"i": 5})
 
 
-def test_a_wait_ends_with_an_error_that_names_the_queue(tmp_path):
-    with pytest.raises(TimeoutError, match=f"{tmp_path / 'q'}: nothing for"):
-        Queue(tmp_path / "q").get(timeout=0.05)
-
-
 def test_published_values(tmp_path):
     assert read_json(tmp_path / "v.json") == {}
     publish_json(tmp_path / "v.json", version=3)
@@ -189,22 +166,18 @@ q.put(dict(a=np.zeros(100000)))
 
 def test_a_full_disk_is_named_and_loses_nothing(tmp_path):
     """A limit on file sizes stands for the disk: the kernel refuses the write in the same way."""
-    command = [sys.executable, "-c", FULL, str(tmp_path / "q")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    said = done.stderr.splitlines()[-1]
+    said = python(FULL, tmp_path).stderr.splitlines()[-1]
     assert f"{tmp_path}/q/0000000001.safetensors cannot be written (" in said
     assert "File too large" in said
     queue = Queue(tmp_path / "q")
     assert len(queue) == 1
-    record = queue.get(0)[1]
-    assert record["a"].shape == (10,)
+    assert queue.get(0)[1]["a"].shape == (10,)
     assert_empty(queue)
 
 
-@pytest.mark.parametrize("content", [b"", b"no record", bytes(100)])
-def test_a_file_that_is_no_record_is_named(tmp_path, content):
+def test_a_file_that_is_no_record_is_named(tmp_path):
     queue = Queue(tmp_path / "q")
     queue.put({"i": 0})
-    queue.file(0).write_bytes(content)
+    queue.file(0).write_bytes(b"no record")
     with pytest.raises(RuntimeError, match="0000000000.safetensors cannot be read .*continues"):
         queue.get(0)

@@ -1,9 +1,7 @@
 """A step again: --keep_steps, and tools/replay.py on runs of the real trainer."""
 
-import json
-
 import pytest
-from test_ranks import run_trainer, write_run
+from test_ranks import run_trainer, step_lines, write_run
 
 from plumbing import archive
 from tools import replay
@@ -23,8 +21,7 @@ def kept_run(tmp_path_factory, base_model):
 def test_micro_batches_of_the_last_steps_are_kept(kept_run):
     folders = sorted(path.name for path in (kept_run / "archive").glob("step_*"))
     assert folders == ["step_000003", "step_000004", "step_000005", "step_000006"]
-    lines = [json.loads(x) for x in (kept_run / "metrics.jsonl").read_text().splitlines()]
-    samples = {line["step"]: line["samples"] for line in lines if "step" in line}
+    samples = {line["step"]: line["samples"] for line in step_lines(kept_run)}
     for step in range(3, 7):
         found = sum(len(batch["lengths"]) for batch in archive.batches(kept_run, step))
         assert found == samples[step] - samples.get(step - 1, 0)

@@ -4,6 +4,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,9 +13,10 @@ import numpy as np
 import pytest
 
 import config as cfg
-from conftest import ROOT
+from conftest import ROOT, register
 from made_up_run import made_up_run, read_lines, write_lines
 from plumbing.problems import load_problems
+from plumbing.queues import publish_json
 from tools import comparison, panels, report
 from tools.panels import Panel
 from tools.status import Status, find_run
@@ -29,6 +31,18 @@ PATIENCE = 60_000
 def tool(name, *arguments):
     command = [sys.executable, str(ROOT / "tools" / f"{name}.py"), *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def assert_one_line(done, words):
+    """A tool ended with this complaint."""
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert words in done.stderr
+
+
+def compared(folder, **settings):
+    """comparison.Run of made up runs: {name: knobs}."""
+    run_dirs = [made_up_run(folder, name, **knobs) for name, knobs in settings.items()]
+    return [comparison.Run(run_dir, *report.read(run_dir)) for run_dir in run_dirs]
 
 
 # ---- the page
@@ -85,11 +99,10 @@ def count(tab):
 def test_the_page_opens_without_a_word_on_the_console(opened):
     tab, lines, said = opened
     # all curves, also those further down
-    for i in range(tab.locator(".panel").count()):
-        tab.locator(".panel").nth(i).scroll_into_view_if_needed()
-    tab.wait_for_function(
-        "[...document.querySelectorAll('.panel')].every(p => p.querySelector('.main-svg'))"
-    )
+    for panel in tab.locator(".panel").all():
+        panel.scroll_into_view_if_needed()
+    drawn = "[...document.querySelectorAll('.panel')].every(p => p.querySelector('.main-svg'))"
+    tab.wait_for_function(drawn)
     assert tab.locator(".panel").count() == 18
     assert [x for x in said if not x.startswith(("file:", "data:", "blob:"))] == []
     assert count(tab) == len(lines)
@@ -107,9 +120,9 @@ def test_text_stays_text_and_numbers_are_those_of_the_files(opened):
     newest = lines[-1]
     shown_rows(tab).first.click()
     row = shown_rows(tab).first.locator("td").all_inner_texts()
-    n = len(newest["behavior_logprobs"])
+    n = str(len(newest["behavior_logprobs"]))
     # of step 60, made from version 59; its first tokens were sampled by version 58
-    assert row[:5] == ["60", "toy", f"{newest['reward']:.2f}", str(n), "1"]
+    assert row[:5] == ["60", "toy", f"{newest['reward']:.2f}", n, "1"]
     assert row[6] == newest["prompt"]
     assert newest["prompt"].startswith("<img") and tab.locator("#injected").count() == 0
     # the right answer is looked up in the task's problems
@@ -156,22 +169,19 @@ def test_filters_and_order(opened):
 
 def test_a_rollout_and_the_colours_of_its_tokens(opened):
     tab, lines, _ = opened
-    line = next(
-        x for x in lines[20:] if x["outcome"] == "wrong" and len(x["behavior_logprobs"]) > 8
-    )
+    wrong = [x for x in lines[20:] if x["outcome"] == "wrong"]
+    line = next(x for x in wrong if len(x["behavior_logprobs"]) > 8)
     tab.fill("#text", line["prompt"])
     shown_rows(tab).first.click()
     assert tab.inner_text("#tokens") == line["prompt"] + line["completion"]
     n = len(line["behavior_logprobs"])
     assert tab.locator("#tokens span").count() == len(line["prompt"]) + n
     assert "advantage -0.500" in tab.inner_text("#about")
-    background = (
-        "[...document.querySelectorAll('#tokens span')].map(s => s.style.background).filter(x => x)"
-    )
+    spans = "[...document.querySelectorAll('#tokens span')]"
     seen = {}
     for kind in ("version", "ratio", "advantage", "logprob"):
         tab.select_option("#colour", kind)
-        seen[kind] = tab.evaluate(background)
+        seen[kind] = tab.evaluate(f"{spans}.map(s => s.style.background).filter(x => x)")
         assert len(seen[kind]) == n
     assert len(set(seen["version"])) == 2 and len(set(seen["advantage"])) == 1
     assert len(set(seen["logprob"])) > 2 and len(set(seen["ratio"])) > 2
@@ -192,9 +202,7 @@ def test_a_page_holds_the_newest(tmp_path, monkeypatch):
 def test_panels_without_evaluations_or_measurements(tmp_path):
     run_dir = made_up_run(tmp_path, "short", steps=2)
     steps, _ = report.read(run_dir)
-    for line in steps:
-        line["mismatch"] = None
-        line["by_lag"] = {}
+    steps = [line | {"mismatch": None, "by_lag": {}} for line in steps]
     first, more = panels.run_panels(steps, [], [])
     for panel in first + more:
         json.dumps(panels.as_json(panel), allow_nan=False)
@@ -215,12 +223,10 @@ def test_a_curve_as_json():
 
 
 def test_runs_are_compared_by_what_differs(tmp_path):
-    dirs = []
-    for lag, slope in ((1, 1.0), (8, 0.5)):
-        for seed in (0, 1, 2):
-            own = dict(seed=seed, slope=slope, max_lag=lag)
-            dirs.append(made_up_run(tmp_path, f"lag{lag}-{seed}", **own))
-    done = tool("report", *dirs)
+    for seed in (0, 1, 2):
+        made_up_run(tmp_path, f"lag1-{seed}", seed=seed, max_lag=1)
+        made_up_run(tmp_path, f"lag8-{seed}", seed=seed, max_lag=8, slope=0.5)
+    done = tool("report", *sorted(tmp_path.glob("lag*")))
     assert done.returncode == 0, done.stderr
     assert "max_lag 1: " in done.stdout and "lag8-2" in done.stdout
     assert "one seed" not in done.stdout
@@ -230,15 +236,12 @@ def test_runs_are_compared_by_what_differs(tmp_path):
     assert "held-out toy, mean of the first 26.9k samples" in done.stdout
     assert (tmp_path / "comparison.png").stat().st_size > 10000
     assert (tmp_path / "comparison.html").exists()
-    twice = tool("report", dirs[0], made_up_run(tmp_path, "again", max_lag=1))
-    assert twice.returncode == 1 and "are the same setting and seed" in twice.stderr
+    twice = tool("report", tmp_path / "lag1-0", made_up_run(tmp_path, "again", max_lag=1))
+    assert_one_line(twice, "are the same setting and seed")
 
 
 def test_seeds_alone_are_one_setting_and_have_a_band(tmp_path):
-    runs = []
-    for seed in (0, 1):
-        run_dir = made_up_run(tmp_path, f"a-{seed}", seed=seed)
-        runs.append(comparison.Run(run_dir, *report.read(run_dir)))
+    runs = compared(tmp_path, a=dict(seed=0), b=dict(seed=1))
     assert comparison.differing(runs) == {}
     by_setting = comparison.settings(runs)
     assert list(by_setting.values()) == [runs] and comparison.differences(by_setting) == []
@@ -249,11 +252,11 @@ def test_seeds_alone_are_one_setting_and_have_a_band(tmp_path):
 
 def test_seeds_that_have_little_in_common_get_no_band():
     x = np.arange(10.0)
-    apart, close = Panel("a"), Panel("b")
-    comparison.add_curves(apart, "a", [(x, x), (x + 8, x)], 0)
-    assert [curve.low for curve in apart.curves] == [None, None]
-    comparison.add_curves(close, "a", [(x, x), (x + 1, x)], 0)
-    [curve] = close.curves
+    panel = Panel("a")
+    comparison.add_curves(panel, "a", [(x, x), (x + 8, x)], 0)
+    comparison.add_curves(panel, "b", [(x, x), (x + 1, x)], 0)
+    *apart, curve = panel.curves
+    assert [curve.low for curve in apart] == [None, None]
     assert curve.x[0] == 1 and curve.x[-1] == 9 and curve.low is not None
 
 
@@ -268,10 +271,7 @@ def test_the_interval_is_of_paired_seeds_and_holds_the_truth_in_95_of_100():
 
 
 def test_runs_that_were_stopped_are_compared_over_what_all_have(tmp_path):
-    runs = []
-    for name, steps, lag in (("long", 60, 1), ("short", 24, 8)):
-        run_dir = made_up_run(tmp_path, name, steps=steps, max_lag=lag)
-        runs.append(comparison.Run(run_dir, *report.read(run_dir)))
+    runs = compared(tmp_path, long=dict(steps=60, max_lag=1), short=dict(steps=24, max_lag=8))
     rows = {row[0]: row for row in comparison.differences(comparison.settings(runs))}
     assert rows["steps"][2:6] == ["24.000", "60.000", "-36", "one seed"]
     # 24 steps of 448 samples, evaluated at 0, 4, ... 24
@@ -298,9 +298,8 @@ def test_which_run_is_meant(tmp_path, monkeypatch, capsys):
     os.utime(old / "config.json", (1, 1))
     # an evaluation is no run
     evaluation = made_up_run(tmp_path, "eval-x")
-    values = json.loads((evaluation / "config.json").read_text())
-    values["config"]["trainers"] = 0
-    (evaluation / "config.json").write_text(json.dumps(values))
+    path = evaluation / "config.json"
+    path.write_text(re.sub(r'"trainers": \d', '"trainers": 0', path.read_text()))
     assert find_run() == new and "the newest run" in capsys.readouterr().err
     assert find_run("old") == old and find_run(str(old)) == old
 
@@ -320,25 +319,21 @@ def test_the_last_words_of_a_run(tmp_path):
         "held-out toy   0.500 +-0.061 (version 0) -> 0.500 +-0.061 (version 9), 256 problems\n"
     ]
     several = [line | {"eval": {"a": 0.5, "b": 0.5}} for line in lines]
-    assert all(
-        "+-" not in x and "256 problems in all sets" in x for x in report.score_lines(several)
-    )
+    for line in report.score_lines(several):
+        assert "+-" not in line and "256 problems in all sets" in line
 
 
 @pytest.mark.parametrize("name", ["report", "show", "status"])
 def test_a_wrong_run_is_one_line(name):
-    done = tool(name, "out/no-such-run")
-    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-    assert "no-such-run" in done.stderr
+    assert_one_line(tool(name, "out/no-such-run"), "no-such-run")
 
 
 @pytest.mark.parametrize("name", ["report", "show"])
 def test_rollouts_of_an_older_version_are_one_line(name, tmp_path):
     run_dir = made_up_run(tmp_path, "old")
     write_lines(run_dir / "samples.jsonl", [dict(number=1, index=0, task="toy", spans=[])])
-    done = tool(name, run_dir)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-    assert f"{run_dir}/samples.jsonl: an older version wrote it" in done.stderr
+    words = f"{run_dir}/samples.jsonl: an older version wrote it"
+    assert_one_line(tool(name, run_dir), words)
 
 
 def test_show_prints_rollouts_and_ends_with_its_pipe(tmp_path):
@@ -364,6 +359,7 @@ def test_status_of_a_run_by_its_files(tmp_path):
     (run_dir / "checkpoints" / "step_000050").mkdir(parents=True)
     assert "stopped; the same command continues" in tool("status", run_dir).stdout
     assert "step       60 of 270, " in done.stdout and "eta 7m00s" in done.stdout
+    assert "trainer waits 30%, engine places 10% empty" in done.stdout
     assert "alarms     version 12: no group" in done.stdout
     assert "toy 0.2" in done.stdout and "(version 60)" in done.stdout
     # somebody has the run's lock
@@ -376,22 +372,16 @@ def test_status_of_a_run_by_its_files(tmp_path):
 
 def test_status_says_what_a_run_waits_for(tmp_path):
     run_dir = made_up_run(tmp_path, "s")
-    whole = (run_dir / "metrics.jsonl").read_text()
-    (run_dir / "metrics.jsonl").unlink()
+    lines = run_dir / "metrics.jsonl"
+    part = lines.read_text()[:100]
+    lines.unlink()
     version = run_dir / "queues" / "version.json"
     version.unlink()
     assert Status(run_dir).starting() == "models are being loaded"
-    engines = run_dir / "engines"
-    engines.mkdir()
-    (engines / "engine0.json").write_text('{"url": "http://127.0.0.1:1", "started": "x"}')
+    register(run_dir, "engine0", "http://127.0.0.1:1")
     assert Status(run_dir).starting().startswith("engine0 loading, ")
-    serving = {"engines": ["http://127.0.0.1:1"], "served": 0, "version": 0}
-    version.write_text(json.dumps(serving))
+    publish_json(version, engines=["http://127.0.0.1:1"], served=0, version=0)
     assert Status(run_dir).starting() == "the first rollouts are sampled"
-    # a line that is not whole yet
-    (run_dir / "metrics.jsonl").write_text(whole[:100])
+    # the first line is not whole yet
+    lines.write_text(part)
     assert not Status(run_dir).lines["step"]
-    (run_dir / "metrics.jsonl").write_text(whole)
-    summary = Status(run_dir).summary()
-    assert "60 of 270, " in summary and "eta 7m00s" in summary
-    assert "trainer waits 30%, engine places 10% empty" in summary

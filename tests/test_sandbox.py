@@ -95,17 +95,10 @@ def sandboxed(odd):
     return run
 
 
-@pytest.fixture
-def instant(odd):
-    """The task `odd`, as one that is called in the actor itself."""
-    with open(odd / "tasks" / "odd.py", "a") as file:
-        file.write("INSTANT = True\n")
-
-
 def test_numbers_and_outcomes(sandboxed):
     async def work(s):
         asked = (("number", True), ("one", False), ("outcome", True), ("outcome", False))
-        return [await s.score("odd", {"prompt": "a"}, *x) for x in asked]
+        return [await s.score("odd", {}, *x) for x in asked]
 
     table = dict(reward_finished=(1.0, 0.0, -0.5, 0.0), reward_cut_off=(1.0, 0.0, -1.0, 0.0))
     number, one, ended, cut = sandboxed(work, **table)
@@ -120,17 +113,14 @@ def test_a_hostile_answer_is_unparsable_and_costs_only_itself(sandboxed, hostile
         slow = asyncio.create_task(s.score("odd", {}, hostile, True))
         await asyncio.sleep(0)
         others = [await s.score("odd", {}, "one", True) for _ in range(20)]
-        first = slow.done()
-        verdicts = [await slow, await s.score("odd", {}, hostile, True)]
-        after = [await s.score("odd", {}, "one", True) for _ in range(4)]
-        return others + after, first, verdicts, s.counts
+        # they did not wait for it
+        assert not slow.done() or hostile in ("memory", "deep", "exit", "killed")
+        assert (await slow)["outcome"] == "unparsable"
+        others += [await s.score("odd", {}, "one", True) for _ in range(4)]
+        assert others == [RIGHT] * 24
+        assert s.counts == {"verdicts": 25, "limit": 1}
 
-    others, first, verdicts, counts = sandboxed(work)
-    assert others == [RIGHT] * 24
-    # the others did not wait for it
-    assert not first or hostile in ("memory", "deep", "exit", "killed")
-    assert {v["outcome"] for v in verdicts} == {"unparsable"}
-    assert counts == {"verdicts": 26, "limit": 2}
+    sandboxed(work)
 
 
 @pytest.mark.parametrize(
@@ -146,12 +136,11 @@ def test_a_task_that_fails_for_most_answers_ends_the_run_and_is_named(sandboxed,
 
     async def few(s):
         """One answer in three: counted, and survived."""
-        words = (way, "one", "one") * 20
-        return [await s.score("odd", {}, w, True) for w in words], s.counts
+        verdicts = [await s.score("odd", {}, w, True) for w in (way, "one", "one") * 20]
+        assert [v["success"] for v in verdicts] == [False, True, True] * 20
+        assert s.counts == {"verdicts": 60, kind[:5]: 20}
 
-    verdicts, counts = sandboxed(few)
-    assert counts == {"verdicts": 60, kind[:5]: 20}
-    assert [v["success"] for v in verdicts] == [False, True, True] * 20
+    sandboxed(few)
 
 
 NO_REWARDS = "nan word none large text nested object function".split()
@@ -179,20 +168,24 @@ def test_what_a_reward_prints_goes_nowhere(sandboxed, capfd):
     assert "much" not in "".join(capfd.readouterr())
 
 
-def test_an_instant_task_needs_no_worker_and_is_checked_alike(instant, sandboxed):
+def test_an_instant_task_needs_no_worker_and_is_checked_alike(odd, sandboxed):
+    """It is called in the actor itself."""
+    with open(odd / "tasks" / "odd.py", "a") as file:
+        file.write("INSTANT = True\n")
+
     async def work(s):
         words = ["number", "one", "outcome", "bug", "deep", "memory"]
-        found = [await s.score("odd", {"prompt": "a"}, word, True) for word in words]
+        found = [await s.score("odd", {}, word, True) for word in words]
+        assert [verdict["reward"] for verdict in found] == [0.25, 1.0, 0.0, 0.0, 0.0, 0.0]
+        assert [v["outcome"] for v in found[3:]] == ["unparsable"] * 3
         for wrong in NO_REWARDS:
             with pytest.raises(RuntimeError, match="tasks/odd.py: reward returned"):
                 await s.score("odd", {}, wrong, True)
-        return found, await s.respond("odd", {}, ["x"]), s.counts, s.pool
+        assert await s.respond("odd", {}, ["x"]) == "turn 1: x"
+        assert s.counts == dict(verdicts=6 + len(NO_REWARDS), error=1, limit=1 + 1)
+        assert s.pool is None
 
-    found, turn, counts, pool = sandboxed(work)
-    assert [verdict["reward"] for verdict in found] == [0.25, 1.0, 0.0, 0.0, 0.0, 0.0]
-    assert [v["outcome"] for v in found[3:]] == ["unparsable"] * 3
-    assert turn == "turn 1: x" and pool is None
-    assert counts == dict(verdicts=6 + len(NO_REWARDS), error=1, limit=1 + 1)
+    sandboxed(work)
 
 
 def test_each_answer_gets_its_own_reward(sandboxed):

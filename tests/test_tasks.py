@@ -39,22 +39,19 @@ def test_countdown_arithmetic_by_hand():
         assert countdown.reward(p, text, True) in ("unparsable", "wrong")
 
 
-@pytest.mark.parametrize(
-    "turns,response,reward",
-    [
+def test_guess_by_hand():
+    problem = dict(number=300)
+    for turns, response, reward in [
         (["512"], "lower\n", 0),
         (["512", "I say 256!"], "higher\n", 0),
         (["512", "300"], None, 1.8),
         (["no idea"], None, 0),
         (["1"] * 12, "higher\n", 0),
         (["1"] * 13, None, 0),
-        (["1"] * 12 + ["300"], None, guess.SUCCESS),
-    ],
-)
-def test_guess_by_hand(turns, response, reward):
-    problem = dict(number=300)
-    assert guess.respond(problem, turns) == response
-    assert guess.reward(problem, turns, True) == pytest.approx(reward)
+        (["1"] * 12 + ["300"], None, 0.7),
+    ]:
+        assert guess.respond(problem, turns) == response
+        assert guess.reward(problem, turns, True) == pytest.approx(reward)
     assert guess.SUCCESS == pytest.approx(0.7)
 
 
@@ -71,9 +68,8 @@ def test_maths_accepts_its_own_answers_and_refuses_others():
             assert maths.reward(p, text, True) == outcome, p
 
 
-@pytest.mark.parametrize(
-    "gold,answer,outcome",
-    [
+def test_maths_by_hand():
+    for gold, answer, outcome in [
         ("\\frac{1}{2}", "0.5", "correct"),
         ("\\frac{1}{6}", "0.1\\overline{6}", "correct"),
         ("x^2-4", "(x-2)(x+2)", "correct"),
@@ -102,10 +98,9 @@ def test_maths_accepts_its_own_answers_and_refuses_others():
         ("7", "7 \\text{ maybe}", "unparsable"),
         ("7", "7_9", "unparsable"),
         ("15", "\\geq 15", "unparsable"),
-    ],
-)
-def test_maths_by_hand(gold, answer, outcome):
-    assert maths.reward({"answer": gold}, f"\\boxed{{{answer}}}", True) == outcome
+    ]:
+        found = maths.reward({"answer": gold}, f"\\boxed{{{answer}}}", True)
+        assert found == outcome, (gold, answer)
 
 
 def test_few_verdicts_on_mathematics_are_wrong():
@@ -130,9 +125,8 @@ def test_votes_for_the_same_answer_are_judged_alike():
             assert (again == "correct") == correct, (pair, vote)
 
 
-@pytest.mark.parametrize(
-    "text,answer",
-    [
+def test_the_last_statements_boxes_are_the_answer():
+    for text, answer in [
         ("none", ""),
         ("\\boxed{ 3 }", "3"),
         ("\\boxed{1}. Then \\boxed{\\frac{1}{2}}, as was asked.", "\\frac{1}{2}"),
@@ -143,56 +137,47 @@ def test_votes_for_the_same_answer_are_judged_alike():
         ("\\boxed{9}\n\\boxed{7}", "9, 7"),
         ("\\boxed{9 \\boxed{7}}", "9 \\boxed{7}"),
         ("\\boxed{9, \\boxed{7}", "7"),
-    ],
-)
-def test_the_last_statements_boxes_are_the_answer(text, answer):
-    assert maths.final(text) == answer
+    ]:
+        assert maths.final(text) == answer
 
 
-@pytest.mark.parametrize(
-    "endless", ["\\boxed{1", "\\boxed 1", "\\boxed{1}, \\boxed{2", "\\boxed{" + "1" * 600 + "}"]
-)
-def test_a_box_that_does_not_end_is_no_answer(endless):
-    assert maths.reward({"answer": "1"}, endless, True) == "unparsable"
-    assert maths.answer({"answer": "1"}, endless) is None
+def test_a_box_that_does_not_end_is_no_answer():
+    box = "\\boxed{"
+    for endless in (box + "1", "\\boxed 1", box + "1}, " + box + "2", box + "1" * 600 + "}"):
+        assert maths.reward({"answer": "1"}, endless, True) == "unparsable"
+        assert maths.answer({"answer": "1"}, endless) is None
 
 
-LARGE = (
-    "9**9**9**9 9^{9^{9^9}} (9^9)^{9^9} 10^{10^{100}} 99999999! ((9!)!)! x^{1000000} 7^{0.49999999}"
-)
+LARGE = "9**9**9**9 9^{9^{9^9}} 10^{10^{100}} 99999999! ((9!)!)! x^{1000000} 7^{0.49999999}".split()
 
 
-@pytest.mark.parametrize(
-    "answer", [*LARGE.split(), "{" * 400 + "1" + "}" * 400, "x^2" * 3500000], ids=range(10)
-)
-def test_cheap_to_refuse(answer):
+def test_cheap_to_refuse():
     """Those hostile answers that can be told by their looks; the others are for the sandbox."""
-    assert maths.reward({"answer": "7"}, f"\\boxed{{{answer}}}", True) == "unparsable"
+    for answer in [*LARGE, "{" * 400 + "1" + "}" * 400, "x^2" * 3500000]:
+        verdict = maths.reward({"answer": "7"}, f"\\boxed{{{answer}}}", True)
+        assert verdict == "unparsable", answer[:20]
 
 
 ROW = '{"problem": "p", "answer": "1"}\n'
 
 
-@pytest.mark.parametrize(
-    "name,text,complaint",
-    [
+def test_mistakes_in_data_are_named_by_file_and_line(tmp_path):
+    for name, text, complaint in [
         ("a.jsonl", ROW + '{"problem": "p", "answer"\n', "a.jsonl:2: not valid JSON"),
         ("a.jsonl", ROW + '\n["p"]\n', "a.jsonl:3: a line must be a JSON object, this is list"),
         ("a.jsonl", ROW + '{"problem": "p", "x": 1}\n', "a.jsonl:2: no column 'answer'; .* x"),
         ("a.jsonl", '{"problem": " ", "answer": "1"}\n', "a.jsonl:1: column 'problem' is empty"),
         ("a.jsonl", "", "a.jsonl: no problems in it"),
-        ("a.jsonl", b"\xff\xfe\n", "a.jsonl:1: not valid JSON"),
+        ("a.jsonl", "\xff\xfe\n", "a.jsonl:1: not valid JSON"),
         ("a.csv", "problem,answer\n", "a.csv: the name must end in .jsonl .* or .parquet"),
         ("a.parquet", "nonsense", "a.parquet: not a readable Parquet file"),
-        ("", "", "no such file"),
-    ],
-)
-def test_mistakes_in_data_are_named_by_file_and_line(tmp_path, name, text, complaint):
-    path = tmp_path / (name or "absent.jsonl")
-    if name:
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(cfg.ConfigError, match=complaint):
-        load_problems(cfg.Config(task="maths", train_data=str(path)), "train")
+        ("absent.jsonl", None, "no such file"),
+    ]:
+        path = tmp_path / name
+        if text is not None:
+            path.write_text(text, "latin1")
+        with pytest.raises(cfg.ConfigError, match=complaint):
+            load_problems(cfg.Config(task="maths", train_data=str(path)), "train")
 
 
 def test_parquet_and_several_files(tmp_path):
@@ -215,23 +200,19 @@ def test_parquet_and_several_files(tmp_path):
         load_problems(cfg.Config(task="maths"), "train")
 
 
-ORZ = {"0": {"from": "human", "value": "q"}, "1": {"ground_truth": {"value": "7"}}}
-
-
-@pytest.mark.parametrize(
-    "name,row",
-    [
-        ("gsm8k", {"question": "q", "answer": "so 14 / 2\n#### 7"}),
-        ("math_train", {"problem": "q", "solution": "\\boxed{1}. Thus $\\boxed{7}$."}),
-        ("orz57k", ORZ),
-        ("math500", {"problem": "q", "answer": "7"}),
-        ("amc23", {"question": "q", "answer": "7"}),
-    ],
+# rows as the hub's data cards show them: it is out of reach here
+HUB = dict(
+    gsm8k={"question": "q", "answer": "so 14 / 2\n#### 1,234"},
+    math_train={"problem": "q", "solution": "\\boxed{1}. Thus $\\boxed{1234}$."},
+    orz57k={"0": {"from": "human", "value": "q"}, "1": {"ground_truth": {"value": "1234"}}},
+    math500={"problem": "q", "answer": "1234"},
+    amc23={"question": "q", "answer": "1234"},
 )
-def test_hub_sets_read_their_columns(name, row):
-    """The hub is out of reach here: rows as its data cards show them."""
-    assert maths.SETS[name][0](row) == ("q", "7")
-    assert maths.gsm8k({"question": "q", "answer": "#### 1,234"}) == ("q", "1234")
+
+
+def test_hub_sets_read_their_columns():
+    for name, row in HUB.items():
+        assert maths.SETS[name][0](row) == ("q", "1234")
 
 
 def test_tasks_and_shares_of_a_mixture():
@@ -244,9 +225,10 @@ def test_tasks_and_shares_of_a_mixture():
         cfg.check(cfg.parse(["toy", "--task", "math"], 0))
 
 
-@pytest.mark.parametrize(
-    "tasks", [[toy], [countdown], [guess], [maths], [toy, countdown, guess]], ids=range(5)
-)
+TASKS = [[toy], [countdown], [guess], [maths], [toy, countdown, guess]]
+
+
+@pytest.mark.parametrize("tasks", TASKS, ids=range(5))
 def test_tiny_tokenizers_read_what_teachers_write_and_survive_saving(tmp_path, tasks):
     from transformers import AutoTokenizer, Qwen2Config
 
@@ -266,13 +248,9 @@ def prompter(tmp_path, template=None, merges=(), **knobs):
 
     vocabulary = ["<pad>", "<eos>", *(chr(i) for i in range(33, 127)), "Ġ", "Ċ"]
     vocabulary += [a + b for a, b in merges]
-    tokenizer = Qwen2Tokenizer(
-        vocab={t: i for i, t in enumerate(vocabulary)},
-        merges=list(merges),
-        unk_token="<pad>",
-        eos_token="<|im_end|>",
-        pad_token="<pad>",
-    )
+    vocab = {t: i for i, t in enumerate(vocabulary)}
+    names = dict(unk_token="<pad>", eos_token="<|im_end|>", pad_token="<pad>")
+    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=list(merges), **names)
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
     tokenizer.chat_template = template
     tmp_path.mkdir(exist_ok=True)
@@ -311,29 +289,17 @@ def test_raw_and_templated_prompts(tmp_path):
     assert "<think>" not in auto.tokenizer.decode(auto.start({"prompt": "a"}))
 
 
-@pytest.mark.parametrize("text", ["\u00e9", " ", " \u00e9\u00e9", "\u4f60\u597d" * 40])
-def test_a_prompt_of_no_tokens_is_named(tmp_path, text):
-    """This tokenizer leaves out what it does not know."""
-    from transformers import Qwen2Config
-
-    base_model.make_tokenizer([toy]).save_pretrained(tmp_path)
-    Qwen2Config(eos_token_id=1).save_pretrained(tmp_path)
-    p = Prompter(cfg.Config(model=str(tmp_path), max_model_len=100))
-    fine = {"prompt": "ba="}
-    p.check({"toy": [fine] * 3})
-    with pytest.raises(
-        cfg.ConfigError,
-        match="task toy, problem 3: the prompt .* has 0 tokens, there may be 1 to 99",
-    ):
-        p.check({"toy": [fine, fine, {"prompt": text}]})
-
-
-def test_a_prompt_longer_than_the_context_is_named(tmp_path):
+def test_a_prompt_of_no_tokens_or_too_many_is_named(tmp_path):
     p = prompter(tmp_path, max_model_len=20)
-    fits = {"prompt": "a" * 19, "where": "f.jsonl:1"}
-    p.check({"maths": [fits]})
-    complaint = (
-        "f.jsonl:2: the prompt 'aaa.*' has 20 tokens, there may be 1 to 19: raise --max_model_len"
+    fits = {"prompt": "a" * 19}
+    p.check({"toy": [fits, fits]})
+    # this tokenizer leaves out what it does not know
+    for text in ("", "\u4f60\u597d" * 40):
+        words = "task toy, problem 2: the prompt .* has 0 tokens, there may be 1 to 19"
+        with pytest.raises(cfg.ConfigError, match=words):
+            p.check({"toy": [fits, {"prompt": text}]})
+    words = (
+        "f.jsonl:2: the prompt 'aa.*' has 20 tokens, there may be 1 to 19: raise --max_model_len"
     )
-    with pytest.raises(cfg.ConfigError, match=complaint):
+    with pytest.raises(cfg.ConfigError, match=words):
         p.check({"maths": [fits, {"prompt": "a" * 20, "where": "f.jsonl:2"}]})

@@ -14,7 +14,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import train
-from config import CLIP, Config
+from config import CLIP, Config, check
 from conftest import ROOT
 from plumbing import mismatch, secret
 from plumbing.metrics import Sums
@@ -28,17 +28,9 @@ CPU = torch.device("cpu")
 
 def tiny_model(vocab=50):
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=vocab,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        attn_implementation="sdpa",
-    )
+    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=vocab)
+    shape |= dict(num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256)
+    config = Qwen2Config(**shape, tie_word_embeddings=True, attn_implementation="sdpa")
     return Qwen2ForCausalLM(config)
 
 
@@ -56,14 +48,8 @@ def model():
 
 
 def knobs(**changed):
-    """A Config with its loss's own bounds filled in, as config.check does."""
-    config = Config(**changed)
-    low, high = CLIP[config.loss]
-    if config.clip_low < 0:
-        config.clip_low = low
-    if config.clip_high < 0:
-        config.clip_high = high
-    return config
+    """A Config with its loss's own bounds filled in."""
+    return check(Config(run="tiny", **changed))
 
 
 # ---- the loss, token by token
@@ -82,11 +68,11 @@ def loss_of(kind, w, advantages, logpi=None, ids=None, **changed):
 
 def test_reinforce_by_hand_at_below_and_above_the_bound():
     # w = 0.5, 1, 5 (= c), 20 (cut to 5); loss = -min(w, 5) A log pi; its gradient = -min(w, 5) A
-    loss, grad, _ = loss_of(
-        "reinforce", [0.5, 1.0, 5.0, 20.0], [2.0, -1.0, 1.0, 3.0], logpi=[-1.0, -2.0, -0.5, -0.25]
-    )
+    advantages, logpi = [2.0, -1.0, 1.0, 3.0], [-1.0, -2.0, -0.5, -0.25]
+    loss, grad, clipped = loss_of("reinforce", [0.5, 1.0, 5.0, 20.0], advantages, logpi)
     assert loss == pytest.approx([0.5 * 2 * 1, -1 * 1 * 2, 5 * 1 * 0.5, 5 * 3 * 0.25])
     assert grad == pytest.approx([-1.0, 1.0, -5.0, -15.0])
+    assert clipped == [False, False, False, True]
     assert loss_of("reinforce", [20.0], [3.0], clip_high=7.0)[1] == pytest.approx([-21.0])
 
 
@@ -98,20 +84,17 @@ def test_an_unknown_loss_is_refused():
 
 def test_ppo_by_hand():
     # inside the range -wA, gradient -wA; outside the gradient stops only where the objective gets smaller
-    loss, grad, _ = loss_of("ppo", [1.1, 1.5, 1.5, 0.5, 0.5], [1.0, 1.0, -1.0, 1.0, -1.0])
+    loss, grad, clipped = loss_of("ppo", [1.1, 1.5, 1.5, 0.5, 0.5], [1.0, 1.0, -1.0, 1.0, -1.0])
     assert loss == pytest.approx([-1.1, -1.2, 1.5, -0.5, 0.8])
     assert grad == pytest.approx([-1.1, 0.0, 1.5, -0.5, 0.0])
+    assert clipped == [False, True, True, True, True]
 
 
 def test_cispo_by_hand():
     # the weight is cut to [low, high], and every token keeps its gradient: -clip(w) A
-    loss, grad, clipped = loss_of(
-        "cispo",
-        [0.1, 0.5, 5.0, 20.0, 20.0],
-        [1.0, -2.0, 1.0, 3.0, -1.0],
-        logpi=[-1.0, -2.0, -0.5, -0.25, -1.0],
-        clip_low=0.2,
-    )
+    w, advantages = [0.1, 0.5, 5.0, 20.0, 20.0], [1.0, -2.0, 1.0, 3.0, -1.0]
+    logpi = [-1.0, -2.0, -0.5, -0.25, -1.0]
+    loss, grad, clipped = loss_of("cispo", w, advantages, logpi, clip_low=0.2)
     assert loss == pytest.approx([0.2, -0.5 * 2 * 2, 5 * 0.5, 5 * 3 * 0.25, -5.0])
     assert grad == pytest.approx([-0.2, 1.0, -5.0, -15.0, 5.0])
     assert clipped == [True, False, False, True, True]
@@ -123,9 +106,8 @@ def test_gspo_by_hand():
     # sequence 0: ratios 2 and 0.5, geometric mean s = 1, loss -1/2 a token, gradient -s A / |y|
     # sequence 1: ratios 4 and 4 with A > 0: cut to 1.0004, no gradient. Token 2 was not sampled.
     sampled = [0, 1, 3, 4]
-    loss, grad, clipped = loss_of(
-        "gspo", [2.0, 0.5, 100.0, 4.0, 4.0], [1.0, 1.0, 9.0, 2.0, 2.0], ids=[0, 0, -1, 1, 1]
-    )
+    w, advantages = [2.0, 0.5, 100.0, 4.0, 4.0], [1.0, 1.0, 9.0, 2.0, 2.0]
+    loss, grad, clipped = loss_of("gspo", w, advantages, ids=[0, 0, -1, 1, 1])
     assert [loss[i] for i in sampled] == pytest.approx([-0.5, -0.5, -1.0004, -1.0004])
     assert [grad[i] for i in sampled] == pytest.approx([-0.5, -0.5, 0.0, 0.0])
     assert [clipped[i] for i in sampled] == [False, False, True, True]
@@ -136,24 +118,10 @@ def test_gspo_by_hand():
 
 
 def test_icepop_by_hand():
-    loss, grad, _ = loss_of("icepop", [0.4, 0.5, 1.0, 5.0, 6.0], [1.0, 1.0, -2.0, 1.0, 1.0])
+    loss, grad, clipped = loss_of("icepop", [0.4, 0.5, 1.0, 5.0, 6.0], [1.0, 1.0, -2.0, 1.0, 1.0])
     assert loss == pytest.approx([0.0, 0.5, -2.0, 5.0, 0.0])
     assert grad == pytest.approx([0.0, -0.5, 2.0, -5.0, 0.0])
-
-
-@pytest.mark.parametrize(
-    "kind,expected",
-    [
-        ("reinforce", [False, False, False, True]),
-        ("ppo", [True, False, True, True]),
-        ("cispo", [False, False, False, True]),
-        ("gspo", [True, False, True, True]),
-        ("icepop", [True, False, False, True]),
-    ],
-)
-def test_which_tokens_a_loss_clips(kind, expected):
-    # of gspo's every token is a sequence
-    assert loss_of(kind, [0.3, 1.0, 2.0, 6.0], [1.0] * 4, ids=[0, 1, 2, 3])[2] == expected
+    assert clipped == [True, False, False, False, True]
 
 
 def test_kl_by_hand():
@@ -182,90 +150,50 @@ def test_learning_rate():
 # ---- logprobs of packed rows
 
 
+def vector(model):
+    """All of the model's parameters as one vector."""
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
 def gradient(model):
     """All of the model's gradients as one vector."""
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-def row_of(sequences):
-    """(token ids, positions) of the row that these sequences make."""
-    positions = [torch.arange(len(s)) for s in sequences]
-    return torch.cat(sequences), torch.cat(positions)
-
-
 @pytest.mark.parametrize("chunk", [7, 1024])
 def test_a_packed_row_equals_the_separate_sequences(chunk, monkeypatch):
+    """Each at its own temperature."""
     monkeypatch.setattr(train, "head_chunk", lambda *_: chunk)
     model = tiny_model()
-    rng = np.random.default_rng(0)
-    sequences = [torch.from_numpy(rng.integers(0, 50, n)) for n in (5, 17, 2, 30)]
-    weights = [torch.randn(len(s)) for s in sequences]
-    for w in weights:
-        # a sequence's first token has no context
-        w[0] = 0
+    lengths = [5, 17, 2, 30]
+    positions = torch.from_numpy(layout(lengths)[0])
+    ids = torch.randint(0, 50, positions.shape)
+    temperature = torch.tensor([0.5, 0.7, 1.0, 2.0]).repeat_interleave(torch.tensor(lengths))
+    # a sequence's first token has no context
+    weights = torch.randn(2, len(ids)) * (positions > 0)
 
     def run(rows):
         model.zero_grad()
         found = []
         for row in rows:
-            ids, positions = row_of([sequences[i] for i in row])
-            logprobs, entropy = token_logprobs(model, ids, positions, 0.7)
-            w = torch.cat([weights[i] for i in row])
-            ((logprobs + 0.1 * entropy) * w).sum().backward()
-            found += logprobs.split([len(sequences[i]) for i in row])
-        return found, gradient(model)
+            answer = torch.stack(token_logprobs(model, ids[row], positions[row], temperature[row]))
+            (answer * weights[:, row]).sum().backward()
+            found.append(answer.detach())
+        return torch.cat(found, 1)[:, positions > 0], gradient(model)
 
-    packed, g = run([[0, 1, 2, 3]])
-    separate, h = run([[0], [1], [2], [3]])
-    for a, b in zip(packed, separate):
-        assert torch.allclose(a[1:], b[1:], atol=2e-6)
+    packed, g = run([slice(0, 54)])
+    separate, h = run([slice(0, 5), slice(5, 22), slice(22, 24), slice(24, 54)])
+    assert torch.allclose(packed, separate, atol=2e-6)
     assert (g - h).norm() / h.norm() < 1e-5
     # and the definition itself: log softmax of logits / temperature, taken at the next token
-    logits = model(sequences[1][None]).logits[0] / 0.7
-    of_next = torch.log_softmax(logits, -1)[:-1].gather(1, sequences[1][1:, None])[:, 0]
-    assert torch.allclose(packed[1][1:], of_next, atol=2e-6)
-
-
-@pytest.mark.parametrize("chunk", [3, 1024])
-def test_every_sequence_of_a_row_has_its_own_temperature(chunk, monkeypatch):
-    monkeypatch.setattr(train, "head_chunk", lambda *_: chunk)
-    model = tiny_model()
-    lengths = [6, 9, 4]
-    temperatures = torch.tensor([0.5, 1.0, 2.0])
-    rng = np.random.default_rng(0)
-    sequences = [torch.from_numpy(rng.integers(0, 50, n)) for n in lengths]
-    ids, positions = row_of(sequences)
-    of_token = temperatures.repeat_interleave(torch.tensor(lengths))
-    logprobs, entropy = token_logprobs(model, ids, positions, of_token)
-    parts = zip(logprobs.split(lengths), entropy.split(lengths), sequences, temperatures)
-    for of_logprobs, of_entropy, sequence, temperature in parts:
-        alone = token_logprobs(model, sequence, torch.arange(len(sequence)), float(temperature))
-        assert torch.allclose(of_logprobs[1:], alone[0][1:], atol=2e-6)
-        assert torch.allclose(of_entropy[1:], alone[1][1:], atol=2e-6)
-
-
-@pytest.mark.parametrize("chunk", [3, 1024])
-def test_the_head_sees_only_the_tokens_that_are_wanted(chunk, monkeypatch):
-    monkeypatch.setattr(train, "head_chunk", lambda *_: chunk)
-    model = tiny_model()
-    rng = np.random.default_rng(0)
-    positions, _ = layout([6, 9, 4])
-    ids = rng.integers(0, 50, len(positions))
-
-    def run(wanted, weight):
-        model.zero_grad()
-        found = token_logprobs(model, ids, positions, 0.7, wanted)
-        ((found[0] + 0.1 * found[1]) * weight).sum().backward()
-        return found, gradient(model)
-
-    for wanted in (positions >= 3, positions < 0):
-        weight = torch.from_numpy(wanted * rng.normal(size=len(ids)))
-        every, g = run(None, weight)
-        some, h = run(wanted, weight)
-        for a, b in zip(every, some):
-            assert torch.allclose(a[wanted], b[wanted], atol=1e-6)
-            assert not b[~wanted].any()
-        assert (g - h).norm() <= 1e-5 * g.norm()
+    logits = model(ids[None, 5:22]).logits[0] / 0.7
+    of_next = torch.log_softmax(logits, -1)[:-1].gather(1, ids[6:22, None])[:, 0]
+    assert torch.allclose(packed[0, 4:20], of_next, atol=2e-6)
+    # the head sees only the tokens that are wanted
+    wanted = positions >= 3
+    some = torch.stack(token_logprobs(model, ids, positions, temperature, wanted.numpy()))
+    assert torch.allclose(some[:, wanted], packed[:, wanted[positions > 0]], atol=2e-6)
+    assert not some[:, ~wanted].any()
 
 
 def test_head_in_float32(model):
@@ -285,41 +213,31 @@ def test_head_in_float32(model):
 
 
 MEMORY = """
-import re, sys, types
+import re, sys
 import torch
-sys.path.insert(0, ".")
+sys.path[:0] = [".", "tests"]
 import train
+from test_train import tiny_model
 
 
 def peak():
     # not getrusage's: that begins with what the process that started this one had
-    status = open("/proc/self/status").read()
-    return int(re.search(r"VmHWM:\\s+(\\d+) kB", status)[1])
-
-
-VOCABULARY = 32768
-embedding = torch.nn.Embedding(VOCABULARY, 32)
-start = peak()
-
-
-def body(input_ids, **_):
-    return types.SimpleNamespace(last_hidden_state=embedding(input_ids))
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
 
 
 def measure(tokens, chunk):
     train.head_chunk = lambda *_: chunk
-    torch.manual_seed(0)
-    embedding.weight.grad = None
-    model = types.SimpleNamespace(base_model=body, config=None)
-    model.get_output_embeddings = lambda: embedding
-    ids = torch.randint(0, VOCABULARY, (tokens,))
-    logprobs, entropy = train.token_logprobs(model, ids, torch.arange(tokens), 1.0)
+    model.zero_grad()
+    ids = torch.arange(tokens) % 251
+    logprobs, entropy = train.token_logprobs(model, ids, ids * 0, 1.0)
     (logprobs + 0.1 * entropy).sum().backward()
-    grad = embedding.weight.grad
-    print((peak() - start) * 1024, grad.norm().item(), grad[ids[5]].norm().item())
+    grad = model.lm_head.weight.grad
+    print(peak() - start, grad.norm().item(), grad[5].norm().item())
 
 
-chunk = train.head_chunk(VOCABULARY, 32) // 32
+model = tiny_model(32768)
+chunk = train.head_chunk(32768, 32) // 32
+start = peak()
 measure(256, chunk)
 measure(2048, chunk)
 measure(256, 1 << 40)
@@ -341,7 +259,6 @@ def test_the_output_head_never_holds_all_logits():
     # a process's peak never falls: this one rose
     assert lean[0] < naive[0], f"{lean[0] / 1e6:.0f} MB, unchunked {8 * naive[0] / 1e6:.0f} MB"
     assert chunked[1:] == pytest.approx(naive[1:], rel=1e-5)
-    print(f"2048 tokens: {lean[0] / 1e6:.0f} MB, unchunked {8 * naive[0] / 1e6:.0f} MB")
 
 
 # ---- a micro-batch
@@ -454,36 +371,16 @@ def test_normalizers_entropy_and_kl(model):
     assert loss.item() == pytest.approx(plain - 0.5 * entropy[mask].sum(), rel=1e-4)
 
 
-def test_a_micro_batch_is_trained_at_the_temperatures_it_was_sampled_at(model):
-    record = micro_record(model, [10, 13], version=6)
-    record["advantage"][:] = 1.0
-    record["temperature"][:] = [0.5, 2.0]
-    expected = 0.0
-    for part, mask, temperature in zip(
-        np.split(record["tokens"], [10]), np.split(record["mask"], [10]), (0.5, 2.0)
-    ):
-        # the behaviour policy's logprobs are of temperature 1: ratios are not 1
-        logprobs = token_logprobs(model, part, np.arange(len(part)), temperature)[0].detach()
-        behavior = token_logprobs(model, part, np.arange(len(part)), 1.0)[0].detach()
-        w = (logprobs - behavior).exp().clamp(max=5.0)
-        expected -= (w * logprobs)[torch.from_numpy(mask)].sum().item()
-    assert metrics_of(model, record, 6)[0].item() == pytest.approx(expected, rel=1e-4)
-
-
 @pytest.mark.parametrize("loss", CLIP)
-def test_a_filler_contributes_nothing(model, loss):
+def test_what_was_not_sampled_contributes_nothing(model, loss):
+    """A filler, and tokens, not even where their ratio would be infinite."""
     config = knobs(loss=loss, entropy_coef=0.1, kl_coef=0.1, normalizer="sequence")
     value, metrics, _ = train.micro_batch(model, join([filler()]), 3, config, CPU)
     value.backward()
     assert not any(part.any() for _, *parts in metrics.values() for part in parts)
     assert not any(p.grad is not None and p.grad.any() for p in model.parameters())
-
-
-@pytest.mark.parametrize("loss", CLIP)
-def test_tokens_that_were_not_sampled_contribute_nothing(model, loss):
-    """Not even where their ratio would be infinite."""
     record = micro_record(model, [10, 13], version=6, offset=0.1)
-    config = knobs(loss=loss, entropy_coef=0.1, normalizer="sequence")
+    record["ref_logprobs"] = record["behavior_logprobs"]
     found = []
     for logprob in (0.0, -200.0):
         record["behavior_logprobs"][~record["mask"]] = logprob
@@ -515,51 +412,23 @@ def parameters_after(batches, **changed):
     config = knobs(lr=0.1, max_grad_norm=1e9, **changed)
     metrics = one_step(model, [optimizer], batches, 6, config)
     assert not any(p.grad is not None and p.grad.any() for p in model.parameters())
-    return torch.cat([p.detach().flatten() for p in model.parameters()]), metrics
+    return vector(model), metrics
 
 
-def test_the_loss_is_divided_by_the_samples_that_are_there(model):
-    """An attempt that failed makes the step smaller; the divisor is not batch_size."""
-    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+def test_the_loss_may_be_divided_by_the_tokens(model):
     record = micro_record(model, [10, 13, 8], version=6)
-    record["advantage"][:] = [1.0, -0.5, 2.0]
-    loss = train.micro_batch(model, record, 6, knobs(), CPU)[0]
-    loss.backward()
-    after, metrics = parameters_after([record], batch_size=4, attempts=4)
-    assert metrics["samples"] == 3
-    assert metrics["loss"] == pytest.approx(loss.item() / 3, rel=1e-5)
-    assert torch.allclose(after - before, -0.1 * gradient(model) / 3, atol=1e-7)
-    of_tokens, _ = parameters_after([record], normalizer="tokens")
-    assert torch.allclose(of_tokens - before, -0.1 * gradient(model) / 22, atol=1e-7)
-
-
-def test_a_step_is_the_same_however_it_is_cut_and_filled_up(model):
-    lengths = [10, 13, 8]
-    record = micro_record(model, lengths, version=6, offset=0.1)
-    ends = np.cumsum(lengths)
-    parts = []
-    for i, (end, n) in enumerate(zip(ends, lengths)):
-        part = {}
-        for name, values in record.items():
-            part[name] = values[end - n : end] if len(values) == sum(lengths) else values[i : i + 1]
-        parts.append(part)
-    whole, metrics = parameters_after([record])
-    cut, of_cut = parameters_after([*parts, join([filler()])])
-    assert torch.allclose(whole, cut, atol=1e-6)
-    assert metrics["samples"] == 3
-    by_lag = metrics.pop("by_lag"), of_cut.pop("by_lag")
-    assert of_cut == pytest.approx(metrics, rel=1e-4, abs=1e-6)
-    assert by_lag[0].keys() == by_lag[1].keys() == {"0"}
+    after, _ = parameters_after([record], normalizer="tokens")
+    train.micro_batch(model, record, 6, knobs(), CPU)[0].backward()
+    assert torch.allclose(after - vector(model), -0.1 * gradient(model) / 22, atol=1e-7)
 
 
 def test_a_gradient_that_is_not_finite_leaves_the_weights_as_they_are(model):
-    before = torch.cat([p.detach().flatten() for p in model.parameters()])
     record = micro_record(model, [10], version=6)
     record["advantage"][:] = 3e38
     record["behavior_logprobs"] -= 1
     after, metrics = parameters_after([record])
     assert not math.isfinite(metrics["grad_norm"])
-    assert torch.equal(before, after)
+    assert torch.equal(after, vector(model))
 
 
 def test_the_state_counts_steps_that_were_skipped_too():
@@ -580,20 +449,18 @@ def make_guards(run_dir="", rank=0, **changed):
     return Guards(knobs(dtype="float32", **changed), run_dir, SimpleNamespace(rank=rank))
 
 
-@pytest.mark.parametrize(
-    "wrong,words",
-    [
+def test_three_wrong_steps_in_a_row_end_the_run():
+    for wrong, words in [
         ({"grad_norm": math.nan}, "3 steps in a row had gradients that are not finite"),
         ({"mismatch": 1.1e-3}, "above 0.001 nats in 3 steps, it is 1.1e-03"),
         ({"mismatch": math.nan}, "above 0.001 nats in 3 steps, it is nan"),
-    ],
-)
-def test_three_wrong_steps_in_a_row_end_the_run(wrong, words):
-    guards = make_guards()
-    for metrics in (GOOD | wrong, GOOD | wrong, GOOD, GOOD | wrong, GOOD | wrong):
-        guards.check(1, metrics)
-    with pytest.raises(RuntimeError, match=words):
-        guards.check(2, GOOD | wrong)
+    ]:
+        guards = make_guards()
+        bad = GOOD | wrong
+        for metrics in (bad, bad, GOOD, bad, bad):
+            guards.check(1, metrics)
+        with pytest.raises(RuntimeError, match=words):
+            guards.check(2, bad)
 
 
 def test_a_step_without_a_sample_of_lag_0_says_nothing():
@@ -603,34 +470,22 @@ def test_a_step_without_a_sample_of_lag_0_says_nothing():
         guards.check(1, metrics)
     with pytest.raises(RuntimeError, match="mismatch"):
         guards.check(2, bad)
-    lenient = make_guards(mismatch_limit=2.0)
-    for _ in range(4):
-        lenient.check(1, bad)
 
 
-@pytest.mark.parametrize(
-    "wrong,steps,words",
-    [
+def test_what_lasts_is_said_once():
+    for wrong, steps, words in [
         ({"ess": 0.29}, 3, "effective sample size 0.29: .*--max_lag"),
         ({"signal": 0.0}, 10, "no group has two different rewards, all are 0.3"),
-        (
-            {"cut_off": 0.96},
-            10,
-            "96% cut off: raise --max_new_tokens",
-        ),
-    ],
-)
-def test_what_lasts_is_said_once(wrong, steps, words):
-    guards = make_guards()
-    alarms = [guards.check(k, GOOD | wrong) for k in range(steps - 1)]
-    # one good step, and it begins again
-    alarms += [
-        guards.check(k, metrics) for k, metrics in enumerate([GOOD] + [GOOD | wrong] * (steps - 1))
-    ]
-    assert alarms == [[]] * len(alarms)
-    [alarm] = guards.check(99, GOOD | wrong)
-    assert re.match(words, alarm)
-    assert guards.check(100, GOOD | wrong) == []
+        ({"cut_off": 0.96}, 10, "96% cut off: raise --max_new_tokens"),
+    ]:
+        guards = make_guards()
+        bad = GOOD | wrong
+        # one good step, and it begins again
+        for metrics in [bad] * (steps - 1) + [GOOD] + [bad] * (steps - 1):
+            assert guards.check(1, metrics) == []
+        [alarm] = guards.check(2, bad)
+        assert re.match(words, alarm)
+        assert guards.check(3, bad) == []
 
 
 # ---- the mismatch of engines and trainer, measured while both go on
@@ -679,23 +534,20 @@ def test_the_mismatch_is_measured_by_engines_in_turn(model, tmp_path, monkeypatc
 
 
 def test_another_policy_in_the_engines_ends_the_run(model, tmp_path, monkeypatch):
-    guards = make_guards(tmp_path)
-    with pytest.raises(
-        RuntimeError, match="above 0.001 nats of qwen2 at version 40, it is 2.0e-03"
-    ):
-        measure(model, tmp_path, monkeypatch, Answers(tiny_model(), 40, off=2e-3), guards)
+    engine = Answers(tiny_model(), 40, off=2e-3)
+    complaint = "above 0.001 nats of qwen2 at version 40, it is 2.0e-03"
+    with pytest.raises(RuntimeError, match=complaint):
+        measure(model, tmp_path, monkeypatch, engine, make_guards(tmp_path))
 
 
-def test_an_engine_of_another_version_says_nothing_and_for_long_is_an_alarm(
-    model, tmp_path, monkeypatch, capsys
-):
+def test_an_engine_of_another_version_says_nothing(model, tmp_path, monkeypatch, capsys):
+    """And for long is an alarm."""
     guards = make_guards(tmp_path)
     for _ in range(3):
         assert guards.check(1, GOOD) == []
         assert measure(model, tmp_path, monkeypatch, Answers(tiny_model(), 39), guards) == {}
-    assert (
-        "mismatch of version 40 not measured: the engine has version 39" in capsys.readouterr()[0]
-    )
+    said = "mismatch of version 40 not measured: the engine has version 39"
+    assert said in capsys.readouterr().out
     [alarm] = guards.check(2, GOOD)
     assert alarm.startswith("no engine answers when the mismatch is to be measured")
     assert guards.check(3, GOOD) == []

@@ -2,51 +2,12 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
-from conftest import ROOT
-from fake_engine import fake_vllm
-from test_run import command, leftovers, metrics
-
-KNOBS = (
-    *("--wandb", "offline", "--steps", 10, "--batch_size", 64, "--attempts", 8),
-    *("--save_every", 4, "--eval_every", 3, "--lr", 3e-4),
-)
-
-
-class User:
-    """Starts the command, with a FAKE engine, and starts it again when it has ended."""
-
-    def __init__(self, out):
-        self.out = out
-        fake = str(fake_vllm(out / "fake"))
-        self.environment = os.environ | {"RUN_MARK": str(out), "PYTHONPATH": fake}
-
-    def run(self, until):
-        """Until it has said this, or until its end; then Ctrl-C. Returns the exit code."""
-        log = self.out / "words.txt"
-        with open(log, "w") as words:
-            process = subprocess.Popen(
-                command(self.out, "w", 8770, *KNOBS),
-                cwd=ROOT,
-                stdout=words,
-                stderr=words,
-                env=self.environment,
-            )
-        deadline = time.monotonic() + 200
-        while until not in log.read_text() and process.poll() is None:
-            if time.monotonic() > deadline:
-                # what it has started ends with it
-                process.kill()
-                pytest.fail(log.read_text())
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        return process.wait(60)
+from test_run import User, leftovers, metrics
 
 
 def records(folder):
@@ -76,12 +37,8 @@ def flat(values, prefix=""):
 
 def rows(histories, key):
     """{version: logged values} of the lines that have this key, the last one of each version."""
-    found = {}
-    for history in histories:
-        values = {k: v for k, v in history["item"].items() if not k.startswith("_")}
-        if key in values:
-            found[values["version"]] = values
-    return found
+    lines = [history["item"] for history in histories if key in history["item"]]
+    return {x["version"]: {k: v for k, v in x.items() if not k.startswith("_")} for x in lines}
 
 
 def same(logged, line):
@@ -95,15 +52,17 @@ def same(logged, line):
 @pytest.mark.slow
 def test_a_stopped_and_continued_run_is_one_run_of_wandb(tmp_path, base_model):
     """Half a minute, of two starts."""
-    user = User(tmp_path)
-    assert user.run(until="step 6/10") == 130
-    assert leftovers(tmp_path) == []
-    first_life = metrics(tmp_path / "w")[0]
-    user.run(until="picture")
+    knobs = "--wandb offline --steps 10 --batch_size 64 --attempts 8 --save_every 4 --eval_every 3"
+    user = User(tmp_path, "w", 8770, knobs, "--lr 3e-4")
+    user.take_fake_engines(tmp_path / "fake")
+    user.start("step 6/10")
+    user.interrupt()
+    assert len(metrics(tmp_path / "w")[0]) >= 6
+    user.start("picture")
+    assert user.process.wait(60) == 0
     assert leftovers(tmp_path) == []
     steps, evals = metrics(tmp_path / "w")
     assert [x["step"] for x in steps] == list(range(1, 11))
-    assert len(first_life) >= 6
 
     lives = [records(p) for p in sorted((tmp_path / "w" / "wandb").glob("offline-run-*"))]
     assert len(lives) == 2

@@ -2,7 +2,7 @@
 runs `pytest tests/edits/checks.py -k NAME` there. In the repository itself, without the edits, these fail.
 """
 
-import asyncio
+import functools
 import json
 import math
 from types import SimpleNamespace
@@ -10,16 +10,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_ranks import run_trainer, write_run
+from test_actor import choice, one_group
+from test_ranks import resume, run_trainer, same, write_run
 from test_samples import group_record, make_sample
 from test_train import CPU, knobs, metrics_of, micro_record, one_step, packed_model
+from test_weights import sender_to, update
 
 import actor
 import preprocess
 import train
-from conftest import register, resolved
+from conftest import resolved
 from fake_engine import fake_vllm
-from plumbing import checkpoints, launch, secret
+from plumbing import checkpoints, launch
 from plumbing.ledger import Ledger
 from plumbing.mismatch import Guards
 from plumbing.queues import Queue
@@ -27,27 +29,57 @@ from plumbing.ranks import Ranks
 from plumbing.samples import Transcript, join, layout, split
 from tools import replay
 from tools.evaluate import start_engines, stop_engines
-from weights import Sender
 
 
-def sampled(n):
-    """(tokens, behavior_logprobs, versions) of what an engine sampled."""
-    return list(range(1, n + 1)), [-1.0] * n, [0] * n
+def trained(model, *batches, version=6, **changed):
+    """(metrics, optimizers) of a step of a model that train.make_optimizers has just seen."""
+    config = knobs(**changed)
+    optimizers = train.make_optimizers(model, config, CPU)
+    return one_step(model, optimizers, batches, version, config), optimizers
+
+
+def copies(model):
+    """{name: copy} of its parameters."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def drawn_by(sampler, groups, success):
+    """The numbers of the problems of so many groups; success(number): of each of its attempts."""
+    drawn = []
+    for _ in range(groups):
+        task, number = sampler.next()
+        drawn.append(number)
+        sampler.update(task, number, [0.5] * 10, success(number))
+    return drawn
+
+
+def counts_of(n, groups, success):
+    """How often a sampler draws each of n problems in so many groups. It goes on from its state as if it had not been
+    stopped.
+    """
+    again = functools.partial(actor.Sampler, {"toy": list(range(n))}, {"toy": 1.0}, 0)
+    sampler = again()
+    drawn = drawn_by(sampler, groups, success)
+    continued = again(json.loads(json.dumps(sampler.state())))
+    assert drawn_by(continued, 100, success) == drawn_by(sampler, 100, success)
+    return np.bincount(drawn, minlength=n).tolist()
 
 
 # ---- cispo_by_position
 
 
 def test_cispo_by_position_knows_the_tenth_of_every_token():
+    # what an engine sampled, with its logprobs and versions
+    five = [3] * 5, [-1.0] * 5, [0] * 5
     transcript = Transcript([7, 7])
-    transcript.append(*sampled(5))
+    transcript.append(*five)
     # what the environment says is no part of it
     transcript.append([8, 8, 8])
-    transcript.append(*sampled(5))
+    transcript.append(*five)
     sample = transcript.fields()
     assert sample["tenth"][sample["mask"]].tolist() == list(range(10))
     short = Transcript([7])
-    short.append(*sampled(3))
+    short.append([3] * 3, [-1.0] * 3, [0] * 3)
     assert short.fields()["tenth"].tolist() == [0, 0, 3, 6]
 
 
@@ -76,9 +108,7 @@ def test_cispo_by_position_counts_ratios_above_2_by_tenth():
     record["behavior_logprobs"] -= math.log(3) * early
     record["behavior_logprobs"][13 + 3 + 16] -= math.log(3)
     record = join(split(record))
-    config = knobs(loss="cispo")
-    optimizers = train.make_optimizers(model, config, CPU)
-    metrics = one_step(model, optimizers, [record, record], 6, config)
+    metrics, _ = trained(model, record, record, loss="cispo")
     assert metrics["above_2"] == pytest.approx([1] * 5 + [0, 0, 0, 1 / 3, 0])
     # tenth 8 ends at 5 - 2.4 = 2.6, the first half of a completion nowhere below 3.8
     assert metrics["clip_frac"] == pytest.approx(1 / 30)
@@ -87,56 +117,23 @@ def test_cispo_by_position_counts_ratios_above_2_by_tenth():
 # ---- temperature_per_member
 
 
-class FakeEngines:
-    """In place of plumbing.client.Engines: samples from a model, at most eight tokens of an answer."""
-
-    def __init__(self, model):
-        self.model = model
-        self.random = torch.Generator().manual_seed(0)
-
-    @torch.no_grad()
-    async def generate(self, prompt, temperature, max_tokens, seed, salt, engine):
-        tokens = []
-        logprobs = []
-        for _ in range(min(max_tokens, 8)):
-            ids = torch.tensor([[*prompt, *tokens]])
-            of_all = self.model(input_ids=ids, lengths=[ids.shape[1]], use_cache=False).logits
-            logits = of_all[0, -1] / temperature
-            of_token = torch.log_softmax(logits, -1)
-            tokens.append(torch.multinomial(of_token.exp(), 1, generator=self.random).item())
-            logprobs.append(of_token[tokens[-1]].item())
-        of_tokens = dict(tokens=tokens, behavior_logprobs=logprobs, versions=[0] * len(tokens))
-        return of_tokens | dict(finished=False, engine=engine)
-
-    pace = {"gen_tok_s": 0.0, "gen_idle": 0.0}
-
-
-async def one_group(config, run_dir, model):
-    """The record of one group of the real actor."""
-    secret.create(run_dir)
-    stage = actor.Actor(config, run_dir)
-    stage.engines = FakeEngines(model)
-    await stage.sandbox.start()
-    sampler = actor.Sampler({"toy": [0]}, {"toy": 1.0}, 0)
-    try:
-        await stage.group(0, "toy", 0, {"prompt": "ba=", "answer": "ab"}, sampler)
-    finally:
-        stage.sandbox.close()
-    return Queue(run_dir / "queues" / "rollouts").get(0)[1]
-
-
 def test_temperature_per_member_is_sampled_and_trained_at(tmp_path, base_model):
-    config = resolved("toy", "--run", "t", "--out", tmp_path, "--attempts", 5, "--batch_size", 5)
-    config.model = str(base_model)
-    (tmp_path / "queues").mkdir()
-    model, _ = train.build(config, CPU, 1)
-    record = asyncio.run(asyncio.wait_for(one_group(config, tmp_path, model), 60))
-    expected = [0.8, 0.9, 1.0, 1.1, 1.2]
-    assert record["temperature"].tolist() == pytest.approx(expected)
+    model, _ = train.build(knobs(model=str(base_model), dtype="float32"), CPU, 1)
+
+    def answer(n, body):
+        """What an engine says that has sampled `ab` and the end."""
+        ids = np.array([*body["token_ids"], 29, 30, 1])
+        temperature = body["sampling_params"]["temperature"]
+        with torch.no_grad():
+            logprobs, _ = model.token_logprobs(ids, np.arange(len(ids)), temperature)
+        return choice([29, 30, 1], [("5", 0, 3)], logprobs[-3:].tolist())
+
+    _, record, _, _ = one_group(tmp_path, base_model, answer, attempts=5)
+    assert record["temperature"].tolist() == pytest.approx([0.8, 0.9, 1.0, 1.1, 1.2])
     record["advantage"] = np.zeros(5, np.float32)
-    assert metrics_of(model, record, 0)[1]["mismatch"] < 1e-5
+    assert metrics_of(model, record, 5)[1]["mismatch"] < 1e-5
     record["temperature"][:] = 1.0
-    assert metrics_of(model, record, 0)[1]["mismatch"] > 1e-3
+    assert metrics_of(model, record, 5)[1]["mismatch"] > 1e-3
 
 
 # ---- muon
@@ -147,71 +144,44 @@ def test_muon_takes_the_matrices_of_the_layers_and_adamw_the_rest():
     # a rank of 32 needs some tokens
     record = micro_record(model, [60, 60], version=0)
     record["advantage"][:] = [1.0, -1.0]
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    config = knobs(lr=0.01)
-    optimizers = train.make_optimizers(model, config, CPU)
+    before = copies(model)
+    _, optimizers = trained(model, record, version=0, lr=0.01)
     assert [type(x).__name__ for x in optimizers] == ["AdamW", "Muon"]
-    one_step(model, optimizers, [record], 0, config)
-    kinds = set()
-    for name, p in model.named_parameters():
-        moved = (p.detach() - before[name]).abs()
-        if p.dim() > 1 and "layers" in name:
+    for name, after in copies(model).items():
+        moved = after - before[name]
+        if moved.dim() > 1 and "layers" in name:
             # orthogonal up to what five iterations leave, times 0.2 sqrt(longer side)
-            scale = 0.01 * 0.2 * math.sqrt(max(p.shape))
-            singular = torch.linalg.svdvals(p.detach() - before[name]) / scale
+            scale = 0.01 * 0.2 * math.sqrt(max(moved.shape))
+            singular = torch.linalg.svdvals(moved) / scale
             assert 0.6 < singular.median() < 1.3 and singular.max() < 1.3, name
-            kinds.add("matrix")
         else:
             # AdamW's first step is the learning rate, whatever the gradient; unseen tokens have none
-            assert moved.max() == pytest.approx(0.01, rel=1e-2), name
-            kinds.add("other")
-    assert kinds == {"matrix", "other"}
+            assert moved.abs().max() == pytest.approx(0.01, rel=1e-2), name
 
 
 def test_muon_learns():
     model = packed_model()
     record = micro_record(model, [20, 20], version=0)
     record["advantage"][:] = [1.0, -1.0]
-    config = knobs(lr=0.003)
-    optimizers = train.make_optimizers(model, config, CPU)
-
-    def preference():
-        """Of the sample with advantage 1 over the other, nats per token."""
-        positions, ids = layout(record["lengths"])
+    positions, ids = layout(record["lengths"])
+    optimizers = train.make_optimizers(model, knobs(lr=0.003), CPU)
+    found = []
+    for version in range(11):
         with torch.no_grad():
             logprobs = model.token_logprobs(record["tokens"], positions, 1.0)[0].numpy()
-        return [logprobs[record["mask"] & (ids == i)].mean() for i in (0, 1)]
-
-    better, worse = preference()
-    for version in range(10):
-        one_step(model, optimizers, [record], version, config)
-    after = preference()
-    assert after[0] > better + 0.5
-    assert after[1] < worse - 0.5
+        # of each of the two samples, nats per token
+        found.append([logprobs[record["mask"] & (ids == i)].mean() for i in (0, 1)])
+        one_step(model, optimizers, [record], version, knobs(lr=0.003))
+    assert found[10][0] > found[0][0] + 0.5
+    assert found[10][1] < found[0][1] - 0.5
 
 
 def test_muon_goes_on_from_a_checkpoint(tmp_path, base_model):
-    config = resolved("toy", "--run", "t", "--out", tmp_path)
-    config.model = str(base_model)
-    ranks = Ranks(config)
-    (tmp_path / "queues").mkdir()
-    model, optimizers = train.build(config, CPU, 1)
-    record = micro_record(model, [20, 20], version=0)
-
-    def step(model, optimizers, version):
-        one_step(model, optimizers, [record], version, config)
-
-    for version in (0, 1):
-        step(model, optimizers, version)
-    state = checkpoints.NEW_RUN | {"version": 2}
-    checkpoints.save(config, tmp_path, model, optimizers, state, ranks)
-    step(model, optimizers, 2)
-    continued, others = train.build(config, CPU, 1)
-    saved = checkpoints.newest(tmp_path)
-    assert checkpoints.restore(saved, continued, others)["version"] == 2
-    step(continued, others, 2)
-    for expected, got in zip(model.parameters(), continued.parameters()):
-        assert torch.equal(expected, got)
+    run_dir = write_run(tmp_path, "one", base_model)
+    weights, _ = run_trainer(run_dir)
+    halfway = run_dir / "checkpoints" / "step_000003"
+    again, _ = resume(tmp_path, "again", base_model, halfway)
+    assert same(again, weights)
 
 
 # ---- subset_of_parameters
@@ -219,29 +189,26 @@ def test_muon_goes_on_from_a_checkpoint(tmp_path, base_model):
 
 def test_subset_of_parameters_alone_is_trained_and_sent(tmp_path, base_model, monkeypatch):
     """With a FAKE engine: it has the new values of those, and of all others what it has loaded."""
-    flags = dict(run="t", out=tmp_path, port=8985, model=base_model, trained=r"\.mlp\.up|norm")
-    config = resolved("toy", *[x for knob, value in flags.items() for x in (f"--{knob}", value)])
+    words = f"toy --run t --out {tmp_path} --port 8985 --model {base_model}"
+    config = resolved(*words.split(), "--trained", r"\.mlp\.up|norm")
     run_dir = launch.write(config)
-    (run_dir / "queues").mkdir()
     ranks = Ranks(config)
     model, optimizers = train.build(config, CPU, 1)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    before = copies(model)
     monkeypatch.setenv("PYTHONPATH", str(fake_vllm(tmp_path / "fake")))
     engines = start_engines(config, as_loaded=False)
     try:
-        register(run_dir, "engine0", "http://127.0.0.1:8985")
-        sender = Sender(config, model, ranks, run_dir)
-        sender.push(0, {})
+        sender = sender_to(config, model)
+        update(sender, 0)
         record = micro_record(model, [20, 20], version=0)
         one_step(model, optimizers, [record], 0, config)
-        after = {name: p.detach().clone() for name, p in model.named_parameters()}
-        trained = {name for name in before if "mlp.up" in name or "norm" in name}
-        assert {n for n in before if not torch.equal(before[n], after[n])} == trained
+        after = copies(model)
+        wanted = {name for name in before if "mlp.up" in name or "norm" in name}
+        assert {n for n in before if not torch.equal(before[n], after[n])} == wanted
         with torch.no_grad():
             # not even if the trainer's change
             model.get_input_embeddings().weight.mul_(2)
-        sender.push(1, {})
-        sender.wait()
+        update(sender, 1)
         model.load_state_dict(after, strict=False)
         assert Guards(config, run_dir, ranks).measure(model, record, sender, 1)["mismatch"] < 1e-5
         sender.close()
@@ -269,9 +236,7 @@ def test_entropy_per_task_by_hand():
         entropy = model.token_logprobs(record["tokens"], positions, temperature)[1].numpy()
     of_task = record["task"][ids]
     mean = [entropy[record["mask"] & (of_task == number)].mean() for number in (0, 1)]
-    config = knobs(task="toy,countdown")
-    optimizers = train.make_optimizers(model, config, CPU)
-    metrics = one_step(model, optimizers, [record], 6, config)
+    metrics, _ = trained(model, record, task="toy,countdown")
     expected = {"toy": mean[0], "countdown": mean[1]}
     assert metrics["entropy_by_task"] == pytest.approx(expected, rel=1e-4)
     assert mean[0] > mean[1] + 0.01
@@ -284,12 +249,10 @@ def test_entropy_per_task_of_one_task_and_of_none_of_a_task():
     model = packed_model()
     record = micro_record(model, [10], version=6)
     record["task"] = np.array([0], np.int16)
-    for task in ("toy", "toy,countdown"):
-        config = knobs(task=task)
-        optimizers = train.make_optimizers(model, config, CPU)
-        metrics = one_step(model, optimizers, [record], 6, config)
-        assert metrics["entropy_by_task"]["toy"] == pytest.approx(metrics["entropy"], rel=1e-5)
-        assert metrics["entropy_by_task"].get("countdown", 0.0) == 0.0
+    for task, others in [("toy", {}), ("toy,countdown", {"countdown": 0.0})]:
+        metrics, _ = trained(model, record, task=task)
+        own = pytest.approx(metrics["entropy"], rel=1e-5)
+        assert metrics["entropy_by_task"] == {"toy": own} | others
 
 
 # ---- curriculum
@@ -297,63 +260,21 @@ def test_entropy_per_task_of_one_task_and_of_none_of_a_task():
 
 def test_curriculum_passes_over_what_is_too_easy_or_too_hard():
     # problem k of 11 is solved in k of 10 attempts, always
-    sampler = actor.Sampler({"toy": list(range(11))}, {"toy": 1.0}, 0)
-    drawn = []
-    while sampler.drawn < 6 * 11:
-        task, number = sampler.next()
-        drawn.append(number)
-        sampler.update(task, number, [0.5] * 10, [True] * number + [False] * (10 - number))
-    counts = np.bincount(drawn, minlength=11)
+    counts = counts_of(11, 7 * 6 + 4 * 3, lambda number: np.arange(10) < number)
     # 20 to 80%: in every one of six epochs; the others in every other one
-    assert counts.tolist() == [3, 3, 6, 6, 6, 6, 6, 6, 6, 3, 3]
-    share = sum(2 <= number <= 8 for number in drawn) / len(drawn)
-    # of all problems 7 in 11 are
-    assert share == pytest.approx(42 / 54)
-
-
-def test_curriculum_goes_on_where_it_was():
-    problems = {"toy": list(range(30)), "countdown": list(range(20))}
-    shares = {"toy": 0.7, "countdown": 0.3}
-
-    def draw(sampler, groups):
-        drawn = []
-        for _ in range(groups):
-            task, number = sampler.next()
-            drawn.append((task, number))
-            sampler.update(task, number, [0.5] * 2, [number % 3 == 0, True])
-        return drawn
-
-    sampler = actor.Sampler(problems, shares, 3)
-    draw(sampler, 60)
-    saved = json.loads(json.dumps(sampler.state()))
-    continued = actor.Sampler(problems, shares, 3, saved)
-    assert draw(continued, 100) == draw(sampler, 100)
+    assert counts == [3, 3, 6, 6, 6, 6, 6, 6, 6, 3, 3]
 
 
 # ---- replay_by_success
 
 
 def test_replay_by_success_draws_again_what_is_solved_now_and_then():
-    sampler = actor.Sampler({"toy": list(range(40))}, {"toy": 1.0}, 0)
-
-    def draw(sampler, groups):
-        drawn = []
-        for _ in range(groups):
-            task, number = sampler.next()
-            drawn.append(number)
-            # problem 7 is solved in half of its attempts, 9 in one of ten, the others never
-            rate = {7: 0.5, 9: 0.1}.get(number, 0.0)
-            sampler.update(task, number, [0.5] * 10, np.arange(10) < 10 * rate)
-        return drawn
-
-    drawn = draw(sampler, 400)
-    counts = np.bincount(drawn, minlength=40)
+    # problem 7 is solved in half of its attempts, 9 in one of ten, the others never
+    solved = {7: 5, 9: 1}
+    counts = counts_of(40, 400, lambda number: np.arange(10) < solved.get(number, 0))
     # once a problem is known to be solved at times, every second one is drawn for that
     assert counts[7] > 2 * counts[9] > 2 * max(counts[i] for i in range(40) if i not in (7, 9))
-    assert all(counts[i] >= 4 for i in range(40))
-    saved = json.loads(json.dumps(sampler.state()))
-    continued = actor.Sampler({"toy": list(range(40))}, {"toy": 1.0}, 0, saved)
-    assert draw(continued, 100) == draw(sampler, 100)
+    assert min(counts) >= 4
 
 
 # ---- rloo_by_length
@@ -396,13 +317,11 @@ def test_two_epochs_are_two_optimizer_steps():
     after = []
     for epochs in (1, 2):
         model = packed_model()
-        optimizers = train.make_optimizers(model, config, CPU)
-        one_step(model, optimizers, [record], 0, config)
+        _, optimizers = trained(model, record, version=0, loss="ppo", lr=0.01)
         if epochs == 2:
             train.epoch(model, optimizers, [record], 0, config, ranks)
-        steps = {int(state["step"]) for state in optimizers[0].state.values()}
-        assert steps == {epochs}
-        after.append(model.lm_head.weight.detach().clone())
+        assert {int(state["step"]) for state in optimizers[0].state.values()} == {epochs}
+        after.append(copies(model)["model.embed_tokens.weight"])
     assert not torch.equal(*after)
 
 
