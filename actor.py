@@ -23,7 +23,7 @@ import numpy as np
 import config as cfg
 from plumbing.checkpoints import last_state
 from plumbing.client import Engines
-from plumbing.ledger import Draws
+from plumbing.ledger import InFlight
 from plumbing.problems import Prompter, load_problems
 from plumbing.queues import Queue, read_json
 from plumbing.samples import Transcript, join
@@ -215,7 +215,7 @@ class Actor:
         samples = []
         for k, sample in enumerate(await asyncio.gather(*attempts)):
             if sample is not None:
-                samples.append(sample | {"problem": i, "number": draw * c.attempts + k})
+                samples.append(sample | {"problem": i, "sample_id": draw * c.attempts + k})
         failed = c.attempts - len(samples)
         if failed:
             print(f"actor: draw {draw}: {failed} of {c.attempts} attempts failed", flush=True)
@@ -320,7 +320,7 @@ class Actor:
         state = last_state(self.run_dir)
         saved = state["sampler"].get("state")
         sampler = Sampler(problems, cfg.task_weights(c.task), c.seed, saved)
-        draws = Draws(sampler, self.queues / "sampler.json", state)
+        draws = InFlight(sampler, self.queues / "sampler.json", state)
         print(
             f"actor: {len(self.engines.serving)} engines x {c.concurrency} sequences, task {c.task}, "
             f"from version {self.version}",

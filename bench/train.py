@@ -81,7 +81,7 @@ def draw(shape, seed):
         for completion, advantage in zip(drawn, advantages(rewards, "loo")):
             length = prompt + np.clip(completion, lowest, highest)
             mask = np.arange(length) >= prompt
-            sample = filler() | dict(outcome=0, num_versions=1, number=len(samples))
+            sample = filler() | dict(outcome=0, num_versions=1, sample_id=len(samples))
             sample |= dict(tokens=rng.integers(0, shape["vocab_size"], length), mask=mask)
             sample |= dict(behavior_logprobs=np.where(mask, -np.log(shape["vocab_size"]), 0))
             sample |= dict(versions=np.where(mask, 0, -1), advantage=advantage)

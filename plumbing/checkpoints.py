@@ -14,7 +14,7 @@ from config import ConfigError
 from plumbing.queues import read_json
 
 # Of a run that has no checkpoint yet. position: which draws of the sampler are done with, all below
-# `next` and those in `ahead`; sampler: what actor.py wrote of itself, see its `Draws`.
+# `next` and those in `ahead`; sampler: what actor.py wrote of itself, see its `InFlight`.
 NEW_RUN = {
     "version": 0,
     "samples": 0,

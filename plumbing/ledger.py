@@ -10,7 +10,7 @@ from collections import Counter, deque
 from plumbing.queues import publish_json
 
 
-class Draws:
+class InFlight:
     """The actor's end: numbers what the sampler draws; what was in flight at a stop is drawn again.
 
     queues/sampler.json says, before any of it is started, what has been drawn: checkpoints keep it.

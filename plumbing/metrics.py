@@ -198,7 +198,7 @@ class MetricsLog:
             starts = np.flatnonzero(np.diff(versions, prepend=-2)).tolist()
             borders = zip(starts, [*starts[1:], len(texts)])
             line = {"step": version + 1, "task": self.tasks[batch["task"][i]]}
-            line |= {k: batch[k][i].item() for k in ("number", "problem", "reward", "advantage")}
+            line |= {k: batch[k][i].item() for k in ("sample_id", "problem", "reward", "advantage")}
             line |= dict(
                 outcome=OUTCOMES[batch["outcome"][i]],
                 finished=bool(batch["finished"][i]),

@@ -35,7 +35,7 @@ SAMPLE_FIELDS = {
     # how many versions sampled it, or computed the KV cache of another attempt that it began from
     "num_versions": np.int16,
     # which one of the run it is: draw * attempts + attempt
-    "number": np.int64,
+    "sample_id": np.int64,
     # from preprocess.py
     "advantage": np.float32,
 }

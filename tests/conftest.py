@@ -48,7 +48,7 @@ def resolved(*argv, gpus=0):
     import config as cfg
     from plumbing import launch
 
-    return launch.resolve(cfg.parse([str(a) for a in argv], gpus), gpus)
+    return launch.resolve(cfg.parse([str(a) for a in argv]), gpus)
 
 
 def with_knobs(config, **knobs):
@@ -83,7 +83,8 @@ def register(run_dir, name, url):
 def engine(base_model, tmp_path_factory):
     """A real vLLM server with the toy model; yields its Config."""
     from plumbing import launch
-    from tools.evaluate import start_engines, stop_engines
+    from plumbing.supervise import stop
+    from tools.evaluate import start_engines
 
     out = tmp_path_factory.mktemp("engine")
     config = resolved("toy", "--run", "engine", "--out", out, "--port", PORT, "--concurrency", "64")
@@ -91,4 +92,4 @@ def engine(base_model, tmp_path_factory):
     launch.write(config)
     engines = start_engines(config, as_loaded=False)
     yield config
-    stop_engines(engines)
+    stop(engines, 0)

@@ -31,7 +31,6 @@ def made_up_run(folder, name, seed=0, steps=60, rollouts=0, slope=1.0, **knobs):
         score = 0.2 + 0.7 * slope * version / steps + rng.normal(0, 0.01)
         line = {"eval": {"toy": score}, "problems": 256, "version": version}
         lines.append(line | {"wall_s": 30.0 + 2 * version})
-    lines.append({"alarm": "no group of 10 steps had two different rewards", "version": 12})
     lines.append({"mismatch": 3e-6, "tokens": 100, "version": 20})
     write_lines(run_dir / "metrics.jsonl", lines)
     samples = [made_up_rollout(rng, i, 1 + i * steps // rollouts) for i in range(rollouts)]
@@ -57,7 +56,8 @@ def made_up_step(rng, c, step, done):
     line |= dict(mismatch=None if step % 9 == 0 else 1e-7, dropped=16 * (step >= 7))
     drops = {"failed": {str(step): 16}} if step == 7 else {}
     line |= dict(grad_norm=2.0 + rng.normal(0, 0.1), problems={str(step): 16}, drops=drops)
-    return STEP | line
+    # in the first twelve no group has two different rewards
+    return STEP | line | dict(signal=0.5 * (step > 12))
 
 
 def made_up_rollout(rng, i, step):
@@ -67,7 +67,7 @@ def made_up_rollout(rng, i, step):
     first = int(rng.integers(1, n))
     text = list(rng.choice(LETTERS, n))
     right = bool(rng.random() < 0.5)
-    sample = dict(number=16 * i, step=step, task="toy", problem=i, prompt=prompt)
+    sample = dict(sample_id=16 * i, step=step, task="toy", problem=i, prompt=prompt)
     sample |= dict(completion="".join(text), reward=float(right), finished=True)
     sample |= dict(outcome="correct" if right else "wrong", advantage=right - 0.5)
     older = max(step - 2, 0)

@@ -13,9 +13,9 @@ from test_tasks import prompter
 
 import config as cfg
 from actor import Actor, Sampler, allowed_groups, overlong_penalty
-from plumbing import client, secret
+from plumbing import client, queues
 from plumbing.checkpoints import NEW_RUN
-from plumbing.ledger import Draws
+from plumbing.ledger import InFlight
 from plumbing.queues import Queue, publish_json, read_json
 from plumbing.samples import split
 from plumbing.sandbox import Sandbox
@@ -109,7 +109,7 @@ class Curriculum:
 
 def test_what_was_in_flight_is_drawn_again(tmp_path):
     path = tmp_path / "sampler.json"
-    draws = Draws(Curriculum(), path, NEW_RUN)
+    draws = InFlight(Curriculum(), path, NEW_RUN)
     first = [draws.next() for _ in range(10)]
     assert [i for i, _, _ in first] == list(range(10))
     draws.sampler.update("a", first[0][2], [0.0, 1.0], [False, True])
@@ -121,7 +121,7 @@ def test_what_was_in_flight_is_drawn_again(tmp_path):
     def continued(position):
         saved = read_json(path)
         state = NEW_RUN | {"position": position, "sampler": saved}
-        return Draws(Curriculum(saved["state"]), path, state)
+        return InFlight(Curriculum(saved["state"]), path, state)
 
     # draws 0 to 3, 6 and 8 are trained or dropped, says the checkpoint
     draws = continued({"next": 4, "ahead": [6, 8]})
@@ -190,7 +190,7 @@ def with_fake_engine(run_dir, model, answer, work, **knobs):
         limits = dict(max_new_tokens=40, max_model_len=200, start_timeout=60)
         config = cfg.Config(model=str(model), engines=1, run_id="abc", **limits | knobs)
         (run_dir / "queues").mkdir()
-        secret.create(run_dir)
+        queues.make_secret(run_dir)
         actor = Actor(config, run_dir)
         engine = FakeEngine(answer)
         async with engine.serve() as url:
@@ -323,7 +323,7 @@ def test_a_group_record_holds_what_the_engine_sampled(tmp_path, base_model):
         assert sample["problem"] == 3
         assert sample["temperature"] == np.float32(0.7)
     assert updates == [("toy", 3, [1.0] * 4, [True] * 4)]
-    assert r["number"].tolist() == [28, 29, 30, 31]
+    assert r["sample_id"].tolist() == [28, 29, 30, 31]
 
 
 @pytest.mark.parametrize("caching", ["on", "off"])
@@ -370,7 +370,7 @@ def test_what_is_drawn_is_written_down_before_it_is_started(tmp_path, base_model
         actor.group = group
         problems = {"toy": [f"problem {n}" for n in range(50)]}
         sampler = Sampler(problems, {"toy": 1.0}, 0)
-        draws = Draws(sampler, tmp_path / "queues" / "sampler.json", NEW_RUN)
+        draws = InFlight(sampler, tmp_path / "queues" / "sampler.json", NEW_RUN)
         # 16 places, for four groups of 4
         groups = actor.start_groups(draws, problems, 0)
         assert len(groups) == 4

@@ -154,7 +154,7 @@ def test_advantages_are_the_definitions(kind, rewards):
         (1, "loo", {}, [True, True]),
         # two epochs; one lost and another one twice
         (2, "loo", {}, [True, True]),
-        (1, "loo", {"number": 0}, [False, False]),
+        (1, "loo", {"sample_id": 0}, [False, False]),
         (1, "loo", {"mask": np.zeros(9, bool)}, [False, True]),
         (1, "loo", {"advantage": 0.5}, [True, False]),
         (1, "mean", {}, [True, False]),
@@ -167,7 +167,7 @@ def test_what_is_trained_is_what_was_sampled(times, kind, changes, expected):
     groups = {0: dict(samples=[]), 1: dict(samples=[])}
     trained = []
     for number in range(2 * ATTEMPTS):
-        sample = make_sample(rng, [0] * 5, number=number, reward=float(number % ATTEMPTS == 0))
+        sample = make_sample(rng, [0] * 5, sample_id=number, reward=float(number % ATTEMPTS == 0))
         groups[number // ATTEMPTS]["samples"].append(sample)
         own = 1.0 if sample["reward"] else -1 / (ATTEMPTS - 1)
         trained += [sample | {"advantage": own}] * times

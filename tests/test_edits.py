@@ -69,7 +69,7 @@ def test_edit(name, tmp_path, base_model):
 NEW_LOSS = """
 import config as cfg
 from test_train import loss_of
-assert cfg.parse(["toy", "--loss", "mine"], 0).loss == "mine"
+assert cfg.parse(["toy", "--loss", "mine"]).loss == "mine"
 _, gradient, clipped = loss_of("mine", [1.0, 7.0], [1.0, 1.0])
 assert gradient == [-1.0, -1.0] and clipped == [False, True], (gradient, clipped)
 """

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from conftest import PORT
-from plumbing import secret
+from plumbing import queues
 
 GENERATE = "/inference/v1/generate"
 ORDERS = ["/init_process_group", "/request_weight_update"]
@@ -47,7 +47,7 @@ def answer(method, path, headers=None, body=b""):
 @pytest.fixture(scope="module")
 def key(engine):
     """The header with the secret of the engine's run."""
-    return secret.header(f"{engine.out}/{engine.run}")
+    return queues.secret_header(f"{engine.out}/{engine.run}")
 
 
 def test_the_contract_is_all_there_is(engine, key):
@@ -68,11 +68,11 @@ def test_the_contract_is_all_there_is(engine, key):
 
 @pytest.mark.parametrize("path", [GENERATE, *ORDERS])
 def test_strangers_are_refused(engine, path, key):
-    right = key[secret.HEADER]
+    right = key[queues.SECRET_HEADER]
     for value in ("", "x", right[:-1], right + "0", right.upper() + "x", engine.run_id):
-        assert answer("POST", path, {secret.HEADER: value}, b"{}")[0] == 403
+        assert answer("POST", path, {queues.SECRET_HEADER: value}, b"{}")[0] == 403
     assert answer("POST", path, {"x-run-id": right, "Authorization": right}, b"{}")[0] == 403
-    assert answer("POST", f"{path}?{secret.HEADER}={right}", {}, b"{}")[0] == 403
+    assert answer("POST", f"{path}?{queues.SECRET_HEADER}={right}", {}, b"{}")[0] == 403
 
 
 def test_an_order_that_cannot_be_followed_is_refused_in_a_line(engine, key):
@@ -87,7 +87,7 @@ def test_an_order_that_cannot_be_followed_is_refused_in_a_line(engine, key):
 
 
 def test_a_client_that_hangs_up_ends_its_sampling():
-    generate = pytest.importorskip("plumbing.generate")
+    engine = pytest.importorskip("plumbing.engine")
     ended = []
 
     class FakeEngine:
@@ -102,21 +102,21 @@ def test_a_client_that_hangs_up_ends_its_sampling():
         await asyncio.sleep(0.1)
 
     body = b'{"token_ids": [3, 4, 5], "sampling_params": {}}'
-    assert asyncio.run(generate.sample(body, FakeEngine(), hang_up, 1)) is None
+    assert asyncio.run(engine.sample(body, FakeEngine(), hang_up, 1)) is None
     assert ended == [[3, 4, 5]]
 
 
 def test_the_secret_is_for_its_owner_alone_and_stays(tmp_path):
-    secret.create(tmp_path)
+    queues.make_secret(tmp_path)
     first = (tmp_path / "secret").read_text()
     assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600 and len(first) == 32
-    secret.create(tmp_path)
-    assert secret.header(tmp_path) == {secret.HEADER: first}
+    queues.make_secret(tmp_path)
+    assert queues.secret_header(tmp_path) == {queues.SECRET_HEADER: first}
 
 
 def test_no_command_line_has_the_secret(engine, key):
     """Anybody on a machine may read those of all processes."""
-    value = key[secret.HEADER]
+    value = key[queues.SECRET_HEADER]
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
         assert value not in " ".join(words)

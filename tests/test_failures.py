@@ -151,7 +151,7 @@ def decoding(house, clients, touched):
 
 
 def lose_engine(house, kill, in_update, stop):
-    victim = house.engines[1]
+    victim = house.engines[1].process
     os.killpg(victim.pid, getattr(signal, kill))
     # the other one goes on
     if in_update:

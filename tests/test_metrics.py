@@ -57,18 +57,18 @@ def test_rollouts_are_written_as_text_with_what_the_trainer_knows(tmp_path, make
     mask = np.array([0, 0, 0, 1, 1, 0, 1, 1], bool)
     versions = np.array([-1, -1, -1, 3, 3, -1, 3, 4])
     turns = make_sample(8, tokens=np.array([*ids, ids[0], ids[1], end]), mask=mask)
-    turns |= dict(versions=versions, number=17, problem=6, task=1, advantage=0.25, reward=1.0)
+    turns |= dict(versions=versions, sample_id=17, problem=6, task=1, advantage=0.25, reward=1.0)
     turns |= dict(behavior_logprobs=np.where(mask, -0.5, 0.0), outcome=0)
-    batch = join([turns, filler(), make_sample(4, number=18, finished=False), make_sample(5)])
+    batch = join([turns, filler(), make_sample(4, sample_id=18, finished=False), make_sample(5)])
     log.rollouts(batch, torch.arange(18) / 10, 4)
     first, second = read_lines(tmp_path / "samples.jsonl")
     spans = [[-1, ["b", "a", "="]], [3, ["a", "b"]], [-1, ["b"]], [3, ["a"]], [4, ["<eos>"]]]
-    expected = dict(step=5, number=17, problem=6, task="toy", reward=1.0, outcome="correct")
+    expected = dict(step=5, sample_id=17, problem=6, task="toy", reward=1.0, outcome="correct")
     expected |= dict(prompt="ba=", completion="abba", spans=spans, advantage=0.25, finished=True)
     expected |= dict(behavior_logprobs=[-0.5] * 4, log_ratios=[0.8, 0.9, 1.1, 1.2])
     assert first == expected
     # as many a step as are to be logged
-    assert (second["number"], second["finished"]) == (18, False)
+    assert (second["sample_id"], second["finished"]) == (18, False)
     log.rollouts(batch, torch.arange(18) / 10, 4)
     assert len(read_lines(tmp_path / "samples.jsonl")) == 2
     # of other ranks nothing
@@ -78,7 +78,7 @@ def test_rollouts_are_written_as_text_with_what_the_trainer_knows(tmp_path, make
     assert make_log(version=4) and not read_lines(tmp_path / "samples.jsonl")
 
 
-def test_lines_of_a_step_of_the_mismatch_and_of_alarms(tmp_path, make_log, capsys):
+def test_lines_of_a_step_and_of_the_mismatch(tmp_path, make_log, capsys):
     log = make_log(steps=100)
     log.save_s = 2.5
     state = NEW_RUN | {"version": 40, "samples": 640, "wall_s": 33.0}
@@ -90,18 +90,15 @@ def test_lines_of_a_step_of_the_mismatch_and_of_alarms(tmp_path, make_log, capsy
         log.step(state, values, reader, {"sync_s": 0.125})
     log.mismatch(40, {"mismatch": 1 / 3, "tokens": 53})
     log.mismatch(40, {})
-    log.alarms(40, ["something lasts"])
     evaluation = dict(run_id="0123abcd", eval={"toy": 0.5}, problems=4, version=40)
     log.evaluations([evaluation | {"wall_s": log.run_start + 12}])
-    first, second, mismatch, alarm, eval_line = read_lines(tmp_path / "metrics.jsonl")
+    first, second, mismatch, eval_line = read_lines(tmp_path / "metrics.jsonl")
     assert (first["step"], first["version"], first["samples"]) == (40, 40, 640)
-    assert (first["reward"], first["by_lag"]) == (0.333333, {"0": {"ess": 0.333333}})
+    assert (first["reward"], first["by_lag"]) == (1 / 3, {"0": {"ess": 1 / 3}})
     # a checkpoint falls into the step after it
     assert (first["save_s"], second["save_s"], first["sync_s"]) == (2.5, 0.0, 0.125)
-    assert mismatch == {"mismatch": 0.333333, "tokens": 53, "version": 40}
-    assert alarm == {"alarm": "something lasts", "version": 40}
+    assert mismatch == {"mismatch": 1 / 3, "tokens": 53, "version": 40}
     assert eval_line == dict(eval={"toy": 0.5}, problems=4, version=40, wall_s=12.0)
     printed = capsys.readouterr().out
     assert "step 40/100 | reward 0.333 | ess 0.990 | lag 1.2/3 | mismatch - | " in printed
-    assert "train: ALARM: something lasts" in printed
     assert "eval: version 40 | toy 0.500 | 4 held-out problems" in printed

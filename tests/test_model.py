@@ -15,9 +15,10 @@ import train
 from conftest import PORT, resolved
 from plumbing import launch
 from plumbing.samples import layout
+from plumbing.supervise import stop
 from tasks import toy
 from tools import base_model as base_models
-from tools.evaluate import start_engines, stop_engines
+from tools.evaluate import start_engines
 
 CPU = torch.device("cpu")
 HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
@@ -186,4 +187,4 @@ def test_engine_is_trainer_after_updates(family, tmp_path):
             assert_serves(config, model, version)
         sender.close()
     finally:
-        stop_engines(engines)
+        stop(engines, 0)

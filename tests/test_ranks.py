@@ -48,7 +48,7 @@ def random_sample(rng, step, k):
     versions = np.where(mask, max(step - rng.integers(0, 3), 0), -1)
     # the last token may be newer
     versions[-1] = max(step - rng.integers(0, 2), 0)
-    sample = make_sample(n, float(k % 2), mask=mask, versions=versions, number=k)
+    sample = make_sample(n, float(k % 2), mask=mask, versions=versions, sample_id=k)
     sample["tokens"] = rng.integers(3, 50, n)
     sample["behavior_logprobs"] = rng.normal(-4, 0.3, n).astype(np.float32) * mask
     sample["temperature"] = 0.7 + 0.1 * k

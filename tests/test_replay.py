@@ -19,8 +19,8 @@ def kept_run(tmp_path_factory, base_model):
 
 
 def test_micro_batches_of_the_last_steps_are_kept(kept_run):
-    folders = sorted(path.name for path in (kept_run / "archive").glob("step_*"))
-    assert folders == ["step_000003", "step_000004", "step_000005", "step_000006"]
+    steps = {int(path.name[5:11]) for path in (kept_run / "archive").glob("step_*")}
+    assert steps == {3, 4, 5, 6}
     samples = {line["step"]: line["samples"] for line in step_lines(kept_run)}
     for step in range(3, 7):
         found = sum(len(batch["lengths"]) for batch in archive.batches(kept_run, step))

@@ -19,7 +19,7 @@ from plumbing.problems import load_problems
 from plumbing.queues import publish_json
 from tools import comparison, panels, report
 from tools.panels import Panel
-from tools.status import Status, find_run
+from tools.status import Status, alarms, find_run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # it talks to nobody; as root it has no sandbox
@@ -60,7 +60,7 @@ def opened(tmp_path_factory):
     lines = read_lines(run_dir / "samples.jsonl")
     # what must stay text; the newest rollout is the first of the list
     newest = lines[-1]
-    newest["number"] = 0
+    newest["sample_id"] = 0
     newest["spans"][1][1][0] = "</script><b id=injected>&amp;"
     newest["prompt"] = "<img id=injected src=x onerror=alert(1)>"
     newest["log_ratios"][:2] = [0.5, None]
@@ -68,7 +68,7 @@ def opened(tmp_path_factory):
     write_lines(run_dir / "samples.jsonl", lines)
     with open(run_dir / "samples.jsonl", "a") as file:
         # the last line of a run in progress may be torn
-        file.write('{"number": 9')
+        file.write('{"sample_id": 9')
     done = tool("report", run_dir, "--quiet")
     assert done.returncode == 0 and not done.stdout, done.stdout + done.stderr
     said = []
@@ -193,9 +193,9 @@ def test_a_rollout_and_the_colours_of_its_tokens(opened):
 
 def test_a_page_holds_the_newest(tmp_path, monkeypatch):
     run_dir = made_up_run(tmp_path, "long", rollouts=50)
-    numbers = [line["number"] for line in read_lines(run_dir / "samples.jsonl")]
+    numbers = [line["sample_id"] for line in read_lines(run_dir / "samples.jsonl")]
     monkeypatch.setattr(report, "MOST_BYTES", 5000)
-    found = [line["number"] for line in report.newest_rollouts(cfg.load(run_dir), run_dir)]
+    found = [line["sample_id"] for line in report.newest_rollouts(cfg.load(run_dir), run_dir)]
     assert 3 < len(found) < 50 and found == numbers[-len(found) :]
 
 
@@ -305,12 +305,12 @@ def test_which_run_is_meant(tmp_path, monkeypatch, capsys):
 
 
 def test_the_last_words_of_a_run(tmp_path):
-    run_dir = made_up_run(tmp_path, "s", steps=6)
+    run_dir = made_up_run(tmp_path, "s", steps=12)
     done = tool("report", run_dir)
-    # means of three steps each, no advice from so few, alarms
-    assert "(mean of the first, the last 3 steps)" in done.stdout
+    # means of six steps each, no advice from so few, alarms
+    assert "(mean of the first, the last 6 steps)" in done.stdout
     assert "advice         none" in done.stdout
-    assert "ALARM          version 12: no group of 10 steps" in done.stdout
+    assert "ALARM          version 10: signal 0 for 10 steps: no group has two" in done.stdout
     # of steps and of sequences that both computed
     assert "mismatch       3.0e-06 nats at most, 7 times measured; dropped 0" in done.stdout
     assert (run_dir / "report.png").stat().st_size > 10000
@@ -331,7 +331,7 @@ def test_a_wrong_run_is_one_line(name):
 @pytest.mark.parametrize("name", ["report", "show"])
 def test_rollouts_of_an_older_version_are_one_line(name, tmp_path):
     run_dir = made_up_run(tmp_path, "old")
-    write_lines(run_dir / "samples.jsonl", [dict(number=1, index=0, task="toy", spans=[])])
+    write_lines(run_dir / "samples.jsonl", [dict(sample_id=1, index=0, task="toy", spans=[])])
     words = f"{run_dir}/samples.jsonl: an older version wrote it"
     assert_one_line(tool(name, run_dir), words)
 
@@ -351,6 +351,20 @@ def test_show_prints_rollouts_and_ends_with_its_pipe(tmp_path):
 # ---- status
 
 
+def test_what_lasts_too_long_is_an_alarm_once():
+    good = dict(ess=1.0, signal=0.5, cut_off=0.0)
+    for wrong, steps, words in [
+        (dict(ess=0.29), 3, "ess 0.29 for 3 steps: lower --max_lag"),
+        (dict(signal=0.0), 10, "signal 0 for 10 steps: no group has two different rewards"),
+        (dict(cut_off=0.96), 10, "cut_off 0.96 for 10 steps: .*raise --max_new_tokens"),
+    ]:
+        bad = good | wrong
+        # one good step, and it begins again
+        lines = [bad] * (steps - 1) + [good] + [bad] * (steps + 5)
+        [(version, said)] = alarms([line | {"version": v} for v, line in enumerate(lines, 1)])
+        assert version == 2 * steps and re.match(words, said)
+
+
 def test_status_of_a_run_by_its_files(tmp_path):
     run_dir = made_up_run(tmp_path, "s")
     done = tool("status", run_dir)
@@ -360,7 +374,7 @@ def test_status_of_a_run_by_its_files(tmp_path):
     assert "stopped; the same command continues" in tool("status", run_dir).stdout
     assert "step       60 of 270, " in done.stdout and "eta 7m00s" in done.stdout
     assert "trainer waits 30%, engine places 10% empty" in done.stdout
-    assert "alarms     version 12: no group" in done.stdout
+    assert "alarms     version 10: signal 0 for 10 steps: no group" in done.stdout
     assert "toy 0.2" in done.stdout and "(version 60)" in done.stdout
     # somebody has the run's lock
     with open(tmp_path / ".s.lock", "w") as lock:
@@ -377,9 +391,9 @@ def test_status_says_what_a_run_waits_for(tmp_path):
     lines.unlink()
     version = run_dir / "queues" / "version.json"
     version.unlink()
-    assert Status(run_dir).starting() == "models are being loaded"
+    assert Status(run_dir).starting() == "models are being loaded, 0 of 1 answer"
     register(run_dir, "engine0", "http://127.0.0.1:1")
-    assert Status(run_dir).starting().startswith("engine0 loading, ")
+    assert Status(run_dir).starting() == "models are being loaded, 1 of 1 answer"
     publish_json(version, engines=["http://127.0.0.1:1"], served=0, version=0)
     assert Status(run_dir).starting() == "the first rollouts are sampled"
     # the first line is not whole yet

@@ -28,7 +28,7 @@ def make_sample(n=5, reward=0.0, version=0, prompt=2, **others):
         "outcome": 0 if reward >= 1 else 1,
         "finished": True,
         "num_versions": 1,
-        "number": 0,
+        "sample_id": 0,
         "advantage": reward,
     }
     return sample | others

@@ -222,7 +222,7 @@ def test_tasks_and_shares_of_a_mixture():
         with pytest.raises(cfg.ConfigError, match="shares, all above 0"):
             cfg.task_weights(wrong)
     with pytest.raises(cfg.ConfigError, match="no tasks/math.py. Tasks here: .*maths"):
-        cfg.check(cfg.parse(["toy", "--task", "math"], 0))
+        cfg.check(cfg.parse(["toy", "--task", "math"]))
 
 
 TASKS = [[toy], [countdown], [guess], [maths], [toy, countdown, guess]]

@@ -13,13 +13,14 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from conftest import PORT, register, resolved, with_knobs
-from plumbing import group, launch, secret
+from plumbing import group, launch, queues
 from plumbing.client import Span, token_versions
 from plumbing.queues import read_json
 from plumbing.ranks import Ranks
+from plumbing.supervise import stop
 from tasks import toy
 from tools import base_model as base_models
-from tools.evaluate import start_engines, stop_engines
+from tools.evaluate import start_engines
 from train import token_logprobs
 from weights import Sender
 
@@ -35,7 +36,7 @@ def served(words, **how):
     try:
         yield config
     finally:
-        stop_engines(engines)
+        stop(engines, 0)
 
 
 def url_of(config):
@@ -44,7 +45,7 @@ def url_of(config):
 
 def post(config, **order):
     url = f"{url_of(config)}/inference/v1/generate"
-    headers = secret.header(f"{config.out}/{config.run}")
+    headers = queues.secret_header(f"{config.out}/{config.run}")
     return requests.post(url, timeout=60, headers=headers, json=order)
 
 

@@ -168,9 +168,9 @@ def check_packing(run):
     for step, line in run.steps.items():
         times = Counter()
         for sample in run.trained(step):
-            times[sample["number"]] += 1
-            group = run.groups[sample["number"] // run.config.attempts]["samples"]
-            k = [x["number"] for x in group].index(sample["number"])
+            times[sample["sample_id"]] += 1
+            group = run.groups[sample["sample_id"] // run.config.attempts]["samples"]
+            k = [x["sample_id"] for x in group].index(sample["sample_id"])
             drawn = group[k]
             if run.config.overlong_mask and not drawn["finished"]:
                 drawn = drawn | {"mask": np.zeros_like(drawn["mask"])}
@@ -179,7 +179,7 @@ def check_packing(run):
             own = plain.advantage(rewards, k, kind) if known else 0.0
             other += abs(sample["advantage"] - own) > 1e-4
         samples = [x for _, x in run.samples(map(int, line["problems"]))]
-        fitting = {x["number"] for x in samples if len(x["tokens"]) <= run.config.row_tokens}
+        fitting = {x["sample_id"] for x in samples if len(x["tokens"]) <= run.config.row_tokens}
         # each as often as all others, and no others
         changed += len(fitting ^ times.keys()) + (len(set(times.values())) > 1)
         seen += times.total()

@@ -27,8 +27,9 @@ from plumbing.mismatch import Guards
 from plumbing.queues import Queue
 from plumbing.ranks import Ranks
 from plumbing.samples import Transcript, join, layout, split
+from plumbing.supervise import stop
 from tools import replay
-from tools.evaluate import start_engines, stop_engines
+from tools.evaluate import start_engines
 
 
 def trained(model, *batches, version=6, **changed):
@@ -218,7 +219,7 @@ def test_subset_of_parameters_alone_is_trained_and_sent(tmp_path, base_model, mo
         newest = checkpoints.newest(run_dir)
         assert checkpoints.restore(newest, *train.build(config, CPU, 1))["version"] == 1
     finally:
-        stop_engines(engines)
+        stop(engines, 0)
 
 
 # ---- entropy_per_task
