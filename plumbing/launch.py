@@ -378,10 +378,7 @@ def open_run(c: Config) -> str:
 
 
 def hold(c: Config) -> tuple[int, str]:
-    """Lock the run's name: (a file, which holds it while any process has it open; the name of this start).
-
-    Raises ConfigError saying who holds it.
-    """
+    """Lock the run's name: (a file, which holds it while any process has it open; this start's name), or ConfigError."""
     path = Path(c.out, f".{c.run}.lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -491,10 +488,7 @@ def begin(c: Config, start: str) -> str:
 
 
 def run(c, commands, start, lock=()) -> int:
-    """Start these processes, wait for the run's end, and stop what is left; returns the exit code.
-
-    start: what node 0 calls this one; lock: node 0's.
-    """
+    """Start these processes, wait for the run's end, stop what is left: the exit code. lock, start: node 0's."""
     run_dir = Path(c.out, c.run)
     processes = []
     for name, env, command in commands:

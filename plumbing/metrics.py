@@ -17,9 +17,6 @@ from transformers import AutoTokenizer
 
 from config import OUTCOMES, task_weights
 
-# steps whose pace tells when the run will end
-RECENT = 10
-
 
 # ---- a step's metrics
 
@@ -111,8 +108,8 @@ class MetricsLog:
         self.file = open_lines(Path(run_dir, "metrics.jsonl"), state["version"])
         self.samples = open_lines(Path(run_dir, "samples.jsonl"), state["version"])
         self.wandb = open_wandb(config, run_dir)
-        # of the newest steps; of the newest checkpoint, if it fell into this step
-        self.seconds = deque(maxlen=RECENT)
+        # of the newest steps, for the eta; of the newest checkpoint, if it fell into this step
+        self.seconds = deque(maxlen=10)
         self.save_s = 0.0
         self.step_start = time.monotonic()
         self.rollouts_left = config.samples_logged

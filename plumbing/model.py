@@ -20,6 +20,11 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
+def flash_runs_on(x):
+    """FlashAttention is for GPUs, in 16 bits."""
+    return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
+
+
 def plain_attention(module, query, key, value, scaling, window, softcap):
     """Causal attention of one sequence with all of its scores, for what sdpa cannot do: transformers'.
 
@@ -54,8 +59,7 @@ def packed_attention(
     by sequence, 1.3 times as fast as one sdpa over the row with a mask [T, T] (bench/train.py).
     """
     longest = max(lengths)
-    # FlashAttention is for GPUs, in 16 bits
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not softcap:
+    if flash_runs_on(query) and not softcap:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
         bounds = (cu_seq_lens_q, cu_seq_lens_q, longest, longest)
         window = (sliding_window - 1 if sliding_window else -1, 0)

@@ -81,8 +81,6 @@ class Queue:
         if keep is None:
             self.file(number).unlink(missing_ok=True)
             return
-        # of a run directory that is gone no other one is made
-        keep.parent.parent.mkdir(exist_ok=True)
         keep.parent.mkdir(exist_ok=True)
         os.replace(self.file(number), keep)
 

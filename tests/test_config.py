@@ -30,7 +30,7 @@ from tools import serve
         ("toy --max_lag -1", "--max_lag -1: must not be negative"),
         ("toy --clip_low 6", "--clip_low 6.0 is not below --clip_high 5.0"),
         ("toy --temperature 0", "--temperature 0.0: must be above 0"),
-        ("toy --engines 3 --tensor_parallel 2 --trainers 4", "10 GPUs, there are 1 nodes of 8"),
+        ("toy --engines 3 --tensor_parallel 2 --trainers 4", "do not go into 1 nodes of 8 GPUs"),
     ],
 )
 def test_mistakes_are_one_line(words, message):

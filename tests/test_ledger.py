@@ -174,6 +174,6 @@ def test_a_run_directory_that_is_gone_is_named_and_its_checkpoints_are_whole(tmp
     assert not (tmp_path / "t").exists()
     (tmp_path / "away").rename(tmp_path / "t")
     run.start()
-    assert "from step 4" in run.words()
+    assert "from step_000004" in run.words()
     run.until_step(1)
     run.interrupt()

@@ -8,10 +8,11 @@ import torch
 from test_samples import make_sample
 
 import config as cfg
+import train
 from made_up_run import read_lines
 from plumbing import metrics
 from plumbing.checkpoints import NEW_RUN
-from plumbing.metrics import Sums, count, largest, mean, mean_if_any
+from plumbing.metrics import Sums, largest
 from plumbing.samples import filler, join
 
 
@@ -21,8 +22,10 @@ def test_sums_by_hand():
     for n, x, high in ((2, 3.0, 5), (4, 9.0, 1)):
         parts = torch.tensor([x, 1.0])
         n, x, high = map(torch.tensor, (n, x, high))
-        of_batch = dict(n=(count, n), x=(mean, x, n), high=(largest, high))
-        of_batch |= dict(none=(mean, nothing, 0 * n), none_either=(mean_if_any, nothing, 0 * n))
+        of_batch = dict(n=(train.count, n), x=(train.mean, x, n), high=(largest, high))
+        of_batch |= dict(
+            none=(train.mean, nothing, 0 * n), none_either=(train.mean_if_any, nothing, 0 * n)
+        )
         sums.add(of_batch | dict(parts=(lambda parts: parts, parts)))
     expected = dict(n=6, x=2.0, high=5, none=0.0, none_either=None, parts=[12.0, 2.0])
     assert sums.reduce() == expected

@@ -49,7 +49,7 @@ def test_another_loss_is_shown_token_by_token(kept_run, capsys):
 
 
 def test_a_step_that_was_not_kept_is_named(kept_run):
-    with pytest.raises(SystemExit, match="replay: .*step_000002: nothing is kept of .*keep_steps"):
+    with pytest.raises(SystemExit, match="replay: .*step 2: nothing is kept of .*keep_steps"):
         replay.main([str(kept_run), "--step", "2"])
 
 

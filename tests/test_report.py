@@ -307,12 +307,12 @@ def test_which_run_is_meant(tmp_path, monkeypatch, capsys):
 def test_the_last_words_of_a_run(tmp_path):
     run_dir = made_up_run(tmp_path, "s", steps=12)
     done = tool("report", run_dir)
-    # means of six steps each, no advice from so few, alarms
-    assert "(mean of the first, the last 6 steps)" in done.stdout
+    # means of five steps each, no advice from so few, alarms
+    assert "(mean of the first, the last 5 steps)" in done.stdout
     assert "advice         none" in done.stdout
     assert "ALARM          version 10: signal 0 for 10 steps: no group has two" in done.stdout
     # of steps and of sequences that both computed
-    assert "mismatch       3.0e-06 nats at most, 7 times measured; dropped 0" in done.stdout
+    assert "mismatch       3.0e-06 nats at most, 12 times measured; dropped 16" in done.stdout
     assert (run_dir / "report.png").stat().st_size > 10000
     lines = [{"eval": {"toy": 0.5}, "problems": 256, "answers": 256, "version": v} for v in (0, 9)]
     assert list(report.score_lines(lines)) == [

@@ -27,7 +27,7 @@ import config as cfg
 import train
 from plumbing import archive, checkpoints
 from plumbing.launch import gpu_count, share_cores
-from plumbing.metrics import Sums, short, token_texts
+from plumbing.metrics import Sums, token_texts
 from plumbing.ranks import Ranks
 from plumbing.samples import layout
 from tools import report
@@ -71,12 +71,17 @@ def train_until(run_dir, step, config, ranks):
     return model, optimizers
 
 
+def six_digits(value):
+    """A float to six digits; anything else as it is."""
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
 def print_numbers(columns, exact):
     """A table of {heading: metrics}. Returns the names that differ in the first two; exact: in any of six digits."""
     differ = []
     print(" " * 14 + "".join(f"{heading:>14}" for heading in columns))
     for name in NUMBERS:
-        values = [short(metrics.get(name)) for metrics in columns.values()]
+        values = [six_digits(metrics.get(name)) for metrics in columns.values()]
         alike = values[0] == values[1]
         if not exact and None not in values[:2]:
             # several ranks' sums came in another order
@@ -174,7 +179,7 @@ def main(argv=None):
         batches = archive.batches(run_dir, a.step)
         if not gpu_count():
             # sums come out alike only if they are split alike
-            torch.set_num_threads(share_cores(config, 0, 0)[2])
+            torch.set_num_threads(share_cores(config, 0, 0)[1])
         ranks = Ranks(config)
         model, optimizers = train_until(run_dir, a.step, config, ranks)
     except (cfg.ConfigError, FileNotFoundError) as e:
