@@ -17,7 +17,6 @@ from transformers import AutoTokenizer
 
 from config import OUTCOMES, task_weights
 
-
 # ---- a step's metrics
 
 
