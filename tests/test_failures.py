@@ -17,12 +17,12 @@ from functools import lru_cache
 import pytest
 import requests
 import torch
-from test_weights import ask, differences, url_of
+from test_weights import ask, differences
 
-from conftest import ROOT, register, resolved, with_knobs
+from conftest import ROOT, resolved, with_knobs
 from plumbing import launch
+from plumbing.supervise import Engine, stop
 from test_run import leftovers
-from tools.evaluate import start_engines
 from updater import model_of
 
 pytestmark = pytest.mark.slow
@@ -43,6 +43,7 @@ class House:
         (self.run_dir / "queues").mkdir()
         self.base_model = base_model
         self.version = 0
+        self.commands = launch.engine_commands(config, 0)
         self.configs = [with_knobs(config, engines=1, port=PORT + i) for i in (0, 1)]
         self.engines = {}
         for i in (0, 1):
@@ -51,11 +52,15 @@ class House:
         self.update()
 
     def start_engine(self, i):
-        """Start it and, as plumbing/supervise.py does, say so."""
-        self.engines[i] = start_engines(self.configs[i], as_loaded=False)[0]
+        """Start it and wait until the trainer can find it."""
+        name, env, command = self.commands[i]
+        self.engines[i] = Engine(self.run_dir, name, env, command, 300, step=2)
+        self.engines[i].start()
+        while not self.engines[i].first_answer:
+            assert self.engines[i].poll() is None, self.engines[i].last_errors()
+            time.sleep(0.2)
         with pytest.raises(AssertionError, match="no weights from the trainer yet"):
             ask(self.configs[i])
-        register(self.run_dir, f"engine{i}", url_of(self.configs[i]))
 
     def start_trainer(self):
         self.said = self.run_dir / "updater.txt"
@@ -124,9 +129,9 @@ def house(tmp_path_factory, base_model):
         patch.setenv("RUN_MARK", str(out))
         house = House(out, base_model)
         yield house
-    for p in (*house.engines.values(), house.trainer):
-        os.killpg(p.pid, signal.SIGKILL)
-        p.wait()
+    stop(house.engines.values(), 0)
+    os.killpg(house.trainer.pid, signal.SIGKILL)
+    house.trainer.wait()
     time.sleep(0.5)
     assert leftovers(out) == []
 
@@ -165,8 +170,7 @@ def lose_engine(house, kill, in_update, stop):
         house.check_engines(1)
         return
     victim.wait()
-    # as plumbing/supervise.py does
-    (house.run_dir / "engines" / "engine1.json").unlink()
+    house.engines[1].file.unlink()
     # a machine of two cores starts an engine slowly while it serves sixteen clients
     stop.set()
     house.start_engine(1)

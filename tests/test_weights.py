@@ -52,7 +52,9 @@ def post(config, **order):
 def ask(config, prompt=PROMPT, n=8, salt=None):
     """What the engine answers: the choice, with `cached_tokens`."""
     sampling = dict(max_tokens=n, temperature=1.0, ignore_eos=True)
-    answer = post(config, token_ids=prompt, sampling_params=sampling, cache_salt=salt).json()
+    reply = post(config, token_ids=prompt, sampling_params=sampling, cache_salt=salt)
+    assert reply.status_code == 200, reply.text
+    answer = reply.json()
     [choice] = answer["choices"]
     spans = [Span(**span) for span in choice["weight_versions"]]
     return choice | dict(cached=answer["cached_tokens"], versions=token_versions(spans, n))
