@@ -12,7 +12,7 @@ copy in rank 0's host memory. A thread of rank 0 does the rest, while training g
      inside the engine: its only pause, which the trainer's death cannot prolong;
   3. announce in queues/version.json which engines serve the version.
 
-Engines come and go: each one that runs has a file in out/<run>/engines. Whoever is healthy and not
+Engines come and go: each one that answers has a file in out/<run>/engines. Whoever is healthy and not
 in the group is admitted, with the newest weights, before the next update or while nothing is to be
 sent; whoever fails is dropped. The group (gloo, or NCCL between GPUs) is formed anew each time.
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.common import WORK, in_turn, keep, machine, median_and_range, parser, result_file, table
 from bench.engines import Load, make_run, requests_of, url_of
 from bench.train import SMALL, model_config
-from plumbing.queues import publish_json, secret_header
+from plumbing.queues import secret_header
 from plumbing.ranks import Ranks
 from plumbing.transport import join_group, open_store
 from tasks import toy
@@ -142,10 +142,7 @@ def difference(config, run_dir, model):
 
 def measure(config, run_dir, seconds, rounds):
     """All rounds on an engine that runs: (results of in_turn, difference, parameters, tensors)."""
-    # in place of plumbing/supervise.py
-    (run_dir / "engines").mkdir()
     (run_dir / "queues").mkdir()
-    publish_json(run_dir / "engines" / "engine0.json", url=url_of(config), started="bench")
     model = AutoModelForCausalLM.from_pretrained(
         config.model, dtype=torch.float32, attn_implementation="packed"
     )

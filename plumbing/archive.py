@@ -12,18 +12,14 @@ from plumbing.queues import read_record
 
 
 def batch_file(config, run_dir, record, rank):
-    """Where a trained micro-batch goes; None: it is deleted.
-
-    The first one of a step sends away what its rank has of long ago, and of an earlier try.
-    """
+    """Where a trained micro-batch goes; None: it is deleted. Rank 0 sends away what is of long ago."""
     if not config.keep_steps:
         return None
     folder = Path(run_dir, "archive")
     step = record["step"] + 1
-    if record["row"] == 0:
-        for file in folder.glob(f"step_*_rank_{rank}_*"):
-            if not step - config.keep_steps < int(file.name.split("_")[1]) < step:
-                file.unlink()
+    if rank == record["row"] == 0:
+        for file in folder.glob(f"step_{step - config.keep_steps:06d}_*"):
+            file.unlink()
     return folder / f"step_{step:06d}_rank_{rank}_row_{record['row']:04d}.safetensors"
 
 

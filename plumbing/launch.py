@@ -31,7 +31,7 @@ from config import Config, ConfigError, require
 from plumbing import checkpoints, supervise
 from plumbing.problems import load_problems
 from plumbing.queues import make_secret, read_json
-from plumbing.supervise import Ended, Engine, Process, free_port
+from plumbing.supervise import Ended, Engine, Process, claim_port
 
 # knobs that would make a continued run another run, and those that may differ without a word
 FIXED = {"task", "train_data", "model", "seed", "batch_size", "attempts", "dtype"}
@@ -49,8 +49,7 @@ ENGINE_ENV = {
     "TOKENIZERS_PARALLELISM": "false",
     # plumbing/engine.py numbers requests, and random bytes cost more than the rest of a name
     "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",
-    # GPUs take the other model runner by default, which no test here has ever seen. (Nor what GPUs
-    # do and CPUs do not: asynchronous scheduling, CUDA graphs.)
+    # GPUs take the other model runner by default, which no test here has ever seen
     "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
 QUIET = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
@@ -370,8 +369,12 @@ def open_run(c: Config) -> str:
     # what was sampled but not trained is drawn again
     for folder in ("queues", "engines"):
         shutil.rmtree(run_dir / folder, ignore_errors=True)
+    step = int(newest.name[5:])
+    for file in run_dir.glob("archive/step_*"):
+        if int(file.name.split("_")[1]) > step:
+            file.unlink()
     with open(run_dir / "continued.jsonl", "a") as file:
-        file.write(json.dumps(dict(step=int(newest.name[5:]), changed=changed)) + "\n")
+        file.write(json.dumps(dict(step=step, changed=changed)) + "\n")
     if words:
         words = f"; from here on with other knobs (--run NAME for a run of its own): {words}"
     return f"continuing {run_dir} from {newest.name}{words}"
@@ -382,11 +385,13 @@ def hold(c: Config) -> tuple[int, str]:
     path = Path(c.out, f".{c.run}.lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        words = holder(c) or "a start a moment ago"
-        raise ConfigError(f"--run {c.run}: held by {words}, or by what it has left") from None
+    for tries in range(20):
+        # other nodes look at it for a moment now and then
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        require(tries < 19, f"--run {c.run}: held by {holder(c)}, or by what it has left")
+        time.sleep(0.1)
     start = f"process {os.getpid()} on {socket.gethostname()}, start {secrets.token_hex(4)}"
     os.truncate(lock, 0)
     os.write(lock, start.encode())
@@ -411,10 +416,12 @@ def wait_for_node_0(c):
     run_dir = Path(c.out, c.run)
     deadline = time.monotonic() + c.start_timeout
     print(f"run.sh: waiting for {run_dir} to be started by node 0", flush=True)
+    start = ""
     while True:
-        start = holder(c)
-        # what an earlier start has written is not of who holds the lock
-        if start and read_json(run_dir / "config.json").get("start") == start:
+        before, start = start, holder(c)
+        # what an earlier start has written is not of who holds the lock, or is for a moment
+        written = read_json(run_dir / "config.json").get("start")
+        if start and before == start == written:
             return cfg.load(str(run_dir)), start
         require(
             time.monotonic() < deadline,
@@ -476,7 +483,7 @@ def begin(c: Config, start: str) -> str:
     load_problems(c, "train")
     load_problems(c, "test")
     if c.trainers > 1:
-        c.master_port = free_port(c.master_addr, c.master_port)
+        c.master_port = claim_port(c.master_addr, c.master_port)
     if is_to_be_made(c.model):
         make = ["tools/base_model.py", c.task, c.model, c.model.rpartition("-seed")[2]]
         options = dict(cwd=cfg.ROOT, preexec_fn=supervise.end_with_launcher)
@@ -493,17 +500,17 @@ def run(c, commands, start, lock=()) -> int:
     processes = []
     for name, env, command in commands:
         if "--port" in command:
-            processes.append(Engine(run_dir, name, env, command, c.start_timeout, c.engines))
+            processes.append(Engine(run_dir, name, env, command, c.start_timeout))
         else:
             # if this process is killed, nobody gets the run before the trainer has saved
             files = lock if name.startswith("train") else []
             processes.append(Process(run_dir, name, env, command, files))
     is_over = functools.partial(node_0_is_done, c, start)
     ended = supervise.run(processes, c.stop_timeout, (lambda: False) if lock else is_over)
-    if ended:
+    if ended and lock:
         newest = checkpoints.newest(run_dir)
         words = f"continues from {newest.name}" if newest else "starts anew: there is no checkpoint"
-        print(f"run.sh: stopped; the same command {words}\n{ended.details}", file=sys.stderr)
+        supervise.say(f"run.sh: stopped; the same command {words}\n{ended.details}")
     if lock and not ended:
         subprocess.run([sys.executable, "tools/report.py", str(run_dir)], cwd=cfg.ROOT)
     return ended.code if ended else 0

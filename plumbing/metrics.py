@@ -17,8 +17,6 @@ from transformers import AutoTokenizer
 
 from config import OUTCOMES, task_weights
 
-# ---- a step's metrics
-
 
 def largest(x):
     """A metric of which not the sum counts, but the largest value."""
@@ -53,9 +51,6 @@ class Sums:
         return values
 
 
-# ---- files of lines
-
-
 def open_lines(path, version):
     """A .jsonl file to append to, without what came after the checkpoint of this version (it is done again)."""
     path.touch()
@@ -69,9 +64,6 @@ def open_lines(path, version):
     path.with_suffix(".tmp").write_text("".join(x + "\n" for x in before))
     path.with_suffix(".tmp").replace(path)
     return open(path, "a", buffering=1)
-
-
-# ---- the log
 
 
 def open_wandb(config, run_dir):

@@ -16,6 +16,8 @@ def load_problems(config: Config, split: str) -> dict[str, list[dict]]:
     Raises ConfigError naming the task and the problem, or file and line.
     """
     found = {}
+    # scores are told by the set a problem comes from: no two tasks may use one name for theirs
+    owner = {}
     for task in task_weights(config.task):
         found[task] = _problems_of(config, task, split)
         require(found[task], f"task {task} has no {split} problems")
@@ -24,6 +26,9 @@ def load_problems(config: Config, split: str) -> dict[str, list[dict]]:
             words = f'must be a dict with a text under "prompt", is {str(problem)[:100]}'
             where = f"task {task}, {split} problem {number}"
             require(isinstance(prompt, str) and prompt, f"{where}: {words}")
+            source = problem.get("source", task)
+            words = f"task {owner.setdefault(source, task)}, too, has a set called {source}"
+            require(owner[source] == task, f"{where}: {words}")
     return found
 
 

@@ -157,11 +157,9 @@ SECRET_HEADER = "x-run-secret"
 
 
 def make_secret(run_dir):
-    """Make out/<run>/secret, unless it is there, for its owner alone: engines obey who knows it. It crosses the network as
-    it is, as the weights do.
-    """
+    """Make out/<run>/secret, unless it is there, for its owner alone: engines obey who knows it."""
     path = Path(run_dir, "secret")
-    if not path.exists():
+    if not path.exists() or not path.read_text():
         path.touch(0o600)
         path.write_text(secrets.token_hex(16))
 

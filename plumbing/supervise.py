@@ -42,15 +42,23 @@ class Ended(Exception):
 
 
 def say(line):
-    # the terminal may have gone
+    # in one write, as many threads do; the terminal may have gone
     with contextlib.suppress(OSError):
-        print(line, flush=True)
+        print(f"{line}\n", end="", flush=True)
 
 
-def free_port(host, first, step=1):
-    """The first port of first, first + step, ... on which nobody listens."""
-    for port in range(first, 65536, step):
-        with contextlib.suppress(OSError), socket.create_server((host, port)):
+def claim_port(host, first):
+    """The first port from `first` on that is free; as long as this process lives no other run gets it from here.
+
+    Nobody listens there yet: a server that sets SO_REUSEADDR can.
+    """
+    for port in range(first, 65536):
+        claim = socket.socket()
+        with contextlib.suppress(OSError):
+            claim.bind((host, port))
+            claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # never closed
+            claim.detach()
             return port
     raise OSError(f"--port {first}: no port of {host} is free from there on")
 
@@ -122,24 +130,24 @@ class Process:
 
 
 class Engine(Process):
-    """An engine that is started again when it dies or hangs, on a free port: its own, or step, 2 step, ... above."""
+    """An engine, on the first free port from its own on, which is started again when it dies or hangs."""
 
     is_shown = False
 
-    def __init__(self, run_dir, name, env, command, start_timeout, step=1):
-        super().__init__(run_dir, name, env, command)
+    def __init__(self, run_dir, name, env, command, start_timeout):
+        host = command[command.index("--host") + 1]
+        k = command.index("--port") + 1
+        port = claim_port(host, int(command[k]))
+        super().__init__(run_dir, name, env, [*command[:k], str(port), *command[k + 1 :]])
+        self.url = f"http://{host}:{port}"
         self.file = self.run_dir / "engines" / f"{name}.json"
         self.start_timeout = start_timeout
-        self.step = step
         self.deaths = 0
         self.has_answered = False
 
     def start(self):
-        host = self.command[self.command.index("--host") + 1]
-        k = self.command.index("--port") + 1
-        port = free_port(host, int(self.command[k]), self.step)
-        self.command[k] = str(port)
-        self.url = f"http://{host}:{port}"
+        # of a launcher that was killed
+        self.file.unlink(missing_ok=True)
         super().start()
         self.restart_at = None
         self.started = self.next_look = time.monotonic()
@@ -166,7 +174,7 @@ class Engine(Process):
         self.file.unlink(missing_ok=True)
         lasted = self.first_answer and now > self.first_answer + FORGET
         self.deaths = 1 if lasted else self.deaths + 1
-        # what has never answered is tried twice: its port may just have been taken
+        # what has never answered most likely never will
         most = RESTARTS if self.has_answered else 1
         if self.deaths > most:
             return code or 1

@@ -54,7 +54,7 @@ class House:
     def start_engine(self, i):
         """Start it and wait until the trainer can find it."""
         name, env, command = self.commands[i]
-        self.engines[i] = Engine(self.run_dir, name, env, command, 300, step=2)
+        self.engines[i] = Engine(self.run_dir, name, env, command, 300)
         self.engines[i].start()
         while not self.engines[i].first_answer:
             assert self.engines[i].poll() is None, self.engines[i].last_errors()

@@ -122,7 +122,7 @@ def test_the_ledger_balances_after_twenty_kills(tmp_path, base_model):
         else:
             run.ends(1)
             assert re.search("run.sh: .* died with exit code 137", run.words())
-            assert "everything is stopped" in run.words()
+            assert "run.sh: stopped; the same command" in run.words()
         run.start()
     run.ends(0, 240)
 

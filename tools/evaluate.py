@@ -59,11 +59,10 @@ def start_engines(config, gpus=0, as_loaded=True):
 
 
 def check_alive(engines):
-    """Look after the engines; RuntimeError if one is given up."""
+    """RuntimeError if an engine has died: answers are the same every time only if all are there."""
     for engine in engines:
-        code = engine.poll()
-        if code is not None:
-            words = f"evaluate: {engine.name} died with exit code {code}, see {engine.log}"
+        if engine.poll() is not None or engine.restart_at:
+            words = f"evaluate: {engine.name} has died, see {engine.log}"
             raise RuntimeError(f"{words}\n{engine.last_errors()}")
 
 

@@ -161,17 +161,16 @@ class Placed:
             engine["update buffers"] += bucket
         found = {"trainer rank": rank, "rank 0": rank_0, "engine": engine}
         if c.kl_coef:
-            # preprocess.py has it on the last rank's GPU
+            # preprocess.py has it on the first GPU
             reference = weights + forward_gb(model, c.row_tokens, 0, 1) + RESERVE_GB
-            last = rank if c.trainers > 1 else rank_0
-            found["last rank"] = last | {"reference model": reference}
+            rank_0["reference model"] = reference
         return found
 
     @property
     def totals(self):
         """{GPU: GB taken}; engine and trainer share the only one."""
         found = {role: sum(parts.values()) for role, parts in self.roles.items()}
-        both = found["engine"] + found.get("last rank", found["rank 0"])
+        both = found["engine"] + found["rank 0"]
         return found if self.gpus > 1 else {"engine and trainer": both}
 
     @property

@@ -134,10 +134,9 @@ class Status:
 
     def state(self):
         """Running, complete, or stopped."""
-        evals = self.lines["eval"]
         if self.is_running():
             return "running"
-        if evals and evals[-1]["version"] == self.config.steps:
+        if launch.is_complete(self.run_dir):
             return "complete; a larger --steps extends it"
         if checkpoints.newest(self.run_dir) is None:
             return "stopped; there is no checkpoint yet, the same command starts anew"
