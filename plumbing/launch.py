@@ -385,12 +385,12 @@ def hold(c: Config) -> tuple[int, str]:
     path = Path(c.out, f".{c.run}.lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    for tries in range(20):
+    for tries in range(5):
         # other nodes look at it for a moment now and then
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
-        require(tries < 19, f"--run {c.run}: held by {holder(c)}, or by what it has left")
+        require(tries < 4, f"--run {c.run}: held by {holder(c)}, or by what it has left")
         time.sleep(0.1)
     start = f"process {os.getpid()} on {socket.gethostname()}, start {secrets.token_hex(4)}"
     os.truncate(lock, 0)
