@@ -9,9 +9,14 @@ import random
 import re
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 
+import config as cfg
+from plumbing import checkpoints
+from plumbing.archive import group_file
+from plumbing.queues import Queue
 from test_run import User, balance, leftovers, metrics
 
 STEPS, BATCH, ATTEMPTS, MAX_LAG = 90, 64, 8, 4
@@ -19,10 +24,9 @@ KNOBS = (
     f"--steps {STEPS} --batch_size {BATCH} --attempts {ATTEMPTS} --max_lag {MAX_LAG} "
     "--concurrency 128 --no_signal drop --save_every 4 --eval_every 0"
 )
-COMMANDS = dict(engine="vllm.entrypoints", actor="actor.py")
-COMMANDS |= dict(preprocess="preprocess.py", trainer="train.py")
+ENGINE = "vllm.entrypoints"
 # of an engine's the run goes on, which saves starts
-KILLS = ["engine"] * 12 + ["actor", "preprocess", "trainer", "launcher"] * 2
+KILLS = [ENGINE] * 12 + ["actor.py", "preprocess.py", "train.py", "launcher"] * 2
 
 
 class Run(User):
@@ -41,33 +45,30 @@ class Run(User):
         """Start it, and again as long as what a killed launcher left behind is still saving its work."""
         deadline = time.monotonic() + 60
         self.lives += 1
-        while True:
+        is_refused = True
+        while is_refused:
             super().start("")
-            self.until(lambda: self.process.poll() is not None or " steps of " in self.words())
-            if not re.search("held by|cannot listen", self.words()):
-                return
-            assert time.monotonic() < deadline, self.words()
-            time.sleep(0.5)
+            while self.process.poll() is None and " steps of " not in self.words():
+                time.sleep(0.02)
+            is_refused = re.search("held by|cannot listen", self.words())
+            assert not is_refused or time.monotonic() < deadline, self.words()
 
     def until(self, condition):
+        """Until it is true of the run, which goes on; returns what it is."""
         deadline = time.monotonic() + 240
-        while True:
-            found = condition()
-            if found:
-                return found
-            assert time.monotonic() < deadline, self.words()
+        found = None
+        while not found:
             time.sleep(0.02)
+            assert self.process.poll() is None and time.monotonic() < deadline, self.words()
+            found = condition()
+        return found
 
     def until_step(self, step):
         """Until this life has said that it has done so many steps."""
-        self.until(lambda: self.alive() and self.steps() >= step)
+        self.until(lambda: self.steps() >= step)
 
     def steps(self):
         return len(re.findall(r"^\[train\] step ", self.words(), re.M))
-
-    def alive(self):
-        assert self.process.poll() is None, self.words()
-        return True
 
     def ends(self, code, seconds=60):
         """Wait for its end, with this exit code; nothing is left behind."""
@@ -81,17 +82,17 @@ class Run(User):
         if kind == "launcher":
             return self.process.pid
         for pid, line in leftovers(self.out):
-            if COMMANDS[kind] not in line or "bash" in line or "supervise" in line:
+            if kind not in line or "bash" in line or "supervise" in line:
                 continue
             try:
-                if kind == "engine" or os.getpgid(int(pid)) == int(pid):
+                if kind == ENGINE or os.getpgid(int(pid)) == int(pid):
                     return int(pid)
             except ProcessLookupError:
                 pass
 
     def kill(self, kind):
         """kill -9."""
-        os.kill(self.until(lambda: self.alive() and self.victim(kind)), signal.SIGKILL)
+        os.kill(self.until(lambda: self.victim(kind)), signal.SIGKILL)
 
 
 @pytest.mark.slow
@@ -99,7 +100,7 @@ def test_the_ledger_balances_after_twenty_kills(tmp_path, base_model):
     rng = random.Random(os.environ.get("LEDGER_SEED", "0"))
     order = KILLS.copy()
     # run.sh waits longer before every further restart of an engine
-    while "engine" * 3 in "".join(order):
+    while ENGINE * 3 in "".join(order):
         rng.shuffle(order)
     run = Run(tmp_path, 8830)
     run.start()
@@ -114,7 +115,7 @@ def test_the_ledger_balances_after_twenty_kills(tmp_path, base_model):
             run.until_step(run.steps() + rng.randint(1, 4))
             time.sleep(rng.uniform(0, 0.5))
         run.kill(kind)
-        if kind == "engine":
+        if kind == ENGINE:
             continue
         # any other death is the run's: it says so, and leaves nothing behind
         if kind == "launcher":
@@ -154,8 +155,8 @@ def test_work_is_saved_when_a_run_is_stopped_while_its_only_engine_is_down(tmp_p
     run.start()
     run.until_step(3)
     (tmp_path / "fake" / "vllm" / "entrypoints" / "openai" / "api_server.py").unlink()
-    run.kill("engine")
-    run.until(lambda: run.alive() and "restart 2 of 3" in run.words())
+    run.kill(ENGINE)
+    run.until(lambda: "restart 2 of 3" in run.words())
     run.interrupt()
     assert "is saved" in run.words()
     balance(tmp_path / "t", 16, ATTEMPTS)
@@ -164,9 +165,9 @@ def test_work_is_saved_when_a_run_is_stopped_while_its_only_engine_is_down(tmp_p
 @pytest.mark.slow
 def test_a_run_directory_that_is_gone_is_named_and_its_checkpoints_are_whole(tmp_path, base_model):
     """A shared file system that is unmounted: FAKED by moving the directory away."""
-    run = Run(tmp_path, 8832)
+    run = Run(tmp_path, 8832, "--save_every 20")
     run.start()
-    run.until_step(5)
+    run.until_step(21)
     (tmp_path / "t").rename(tmp_path / "away")
     run.ends(1, 90)
     assert f"{tmp_path}/t is not there any more: mount it again" in run.words()
@@ -174,6 +175,17 @@ def test_a_run_directory_that_is_gone_is_named_and_its_checkpoints_are_whole(tmp
     assert not (tmp_path / "t").exists()
     (tmp_path / "away").rename(tmp_path / "t")
     run.start()
-    assert "from step_000004" in run.words()
+    assert "from step_000020" in run.words()
     run.until_step(1)
     run.interrupt()
+
+
+def test_in_place_of_a_run_directory_that_is_gone_nobody_makes_another_one(tmp_path):
+    gone = tmp_path / "t"
+    with pytest.raises(RuntimeError, match="step_000000 cannot be written"):
+        ranks = SimpleNamespace(rank=0)
+        checkpoints.save(cfg.Config(), gone, None, None, checkpoints.NEW_RUN, ranks)
+    queue = Queue(tmp_path / "queue")
+    with pytest.raises(FileNotFoundError):
+        queue.ack(queue.put({}), keep=group_file(cfg.Config(keep_steps=1), gone, 0))
+    assert not gone.exists()

@@ -6,19 +6,16 @@ import numpy as np
 import pytest
 import torch
 from test_train import Answers, make_guards, measure
-from test_weights import assert_serves, perturb, sender_to, update
+from test_weights import assert_serves, perturb, sender_to, served, update
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import config as cfg
 import train
-from conftest import PORT, resolved
-from plumbing import launch
+from conftest import PORT
 from plumbing.samples import layout
-from plumbing.supervise import stop
 from tasks import toy
 from tools import base_model as base_models
-from tools.evaluate import start_engines
 
 CPU = torch.device("cpu")
 HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
@@ -174,11 +171,8 @@ def test_engine_is_trainer_after_updates(family, tmp_path):
     folder = tiny(family, tmp_path / "model", hidden_size=128, head_dim=32)
     base_models.make_tokenizer([toy]).save_pretrained(folder)
     words = f"toy --run engine --out {tmp_path} --model {folder} --port {PORT + 3} --concurrency 8"
-    config = resolved(*words.split())
-    launch.write(config)
     model = build(folder)
-    engines = start_engines(config, as_loaded=False)
-    try:
+    with served(words, as_loaded=False) as config:
         sender = sender_to(config, model)
         # the first one learns where everything goes, the other uses it
         for version in (1, 2):
@@ -186,5 +180,3 @@ def test_engine_is_trainer_after_updates(family, tmp_path):
             update(sender, version)
             assert_serves(config, model, version)
         sender.close()
-    finally:
-        stop(engines, 0)
