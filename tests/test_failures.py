@@ -43,9 +43,9 @@ class House:
         (self.run_dir / "queues").mkdir()
         self.base_model = base_model
         self.version = 0
-        self.commands = launch.engine_commands(config, 0)
         self.configs = [with_knobs(config, engines=1, port=PORT + i) for i in (0, 1)]
-        self.engines = {}
+        commands = launch.engine_commands(config, 0)
+        self.engines = [Engine(self.run_dir, *words, 300) for words in commands]
         for i in (0, 1):
             self.start_engine(i)
         self.start_trainer()
@@ -53,8 +53,6 @@ class House:
 
     def start_engine(self, i):
         """Start it and wait until the trainer can find it."""
-        name, env, command = self.commands[i]
-        self.engines[i] = Engine(self.run_dir, name, env, command, 300)
         self.engines[i].start()
         while not self.engines[i].first_answer:
             assert self.engines[i].poll() is None, self.engines[i].last_errors()
@@ -129,7 +127,7 @@ def house(tmp_path_factory, base_model):
         patch.setenv("RUN_MARK", str(out))
         house = House(out, base_model)
         yield house
-    stop(house.engines.values(), 0)
+    stop(house.engines, 0)
     os.killpg(house.trainer.pid, signal.SIGKILL)
     house.trainer.wait()
     time.sleep(0.5)
