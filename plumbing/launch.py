@@ -483,7 +483,10 @@ def begin(c: Config, start: str) -> str:
     load_problems(c, "train")
     load_problems(c, "test")
     if c.trainers > 1:
-        c.master_port = claim_port(c.master_addr, c.master_port)
+        claim = claim_port(c.master_addr, c.master_port)
+        c.master_port = claim.getsockname()[1]
+        # never closed
+        claim.detach()
     if is_to_be_made(c.model):
         make = ["tools/base_model.py", c.task, c.model, c.model.rpartition("-seed")[2]]
         options = dict(cwd=cfg.ROOT, preexec_fn=supervise.end_with_launcher)

@@ -48,18 +48,13 @@ def say(line):
 
 
 def claim_port(host, first):
-    """The first port from `first` on that is free; as long as this process lives no other run gets it from here.
-
-    Nobody listens there yet: a server that sets SO_REUSEADDR can.
-    """
+    """A socket of the first free port from `first` on: no other run gets it while that is open, a server of ours can."""
     for port in range(first, 65536):
         claim = socket.socket()
         with contextlib.suppress(OSError):
             claim.bind((host, port))
             claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # never closed
-            claim.detach()
-            return port
+            return claim
     raise OSError(f"--port {first}: no port of {host} is free from there on")
 
 
@@ -137,7 +132,8 @@ class Engine(Process):
     def __init__(self, run_dir, name, env, command, start_timeout):
         host = command[command.index("--host") + 1]
         k = command.index("--port") + 1
-        port = claim_port(host, int(command[k]))
+        self.claim = claim_port(host, int(command[k]))
+        port = self.claim.getsockname()[1]
         super().__init__(run_dir, name, env, [*command[:k], str(port), *command[k + 1 :]])
         self.url = f"http://{host}:{port}"
         self.file = self.run_dir / "engines" / f"{name}.json"
@@ -146,7 +142,6 @@ class Engine(Process):
         self.has_answered = False
 
     def start(self):
-        # of a launcher that was killed
         self.file.unlink(missing_ok=True)
         super().start()
         self.restart_at = None
@@ -268,3 +263,4 @@ def stop(processes, seconds):
         process.thread.join(1)
         if isinstance(process, Engine):
             process.file.unlink(missing_ok=True)
+            process.claim.close()

@@ -43,9 +43,10 @@ class House:
         (self.run_dir / "queues").mkdir()
         self.base_model = base_model
         self.version = 0
-        self.configs = [with_knobs(config, engines=1, port=PORT + i) for i in (0, 1)]
         commands = launch.engine_commands(config, 0)
         self.engines = [Engine(self.run_dir, *words, 300) for words in commands]
+        ports = [int(engine.url.rpartition(":")[2]) for engine in self.engines]
+        self.configs = [with_knobs(config, engines=1, port=port) for port in ports]
         for i in (0, 1):
             self.start_engine(i)
         self.start_trainer()

@@ -135,7 +135,7 @@ def test_a_stopped_engine_is_not_in_the_list(supervised):
 def test_an_engine_takes_the_next_free_port(supervised):
     with socket.create_server(("127.0.0.1", 9460)):
         engine = supervised()
-        other = supervise.claim_port("127.0.0.1", 9460)
+        other = supervise.claim_port("127.0.0.1", 9460).getsockname()[1]
         url = engine.until_healthy()["url"]
     taken = int(url.rpartition(":")[2])
     # claimed before anybody listens, and a server still can

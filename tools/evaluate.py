@@ -33,7 +33,7 @@ from plumbing.supervise import Engine, stop  # noqa: E402
 
 def start_engines(config, gpus=0, as_loaded=True):
     """Start the engines of a resolved config and wait until they answer: [supervise.Engine], to be stopped by
-    supervise.stop.
+    supervise.stop. config.port becomes the first one's.
 
     as_loaded: they generate with the weights they have loaded, as version 0; else nothing before a trainer has sent
     them some. Raises RuntimeError or TimeoutError naming their logs.
@@ -55,6 +55,7 @@ def start_engines(config, gpus=0, as_loaded=True):
     except BaseException:
         stop(engines, 0)
         raise
+    config.port = int(engines[0].url.rpartition(":")[2])
     return engines
 
 
