@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The tests: the set-up of run.sh, then pytest, a line a test as it goes.
 #
-#   bash tests/run.sh            in seven minutes: real engine, a real run end to end, a real kill
+#   bash tests/run.sh            in eight minutes: real engine, a real run end to end, a real kill
 #   bash tests/run.sh --all      also the slow ones: kill matrix, hosts, ledger, resume on ranks, edits
 #   bash tests/run.sh -k queue   other arguments go to pytest
 set -euo pipefail
