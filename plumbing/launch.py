@@ -510,10 +510,11 @@ def run(c, commands, start, lock=()) -> int:
             processes.append(Process(run_dir, name, env, command, files))
     is_over = functools.partial(node_0_is_done, c, start)
     ended = supervise.run(processes, c.stop_timeout, (lambda: False) if lock else is_over)
-    if ended and lock:
+    if ended:
         newest = checkpoints.newest(run_dir)
         words = f"continues from {newest.name}" if newest else "starts anew: there is no checkpoint"
-        supervise.say(f"run.sh: stopped; the same command {words}\n{ended.details}")
+        words = f"run.sh: stopped; the same command {words}\n" if lock else ""
+        supervise.say(words + ended.details)
     if lock and not ended:
         subprocess.run([sys.executable, "tools/report.py", str(run_dir)], cwd=cfg.ROOT)
     return ended.code if ended else 0
