@@ -49,6 +49,9 @@ class House:
         self.configs = [with_knobs(config, engines=1, port=port) for port in ports]
         for i in (0, 1):
             self.start_engine(i)
+            # while there is no trainer
+            with pytest.raises(AssertionError, match="no weights from the trainer yet"):
+                ask(self.configs[i])
         self.start_trainer()
         self.update()
 
@@ -58,8 +61,6 @@ class House:
         while not self.engines[i].first_answer:
             assert self.engines[i].poll() is None, self.engines[i].last_errors()
             time.sleep(0.2)
-        with pytest.raises(AssertionError, match="no weights from the trainer yet"):
-            ask(self.configs[i])
 
     def start_trainer(self):
         self.said = self.run_dir / "updater.txt"

@@ -111,7 +111,8 @@ def test_the_page_opens_without_a_word_on_the_console(opened):
     tab.click("summary")
     assert "kl_coef" in tab.inner_text("details")
     assert "max_lag (1 -> 2)" in words
-    assert "held-out toy" in words and "no group of 10 steps had two different rewards" in words
+    assert "held-out toy" in words
+    assert "signal 0 for 10 steps: no group has two different rewards" in words
     assert "failed\t16\t7\t7" in words
 
 
