@@ -24,10 +24,12 @@ from plumbing.archive import group_file
 from plumbing.checkpoints import last_state
 from plumbing.ledger import Ledger
 from plumbing.queues import Queue, publish_json, read_json
-from plumbing.samples import check_record, filler, join, layout, split
+from plumbing.samples import check_record, filler, join, layout, share, split
 
 # a row this full is emitted before its step is complete
 FULL = 0.95
+# attempts at a problem stay together if they take no more of a row: so that small rests of rows fill up
+TOGETHER = 0.25
 # attending to one earlier token, in units of all else a token costs: 1 / (12 hidden), hidden size 2500
 ATTENTION = 1 / 30000
 
@@ -75,10 +77,28 @@ def pack(lengths, capacity):
     return rows
 
 
+def computed(samples):
+    """How many tokens the trainer computes for samples that lie side by side: what they begin with in
+    common once (plumbing/samples.py).
+    """
+    tokens = np.concatenate([s["tokens"] for s in samples])
+    return int(share(tokens, [len(s["tokens"]) for s in samples])[-1]) + 1
+
+
+def side_by_side(samples, most):
+    """Attempts at one problem -> lists of them that stay together, each of `most` tokens or of one attempt."""
+    found = [[]]
+    for sample in samples:
+        if found[-1] and computed([*found[-1], sample]) > most:
+            found.append([])
+        found[-1].append(sample)
+    return found
+
+
 def cost(samples):
     """How long a row takes the trainer, in tokens without attention."""
     lengths = np.array([len(s["tokens"]) for s in samples], float)
-    return (lengths + ATTENTION / 2 * lengths**2).sum()
+    return computed(samples) + ATTENTION / 2 * (lengths**2).sum()
 
 
 class Packer:
@@ -95,6 +115,7 @@ class Packer:
         self.step = step
         self.reference = reference
         self.groups = 0
+        # (tokens, samples) of attempts that stay together
         self.pending = []
         # put so far, of the step
         self.rounds = 0
@@ -106,34 +127,37 @@ class Packer:
         complete.
         """
         samples = group["samples"]
-        self.pending += samples
+        for together in side_by_side(samples, TOGETHER * self.config.row_tokens):
+            self.pending.append((computed(together), together))
         self.groups += 1
         self.ledger.trained[group["draw"]] = len(samples)
         self.ledger.done(group["draw"])
         for sample in samples:
             self.count(sample)
         complete = self.groups == self.config.groups_per_step
-        tokens = sum(len(s["tokens"]) for s in self.pending)
+        tokens = sum(n for n, _ in self.pending)
         if complete or tokens >= 2 * self.config.row_tokens * len(self.queues):
             self.put_rows(complete, group["pace"])
 
     def put_rows(self, complete, pace):
         """Pack what is pending; put whole rounds of full rows, or all if the step is complete."""
         config = self.config
-        lengths = [len(s["tokens"]) for s in self.pending]
-        rows = [[self.pending[i] for i in row] for row in pack(lengths, config.row_tokens)]
+        sizes = [n for n, _ in self.pending]
+        packed = pack(sizes, config.row_tokens)
+        if not complete:
+            full = FULL * config.row_tokens
+            packed = [row for row in packed if sum(sizes[i] for i in row) >= full]
+        rows = [[sample for i in row for sample in self.pending[i][1]] for row in packed]
         # the rows of a round should take equally long on every rank
         rows.sort(key=cost, reverse=True)
         ranks = len(self.queues)
+        fillers = -len(rows) % ranks
         if complete:
-            fillers = -len(rows) % ranks
             rows += [[filler()]] * fillers
         else:
-            full = FULL * config.row_tokens
-            rows = [row for row in rows if sum(len(s["tokens"]) for s in row) >= full]
             rows = rows[: len(rows) // ranks * ranks]
         sent = {id(s) for row in rows for s in row}
-        self.pending = [s for s in self.pending if id(s) not in sent]
+        self.pending = [(n, samples) for n, samples in self.pending if id(samples[0]) not in sent]
         for k, row in enumerate(rows):
             last = complete and k >= len(rows) - ranks
             record = join(row) | pace

@@ -33,7 +33,7 @@ from plumbing.mismatch import Guards
 from plumbing.model import empty_model, finish_logits, hand_out, to_device
 from plumbing.ranks import Ranks, Stopped
 from plumbing.reader import Reader
-from plumbing.samples import layout
+from plumbing.samples import layout, share
 from weights import Sender
 
 logging.disable_progress_bar()
@@ -71,34 +71,35 @@ def token_logprobs(model, input_ids, position_ids, temperature, wanted=None):
     [T], entropy [T]), float32, on the model's device, both 0 at the row's first token and at those
     not wanted, which the head does not see. position_ids restart at 0 with every sequence, which is
     what keeps sequences from seeing each other; the first token of a sequence gets a meaningless
-    value (it has no context) and must be masked out by the caller.
+    value (it has no context) and must be masked out by the caller. How sequences that lie side by
+    side begin alike is computed once.
     """
-    input_ids = torch.as_tensor(input_ids).cpu()
-    position_ids = torch.as_tensor(position_ids).cpu()
-    temperature = torch.as_tensor(temperature, dtype=torch.float32).cpu().expand(len(input_ids))
-    # known on the CPU: no wait for the GPU
-    starts = torch.nonzero(position_ids == 0)[:, 0]
-    bounds = torch.cat([starts, torch.tensor([len(position_ids)])])
-    if wanted is None:
-        wanted = np.ones(len(input_ids), bool)
+    tensors = map(torch.as_tensor, (input_ids, position_ids, temperature))
+    ids, positions, temperature = (x.cpu().numpy() for x in tensors)
+    temperature = np.broadcast_to(temperature.astype(np.float32), ids.shape)
+    bounds = np.append(np.flatnonzero(positions == 0), len(ids))
+    place = np.arange(len(ids))
+    if model.config._attn_implementation == "packed":
+        place = share(ids, np.diff(bounds))
+    # the Q <= T tokens that are computed
+    own = np.unique(place, return_index=True)[1]
+    own_bounds = np.searchsorted(own, bounds)
     # a token's distribution comes from the hidden state of the one before it
-    before = torch.from_numpy(np.flatnonzero(wanted[1:]))
+    of = np.arange(1, len(ids)) if wanted is None else np.flatnonzero(wanted[1:]) + 1
     head = model.get_output_embeddings()
     weight = head.weight
     bias = getattr(head, "bias", None)
-    input_ids, position_ids, temperature, cu_seq_lens, before = to_device(
-        weight.device, input_ids, position_ids, temperature.contiguous(), bounds.int(), before
-    )
+    arrays = [ids[own], positions[own], place[of - 1], of, ids[of], temperature[of]]
+    arrays += [place, own_bounds.astype(np.int32), bounds.astype(np.int32)]
+    tensors = to_device(weight.device, *map(torch.from_numpy, arrays))
+    own_ids, own_positions, before, of, targets, temperature, *packing = tensors
     hidden = model.base_model(
-        input_ids=input_ids[None],
-        position_ids=position_ids[None],
+        input_ids=own_ids[None],
+        position_ids=own_positions[None],
         use_cache=False,
-        cu_seq_lens_q=cu_seq_lens,
-        lengths=bounds.diff().tolist(),
-    ).last_hidden_state[0]  # [T, D]
+        packing=(*packing, np.diff(own_bounds).tolist(), np.diff(bounds).tolist()),
+    ).last_hidden_state[0]  # [Q, D]
     hidden = hidden.index_select(0, before)  # [N, D]
-    targets = input_ids[before + 1]
-    temperature = temperature[before + 1]
     if getattr(model, "head_float32", False):
         hidden = hidden.float()
         weight = weight.float()
@@ -114,8 +115,8 @@ def token_logprobs(model, input_ids, position_ids, temperature, wanted=None):
             part = checkpoint(head_logprobs, h, *output_head, t, temp, use_reentrant=False)
             parts.append(part)
         logprobs, entropy = (torch.cat(x) for x in zip(*parts))
-    zeros = logprobs.new_zeros(len(input_ids))
-    return zeros.index_copy(0, before + 1, logprobs), zeros.index_copy(0, before + 1, entropy)
+    zeros = logprobs.new_zeros(len(ids))
+    return zeros.index_copy(0, of, logprobs), zeros.index_copy(0, of, entropy)
 
 
 # ---------------------------------------------------------------------------- the loss

@@ -1,6 +1,6 @@
 """What train.py's step costs, against a bare Hugging Face loop on the same samples, in turn.
 
-    python bench/train.py [--shape small|tail|heavy|1.5b] [--rounds 5] [--contenders train.py sorted]
+    python bench/train.py [--shape small|tail|heavy|1.5b|smol] [--rounds 5] [--contenders train.py sorted]
 
     train.py  train.build, train.micro_batch and train.optimizer_step, on rows of preprocess.pack
     sorted    the loop one writes first: samples sorted by length and padded on the right, as many as fit
@@ -40,7 +40,7 @@ import train
 from bench.common import WORK, keep, machine, median_and_range, parser, result_file, table
 from plumbing.metrics import Sums
 from plumbing.samples import filler, join
-from preprocess import advantages, pack
+from preprocess import TOGETHER, advantages, computed, pack, side_by_side
 
 logging.set_verbosity_error()
 # samples of one prompt
@@ -56,6 +56,9 @@ SMALL |= dict(samples=96, completions=(60, 0.9, 4, 512), prompts=(8, 16))
 WIDE = dict(vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28)
 WIDE |= dict(num_attention_heads=12, num_key_value_heads=2, dtype="bfloat16", row_tokens=16384)
 WIDE |= dict(samples=128, completions=(600, 0.9, 16, 8192), prompts=(64, 256))
+SMOL = dict(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30)
+SMOL |= dict(num_attention_heads=9, num_key_value_heads=3, dtype="bfloat16", row_tokens=1024)
+SMOL |= dict(samples=64, completions=(24, 0.3, 4, 48), prompts=(48, 56))
 SHAPES = {
     "small": SMALL,
     # the same mean length
@@ -63,6 +66,7 @@ SHAPES = {
     # longer rows, hence fewer batches to sort into
     "heavy": SMALL | dict(row_tokens=4096, completions=(26, 1.6, 4, 4080)),
     "1.5b": WIDE,
+    "smol": SMOL,
 }
 
 
@@ -76,13 +80,15 @@ def draw(shape, seed):
     samples = []
     for _ in range(shape["samples"] // GROUP):
         prompt = rng.integers(*shape["prompts"])
+        of_prompt = rng.integers(0, shape["vocab_size"], prompt)
         drawn = np.exp(rng.normal(np.log(median), sigma, GROUP)).astype(int)
         rewards = rng.integers(0, 2, GROUP).astype(float)
         for completion, advantage in zip(drawn, advantages(rewards, "loo")):
             length = prompt + np.clip(completion, lowest, highest)
             mask = np.arange(length) >= prompt
             sample = filler() | dict(outcome=0, num_versions=1, sample_id=len(samples))
-            sample |= dict(tokens=rng.integers(0, shape["vocab_size"], length), mask=mask)
+            tokens = np.append(of_prompt, rng.integers(0, shape["vocab_size"], length - prompt))
+            sample |= dict(tokens=tokens, mask=mask)
             sample |= dict(behavior_logprobs=np.where(mask, -np.log(shape["vocab_size"]), 0))
             sample |= dict(versions=np.where(mask, 0, -1), advantage=advantage)
             sample |= dict(ref_logprobs=np.zeros(length))
@@ -130,13 +136,17 @@ def own(shape, path):
     from plumbing.ranks import Ranks
 
     knobs = dict(run="bench", model=str(path), dtype=shape["dtype"])
-    config = cfg.check(cfg.Config(**knobs, gradient_checkpointing=shape["dtype"] != "float32"))
+    config = cfg.check(cfg.Config(**knobs, gradient_checkpointing=CUDA))
     device = Ranks(config).device
     model, optimizers = train.build(config, device, 1)
 
     def prepare(samples):
-        rows = pack([len(s["tokens"]) for s in samples], shape["row_tokens"])
-        return [join([samples[i] for i in row]) for row in rows]
+        most = TOGETHER * shape["row_tokens"]
+        samples = sorted(samples, key=lambda s: s["sample_id"])
+        groups = [samples[i : i + GROUP] for i in range(0, len(samples), GROUP)]
+        parts = [part for group in groups for part in side_by_side(group, most)]
+        rows = pack(list(map(computed, parts)), shape["row_tokens"])
+        return [join([sample for i in row for sample in parts[i]]) for row in rows]
 
     return prepare, functools.partial(one_step, model, optimizers, config, device)
 
@@ -168,7 +178,7 @@ def by_hand(shape, path):
         path, dtype=torch.float32, attn_implementation="sdpa"
     )
     model = model.to(DEVICE).train()
-    if shape["dtype"] != "float32":
+    if CUDA:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, betas=(0.9, 0.95), weight_decay=0.0)
 

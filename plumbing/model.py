@@ -1,7 +1,7 @@
 """The model as the trainer runs it: packed attention, finished logits, weights loaded by rank 0 alone.
 
 In a packed row several sequences lie end to end and none sees another (transformers' attention
-implementation "packed"). A family of models that does something else ends the run at its first
+implementation "packed"); how several of them begin is computed once (samples.share). A family of models that does something else ends the run at its first
 update, as engines then differ (plumbing/mismatch.py). Deliberately absent: padding, dropout (what is
 trained is what sampled), attention sinks, a list of families (tests/test_model.py has one).
 """
@@ -11,6 +11,7 @@ import inspect
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
@@ -28,51 +29,45 @@ def flash_runs_on(x):
 def plain_attention(module, query, key, value, scaling, window, softcap):
     """Causal attention of one sequence with all of its scores, for what sdpa cannot do: transformers'.
 
-    query [1, H, T, D], key, value [1, K, T, D] -> [1, H, T, D]. window: how many tokens are seen,
-    itself included, or None; softcap: scores are bent to (-softcap, softcap), or None.
+    query [1, H, Q, D], of its last tokens, key, value [1, K, T, D] -> [1, H, Q, D]. window: how many
+    tokens are seen, itself included, or None; softcap: scores are bent to (-softcap, softcap), or None.
     """
-    place = torch.arange(query.shape[2], device=query.device)
-    ago = place[:, None] - place
+    place = torch.arange(key.shape[2], device=query.device)
+    ago = place[-query.shape[2] :, None] - place
     hidden = (ago < 0) | (ago >= (window or len(place)))
     mask = torch.zeros_like(hidden, dtype=query.dtype).masked_fill(hidden, -torch.inf)
     how = dict(scaling=scaling, softcap=softcap)
     return eager_attention_forward(module, query, key, value, mask, **how)[0].transpose(1, 2)
 
 
-def packed_attention(
-    module,
-    query,
-    key,
-    value,
-    mask,
-    scaling=None,
-    sliding_window=None,
-    softcap=None,
-    cu_seq_lens_q=None,
-    lengths=None,
-    **others,
-):
+def packed_attention(module, query, key, value, mask, packing, scaling=None, **options):
     """Causal attention within each sequence of a packed row.
 
-    query [1, H, T, D], key, value [1, K, T, D] -> [1, T, H, D]; cu_seq_lens_q [N+1] on the device,
-    lengths [N] on the host. FlashAttention on GPUs (16 bits), which caps no scores; elsewhere sequence
-    by sequence, 1.3 times as fast as one sdpa over the row with a mask [T, T] (bench/train.py).
+    query [1, H, Q, D], key, value [1, K, Q, D] -> [1, Q, H, D], of what is computed. packing: (place [T]:
+    where each token of the row is among that; bounds of the sequences in both [N+1], on the device; the
+    same as lengths [N], on the host). FlashAttention on GPUs (16 bits), which caps no scores; elsewhere
+    sequence by sequence, 1.3 times as fast as one sdpa over the row with a mask [T, T] (bench/train.py).
     """
-    longest = max(lengths)
+    place, own_bounds, bounds, own, whole = packing
+    window = options.get("sliding_window")
+    softcap = options.get("softcap")
+    if sum(own) < sum(whole):
+        key = key.index_select(2, place)
+        value = value.index_select(2, place)
     if flash_runs_on(query) and not softcap:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
-        bounds = (cu_seq_lens_q, cu_seq_lens_q, longest, longest)
-        window = (sliding_window - 1 if sliding_window else -1, 0)
-        out = varlen_attn(q, k, v, *bounds, scale=scaling, window_size=window, **GROUPED)
-        return out[None], None
-    plain = softcap or (sliding_window and longest > sliding_window)
+        # a sequence's last query is its last key's
+        how = dict(scale=scaling, window_size=(window - 1 if window else -1, 0), **GROUPED)
+        return varlen_attn(q, k, v, own_bounds, bounds, max(own), max(whole), **how)[None], None
+    plain = softcap or (window and max(whole) > window)
     grouped = query.shape[1] != key.shape[1]
     out = []
-    for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value))):
+    for q, k, v in zip(query.split(own, 2), key.split(whole, 2), value.split(whole, 2)):
         if plain:
-            out.append(plain_attention(module, q, k, v, scaling, sliding_window, softcap))
+            out.append(plain_attention(module, q, k, v, scaling, window, softcap))
         else:
-            out.append(sdpa(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped))
+            causal = causal_lower_right(q.shape[2], k.shape[2])
+            out.append(sdpa(q, k, v, causal, scale=scaling, enable_gqa=grouped))
     return torch.cat(out, dim=2).transpose(1, 2), None
 
 

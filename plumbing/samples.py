@@ -86,6 +86,23 @@ def layout(lengths):
     return np.arange(lengths.sum()) - starts[sequence_ids], sequence_ids
 
 
+def share(tokens, lengths):
+    """Where each token of packed sequences [T] is computed: how a sequence begins is computed once, if the
+    one before it begins so as well. Attempts at one problem have their prompt in common.
+
+    tokens [7, 8, 1, 7, 8, 2], lengths [3, 3] -> [0, 1, 2, 0, 1, 3]. The last token is a sequence's own.
+    """
+    place = np.arange(len(tokens))
+    bounds = [0, *np.cumsum(lengths)]
+    for before, start, end in zip(bounds, bounds[1:], bounds[2:]):
+        n = min(start - before, end - start - 1)
+        differ = np.flatnonzero(tokens[before : before + n] != tokens[start : start + n])
+        n = differ[0] if len(differ) else n
+        place[start : start + n] = place[before : before + n]
+    is_own = place == np.arange(len(tokens))
+    return (np.cumsum(is_own) - 1)[place]
+
+
 def filler():
     """A sample of one token that is no sample: a rank that has no micro-batch left trains it."""
     sample = {}

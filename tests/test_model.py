@@ -2,6 +2,8 @@
 model's own forward says of each sequence, and what an engine says; what cannot be so is refused by name.
 """
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -76,9 +78,12 @@ def test_packed_is_the_models_own(family, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "head_chunk", lambda *_: 16)
     folder = tiny(family, tmp_path)
     rng = np.random.default_rng(0)
-    sequences = [rng.integers(0, 100, n) for n in (5, 17, 2, 30)]
+    sequences = [rng.integers(0, 100, n) for n in (5, 17, 2, 30, 30, 33)]
+    # attempts at one problem, the first two alike up to the end
+    sequences[4][:] = sequences[3]
+    sequences[5][:12] = sequences[4][:12]
     positions, _ = layout([len(tokens) for tokens in sequences])
-    weights = torch.randn(50)
+    weights = torch.randn(sum(map(len, sequences)) - len(sequences))
     # transformers alone, a sequence at a time
     own = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     found = []
@@ -138,13 +143,16 @@ def test_other_families_are_refused_by_name(family, tmp_path, monkeypatch):
 
 def fake_flash(q, k, v, cu_q, cu_k, max_q, max_k, scale, window_size, enable_gqa):
     """A FAKE of varlen_attn, which needs a GPU: as FlashAttention's documentation has its window."""
-    assert cu_q is cu_k and cu_q.dtype == torch.int32 and max_q == max_k == cu_q.diff().max()
+    assert cu_q.dtype == cu_k.dtype == torch.int32
+    assert (max_q, max_k) == (cu_q.diff().max(), cu_k.diff().max())
     left, right = window_size
     out = []
-    for a, b in zip(cu_q[:-1].tolist(), cu_q[1:].tolist()):
-        ago = torch.arange(b - a)[:, None] - torch.arange(b - a)
+    for own, whole in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
+        n = whole[1] - whole[0]
+        # the last query is the last key's
+        ago = torch.arange(n)[-(own[1] - own[0]) :, None] - torch.arange(n)
         seen = (ago >= -right) & ((ago <= left) | (left < 0))
-        part = (x[a:b].transpose(0, 1)[None] for x in (q, k, v))
+        part = [x[slice(*at)].transpose(0, 1)[None] for x, at in ((q, own), (k, whole), (v, whole))]
         of_part = sdpa(*part, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
         out.append(of_part[0].transpose(0, 1))
     return torch.cat(out)

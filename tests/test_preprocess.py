@@ -16,7 +16,8 @@ from conftest import ROOT
 from plumbing import launch
 from plumbing.ledger import Ledger
 from plumbing.queues import Queue, publish_json, read_json
-from preprocess import GroupBuffer, Packer, advantages, pack
+from plumbing.samples import split
+from preprocess import GroupBuffer, Packer, advantages, computed, pack
 
 PACE = {"gen_tok_s": 10.0, "gen_idle": 0.25}
 
@@ -65,6 +66,11 @@ def make_packer(folder, ranks=1, **knobs):
     return Packer(config, queues, Ledger(0, []), 0), queues
 
 
+def alone(n, k, **others):
+    """A sample that has no beginning in common with one of another k."""
+    return make_sample(n, tokens=np.arange(n) + k, **others)
+
+
 def a_group(draw, samples):
     """As GroupBuffer gives them."""
     return {"draw": draw, "samples": samples, "pace": PACE}
@@ -89,7 +95,7 @@ def test_steps_are_whole_ranks_get_equal_numbers_and_nothing_is_lost(tmp_path, r
     for index in range(30):
         numbers = range(4 * index, 4 * index + rng.choice([1, 3, 4, 4, 4]))
         sent |= {k: rng.randint(3, 60) for k in numbers}
-        packer.add(a_group(index, [make_sample(sent[k], reward=float(k)) for k in numbers]))
+        packer.add(a_group(index, [alone(sent[k], k, reward=float(k)) for k in numbers]))
     for step in range(3):
         of_ranks = [read_step(queue) for queue in queues]
         assert len({len(records) for records in of_ranks}) == 1
@@ -113,27 +119,42 @@ def test_rows_are_full_when_there_is_a_backlog(tmp_path):
     packer, [queue] = make_packer(tmp_path, batch_size=1000, attempts=2, row_tokens=4096)
     lengths = np.minimum(rng.lognormal(5.5, 0.8, 1000).astype(int) + 3, 4096)
     for index, (a, b) in enumerate(lengths.reshape(500, 2)):
-        packer.add(a_group(index, [make_sample(a), make_sample(b)]))
+        packer.add(a_group(index, [alone(a, 2 * index), alone(b, 2 * index + 1)]))
     fill = [record["lengths"].sum() / 4096 for record in read_step(queue)]
     assert len(fill) > 50 and np.mean(fill) >= 0.95 and np.mean(fill[:-1]) >= 0.96
 
 
 def test_a_micro_batch_keeps_tokens_and_their_stamps_together(tmp_path):
     packer, [queue] = make_packer(tmp_path, batch_size=2, attempts=2, row_tokens=64)
-    first = make_sample(4, reward=1.0, version=3)
+    first = make_sample(4, reward=1.0, version=3, tokens=np.array([7, 7, 8, 8]))
     second = make_sample(5, version=4, num_versions=2)
     second["versions"][-1] = 5
     packer.add(a_group(7, [first, second]))
     [record] = read_step(queue)
-    # the longest first
-    assert record["lengths"].tolist() == [5, 4]
-    assert record["tokens"].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
-    assert record["versions"].tolist() == [-1, -1, 4, 4, 5, -1, -1, 3, 3]
-    assert record["mask"].tolist() == [False, False, True, True, True, False, False, True, True]
-    assert record["advantage"].tolist() == [0, 1]
-    assert record["num_versions"].tolist() == [2, 1]
+    assert record["lengths"].tolist() == [4, 5]
+    assert record["tokens"].tolist() == [7, 7, 8, 8, 0, 1, 2, 3, 4]
+    assert record["versions"].tolist() == [-1, -1, 3, 3, -1, -1, 4, 4, 5]
+    assert record["mask"].tolist() == [False, False, True, True, False, False, True, True, True]
+    assert record["advantage"].tolist() == [1, 0]
+    assert record["num_versions"].tolist() == [1, 2]
     assert {k: record[k] for k in PACE} == PACE
     assert record["problems"] == {"7": 2}
+
+
+def test_attempts_at_a_problem_share_a_row_and_their_prompt(tmp_path):
+    packer, [queue] = make_packer(tmp_path, batch_size=12, attempts=6, row_tokens=64)
+    for draw in (0, 1):
+        prompt = np.full(8, draw)
+        samples = [
+            make_sample(10, prompt=8, sample_id=6 * draw + k, tokens=np.append(prompt, [k + 2, 9]))
+            for k in range(6)
+        ]
+        assert computed(samples) == 8 + 6 * 2
+        packer.add(a_group(draw, samples))
+    # 8 + 4 * 2 tokens are a quarter of a row; 120 tokens in a row of 64
+    [record] = read_step(queue)
+    assert record["sample_id"].tolist() == [0, 1, 2, 3, 6, 7, 8, 9, 4, 5, 10, 11]
+    assert computed(split(record)) == 2 * (8 + 4 * 2) + 2 * (8 + 2 * 2)
 
 
 def test_rows_of_a_round_take_equally_long(tmp_path):
@@ -141,7 +162,7 @@ def test_rows_of_a_round_take_equally_long(tmp_path):
     lengths = [602, 601, 600, 599, 401, 399] + [100] * 7
     knobs = dict(batch_size=len(lengths), attempts=len(lengths), row_tokens=1000)
     packer, queues = make_packer(tmp_path, 2, **knobs)
-    packer.add(a_group(1, [make_sample(n) for n in lengths]))
+    packer.add(a_group(1, [alone(n, k) for k, n in enumerate(lengths)]))
     of_ranks = [read_step(queue) for queue in queues]
     longest = [[max(record["lengths"]) for record in records] for records in of_ranks]
     assert longest == [[601, 600], [599, 602]]
@@ -352,7 +373,7 @@ def test_a_record_that_the_actor_does_not_write_ends_the_stage_by_name(tmp_path,
 @pytest.mark.parametrize("no_signal", ["keep", "drop"])
 def test_groups_without_signal(tmp_path, no_signal):
     """The real stage: of six groups, of two tasks in turn, every second has four equal rewards."""
-    knobs = dict(task="toy,countdown", batch_size=12, steps=1, no_signal=no_signal)
+    knobs = dict(task="toy,tail", batch_size=12, steps=1, no_signal=no_signal)
     run_dir = write_run(tmp_path, **knobs)
     rollouts = Queue(run_dir / "queues" / "rollouts")
     no_answer = cfg.OUTCOMES.index("no_answer")
@@ -365,7 +386,7 @@ def test_groups_without_signal(tmp_path, no_signal):
     assert run_stage(run_dir).returncode == 0
     last = read_step(Queue(run_dir / "queues" / "batches" / "rank_0"))[-1]
     of_toy = dict(samples=12, reward=0.55, tokens=4, correct=0.5, no_answer=0.5)
-    of_countdown = dict(samples=4, reward=0.1, tokens=4, no_answer=1)
+    of_tail = dict(samples=4, reward=0.1, tokens=4, no_answer=1)
     dropped = read_json(run_dir / "queues" / "dropped.json")
     if no_signal == "drop":
         assert last["by_task"] == {"toy": pytest.approx(of_toy)}
@@ -375,6 +396,6 @@ def test_groups_without_signal(tmp_path, no_signal):
     else:
         of_toy["samples"] = 8
         assert last["by_task"]["toy"] == pytest.approx(of_toy)
-        assert last["by_task"]["countdown"] == pytest.approx(of_countdown)
+        assert last["by_task"]["tail"] == pytest.approx(of_tail)
         assert last["position"] == {"next": 3, "ahead": []}
         assert last["drops"] == dropped == {}

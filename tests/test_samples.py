@@ -9,7 +9,7 @@ import train
 from plumbing import samples as schema
 from plumbing.ledger import Ledger
 from plumbing.queues import Queue
-from plumbing.samples import check_record, filler, join, layout, split
+from plumbing.samples import check_record, filler, join, layout, share, split
 from preprocess import GroupBuffer, Packer
 
 
@@ -45,6 +45,22 @@ def same(a, b):
     assert a.keys() == b.keys()
     for name in a:
         assert np.array_equal(a[name], b[name]), name
+
+
+@pytest.mark.parametrize(
+    "sequences,place",
+    [
+        ([[7, 8, 1], [7, 8, 2]], [0, 1, 2, 0, 1, 3]),
+        # also of what the one before took over; the last token is its own
+        ([[7, 8], [7, 8], [7, 8, 8, 1]], [0, 1, 0, 2, 0, 2, 3, 4]),
+        # not of an earlier one
+        ([[7, 8], [6, 8], [7, 8]], [0, 1, 2, 3, 4, 5]),
+        ([[7], [7]], [0, 1]),
+        ([[7, 8, 9, 1]], [0, 1, 2, 3]),
+    ],
+)
+def test_how_sequences_begin_alike_is_computed_once(sequences, place):
+    assert share(np.concatenate(sequences), list(map(len, sequences))).tolist() == place
 
 
 def test_samples_survive_a_record():

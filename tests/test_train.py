@@ -199,8 +199,8 @@ def test_head_in_float32(model):
     ids = torch.arange(40)
     exact = token_logprobs(model, ids, ids, 1.0)[0]
     model.bfloat16()
-    lengths = {"cu_seq_lens_q": torch.tensor([0, 40]), "lengths": [40]}
-    hidden = model.model(input_ids=ids[None], **lengths).last_hidden_state[0, :-1]
+    packing = (None, None, None, [40], [40])
+    hidden = model.model(input_ids=ids[None], packing=packing).last_hidden_state[0, :-1]
     logits = hidden.float() @ model.lm_head.weight.float().T
     reference = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0]
     rounded = token_logprobs(model, ids, ids, 1.0)[0]
@@ -500,6 +500,9 @@ def measure(model, tmp_path, monkeypatch, engine, guards):
     record = micro_record(model, [10, 13, 4, 30, 9, 5, 6, 7, 8], version=3)
     # temperatures and the age of samples do not matter
     record["temperature"][:] = 0.5
+    # these begin as the one before does
+    record["tokens"][10:16] = record["tokens"][:6]
+    record["tokens"][23:26] = record["tokens"][10:13]
     sender = SimpleNamespace(wait=lambda: None)
     return guards.measure(model, record, sender, 40)
 
