@@ -3,12 +3,10 @@
     out/<run>/archive/step_000137_rank_0_row_0000.safetensors    a micro-batch that made version 137
     out/<run>/archive/group_0000002184.safetensors               a group as the actor sent it, by draw
 
-Files of the queues, moved here instead of being deleted.
+Files of the queues, moved here instead of being deleted; tools/report.py reads them.
 """
 
 from pathlib import Path
-
-from plumbing.queues import read_record
 
 
 def batch_file(config, run_dir, record, rank):
@@ -30,18 +28,3 @@ def group_file(config, run_dir, draw):
     long_ago = draw - (config.keep_steps + 2) * config.groups_per_step
     Path(run_dir, "archive", f"group_{long_ago:010d}.safetensors").unlink(missing_ok=True)
     return Path(run_dir, "archive", f"group_{draw:010d}.safetensors")
-
-
-def batches(run_dir, step):
-    """The micro-batches of the step that made version `step`, rank by rank; FileNotFoundError if none is kept."""
-    files = sorted(Path(run_dir, "archive").glob(f"step_{step:06d}_*"))
-    if not files:
-        words = "nothing is kept of it: run with --keep_steps of at least --save_every"
-        raise FileNotFoundError(f"{run_dir}/archive: step {step}: {words}")
-    return [read_record(file) for file in files]
-
-
-def groups(run_dir):
-    """{draw: record} of all groups that are kept."""
-    files = sorted(Path(run_dir, "archive").glob("group_*"))
-    return {int(file.stem[6:]): read_record(file) for file in files}

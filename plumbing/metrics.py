@@ -181,7 +181,8 @@ class MetricsLog:
             mask = batch["mask"][own]
             versions = batch["versions"][own]
             first = int(mask.argmax())
-            texts = token_texts(self.tokenizer, tokens.tolist())
+            # of a character that several tokens make up each is a mark of its own
+            texts = self.tokenizer.batch_decode(tokens[:, None])
             # the prompt and the environment's texts are spans, too, of version -1
             starts = np.flatnonzero(np.diff(versions, prepend=-2)).tolist()
             borders = zip(starts, [*starts[1:], len(texts)])
@@ -206,8 +207,3 @@ class MetricsLog:
     def close(self):
         if self.rank == 0:
             self.wandb.finish()
-
-
-def token_texts(tokenizer, tokens):
-    """The text of each token by itself; of a character that several make up, each is a mark of its own."""
-    return tokenizer.batch_decode([[token] for token in tokens])

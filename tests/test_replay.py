@@ -3,8 +3,7 @@
 import pytest
 from test_ranks import run_trainer, step_lines, write_run
 
-from plumbing import archive
-from tools import replay
+from tools import replay, report
 
 # as run.sh fills it in
 ALONE = dict(master_addr="127.0.0.1", engines=1, trainer_threads=1)
@@ -23,7 +22,7 @@ def test_micro_batches_of_the_last_steps_are_kept(kept_run):
     assert steps == {3, 4, 5, 6}
     samples = {line["step"]: line["samples"] for line in step_lines(kept_run)}
     for step in range(3, 7):
-        found = sum(len(batch["lengths"]) for batch in archive.batches(kept_run, step))
+        found = sum(len(batch["lengths"]) for batch in report.batches(kept_run, step))
         assert found == samples[step] - samples.get(step - 1, 0)
     assert not any((kept_run / "queues" / "batches" / "rank_0").iterdir())
 

@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import config as cfg
-from plumbing import archive
 from plumbing.problems import Prompter, load_problems
 from plumbing.samples import split
+from tools import report
 
 # of attempt k of a group with rewards r [G], G >= 2
 ADVANTAGES = {
@@ -52,7 +52,7 @@ class Recording:
         self.model = functools.lru_cache(2)(self.load_model)
         self.groups = {}
         tasks = list(cfg.task_weights(config.task))
-        for draw, record in sorted(archive.groups(run_dir).items()):
+        for draw, record in sorted(report.groups(run_dir).items()):
             samples = split(record)
             if samples:
                 task = tasks[samples[0]["task"]]
@@ -68,7 +68,7 @@ class Recording:
 
     def trained(self, step):
         """Samples as they were trained by the step that made version `step`, of all its ranks' micro-batches."""
-        batches = archive.batches(self.run_dir, step)
+        batches = report.batches(self.run_dir, step)
         return [sample for batch in batches for sample in split(batch) if sample["outcome"] >= 0]
 
     def folder(self, version):

@@ -25,9 +25,9 @@ from transformers import AutoTokenizer
 
 import config as cfg
 import train
-from plumbing import archive, checkpoints
+from plumbing import checkpoints
 from plumbing.launch import gpu_count, share_cores
-from plumbing.metrics import Sums, token_texts
+from plumbing.metrics import Sums
 from plumbing.ranks import Ranks
 from plumbing.samples import layout
 from tools import report
@@ -61,7 +61,7 @@ def train_until(run_dir, step, config, ranks):
     version = max((version for version in saved if version < step), default=0)
     path = saved.get(version)
     # all of them, before anything is computed
-    batches = {k: archive.batches(run_dir, k) for k in range(version + 1, step)}
+    batches = {k: report.batches(run_dir, k) for k in range(version + 1, step)}
     model, optimizers = train.build(config, ranks.device, 1)
     checkpoints.restore(path, model, optimizers)
     print(f"replay: from {path or config.model}", flush=True)
@@ -138,7 +138,7 @@ def rollouts(model, batches, version, configs, tokenizer, ranks):
         # a filler is no sample
         for k in np.flatnonzero(batch["outcome"] >= 0):
             own = slice(ends[k] - batch["lengths"][k], ends[k])
-            texts = token_texts(tokenizer, batch["tokens"][own].tolist())
+            texts = tokenizer.batch_decode(batch["tokens"][own][:, None])
             apart = float(difference[own].sum())
             heading = f"reward {batch['reward'][k]:.2f} | advantage {batch['advantage'][k]:+.2f} | difference {apart:.3g}"
             found.append((apart, heading, list(zip(texts, first[2][own], marks[own].tolist()))))
@@ -176,7 +176,7 @@ def main(argv=None):
         # the loss's own bounds, unless they are given
         own = dict(clip_low=-1.0, clip_high=-1.0) if "--loss" in knobs else {}
         other = cfg.check(cfg.parse(knobs, cfg.from_json(vars(config) | own)))
-        batches = archive.batches(run_dir, a.step)
+        batches = report.batches(run_dir, a.step)
         if not gpu_count():
             # sums come out alike only if they are split alike
             torch.set_num_threads(share_cores(config, 0, 0)[1])

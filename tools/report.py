@@ -17,6 +17,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import config as cfg  # noqa: E402
+from plumbing.queues import read_record  # noqa: E402
 from tools import comparison  # noqa: E402
 from tools.panels import column, draw, run_panels, table, write_page  # noqa: E402
 from tools.show import answer_to, read_rollouts, right_answers  # noqa: E402
@@ -44,6 +45,21 @@ waits          the trainer for data {wait_data_s:.0%} of the time, for weights t
 engines        {gen_idle:.0%} of their places empty, paused for weights {pause_s:.1%} of the time
 mismatch       {mismatch:.1e} nats at most, {measured} times measured; dropped {dropped}
 """
+
+
+def batches(run_dir, step):
+    """The micro-batches of the step that made version `step`, rank by rank; FileNotFoundError if none is kept."""
+    files = sorted(Path(run_dir, "archive").glob(f"step_{step:06d}_*"))
+    if not files:
+        words = "nothing is kept of it: run with --keep_steps of at least --save_every"
+        raise FileNotFoundError(f"{run_dir}/archive: step {step}: {words}")
+    return [read_record(file) for file in files]
+
+
+def groups(run_dir):
+    """{draw: record} of all groups that are kept."""
+    files = sorted(Path(run_dir, "archive").glob("group_*"))
+    return {int(file.stem[6:]): read_record(file) for file in files}
 
 
 def lines_with(run_dir, *keys):
