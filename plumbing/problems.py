@@ -3,11 +3,10 @@ the model's chat template.
 """
 
 import functools
-import importlib
 import inspect
 import secrets
 
-from config import Config, ConfigError, require, task_weights
+from config import Config, ConfigError, load_task, require, task_weights
 
 
 def load_problems(config: Config, split: str) -> dict[str, list[dict]]:
@@ -34,7 +33,7 @@ def load_problems(config: Config, split: str) -> dict[str, list[dict]]:
 
 def _problems_of(config, task, split) -> list:
     """What the task itself gives; only tasks that read data files are told their names."""
-    module = importlib.import_module(f"tasks.{task}")
+    module = load_task(task)
     arguments = [split, config.seed]
     if len(inspect.signature(module.problems).parameters) > 2:
         arguments.append({"train": config.train_data, "test": config.eval_data}[split])

@@ -22,7 +22,7 @@ from tools import serve
         ("toy --stepz 3", "Unrecognized options: --stepz, 3 Perhaps you meant: --steps"),
         ("toy --steps many", "--steps: invalid literal for int"),
         ("toy --loss mse", "--loss"),
-        ("chess", "unknown preset 'chess': choose from toy, countdown, guess, math"),
+        ("chess", "unknown preset 'chess': choose from toy, smol, guess, math"),
         ("toy --task chess", "--task chess: there is no tasks/chess.py"),
         ("toy --attempts 9", "not a multiple of --attempts 9"),
         ("toy --attempts 1 --batch_size 4", "needs at least 2 attempts"),

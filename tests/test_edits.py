@@ -108,7 +108,7 @@ def test_five_together_in_a_run(tmp_path, base_model):
     for name in "cispo_by_position curriculum entropy_per_task muon temperature_per_member".split():
         apply(name, folder)
     knobs = (
-        f"toy --run edited --port 8980 --model {base_model} --task toy:0.7,countdown:0.3 --loss cispo "
+        f"toy --run edited --port 8980 --model {base_model} --task toy:0.7,tail:0.3 --loss cispo "
         "--steps 5 --batch_size 64 --warmup_steps 1 --eval_problems 16 --save_every 0"
     )
     path = f"{folder}:{fake_vllm(tmp_path / 'fake')}"

@@ -54,9 +54,9 @@ def test_a_table_by_hand():
 def mixture(tmp_path_factory):
     """Directory of a short run on three tasks at once, one of several turns, one from a file, with a barely warmed-up model."""
     out = tmp_path_factory.mktemp("mixture")
-    base_model.make_model(["maths", "countdown", "guess"], out / "model", 0, steps=150)
+    base_model.make_model(["maths", "toy", "guess"], out / "model", 0, steps=150)
     knobs = (
-        "--task maths:0.25,countdown:0.25,guess:0.5 --steps 4 --batch_size 64 --attempts 8 --late wait "
+        "--task maths:0.25,toy:0.25,guess:0.5 --steps 4 --batch_size 64 --attempts 8 --late wait "
         "--max_new_tokens 60 --max_model_len 400 --row_tokens 1024 --eval_problems 16 --samples_logged 64 "
         f"--train_data {MATHS} --eval_data {MATHS} --model {out / 'model'}"
     )
@@ -68,7 +68,7 @@ def mixture(tmp_path_factory):
 @pytest.mark.slow
 def test_tasks_train_together(mixture):
     steps, evals = metrics(mixture)
-    totals = dict(maths=0, countdown=0, guess=0)
+    totals = dict(maths=0, toy=0, guess=0)
     for step in steps:
         of_tasks = step["by_task"].values()
         # in the order they were started (late = wait): by itself a short task comes first
@@ -112,7 +112,7 @@ def test_offline_evaluation_twice_gives_the_same_numbers(mixture):
     assert found[0] == found[1]
     results, lines = found[0]
     lines = [json.loads(x) for x in lines]
-    assert len(lines) == 36 * 2 and set(results["metrics"]) == {"maths", "countdown", "guess"}
+    assert len(lines) == 36 * 2 and set(results["metrics"]) == {"maths", "toy", "guess"}
     for source, measured in results["metrics"].items():
         assert set(measured) == {"pass@1 = avg@2", "pass@2", "maj@2"}
         successes = [x["success"] for x in lines if x["source"] == source]

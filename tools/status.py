@@ -122,7 +122,7 @@ class Status:
     def starting(self):
         """What it waits for before its first step."""
         if launch.is_to_be_made(self.config.model):
-            return "the tiny base model is being made"
+            return "the model is being made"
         if read_json(self.run_dir / "queues" / "version.json"):
             return "the first rollouts are sampled"
         return f"models are being loaded, {self.engines()}"

@@ -237,11 +237,11 @@ def test_entropy_per_task_by_hand():
         entropy = model.token_logprobs(record["tokens"], positions, temperature)[1].numpy()
     of_task = record["task"][ids]
     mean = [entropy[record["mask"] & (of_task == number)].mean() for number in (0, 1)]
-    metrics, _ = trained(model, record, task="toy,countdown")
-    expected = {"toy": mean[0], "countdown": mean[1]}
+    metrics, _ = trained(model, record, task="toy,tail")
+    expected = {"toy": mean[0], "tail": mean[1]}
     assert metrics["entropy_by_task"] == pytest.approx(expected, rel=1e-4)
     assert mean[0] > mean[1] + 0.01
-    # 12 of the 22 sampled tokens are of countdown
+    # 12 of the 22 sampled tokens are of tail
     together = (10 * mean[0] + 12 * mean[1]) / 22
     assert metrics["entropy"] == pytest.approx(together, rel=1e-4)
 
@@ -250,7 +250,7 @@ def test_entropy_per_task_of_one_task_and_of_none_of_a_task():
     model = packed_model()
     record = micro_record(model, [10], version=6)
     record["task"] = np.array([0], np.int16)
-    for task, others in [("toy", {}), ("toy,countdown", {"countdown": 0.0})]:
+    for task, others in [("toy", {}), ("toy,tail", {"tail": 0.0})]:
         metrics, _ = trained(model, record, task=task)
         own = pytest.approx(metrics["entropy"], rel=1e-5)
         assert metrics["entropy_by_task"] == {"toy": own} | others
