@@ -35,9 +35,8 @@ from plumbing.supervise import Ended, Engine, Process, claim_port
 # knobs that would make a continued run another run, and those that may differ without a word
 FIXED = {"task", "train_data", "model", "seed", "batch_size", "attempts", "dtype"}
 FILLED_IN = {"fresh", "out", "run_id", "nnodes", "master_addr", "master_port"}
-MODELS = (
-    cfg.ROOT / "out" / "models"
-)  # where tools/base_model.py and tools/smol.py put what they make
+# what tools/base_model.py and tools/smol.py make
+MODELS = cfg.ROOT / "out" / "models"
 ENGINE_FLAGS = (
     "--logprobs-mode processed_logprobs --generation-config vllm "
     "--worker-extension-cls plumbing.engine.WorkerExtension --middleware plumbing.engine.Contract "
