@@ -7,6 +7,7 @@ tokenizer and chat template. `bash run.sh smol` does that by itself. 93 MB are f
 """
 
 import contextlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -41,6 +42,8 @@ def make_model(path):
 
 def convert(gguf, path):
     """A GGUF file -> a Hugging Face directory."""
+    # a bar of hundreds of updates a second
+    os.environ["TQDM_DISABLE"] = "1"
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging
