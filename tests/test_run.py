@@ -260,7 +260,7 @@ def test_kill_continue_interrupt(tmp_path, base_model):
 @pytest.mark.slow
 def test_a_real_model_from_a_package(tmp_path):
     """`bash run.sh smol`, which fetches what is not there: weights are float32 where they are trained, bfloat16 elsewhere."""
-    knobs = "--steps 2 --batch_size 16 --attempts 4 --eval_problems 8 --max_new_tokens 12"
+    knobs = "--steps 2 --batch_size 16 --attempts 4 --eval_problems 8 --eval_attempts 1 --max_new_tokens 8"
     words = f"bash run.sh smol --out {tmp_path} --run smol --port 8719 {knobs}"
     done = subprocess.run(words.split(), cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
