@@ -86,12 +86,19 @@ def computed(samples):
 
 
 def side_by_side(samples, most):
-    """Attempts at one problem -> lists of them that stay together, each of `most` tokens or of one attempt."""
-    found = [[]]
+    """Attempts at one problem -> [(tokens computed, samples)] of those that stay together, which are no
+    more than `most` tokens, or one attempt.
+    """
+    found = []
     for sample in samples:
-        if found[-1] and computed([*found[-1], sample]) > most:
-            found.append([])
-        found[-1].append(sample)
+        if found:
+            tokens, together = found[-1]
+            before = together[-1]
+            more = tokens + computed([before, sample]) - len(before["tokens"])
+            if more <= most:
+                found[-1] = (more, [*together, sample])
+                continue
+        found.append((len(sample["tokens"]), [sample]))
     return found
 
 
@@ -127,8 +134,7 @@ class Packer:
         complete.
         """
         samples = group["samples"]
-        for together in side_by_side(samples, TOGETHER * self.config.row_tokens):
-            self.pending.append((computed(together), together))
+        self.pending += side_by_side(samples, TOGETHER * self.config.row_tokens)
         self.groups += 1
         self.ledger.trained[group["draw"]] = len(samples)
         self.ledger.done(group["draw"])

@@ -79,6 +79,7 @@ def token_logprobs(model, input_ids, position_ids, temperature, wanted=None):
     temperature = np.broadcast_to(temperature.astype(np.float32), ids.shape)
     bounds = np.append(np.flatnonzero(positions == 0), len(ids))
     place = np.arange(len(ids))
+    # others take the tokens of a row as they come
     if model.config._attn_implementation == "packed":
         place = share(ids, np.diff(bounds))
     # the Q <= T tokens that are computed

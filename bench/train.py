@@ -40,7 +40,7 @@ import train
 from bench.common import WORK, keep, machine, median_and_range, parser, result_file, table
 from plumbing.metrics import Sums
 from plumbing.samples import filler, join
-from preprocess import TOGETHER, advantages, computed, pack, side_by_side
+from preprocess import TOGETHER, advantages, pack, side_by_side
 
 logging.set_verbosity_error()
 # samples of one prompt
@@ -136,17 +136,17 @@ def own(shape, path):
     from plumbing.ranks import Ranks
 
     knobs = dict(run="bench", model=str(path), dtype=shape["dtype"])
-    config = cfg.check(cfg.Config(**knobs, gradient_checkpointing=CUDA))
+    knobs["gradient_checkpointing"] = CUDA and shape["dtype"] != "float32"
+    config = cfg.check(cfg.Config(**knobs))
     device = Ranks(config).device
     model, optimizers = train.build(config, device, 1)
 
     def prepare(samples):
-        most = TOGETHER * shape["row_tokens"]
         samples = sorted(samples, key=lambda s: s["sample_id"])
         groups = [samples[i : i + GROUP] for i in range(0, len(samples), GROUP)]
-        parts = [part for group in groups for part in side_by_side(group, most)]
-        rows = pack(list(map(computed, parts)), shape["row_tokens"])
-        return [join([sample for i in row for sample in parts[i]]) for row in rows]
+        parts = [x for g in groups for x in side_by_side(g, TOGETHER * shape["row_tokens"])]
+        rows = pack([tokens for tokens, _ in parts], shape["row_tokens"])
+        return [join([sample for i in row for sample in parts[i][1]]) for row in rows]
 
     return prepare, functools.partial(one_step, model, optimizers, config, device)
 
@@ -178,7 +178,7 @@ def by_hand(shape, path):
         path, dtype=torch.float32, attn_implementation="sdpa"
     )
     model = model.to(DEVICE).train()
-    if CUDA:
+    if CUDA and shape["dtype"] != "float32":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, betas=(0.9, 0.95), weight_decay=0.0)
 
