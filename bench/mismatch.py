@@ -59,7 +59,7 @@ def main(argv=None):
         config = cfg.load(run_dir)
         tokens = tokens_of(run_dir)
         d = tokens["difference"]
-        label = f"{config.dtype}, head_float32 {config.head_float32}"
+        label = f"{run_dir}: {config.dtype}, head_float32 {config.head_float32}"
         whole = [np.abs(d).mean(), np.quantile(np.abs(d), 0.99), np.abs(d).max(), d.mean()]
         print(
             f"\n{label}: {len(d)} tokens; mean, 99%, largest, bias:", *(f"{x:.2g}" for x in whole)

@@ -22,13 +22,12 @@ from tools import base_model
 MATHS = ROOT / "tests" / "maths.jsonl"
 
 
-@pytest.mark.parametrize("task", [toy])
-def test_no_test_problem_is_a_train_problem_and_the_given_answers_are_right(task):
-    train, test = task.problems("train", 3), task.problems("test", 3)
+def test_no_test_problem_is_a_train_problem_and_the_given_answers_are_right():
+    train, test = toy.problems("train", 3), toy.problems("test", 3)
     assert not {p["prompt"] for p in train} & {p["prompt"] for p in test}
     assert len(train) > 10000 and len(test) > 100
-    assert {task.reward(p, p["answer"], True) for p in train[:300] + test} <= {1.0, "correct"}
-    assert task.problems("test", 3) == test and task.problems("test", 4) != test
+    assert {toy.reward(p, p["answer"], True) for p in train[:300] + test} <= {1.0, "correct"}
+    assert toy.problems("test", 3) == test and toy.problems("test", 4) != test
 
 
 def load_gym(data, split="train"):
@@ -52,12 +51,12 @@ def test_gym_problems_are_held_out_and_scored_by_their_verifier():
         ("3 + 4 = 7", "7", 1.0),
         ("I see.\nThe answer is **7**.", "7", 1.0),
         ("<answer>8</answer> no, <answer> 7 </answer> is the answer", "7", 1.0),
-        ("7 or 8", "7 or 8", 0.0),
+        ("7 or 8", "7 or 8", 1 / 6),
         ("8", "8", 0.0),
         (" \n", None, 0.0),
     ]:
         assert gym.answer(problem, text) == given
-        assert gym.reward(problem, text, True) == pytest.approx(reward, abs=0.2)
+        assert gym.reward(problem, text, True) == pytest.approx(reward)
         assert gym.reward(problem, text, False) == 0.0
 
 
