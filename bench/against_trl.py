@@ -2,13 +2,16 @@
 
     pip install -r bench/requirements.txt
     python bench/against_trl.py [--max_new_tokens 64] [--seeds 8] [--steps 64] [--quick] [--plot] [--port 8970]
+    python bench/against_trl.py --preset smol --max_new_tokens 96 --steps 16 --seeds 3    # after `bash run.sh smol`
 
 Task, pipeline, scores, table and intervals are those of bench/compare.py. Both: 64 samples a step, 4 a problem,
 temperature 1, top-p 1, top-k off, at most 410 new tokens (with 64 there are no long answers to wait for,
 which suits TRL), AdamW (0.9, 0.95), the same learning rate after 3 steps of warm-up, gradients clipped at
-1, no KL term, rewards not divided by their standard deviation. TRL has the whole machine for either of
-its phases, its default loss (`dapo`, on-policy here), and generates with Transformers: its ways to use
-vLLM need a GPU. Both write a checkpoint every 8 steps; start-up does not count.
+1, no KL term, rewards not divided by their standard deviation; of another preset whatever that says. TRL
+has the whole machine for either of its phases, its default loss (`dapo`, on-policy here), float32, and
+generates with Transformers: its ways to use vLLM, its asynchronous trainer among them, need a GPU. Both
+write a checkpoint every 8 steps (smol: 4); start-up does not count. TRL's on smol are scored afterwards, the
+pipeline's by the run itself, on the same problems with as many attempts.
 """
 
 import functools
@@ -20,17 +23,20 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import config as cfg
 from bench import compare, runs
 from bench.common import WORK
 from bench.runs import COMMON, PIPELINE, QUICK, scores
-from tasks import tail
 
-# of COMMON, what TRL's runs hang on
+# of the knobs, what TRL's runs hang on
 TRL = "task model steps batch_size attempts max_new_tokens lr warmup_steps save_every".split()
+TRL += "train_data eval_data temperature eval_attempts eval_temperature".split()
+# of the real model's runs, which are short
+SMOL_KNOBS = dict(engines=1, lr_schedule="constant", eval_every=4, eval_attempts=2, save_every=4)
 LONGEST = 3600
 # of GRPOConfig: what the pipeline has by default
-ALIKE = dict(temperature=1.0, top_p=1.0, top_k=0, beta=0.0, scale_rewards="none", adam_beta2=0.95)
-ALIKE |= dict(max_grad_norm=1.0, lr_scheduler_type="constant_with_warmup")
+ALIKE = dict(top_p=1.0, top_k=0, beta=0.0, scale_rewards="none", adam_beta2=0.95)
+ALIKE |= dict(max_grad_norm=1.0)
 MACHINE = dict(use_cpu=True, bf16=False, gradient_checkpointing=False, disable_tqdm=True)
 MACHINE |= dict(
     report_to="none", logging_strategy="no", save_strategy="steps", save_only_model=True
@@ -65,12 +71,18 @@ def train_trl(knobs, file):
     tokenizer = AutoTokenizer.from_pretrained(knobs["model"])
     folder = Path(file).with_suffix("")
     curve = dict(time=[], samples=[])
+    task = cfg.load_task(knobs["task"])
+    problems = task.problems("train", knobs["seed"], knobs.get("train_data", ""))
+    prompts = [problem["prompt"] for problem in problems]
+    if knobs["task"] == "gym":
+        prompts = [[dict(role="user", content=prompt)] for prompt in prompts]
 
-    def rewards(completions, completion_ids, answer, **_):
+    def rewards(completions, completion_ids, number, **_):
         found = []
-        for right, text, ids in zip(answer, completions, completion_ids):
+        for i, said, ids in zip(number, completions, completion_ids):
+            text = said if isinstance(said, str) else said[0]["content"]
             finished = ids[-1] == tokenizer.eos_token_id
-            found.append(tail.reward(dict(answer=right), text, finished))
+            found.append(task.reward(problems[i], text, finished))
         return found
 
     arguments = GRPOConfig(
@@ -83,6 +95,9 @@ def train_trl(knobs, file):
         warmup_steps=knobs["warmup_steps"],
         seed=knobs["seed"],
         save_steps=knobs["save_every"],
+        temperature=knobs.get("temperature", 1.0),
+        # transformers' `linear` falls to 0
+        lr_scheduler_type="constant_with_warmup",
         **ALIKE,
         **MACHINE,
     )
@@ -93,19 +108,53 @@ def train_trl(knobs, file):
         model,
         reward_funcs=rewards,
         args=arguments,
-        train_dataset=Dataset.from_list(tail.problems("train", knobs["seed"])),
+        train_dataset=Dataset.from_dict(dict(prompt=prompts, number=range(len(prompts)))),
         processing_class=tokenizer,
         callbacks=[watch(curve, knobs["batch_size"])],
     )
     trainer.train()
-    found = scores(folder, knobs["seed"])
+    found = sampled(folder, knobs) if knobs["task"] == "gym" else scores(folder, knobs["seed"])
     Path(file).write_text(json.dumps(dict(curve=curve, scores=found)))
 
 
-def one_run(name, knobs, port):
+def sampled(folder, knobs):
+    """[[version, score]] of the base model and TRL's checkpoints: what a run's own evaluations are, by Transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    task = cfg.load_task(knobs["task"])
+    problems = task.problems("test", knobs["seed"], knobs["eval_data"])
+    tokenizer = AutoTokenizer.from_pretrained(knobs["model"], padding_side="left")
+    chats = [[dict(role="user", content=problem["prompt"])] for problem in problems]
+    how = dict(add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt")
+    prompts = tokenizer.apply_chat_template(chats, **how)
+    models = {int(path.name.rpartition("-")[2]): path for path in folder.glob("checkpoint-*")}
+    found = []
+    for version, path in sorted((models | {0: knobs["model"]}).items()):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        torch.manual_seed(knobs["seed"])
+        ids = model.generate(
+            **prompts,
+            do_sample=True,
+            temperature=knobs["eval_temperature"],
+            top_p=1.0,
+            top_k=0,
+            max_new_tokens=knobs["max_new_tokens"],
+            num_return_sequences=knobs["eval_attempts"],
+        )[:, prompts["input_ids"].shape[1] :]
+        total = 0.0
+        for i, text in enumerate(tokenizer.batch_decode(ids, skip_special_tokens=True)):
+            finished = tokenizer.eos_token_id in ids[i]
+            # as a run scores: only what is wholly right counts
+            total += task.reward(problems[i // knobs["eval_attempts"]], text, finished) == 1
+        found.append([version, total / len(ids)])
+    return found
+
+
+def one_run(name, knobs, port, preset):
     """A run of either; TRL's has no engines."""
     if "engines" in knobs:
-        return runs.one_run(name, knobs, port)
+        return runs.one_run(name, knobs, port, preset)
     file = WORK / f"{name}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     spawn = multiprocessing.get_context("spawn")
@@ -122,16 +171,21 @@ def main(argv=None):
     p = runs.run_parser(__doc__, seeds=8, port=8970)
     p.add_argument("--steps", type=int, default=64)
     p.add_argument("--max_new_tokens", type=int, default=COMMON["max_new_tokens"])
+    p.add_argument("--preset", choices=("toy", "smol"), default="toy")
     a = p.parse_args(argv)
-    common = COMMON | dict(steps=a.steps, max_new_tokens=a.max_new_tokens)
     name = "against-trl"
     if a.max_new_tokens != COMMON["max_new_tokens"]:
         name += f"-{a.max_new_tokens}"
+    common = COMMON | PIPELINE
+    if a.preset == "smol":
+        name += "-smol"
+        common = cfg.SMOL | SMOL_KNOBS
+    common |= dict(steps=a.steps, max_new_tokens=a.max_new_tokens)
     if a.quick:
         common |= QUICK
-    settings = {"pipeline": common | PIPELINE, "trl": {name: common[name] for name in TRL}}
+    settings = {"pipeline": common, "trl": {name: common[name] for name in TRL if name in common}}
     runs.make_model()
-    start = functools.partial(one_run, port=a.port)
+    start = functools.partial(one_run, port=a.port, preset=a.preset)
     found, path = runs.run_all(a, name, settings, start)
     compare.report(found, path)
 

@@ -91,7 +91,8 @@ def run_all(arguments, name, settings, start):
             wanted[f"{setting}, seed {seed}"] = settings[setting] | dict(seed=seed)
 
     def measure(key, knobs):
-        run = start(re.sub(r"\W+", "-", f"{name}-{key}"), knobs)
+        # its end tells it from the others
+        run = start(re.sub(r"\W+", "-", f"{name}-{key}")[-80:].strip("-_"), knobs)
         samples_s = run["curve"]["samples"][-1] / run["curve"]["time"][-1]
         print(f"{key}: {samples_s:.0f} samples/s, score {run['scores'][-1][1]:.3f}", flush=True)
         return run

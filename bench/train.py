@@ -1,6 +1,6 @@
 """What train.py's step costs, against a bare Hugging Face loop on the same samples, in turn.
 
-    python bench/train.py [--shape small|tail|heavy|1.5b|smol] [--rounds 5] [--contenders train.py sorted]
+    python bench/train.py [--shape small|tail|heavy|1.5b|smol|smol-float32] [--rounds 5] [--contenders train.py sorted]
 
     train.py  train.build, train.micro_batch and train.optimizer_step, on rows of preprocess.pack
     sorted    the loop one writes first: samples sorted by length and padded on the right, as many as fit
@@ -67,6 +67,7 @@ SHAPES = {
     "heavy": SMALL | dict(row_tokens=4096, completions=(26, 1.6, 4, 4080)),
     "1.5b": WIDE,
     "smol": SMOL,
+    "smol-float32": SMOL | dict(dtype="float32"),
 }
 
 
