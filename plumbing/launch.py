@@ -155,8 +155,10 @@ def resolve(config: Config, gpus: int, training: bool = True) -> Config:
     c.master_addr = c.master_addr or os.environ.get("NODE_ADDR", "127.0.0.1")
     everywhere = gpus * c.nnodes
     if gpus:
-        # the paper's 48 of 128: with half of them the trainer is the slower side
-        c.engines = c.engines or max(round(everywhere * 3 / 8 / c.tensor_parallel), 1)
+        # the paper's 48 of 128, or what is left: with half of them the trainer is the slower side
+        left = (everywhere - c.trainers) // c.tensor_parallel
+        usual = round(everywhere * 3 / 8 / c.tensor_parallel)
+        c.engines = c.engines or max(left if c.trainers else usual, 1)
         c.trainers = c.trainers or max(everywhere - c.engines * c.tensor_parallel, 1)
     else:
         c.trainers = c.trainers or 1

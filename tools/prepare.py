@@ -2,8 +2,8 @@
 
     python tools/prepare.py MODEL TASK OUT CHECKPOINTS
 
-A model of the hub comes into its cache, with progress; the tiny one of TASK and that of `bash run.sh smol` are made, once.
-Then a line if so many CHECKPOINTS more may not go into OUT. Exit code 1 if there is no model.
+A model of the hub comes into its cache, the tiny one of TASK and that of `bash run.sh smol` are made, once. Then a line if
+so many CHECKPOINTS more may not go into OUT. Exit code 1 if there is no model.
 """
 
 import shutil
@@ -17,7 +17,7 @@ from plumbing import launch
 from tools import base_model, smol
 
 # weights in one format, and what belongs to them
-FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+FILES = ["model*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 
 
 def bring_model(model, task):
@@ -44,18 +44,18 @@ def bring_model(model, task):
 def check_room(folder, out, checkpoints):
     """One line if so many checkpoints of a model may not go into a directory."""
     # of each weight the trainer keeps 12 bytes: float32, and AdamW's two moments; files have 2, as a rule
-    gb = 7 * sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e9
+    gb = 7 * sum(file.stat().st_size for file in folder.glob("model*.safetensors")) / 1e9
     free = shutil.disk_usage(out).free / 1e9
     if free < checkpoints * gb:
-        words = (
-            f"{checkpoints} checkpoints of about {gb:.0f} GB are to come, {free:.0f} GB are free"
-        )
+        words = f"{checkpoints} checkpoints of some {gb:.0f} GB will come, {free:.0f} GB are free"
         print(f"prepare: {words} in {out}: lower --keep_last, or set --out", flush=True)
 
 
 def main(argv):
     model, task, out, checkpoints = argv
-    check_room(bring_model(model, task), out, int(checkpoints))
+    folder = bring_model(model, task)
+    if int(checkpoints) > 0:
+        check_room(folder, out, int(checkpoints))
 
 
 if __name__ == "__main__":

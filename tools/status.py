@@ -115,8 +115,7 @@ def advice_on(config, steps):
     dropped = sum(sum(line["drops"].get("buffer_full", {}).values()) for line in recent)
     sampled = dropped + sum(sum(line["problems"].values()) for line in recent)
     serving = config.engines * config.tensor_parallel
-    shares = (waits, empty, dropped / sampled)
-    return advice(*shares, serving, config.trainers, config.tensor_parallel)
+    return advice(waits, empty, dropped / sampled, serving, config.trainers, config.tensor_parallel)
 
 
 class Status:
