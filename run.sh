@@ -6,7 +6,7 @@
 #   bash run.sh status [out/toy]                  what a run is doing, or where it stopped; default: the newest
 #   bash run.sh [preset] --help                   every knob
 #   bash run.sh doctor [preset] [--knob value ...]    is what this configuration computes here what it should be? Minutes
-#   bash run.sh setup [smol]                      install only
+#   bash run.sh setup [smol|gpu]                  install only; gpu: for GPUs on a machine without any, if theirs have no internet
 #
 # On several nodes: the same command on each, with NNODES, NODE_RANK and MASTER_ADDR set (or under srun, torchrun), and --out on
 # a file system that all share.
@@ -31,11 +31,11 @@ setup() {  # .venv with requirements.txt, and with requirements-NAME.txt of a pr
   was=$(cat .venv/.ready 2>/dev/null || true)
   # a machine without GPUs that shares .venv with some, a login node, leaves it as it is
   flavour=cpu
-  if sees_gpus || [[ $was == *gpu ]]; then flavour=gpu; fi
+  if sees_gpus || [[ $was == *gpu || ${2:-} == gpu ]]; then flavour=gpu; fi
   stamp="$(cksum < requirements.txt) $flavour"
   if [ "$was" != "$stamp" ]; then
     if [ -n "$was" ] && [ $flavour = gpu ] && [[ $was != *gpu ]]; then
-      echo "run.sh: .venv was made where nvidia-smi lists no GPU: here are some, it is removed and made anew"
+      echo "run.sh: .venv is for machines without GPUs, nvidia-smi listed none: it is removed and made anew for GPUs"
       rm -rf .venv
     fi
     echo "run.sh: installing requirements.txt into .venv, its $flavour build (a few minutes, once)"

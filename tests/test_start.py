@@ -50,13 +50,13 @@ class Machine:
         words = f"gcc -shared -o {self.programs}/libcuda.so.1 {self.folder}/cuda.c"
         subprocess.run(words.split(), check=True)
 
-    def run(self):
+    def run(self, *words):
         """(what it says, what it complains of, what pip was told) of run.sh."""
         pip = self.folder / "pip.txt"
         pip.write_text("")
         env = {"PATH": str(self.programs), "LD_LIBRARY_PATH": str(self.programs)}
-        words = ["bash", str(self.folder / "run.sh"), "math"]
-        done = subprocess.run(words, env=env, capture_output=True, text=True)
+        command = ["bash", str(self.folder / "run.sh"), *(words or ["math"])]
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
         return done.stdout, done.stderr, pip.read_text()
 
 
@@ -86,6 +86,9 @@ def test_a_login_node_and_gpu_nodes_share_an_environment_and_a_machine_that_lack
     assert (said, told) == ("started\n", "") and "engines will not start" in warned
     (tmp_path / "requirements.txt").write_text("new\n")
     assert machine.run()[2] == "install -qq -r requirements.txt\n"
+    # or it is made there, if only there is the internet
+    shutil.rmtree(tmp_path / ".venv")
+    assert machine.run("setup", "gpu")[2] == "install -qq -r requirements.txt\n"
 
 
 def test_a_model_of_the_hub_is_fetched_or_is_one_line(tmp_path, monkeypatch):
