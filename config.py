@@ -320,9 +320,9 @@ MATH = dict(
     save_every=50,
     stop_timeout=300.0,
 )
-# The same on less: what one GPU of 80 GB, and of 24, holds of both engine and trainer, with 3 GB for what tools/memory.py
-# does not know. vLLM would measure what is left for its KV cache while the trainer takes its share. Who generates more
-# than is trained takes the trainer's time: engines wait.
+# The same on less: what one GPU of 80 GB, and of 24, holds of both engine and trainer, with 3 GB or more for what
+# tools/memory.py does not know. vLLM would measure what is left for its KV cache while the trainer takes its share.
+# Samples that are dropped would have taken the trainer's time: engines wait instead.
 MATH_1X80 = MATH | dict(model="Qwen/Qwen2.5-1.5B", batch_size=256, max_lag=2, on_full="block")
 MATH_1X80 |= dict(concurrency=256, kv_cache_gb=12.0)
 MATH_1X24 = MATH_1X80 | dict(model="Qwen/Qwen2.5-0.5B", row_tokens=10240)

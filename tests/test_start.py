@@ -22,9 +22,6 @@ case "$*" in
     *) exec {sys.executable} "$@" ;;
 esac
 """
-PIP = '#!/bin/sh\necho "$@" >> pip.txt\n'
-# FAKE: a driver that knows this version of CUDA
-DRIVER = "int cuDriverGetVersion(int *version) {{ *version = {}; return 0; }}"
 
 
 class Machine:
@@ -39,16 +36,17 @@ class Machine:
         for name in ("run.sh", "requirements.txt"):
             shutil.copy(ROOT / name, folder)
         self.add("python3", PYTHON)
-        self.add("pip", PIP)
+        self.add("pip", '#!/bin/sh\necho "$@" >> pip.txt\n')
 
     def add(self, name, text):
         (self.programs / name).write_text(text)
         (self.programs / name).chmod(0o755)
 
     def drive(self, version):
-        (self.folder / "cuda.c").write_text(DRIVER.format(version))
-        words = f"gcc -shared -o {self.programs}/libcuda.so.1 {self.folder}/cuda.c"
-        subprocess.run(words.split(), check=True)
+        """FAKE: a driver that knows this version of CUDA."""
+        words = f"gcc -shared -o {self.programs}/libcuda.so.1 -x c -"
+        code = f"int cuDriverGetVersion(int *found) {{ *found = {version}; return 0; }}"
+        subprocess.run(words.split(), input=code, text=True, check=True)
 
     def run(self, *words):
         """(what it says, what it complains of, what pip was told) of run.sh."""
@@ -117,8 +115,7 @@ def test_another_node_fetches_before_it_waits_for_node_0(tmp_path, monkeypatch):
 
 
 def test_checkpoints_to_come_that_find_no_room_are_said(tmp_path, monkeypatch, capsys):
-    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"x" * 2000)
-    (tmp_path / "model-00002-of-00002.safetensors").write_bytes(b"x" * 8000)
+    (tmp_path / "model-00001-of-00001.safetensors").write_bytes(b"x" * 10_000)
     # room for two
     usage = shutil.disk_usage(tmp_path)._replace(free=140_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)

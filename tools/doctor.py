@@ -5,8 +5,8 @@
 Two short real runs of that configuration, with its engines, trainer ranks and tasks, in out/doctor-<run>: in the first
 one the engines are killed, then it is interrupted; the second one continues it. What the stages handed on is kept
 (--keep_steps) and computed once more, see tools/checks.py. Prints a table and leaves out/doctor-<run>/doctor.json; exit
-code 1 if something FAILs, and only then its checkpoints stay. A row with a dash had nothing that is known to compare with. Deliberately absent: whether
-anything is learnt; tasks' own correctness.
+code 1 if something FAILs, and only then its checkpoints stay. A row with a dash had nothing that is known to compare
+with. Deliberately absent: whether anything is learnt; tasks' own correctness.
 """
 
 import contextlib
@@ -27,8 +27,7 @@ import torch
 from transformers.utils import logging
 
 import config as cfg
-from plumbing import checkpoints
-from plumbing.launch import gpu_count
+from plumbing import checkpoints, launch
 from plumbing.queues import read_json
 from tools import checks, plain, report
 
@@ -50,7 +49,7 @@ def shorten(argv):
     """(Config, arguments of run.sh): the user's, made short. Raises ConfigError."""
     c = cfg.parse(argv)
     # bfloat16 hides what a small step changes
-    rounds = c.dtype == "bfloat16" or (c.dtype == "auto" and gpu_count())
+    rounds = c.dtype == "bfloat16" or (c.dtype == "auto" and launch.gpu_count())
     lr = max(c.lr, 1e-4) if rounds else c.lr
     batch_size = min(GROUPS, c.groups_per_step) * c.attempts
     own = f"--run doctor-{c.run} --batch_size {batch_size} --lr {lr}"
@@ -173,6 +172,9 @@ def main(argv):
     begun = time.monotonic()
     try:
         c, words = shorten(argv)
+        if c.model:
+            c.model = os.path.expanduser(c.model)
+            launch.prepare(c)
         found = examine(Path(c.out, c.run), run_twice(c, words))
     except (cfg.ConfigError, RuntimeError, subprocess.TimeoutExpired) as e:
         sys.exit(f"{e}")

@@ -30,7 +30,6 @@ def bring_model(model, task):
             base_model.make_model(list(cfg.task_weights(task)), model, seed)
     if Path(model).is_dir():
         return Path(model)
-    # takes a moment to import
     from huggingface_hub import snapshot_download
 
     print(f"prepare: {model} comes from the hub, unless it is in the cache", flush=True)

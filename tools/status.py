@@ -92,9 +92,8 @@ def advice(waits, empty, in_vain, serving, training, per_engine=1):
     engine = 1 / max((1 - empty) * (1 - in_vain), 0.01) / serving
     trainer = 1 / max(1 - waits, 0.01) / training
     total = serving + training
-    rates = {}
-    for serve in [serving, *range(per_engine, total, per_engine)]:
-        rates[serve] = min(serve * engine, (total - serve) * trainer)
+    splits = [serving, *range(per_engine, total, per_engine)]
+    rates = {serve: min(serve * engine, (total - serve) * trainer) for serve in splits}
     best = max(rates, key=rates.get)
     gain = rates[best] / rates[serving]
     words = f"trainer waits {waits:.0%}, engine places {empty:.0%} empty, {in_vain:.0%} of samples dropped"
