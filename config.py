@@ -84,7 +84,7 @@ class Config:
 
     # ---- generation
 
-    # vLLM servers; 0: on half of the GPUs; without GPUs one on every node that does not train
+    # vLLM servers; 0: on three of eight GPUs; without GPUs one on every node that does not train
     engines: int = 0
     # GPUs per engine
     tensor_parallel: int = 1
@@ -156,7 +156,7 @@ class Config:
     max_grad_norm: float = 1.0
     # tokens per packed micro-batch row
     row_tokens: int = 4096
-    # trainer ranks (FSDP2 when more than one); 0: the other half of the GPUs, or 1 without GPUs
+    # trainer ranks (FSDP2 when more than one); 0: the GPUs that do not serve, or 1 without GPUs
     trainers: int = 0
     # recompute activations in the backward pass: less memory, ~30% slower
     gradient_checkpointing: bool = False
@@ -256,7 +256,7 @@ TOY = dict(
     stall_timeout=300.0,
     request_timeout=120.0,
 )
-# A real chat model, which tools/smol.py fetches, on sums of reasoning-gym: 200 of them, a quarter held out.
+# A real chat model, which tools/smol.py makes, on sums of reasoning-gym: 200 of them, a quarter held out.
 SMOL = TOY | dict(
     task="gym",
     train_data="chain_sum/max_terms=2/max_digits=1",
@@ -320,10 +320,13 @@ MATH = dict(
     save_every=50,
     stop_timeout=300.0,
 )
-# The same on less: what one GPU of 80 GB, and of 24, holds of both engine and trainer. vLLM would
-# measure what is left for its KV cache while the trainer takes its share.
-MATH_1X80 = MATH | dict(model="Qwen/Qwen2.5-1.5B", batch_size=256, concurrency=64, kv_cache_gb=12.0)
-MATH_1X24 = MATH_1X80 | dict(model="Qwen/Qwen2.5-0.5B", kv_cache_gb=3.0)
+# The same on less: what one GPU of 80 GB, and of 24, holds of both engine and trainer, with 3 GB or more for what
+# tools/memory.py does not know. vLLM would measure what is left for its KV cache while the trainer takes its share.
+# Samples that are dropped would have taken the trainer's time: engines wait instead.
+MATH_1X80 = MATH | dict(model="Qwen/Qwen2.5-1.5B", batch_size=256, max_lag=2, on_full="block")
+MATH_1X80 |= dict(concurrency=256, kv_cache_gb=12.0)
+MATH_1X24 = MATH_1X80 | dict(model="Qwen/Qwen2.5-0.5B", row_tokens=10240)
+MATH_1X24 |= dict(concurrency=64, kv_cache_gb=2.0)
 PRESETS = {
     "toy": TOY,
     "smol": SMOL,

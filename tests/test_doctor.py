@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 import train
 from bench import faults
 from config import Config
+from plumbing import checkpoints
 from preprocess import advantages
-from tools import checks, plain
+from tools import checks, doctor, plain
 
 ATTEMPTS = 4
 
@@ -258,6 +259,16 @@ def test_a_gradient_with_another_sign_or_scale_is_found_and_a_forks_loss_is_not_
 
 
 # ---- everything
+
+
+def test_of_the_trainers_states_those_stay_that_are_read(tmp_path):
+    for version in range(1, 10):
+        state = tmp_path / "checkpoints" / f"step_{version:06d}" / "trainer" / "__0_0.distcp"
+        state.parent.mkdir(parents=True)
+        state.touch()
+    doctor.remove_states(tmp_path, {1, 4, 5})
+    kept = sorted(str(path.parent.parent)[-1] for path in tmp_path.rglob("*.distcp"))
+    assert kept == ["1", "4", "5", "8", "9"] and len(checkpoints.all_of(tmp_path)) == 9
 
 
 def test_every_fault_is_one_of_todays_sources(tmp_path, monkeypatch):

@@ -124,14 +124,6 @@ def test_an_engine_that_fails_before_it_ever_answered_is_tried_twice(supervised,
     assert engine.last_errors() == "  [engine0] ValueError: no such model"
 
 
-def test_a_stopped_engine_is_not_in_the_list(supervised):
-    engine = supervised()
-    engine.until_healthy()
-    supervise.stop([engine], 0)
-    assert not engine.file.exists()
-    eventually(lambda: all(map(is_gone, engine.children())))
-
-
 def test_an_engine_takes_the_next_free_port(supervised):
     with socket.create_server(("127.0.0.1", 9460)):
         engine = supervised()

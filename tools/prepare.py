@@ -1,0 +1,61 @@
+"""What a run needs before its processes start, and clocks with them: its model, and room for checkpoints.
+
+    python tools/prepare.py MODEL TASK OUT CHECKPOINTS
+
+A model of the hub comes into its cache, the tiny one of TASK and that of `bash run.sh smol` are made, once. Then a line if
+so many CHECKPOINTS more may not go into OUT. Exit code 1 if there is no model.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import config as cfg
+from plumbing import launch
+from tools import base_model, smol
+
+# weights in one format, and what belongs to them
+FILES = ["model*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+
+
+def bring_model(model, task):
+    """The directory with a model's files, which are made or fetched if need be; exits with a line if they cannot be."""
+    if launch.is_to_be_made(model):
+        if model == cfg.SMOL["model"]:
+            smol.make_model(model)
+        else:
+            seed = int(model.rpartition("-seed")[2])
+            base_model.make_model(list(cfg.task_weights(task)), model, seed)
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    print(f"prepare: {model} comes from the hub, unless it is in the cache", flush=True)
+    try:
+        return Path(snapshot_download(model, allow_patterns=FILES))
+    except (OSError, ValueError) as e:
+        why = str(e).splitlines()[0]
+        sys.exit(f"prepare: --model {model} is no directory, and the hub does not give it: {why}")
+
+
+def check_room(folder, out, checkpoints):
+    """One line if so many checkpoints of a model may not go into a directory."""
+    # of each weight the trainer keeps 12 bytes: float32, and AdamW's two moments; files have 2, as a rule
+    gb = 7 * sum(file.stat().st_size for file in folder.glob("model*.safetensors")) / 1e9
+    free = shutil.disk_usage(out).free / 1e9
+    if free < checkpoints * gb:
+        words = f"{checkpoints} checkpoints of some {gb:.0f} GB will come, {free:.0f} GB are free"
+        print(f"prepare: {words} in {out}: lower --keep_last, or set --out", flush=True)
+
+
+def main(argv):
+    model, task, out, checkpoints = argv
+    folder = bring_model(model, task)
+    if int(checkpoints) > 0:
+        check_room(folder, out, int(checkpoints))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
