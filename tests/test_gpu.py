@@ -7,15 +7,20 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_config import call
 
+import train
 from bench import gpu
 
-# one of each kind, and with and without checkpointing; `plan` starts a real engine
-REHEARSED = ("attention", "parity", "gradients", "mfu-1.5b-16k", "mfu-1.5b-64k", "mfu-7b-16k")
-# what the machine lacks that lends its GPU
-HIDDEN = "msgspec pydantic vllm aiohttp requests accelerate tyro pebble wandb datasets"
-HIDE = f"import sys\nsys.modules |= dict.fromkeys({HIDDEN.split()})"
+# {check: how many figures it gives}: one of each kind, and with and without checkpointing
+REHEARSED = {"attention": 11, "parity": 9, "gradients": 14, "groups": 5, "updates": 5, "sharing": 4}
+REHEARSED |= {"mfu-1.5b-16k": 3, "mfu-1.5b-64k": 3, "mfu-7b-16k": 3}
+# what a machine may lack that lends its GPU
+HIDDEN = "msgspec pydantic vllm aiohttp requests accelerate tyro pebble wandb datasets math_verify"
+HIDE = (
+    f"import sys\nsys.modules |= dict.fromkeys({HIDDEN.split()})\nprint('hidden', file=sys.stderr)"
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +42,7 @@ def test_every_kind_of_check_is_rehearsed():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REHEARSED)
 def test_every_check_runs_or_says_what_it_lacks(name, figures):
-    assert figures[name]
+    assert len(figures[name]) == REHEARSED[name]
     for line in figures[name].values():
         assert line["status"] in ("ok", "skipped (a sliding window needs a GPU)"), line
         assert (line["value"] is None) == (line["status"] != "ok")
@@ -62,16 +67,41 @@ def test_gradients_in_bfloat16_point_where_those_in_float32_do(figures):
 
 def test_the_command_needs_torch_and_transformers_alone(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(HIDE)
-    words = f"bash bench/gpu.sh --rehearse --only attention --out {tmp_path}"
+    words = f"bash bench/gpu.sh --rehearse --only updates --out {tmp_path}"
     done = call(words, PYTHONPATH=str(tmp_path))
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and done.stderr.startswith("hidden\n"), done.stderr
     kept = json.loads((tmp_path / "gpu.json").read_text())
     assert "rehearsal on the CPU" in kept["machine"]
     rows = done.stdout.splitlines()[1:-1]
-    assert len(rows) == len(kept["attention"]) == 11
-    for row, line in zip(rows, kept["attention"]):
-        assert row.startswith("attention  ") and line["what"] in row
+    assert len(rows) == len(kept["updates"]) == REHEARSED["updates"]
+    for row, line in zip(rows, kept["updates"]):
+        assert row.startswith("updates  ") and line["what"] in row
         assert row.endswith(line["status"])
+
+
+def test_a_model_that_does_not_fit_is_skipped_by_name(monkeypatch):
+    def out_of_memory(*_, **__):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(gpu, "build", out_of_memory)
+    [line] = gpu.mfu("7b", 16384, False)
+    assert line["status"] == "skipped (out of memory)" and line["what"].startswith("7b, rows of ")
+
+
+def test_weights_that_arrive_as_others_are_seen(monkeypatch):
+    stage = gpu.transport.named_views
+
+    def wrong(*arguments):
+        views = stage(*arguments)
+        views[3][1].view(-1)[7] += 1
+        return views
+
+    monkeypatch.setattr(gpu.transport, "named_views", wrong)
+    # which the check replaces
+    monkeypatch.setattr(train, "load_model", train.load_model)
+    [line, *_] = gpu.updates()
+    dist.destroy_process_group()
+    assert line["value"] == 1 and line["status"] == "FAIL"
 
 
 def test_a_check_that_breaks_off_costs_only_itself(monkeypatch):
