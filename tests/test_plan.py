@@ -1,7 +1,10 @@
 """Where updates are received, on a small model with loaders like vLLM's: fused matrices and shards, in one bucket's memory."""
 
+import time
+
 import pytest
 import torch
+from test_transport import FakeNCCL, nccl, soon  # noqa: F401
 
 from plumbing import transport
 from plumbing.engine import Receiver
@@ -176,27 +179,16 @@ def group_of(layout, **others):
     return place | dict(layout=layout) | others
 
 
-@pytest.fixture
-def no_trainer(monkeypatch):
-    """There is none to connect to."""
+def test_a_worker_needs_memory_for_one_bucket_and_its_own_shards(monkeypatch):
+    # there is no trainer to connect to
     monkeypatch.setattr(Receiver, "run", lambda self: None)
-
-
-def test_a_worker_needs_memory_for_one_bucket_and_its_own_shards(no_trainer):
     receiver = Receiver(Worker(Shard()), group_of(layout_of(bucket_bytes=300)), None)
     own = sum(x.numel() for x in receiver.plan.successor.values())
     assert own == 2 * WIDTH * WIDTH + WIDTH
     assert receiver.memory.shape == (2 * WIDTH * WIDTH,)
-
-
-def test_groups_that_follow_each_other_share_the_plan(no_trainer):
-    worker = Worker(Shard())
-    first = Receiver(worker, group_of(layout_of()), None)
-    second = Receiver(worker, group_of(layout_of()), first)
-    assert second.plan is first.plan and first.is_retired
     # a group of other tensors needs other memory
-    other = Receiver(worker, group_of(layout_of(bucket_bytes=10**6)), second)
-    assert other.plan is not second.plan
+    other = Receiver(receiver.worker, group_of(layout_of(bucket_bytes=10**6)), receiver)
+    assert other.plan is not receiver.plan and receiver.is_retired
 
 
 def trainer_of(model, layout, before=None):
@@ -217,16 +209,41 @@ def test_a_group_that_hangs_in_mid_broadcast_keeps_its_successor_waiting_for_not
     store.set("update/0", "1")
     # the first bucket, and no more
     group.broadcast(old.buckets[0], 0).wait()
+    start = time.monotonic()
     new_store, new_group, second = trainer_of(model, layout, first)
+    assert time.monotonic() < start + 10
     update = Update(layout, 1)
     new_store.set("update/0", "2")
     new_group.broadcast(update.buckets[0], 0).wait()
-    # now the rest of the old one comes, after all
-    for bucket in old.buckets[1:]:
-        group.broadcast(bucket, 0)
+    # now the old one goes on, after all
+    group.broadcast(old.buckets[1], 0).wait()
     for bucket in update.buckets[1:]:
         new_group.broadcast(bucket, 0).wait()
     new_store.wait(["ready/0/1"])
     assert second.received == "2" and first.received is None
     second.swap()
     assert equal(model.values(), model.expected(update.sent))
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_broadcast_that_returns_late_writes_nothing(monkeypatch, raises):
+    """Of a group that was given up, when its wait is freed: with an error, or as if all had come."""
+    monkeypatch.setattr(FakeNCCL, "raises", raises)
+    layout = layout_of(bucket_bytes=1)
+    worker = Worker(Shard())
+    store = transport.open_store("127.0.0.1", 0, 30.0, server=True)
+    group = group_of(layout, backend="nccl", port=store.port, timeout=30.0)
+    first = Receiver(worker, group, None)
+    store.set("all_here", "")
+    soon(lambda: first.process_group)
+    monkeypatch.setattr(FakeNCCL, "hangs", ["wait"])
+    store.set("update/0", "1")
+    soon(first.process_group.is_waiting.is_set)
+    before = {p: x.clone() for p, x in first.plan.successor.items()}
+    second = Receiver(worker, group, first)
+    # by whom gives it up, and by its own thread as it ends
+    soon(lambda: first.process_group.aborts == 2)
+    assert first.received is None and not store.check(["ready/0/1"])
+    assert second.plan is first.plan
+    assert all(torch.equal(x, before[p]) for p, x in first.plan.successor.items())
