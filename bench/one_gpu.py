@@ -63,22 +63,19 @@ def relative(a, b):
 
 
 def measure(function, repeats=3):
-    """(median seconds of a call, largest memory of tensors on the GPU, 0 on a CPU), after a call to
-    warm up.
+    """(median seconds of a call, after one to warm up; this process's largest memory of tensors on the
+    GPU, 0 on a CPU).
     """
+    device = torch.get_device_module(DEVICE)
     function()
     times = []
-    if CUDA:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
     for _ in range(repeats):
+        device.synchronize()
         start = time.perf_counter()
         function()
-        if CUDA:
-            torch.cuda.synchronize()
+        device.synchronize()
         times.append(time.perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated() if CUDA else 0
-    return float(np.median(times)), peak
+    return float(np.median(times)), torch.cuda.max_memory_allocated()
 
 
 # ---- models and rows

@@ -14,7 +14,7 @@ import train
 from bench import gpu
 
 # {check: how many figures it gives}: one of each kind, and with and without checkpointing
-REHEARSED = {"attention": 11, "parity": 9, "gradients": 14, "groups": 5, "updates": 5, "sharing": 4}
+REHEARSED = {"attention": 15, "parity": 9, "gradients": 14, "groups": 5, "updates": 5, "sharing": 4}
 REHEARSED |= {"mfu-1.5b-16k": 3, "mfu-1.5b-64k": 3, "mfu-7b-16k": 3}
 # what a machine may lack that lends its GPU
 HIDDEN = "msgspec pydantic vllm aiohttp requests accelerate tyro pebble wandb datasets math_verify"
@@ -39,11 +39,10 @@ def test_every_kind_of_check_is_rehearsed():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REHEARSED)
-def test_every_check_runs_or_says_what_it_lacks(name, figures):
+def test_every_check_gives_all_its_figures(name, figures):
     assert len(figures[name]) == REHEARSED[name]
     for line in figures[name].values():
-        assert line["status"] in ("ok", "skipped (a sliding window needs a GPU)"), line
-        assert (line["value"] is None) == (line["status"] != "ok")
+        assert line["status"] == "ok" and math.isfinite(line["value"]), line
 
 
 def test_the_command_needs_torch_and_transformers_alone(tmp_path):
