@@ -50,10 +50,9 @@ def equal(values, others):
     return all(torch.equal(values[name], others[name]) for name in values | others)
 
 
-def layout_of(names=NAMES, bucket_bytes=200):
-    shapes = [SHAPES[NAMES.index(name)] for name in names]
-    whole = set(names) == set(NAMES)
-    return dict(names=names, shapes=shapes, dtype="float32", bucket_bytes=bucket_bytes, whole=whole)
+def layout_of(bucket_bytes=200):
+    layout = dict(names=NAMES, shapes=SHAPES, dtype="float32", whole=True)
+    return layout | dict(bucket_bytes=bucket_bytes)
 
 
 class Update:
@@ -95,32 +94,6 @@ def test_a_worker_gets_its_shards_bucket_by_bucket(rank, bucket_bytes):
         assert equal(model.values(), before)
         plan.swap()
         assert equal(model.values(), model.expected(update.sent))
-
-
-@pytest.mark.parametrize("names", [["norm"], ["k"], ["q", "down"], ["k", "norm"]])
-def test_an_update_of_some_parameters_leaves_the_others(names):
-    """Also the other part of a fused one."""
-    model = Shard(1)
-    whole = Update(layout_of(), 0)
-    model.load_weights(whole.sent.items())
-    layout = layout_of(names)
-    plan = Plan(model, layout)
-    update = Update(layout, 1)
-    receive(plan, update)
-    plan.swap()
-    assert equal(model.values(), model.expected(whole.sent | update.sent))
-    assert len(plan.successor) == len(names)
-
-
-def test_what_is_not_loaded_whole_is_refused():
-    class Forgetful(Shard):
-        def load_weights(self, weights):
-            super().load_weights((n, w) for n, w in weights if n != "k")
-
-    with pytest.raises(ValueError, match="do not make up the model's qk"):
-        Plan(Forgetful(), layout_of())
-    # part of it is sent, and all of that is loaded
-    Plan(Forgetful(), layout_of(["q"]))
 
 
 class Elsewhere(Shard):
