@@ -217,9 +217,7 @@ def test_a_wrong_command_line_starts_nothing(start, tmp_path, wrong):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "name", "against_trl compare cost faults limit rewards train weights".split()
-)
+@pytest.mark.parametrize("name", "against_trl compare cost faults train weights".split())
 def test_every_script_keeps_its_numbers(name, capsys):
     script = importlib.import_module(f"bench.{name}")
     with pytest.raises(SystemExit) as end:
