@@ -125,14 +125,6 @@ def median_and_range(values, form=".2f"):
     return f"{np.median(values):{form}} ({min(values):{form}}-{max(values):{form}})"
 
 
-def ratio_table(header, old, new):
-    """Print two measurements of every round and their ratio new / old, which compares neighbours; medians."""
-    columns = np.array([old, new, np.divide(new, old)]).T
-    rows = [*enumerate(columns), ("median", np.median(columns, axis=0))]
-    cells = [[name, f"{a:.0f}", f"{b:.0f}", f"{ratio:.3f}"] for name, (a, b, ratio) in rows]
-    table([*header, "ratio"], cells)
-
-
 def in_turn(contenders, rounds):
     """{name: function(round)} -> {name: [result of every round]}: a round runs all of them, every
     other round in the opposite order.

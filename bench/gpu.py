@@ -1,4 +1,4 @@
-"""What one GPU can prove in ten minutes, without the internet: parity, gradients, MFU, memory.
+"""What one GPU can prove in ten minutes, without the internet: parity, gradients, MFU, weight updates.
 
     bash bench/gpu.sh [--only parity mfu-1.5b-16k ...] [--minutes 9.5] [--rehearse] [--out DIR]
 
@@ -10,16 +10,15 @@ shapes; its times mean nothing. Deliberately absent: vLLM (`bash run.sh doctor` 
 """
 
 import functools
-import importlib.util
 import json
-import math
+import multiprocessing
 import os
 import subprocess
 import sys
 import threading
 import time
-import types
 from pathlib import Path
+from types import SimpleNamespace
 
 # before this folder, whose train.py is not the one meant
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -28,21 +27,27 @@ if "--rehearse" in sys.argv:
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention as sdpa
-from transformers import Qwen2ForCausalLM
 
-# the trainer imports them to call engines and to count ranks, of which there are none and one
-for name in ("requests", "accelerate"):
-    if importlib.util.find_spec(name) is None:
-        sys.modules[name] = types.SimpleNamespace(PartialState=None)
-
-import config as cfg
-import train
 from bench.common import WORK, keep, machine, parser, result_file
-from bench.train import CUDA, DEVICE, PEAK_FLOPS, SMALL, WIDE, draw, flops, model_config, one_step
+from bench.one_gpu import (
+    OneRank,
+    StandIn,
+    build,
+    figure,
+    measure,
+    on_gpu,
+    relative,
+    resources,
+    row,
+    skipped,
+    whole,
+)
+from bench.train import CUDA, DEVICE, PEAK_FLOPS, SMALL, WIDE, flops, one_step
+from plumbing import transport
 from plumbing.model import flash_runs_on, packed_attention
-from plumbing.samples import TOKEN_FIELDS, join
+from train import micro_batch
+from weights import Sender
 
 TINY = SMALL | dict(vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2)
 # Qwen2.5-7B
@@ -53,104 +58,12 @@ SHARP = dict(initializer_range=0.04)
 GROUPS = ("embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "mlp", "norm")
 
 
-# ---- figures
-
-
-def figure(case, what, value, unit="", most=None, least=None):
-    """A line of the table: a number and, where there is one, its limit."""
-    fine = math.isfinite(value)
-    limit = ""
-    if most is not None:
-        fine = fine and value <= most
-        limit = f"<= {most:.3g}"
-    if least is not None:
-        fine = fine and value >= least
-        limit = f">= {least:.3g}"
-    status = "ok" if fine else "FAIL"
-    return dict(what=f"{case}{what}", value=value, unit=unit, limit=limit, status=status)
-
-
-def skipped(what, why):
-    return dict(what=what, value=None, unit="", limit="", status=f"skipped ({why})")
-
-
-def on_gpu(real, tiny):
-    """What differs between a GPU and the rehearsal."""
-    return real if CUDA else tiny
-
-
-def relative(a, b):
-    """|a - b| / |b| of two tensors."""
-    a = a.double()
-    b = b.double()
-    return ((a - b).norm() / b.norm()).item()
-
-
-def measure(function, repeats=3):
-    """(median seconds of a call, largest memory of tensors on the GPU, 0 on a CPU), after a call to
-    warm up.
-    """
-    function()
-    times = []
-    if CUDA:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        if CUDA:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated() if CUDA else 0
-    return float(np.median(times)), peak
-
-
-# ---- models and rows
-
-
-def random_model(shape, changed, config, dtype):
-    """A model of random weights, made on the device, in place of train.load_model's from files."""
-    torch.manual_seed(0)
-    with DEVICE:
-        model = Qwen2ForCausalLM(model_config(shape, attn_implementation="packed", **changed))
-    model.head_float32 = config.head_float32
-    return model.to(dtype)
-
-
-def build(shape, dtype, changed, **knobs):
-    """(config, model, optimizers) as train.build makes them on one rank, with random weights."""
-    config = cfg.check(cfg.Config(run="bench", dtype=dtype, **knobs))
-    train.load_model = functools.partial(random_model, shape, changed)
-    if not dist.is_initialized():
-        backend = on_gpu("nccl", "gloo")
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    model, optimizers = train.build(config, DEVICE, 1)
-    return config, model, optimizers
-
-
-def row(shape, tokens, seed=0):
-    """A record of exactly so many tokens: samples as bench/train.py draws them, the last one cut."""
-    samples = []
-    missing = tokens
-    while missing:
-        for sample in draw(shape, 1000 * seed + len(samples)):
-            n = min(missing, len(sample["tokens"]))
-            missing -= n
-            if n:
-                cut = {k: sample[k][:n] for k in sample if k in TOKEN_FIELDS}
-                samples.append(sample | cut)
-    return join(samples)
-
-
 # ---- attention, logprobs, gradients
 
 
 def attend(heads, key_heads, width, window):
     """packed_attention in bfloat16 against float32 attention under a mask [T, T], both ways."""
     case = f"{heads}/{key_heads} heads of {width}" + f", window {window}" * bool(window)
-    if window and not CUDA:
-        yield skipped(case, "a sliding window needs a GPU")
-        return
     torch.manual_seed(0)
     lengths = on_gpu([1, 2, 300, 127, 129, 465], [1, 2, 30, 31])
     places = torch.arange(sum(lengths), device=DEVICE)
@@ -165,7 +78,9 @@ def attend(heads, key_heads, width, window):
     yield figure(case, ": varlen_attn runs", kernel, least=on_gpu(1, 0))
     expected = sdpa(*exact, attn_mask=seen, enable_gqa=True).transpose(1, 2)
     packing = (None, bounds, bounds, lengths, lengths)
-    got, _ = packed_attention(None, *rounded, None, packing, sliding_window=window or None)
+    # what it is told of the layer where there is no kernel for windows
+    layer = SimpleNamespace(head_dim=width, num_key_value_groups=heads // key_heads, training=False)
+    got, _ = packed_attention(layer, *rounded, None, packing, sliding_window=window or None)
     weight = torch.randn_like(expected)
     (expected * weight).sum().backward()
     (got.float() * weight).sum().backward()
@@ -178,7 +93,11 @@ def attentions():
     """varlen_attn, forward and backward: sequences do not see each other, key heads are shared, the
     window is the model's. Heads of Qwen2.5-1.5B and of 0.5B.
     """
-    for heads, key_heads, width, window in ((12, 2, 128, 0), (14, 2, 64, 0), (12, 2, 128, 100)):
+    for heads, key_heads, width, window in (
+        (12, 2, 128, 0),
+        (14, 2, 64, 0),
+        (12, 2, 128, on_gpu(100, 10)),
+    ):
         yield from attend(heads, key_heads, width, window)
 
 
@@ -242,13 +161,12 @@ def parity():
 def gradient(shape, dtype, record):
     """{group of parameters: gradient as one vector} of train.micro_batch."""
     config, model, _ = build(shape, dtype, SHARP)
-    loss, _, _ = train.micro_batch(model, record, 0, config, DEVICE)
+    loss, _, _ = micro_batch(model, record, 0, config, DEVICE)
     loss.backward()
     found = {group: [] for group in GROUPS}
     for name, p in model.named_parameters():
         group = next(g for g in GROUPS if g in name)
-        grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-        found[group].append(grad.flatten().double())
+        found[group].append(whole(p.grad).flatten().double())
     return {group: torch.cat(parts) for group, parts in found.items()}
 
 
@@ -302,8 +220,112 @@ def mfu(size, row_tokens, gradient_checkpointing, goal=None):
     share = flops(shape, lengths) / seconds / PEAK_FLOPS
     yield figure(case, ": MFU", share, least=on_gpu(goal, None))
     yield figure(case, ": tokens/s", rows * row_tokens / seconds)
-    if CUDA:
-        yield figure(case, ": peak", peak / 1e9, "GB")
+    yield figure(case, ": peak", peak / 1e9, "GB")
+
+
+# ---- weight updates, and two processes on one GPU
+
+
+def groups():
+    """A weight group of one, NCCL's on a GPU, is made, used and aborted 50 times and leaves nothing behind:
+    a thread, a file or a MB of each would be over the limit.
+    """
+    found = []
+    start = time.perf_counter()
+    for _ in range(50):
+        store = transport.open_store("127.0.0.1", 0, 60, server=True)
+        group = transport.join_group(on_gpu("nccl", "gloo"), store, 0, 1, 60.0, DEVICE)
+        sent = torch.ones(1024, device=DEVICE)
+        group.broadcast(sent, 0).wait()
+        assert sent.mean() == 1
+        transport.abort_group(group)
+        del group, store
+        found.append(resources())
+    yield figure("", "a group", (time.perf_counter() - start) / 50, "s")
+    # the first ones load libraries
+    for what in found[0]:
+        more = found[-1][what] - found[9][what]
+        yield figure(what, ", more after 40 more", more, most=20)
+
+
+@torch.no_grad()
+def scale(model, factor):
+    for p in model.parameters():
+        p.mul_(factor)
+
+
+def updates():
+    """weights.Sender of a model on the GPU: what arrives over gloo, as where engine and trainer share a GPU,
+    are the trainer's parameters bit by bit.
+    """
+    knobs = dict(weight_backend="gloo", master_addr="127.0.0.1", start_timeout=30.0)
+    config, model, _ = build(on_gpu(WIDE, TINY), "bfloat16", {}, **knobs)
+    run_dir = WORK / "gpu-updates"
+    (run_dir / "queues").mkdir(parents=True, exist_ok=True)
+    sender = Sender(config, model, OneRank(), run_dir)
+    engine = sender.engines = StandIn()
+    for version in range(3):
+        scale(model, 1.25)
+        sender.push(version, {})
+        # training goes on: what is on its way stays as it was
+        scale(model, 2.0)
+        sender.wait()
+        scale(model, 0.5)
+    times = sender.take_timing()
+    wrong = 0
+    size = 0
+    for name, p in model.named_parameters():
+        mine = whole(p).to(torch.bfloat16)
+        wrong += not torch.equal(mine, engine.received[name])
+        size += 2 * mine.numel()
+    yield figure("", "parameters that arrived as others", wrong, most=0)
+    yield figure("", "gather", times["gather_s"], "s")
+    yield figure("", "broadcast", times["send_s"], "s")
+    yield figure("", "broadcast, speed", size / 1e9 / times["send_s"], "GB/s")
+    yield figure("", "the whole update", times["sync_s"], "s")
+
+
+def forwards(count):
+    """What an engine would do: forward passes, counted, until the process that started this one ends."""
+    shape = on_gpu(WIDE, TINY)
+    _, model, _ = build(shape, "bfloat16", {})
+    sequences = [torch.randint(shape["vocab_size"], (on_gpu(4096, 64),))]
+    while multiprocessing.parent_process().is_alive():
+        packed(model, sequences)
+        count.value += 1
+
+
+def counted(count, function, *arguments):
+    """(what the function returns, forward passes a second of the other process meanwhile)."""
+    start = time.perf_counter()
+    before = count.value
+    result = function(*arguments)
+    return result, (count.value - before) / (time.perf_counter() - start)
+
+
+def sharing():
+    """Two processes on one GPU: one trains, one runs forward passes. Both fit, and neither starves."""
+    shape = on_gpu(WIDE, TINY)
+    config, model, optimizers = build(shape, "bfloat16", {}, gradient_checkpointing=True)
+    records = [row(shape, on_gpu(16384, 512))]
+    step = functools.partial(one_step, model, optimizers, config, DEVICE, records)
+    alone, _ = measure(step)
+    spawn = multiprocessing.get_context("spawn")
+    count = spawn.Value("q", 0)
+    other = spawn.Process(target=forwards, args=(count,), daemon=True)
+    other.start()
+    deadline = time.monotonic() + 60
+    while count.value < 2 and other.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    _, passes_alone = counted(count, time.sleep, on_gpu(3, 1))
+    (together, _), passes_together = counted(count, measure, step)
+    used = resources()["MB of the GPU"]
+    other.kill()
+    yield figure("", "a step beside forward passes / alone", together / alone, most=on_gpu(4, None))
+    yield figure("", "forward passes/s alone", passes_alone, least=1e-3)
+    slower = passes_alone / max(passes_together, 1e-9)
+    yield figure("", "a forward pass beside steps / alone", slower, most=on_gpu(4, None))
+    yield figure("", "memory of both", used / 1000, "GB")
 
 
 # ---- running them
@@ -314,6 +336,9 @@ CHECKS = {
     "parity": (90, parity),
     "gradients": (90, gradients),
     "mfu-1.5b-16k": (90, mfu, "1.5b", 16384, False, 0.45),
+    "groups": (60, groups),
+    "updates": (60, updates),
+    "sharing": (90, sharing),
     "mfu-1.5b-64k": (90, mfu, "1.5b", 65536, True),
     "mfu-7b-16k": (120, mfu, "7b", 16384, True),
     "mfu-7b-64k": (120, mfu, "7b", 65536, True),

@@ -1,4 +1,4 @@
-"""One whole run of run.sh, measured: what compare.py, against_trl.py, cost.py, limit.py and kl.py share.
+"""One whole run of run.sh, measured: what compare.py, against_trl.py, cost.py share.
 
 Not a program. A run is {curve, scores}: columns of one number a step, and [[version, score]].
 

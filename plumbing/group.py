@@ -1,9 +1,8 @@
 """The trainer's end of a weight group: which engines there are, and one group formed with them."""
 
-import functools
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 
 import requests
@@ -97,14 +96,14 @@ class Group:
         self._wait_for_key("here", "did not join")
         self.store.set("all_here", "")
         place = (backend, self.store, 0, self.world, self.timeout, self.device)
-        self.group = transport.join_group(*place)
+        self.group = self._in_time(transport.join_group, *place)
 
     def close(self):
-        """Free whoever waits in this group, and let go of it: gloo waits until nothing is pending."""
-        transport.abort_group(self.group)
-        last_reference = [self.group]
+        """Free whoever waits in this group, in a thread: it may take as long as what is pending."""
+        thread = threading.Thread(target=transport.abort_group, args=[self.group], daemon=True)
+        # the thread has the last reference
         self.group = None
-        transport.in_thread(last_reference.clear)
+        thread.start()
 
     def ring(self, version):
         """The doorbell: every worker begins to receive this version."""
@@ -112,12 +111,8 @@ class Group:
 
     def broadcast(self, buckets):
         """Send the buckets, one by one: NCCL's go to the GPU first. Raises RuntimeError or TimeoutError."""
-        with torch.cuda.stream(transport.weight_stream(self.device)):
-            for bucket in buckets:
-                work = self.group.broadcast(bucket.to(self.device, non_blocking=True), 0)
-                # NCCL's does not notice by itself that an engine is gone
-                self._wait_until(work.is_completed)
-                work.wait(timedelta(seconds=self.timeout))
+        for bucket in buckets:
+            self._in_time(transport.broadcast, self.group, bucket, self.device, self.timeout)
 
     def wait_until_ready(self):
         """Until every worker has received and prepared the update."""
@@ -127,18 +122,25 @@ class Group:
     def _wait_for_key(self, name, failure):
         """Until every worker has set its key `name`/<rank>; TimeoutError if some have not in time."""
         every_key = [f"{name}/{rank}" for rank in range(1, self.world)]
-        if not self._wait_until(functools.partial(self.store.check, every_key)):
+        if not self._wait_until(self.store.check, every_key):
             for i, member in enumerate(self.members):
                 first = i * self.workers
                 if not self.store.check(every_key[first : first + self.workers]):
                     self.engines.drop(member, failure)
             raise TimeoutError(f"not all were there within {self.timeout:.0f} s")
 
-    def _wait_until(self, is_done):
+    def _in_time(self, function, *args):
+        """Call it in a thread: torch's calls and waits do not notice by themselves that an engine is gone."""
+        future = transport.in_thread(function, *args)
+        if not self._wait_until(future.done):
+            raise TimeoutError(f"{function.__name__} took longer than {self.timeout:.0f} s")
+        return future.result()
+
+    def _wait_until(self, is_done, *args):
         """Wait for the engines; False after `sync_timeout`. RuntimeError as soon as one is gone."""
         deadline = time.monotonic() + self.timeout
         next_look = time.monotonic() + 1.0
-        while not is_done():
+        while not is_done(*args):
             time.sleep(0.0005)
             if time.monotonic() > deadline:
                 return False

@@ -56,7 +56,7 @@ def join_group(backend, store, rank, world, timeout, device=None):
     del os.environ[NO_WATCHDOG]
     # the first broadcast connects, without a deadline of its own
     try:
-        in_thread(connect, group, device, limit).result(timeout)
+        in_thread(broadcast, group, torch.zeros(1), device, timeout).result(timeout)
     except BaseException:
         # which may wait for the same as connecting does
         in_thread(abort_group, group)
@@ -64,10 +64,11 @@ def join_group(backend, store, rank, world, timeout, device=None):
     return group
 
 
-def connect(group, device, limit):
-    """The first broadcast of an NCCL group."""
+def broadcast(group, tensor, device, timeout):
+    """From rank 0 to all; what NCCL sends goes to the GPU first. Raises RuntimeError."""
     with torch.cuda.stream(weight_stream(device)):
-        group.broadcast(torch.zeros(1, device=device), 0).wait(limit)
+        work = group.broadcast(tensor.to(device, non_blocking=True), 0)
+        work.wait(timedelta(seconds=timeout))
 
 
 def abort_group(group):

@@ -13,7 +13,7 @@ import torch
 from test_config import call
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench import compare, cost, limit, runs
+from bench import compare, cost, runs
 from tasks import tail
 from tools import base_model
 
@@ -217,9 +217,7 @@ def test_a_wrong_command_line_starts_nothing(start, tmp_path, wrong):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "name", "against_trl compare cost faults limit rewards train weights".split()
-)
+@pytest.mark.parametrize("name", "against_trl compare cost faults train weights".split())
 def test_every_script_keeps_its_numbers(name, capsys):
     script = importlib.import_module(f"bench.{name}")
     with pytest.raises(SystemExit) as end:
@@ -263,17 +261,6 @@ def test_cpu_of_a_run_is_that_of_its_stages(tmp_path, monkeypatch):
     assert watch.seen[1][1] == dict(actor=7.0, preprocess=0.0, train=5.0, engines=17.0)
     found = watch.cpu([dict(samples=10 * step) for step in range(1, 100)])
     assert found == dict(actor=0.1, preprocess=0, train=0, engines=0.05)
-
-
-def test_the_limit_by_hand():
-    # 100 tokens/s however many sequences: 64 answers of 10 tokens take 6.4 s, 0.1 s each
-    r = dict.fromkeys(map(str, (1, *limit.SEQUENCES)), 100.0)
-    found = dict(r=r, request=0.01, train=0.05, busy=0.2)
-    for _, one, both, ours in limit.seconds_of(found, np.full(50, 10)):
-        assert one == pytest.approx(0.1 + 0.01 + 0.05)
-        # all sequences of a half are in progress to the end: nothing is saved by any G
-        assert both == pytest.approx((0.2 - 0.1 + 0.1) / 2)
-        assert ours == pytest.approx(0.1)
 
 
 # ---- whole runs

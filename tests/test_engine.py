@@ -8,9 +8,11 @@ import stat
 
 import psutil
 import pytest
+from test_weights import check_stamps, sender_to, served
+from transformers import AutoModelForCausalLM
 
-from conftest import PORT
-from plumbing import queues
+from conftest import PORT, ROOT
+from plumbing import launch, queues
 
 GENERATE = "/inference/v1/generate"
 ORDERS = ["/init_process_group", "/request_weight_update"]
@@ -120,3 +122,24 @@ def test_no_command_line_has_the_secret(engine, key):
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
         assert value not in " ".join(words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["asynchronous", "compiled"])
+def test_tokens_are_stamped_where_vllm_runs_as_on_gpus(how, base_model, tmp_path, monkeypatch):
+    words = f"toy --run {how} --out {tmp_path} --model {base_model} --port {PORT + 3}"
+    words += f" --concurrency 64 --enforce_eager {how != 'compiled'}"
+    commands = launch.engine_commands
+
+    def asynchronous(*arguments):
+        [(name, env, command)] = commands(*arguments)
+        first = command.index("-m")
+        command[first : first + 2] = [str(ROOT / "tests" / "async_vllm.py")]
+        return [(name, env, command)]
+
+    if how == "asynchronous":
+        monkeypatch.setattr(launch, "engine_commands", asynchronous)
+    with served(words, as_loaded=False) as config:
+        sender = sender_to(config, AutoModelForCausalLM.from_pretrained(base_model))
+        sender.config.recompute_kv = True
+        check_stamps(config, sender, 0)

@@ -8,14 +8,16 @@ import sys
 import pytest
 import torch
 from test_config import call
+from torch._subclasses import FakeTensorMode
 
 from bench import gpu
 
-# one of each kind, and with and without checkpointing; `plan` starts a real engine
-REHEARSED = ("attention", "parity", "gradients", "mfu-1.5b-16k", "mfu-1.5b-64k", "mfu-7b-16k")
-# what the machine lacks that lends its GPU
-HIDDEN = "msgspec pydantic vllm aiohttp requests accelerate tyro pebble wandb datasets"
-HIDE = f"import sys\nsys.modules |= dict.fromkeys({HIDDEN.split()})"
+# {check: how many figures it gives}: one of each kind, and with and without checkpointing
+REHEARSED = {"attention": 15, "parity": 9, "gradients": 14, "groups": 5, "updates": 5, "sharing": 4}
+REHEARSED |= {"mfu-1.5b-16k": 3, "mfu-1.5b-64k": 3, "mfu-7b-16k": 3}
+# what a machine may lack that lends its GPU
+HIDDEN = "msgspec pydantic vllm aiohttp requests accelerate tyro pebble wandb datasets math_verify"
+HIDE = f"import sys\nsys.modules |= dict.fromkeys({HIDDEN.split()})\nsys.stderr.write('hidden ')"
 
 
 @pytest.fixture(scope="module")
@@ -36,57 +38,50 @@ def test_every_kind_of_check_is_rehearsed():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REHEARSED)
-def test_every_check_runs_or_says_what_it_lacks(name, figures):
-    assert figures[name]
+def test_every_check_gives_all_its_figures(name, figures):
+    assert len(figures[name]) == REHEARSED[name]
     for line in figures[name].values():
-        assert line["status"] in ("ok", "skipped (a sliding window needs a GPU)"), line
-        assert (line["value"] is None) == (line["status"] != "ok")
-
-
-@pytest.mark.slow
-def test_packing_changes_nothing_and_a_leak_would_be_seen(figures):
-    found = {what: line["value"] for what, line in figures["parity"].items()}
-    rounding = found["alone (sdpa) - float32, mean"]
-    assert 1e-4 < rounding < 1e-2
-    assert found["packed - float32, mean"] < 1.5 * rounding
-    assert found["packed - alone, max"] < 1e-5
-    assert found["float32: packed - alone, max"] < 1e-5
-    assert found["if sequences saw each other, mean"] > 0.1
-
-
-@pytest.mark.slow
-def test_gradients_in_bfloat16_point_where_those_in_float32_do(figures):
-    for group in gpu.GROUPS:
-        assert 0.999 < figures["gradients"][f"{group}: cosine"]["value"] < 1
+        assert line["status"] == "ok" and math.isfinite(line["value"]), line
 
 
 def test_the_command_needs_torch_and_transformers_alone(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(HIDE)
-    words = f"bash bench/gpu.sh --rehearse --only attention --out {tmp_path}"
+    words = f"bash bench/gpu.sh --rehearse --only updates --out {tmp_path}"
     done = call(words, PYTHONPATH=str(tmp_path))
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and done.stderr.startswith("hidden "), done.stderr
     kept = json.loads((tmp_path / "gpu.json").read_text())
     assert "rehearsal on the CPU" in kept["machine"]
     rows = done.stdout.splitlines()[1:-1]
-    assert len(rows) == len(kept["attention"]) == 11
-    for row, line in zip(rows, kept["attention"]):
-        assert row.startswith("attention  ") and line["what"] in row
-        assert row.endswith(line["status"])
+    assert len(rows) == len(kept["updates"]) == REHEARSED["updates"]
+    assert all(row.startswith("updates  ") and row.endswith("  ok") for row in rows)
 
 
-def test_a_check_that_breaks_off_costs_only_itself(monkeypatch):
+def test_varlen_attn_takes_what_it_is_given(monkeypatch):
+    """Its kernels need a GPU; what torch checks of a call, both ways, does not."""
+    monkeypatch.setattr("plumbing.model.flash_runs_on", torch.is_tensor)
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, n, 16, 64, requires_grad=True) for n in (14, 2, 2))
+        bounds = torch.zeros(4, dtype=torch.int32)
+        packing = (None, bounds, bounds, [3, 4, 9], [3, 4, 9])
+        out, _ = gpu.packed_attention(None, q, k, v, None, packing, sliding_window=8)
+        out.sum().backward()
+    assert out.shape == (1, 16, 14, 64) and k.grad.shape == k.shape
+
+
+def test_a_model_that_does_not_fit_is_skipped_by_name(monkeypatch):
+    def out_of_memory(*_, **__):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(gpu, "build", out_of_memory)
+    [line] = gpu.mfu("7b", 16384, False)
+    assert line["status"] == "skipped (out of memory)" and line["what"].startswith("7b, rows of ")
+
+
+def test_a_check_that_breaks_off_costs_only_itself():
     assert gpu.run("gradients", 0.1, True)[-1]["status"].startswith("FAIL (ended by signal 9")
     # the process that is started does not know it
     [broken] = gpu.run("broken", 60, True)
     assert re.match(r"FAIL \(.*invalid choice: 'broken'", broken["status"], re.S)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so():
-    done = call(f"{sys.executable} bench/gpu.py")
-    assert done.returncode == 1
-    words = "torch sees no GPU: --rehearse runs the same lines on the CPU"
-    assert done.stderr.strip().endswith(words)
 
 
 def test_figures_against_their_limits():
@@ -94,10 +89,3 @@ def test_figures_against_their_limits():
     assert gpu.figure("a", "b", 1.0, most=1.0, least=1.0)["status"] == "ok"
     for value, limit in [(1.1, dict(most=1.0)), (0.9, dict(least=1.0)), (math.nan, {})]:
         assert gpu.figure("a", "b", value, **limit)["status"] == "FAIL"
-
-
-@pytest.mark.parametrize("tokens", [1, 700, 5000])
-def test_a_row_has_exactly_so_many_tokens(tokens):
-    record = gpu.row(gpu.TINY, tokens)
-    assert record["lengths"].sum() == tokens == len(record["tokens"]) == len(record["mask"])
-    assert (record["lengths"] > 0).all()

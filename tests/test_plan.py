@@ -1,7 +1,10 @@
 """Where updates are received, on a small model with loaders like vLLM's: fused matrices and shards, in one bucket's memory."""
 
+import time
+
 import pytest
 import torch
+from test_transport import FakeNCCL, nccl, soon  # noqa: F401
 
 from plumbing import transport
 from plumbing.engine import Receiver
@@ -47,10 +50,9 @@ def equal(values, others):
     return all(torch.equal(values[name], others[name]) for name in values | others)
 
 
-def layout_of(names=NAMES, bucket_bytes=200):
-    shapes = [SHAPES[NAMES.index(name)] for name in names]
-    whole = set(names) == set(NAMES)
-    return dict(names=names, shapes=shapes, dtype="float32", bucket_bytes=bucket_bytes, whole=whole)
+def layout_of(bucket_bytes=200):
+    layout = dict(names=NAMES, shapes=SHAPES, dtype="float32", whole=True)
+    return layout | dict(bucket_bytes=bucket_bytes)
 
 
 class Update:
@@ -92,32 +94,6 @@ def test_a_worker_gets_its_shards_bucket_by_bucket(rank, bucket_bytes):
         assert equal(model.values(), before)
         plan.swap()
         assert equal(model.values(), model.expected(update.sent))
-
-
-@pytest.mark.parametrize("names", [["norm"], ["k"], ["q", "down"], ["k", "norm"]])
-def test_an_update_of_some_parameters_leaves_the_others(names):
-    """Also the other part of a fused one."""
-    model = Shard(1)
-    whole = Update(layout_of(), 0)
-    model.load_weights(whole.sent.items())
-    layout = layout_of(names)
-    plan = Plan(model, layout)
-    update = Update(layout, 1)
-    receive(plan, update)
-    plan.swap()
-    assert equal(model.values(), model.expected(whole.sent | update.sent))
-    assert len(plan.successor) == len(names)
-
-
-def test_what_is_not_loaded_whole_is_refused():
-    class Forgetful(Shard):
-        def load_weights(self, weights):
-            super().load_weights((n, w) for n, w in weights if n != "k")
-
-    with pytest.raises(ValueError, match="do not make up the model's qk"):
-        Plan(Forgetful(), layout_of())
-    # part of it is sent, and all of that is loaded
-    Plan(Forgetful(), layout_of(["q"]))
 
 
 class Elsewhere(Shard):
@@ -176,27 +152,16 @@ def group_of(layout, **others):
     return place | dict(layout=layout) | others
 
 
-@pytest.fixture
-def no_trainer(monkeypatch):
-    """There is none to connect to."""
+def test_a_worker_needs_memory_for_one_bucket_and_its_own_shards(monkeypatch):
+    # there is no trainer to connect to
     monkeypatch.setattr(Receiver, "run", lambda self: None)
-
-
-def test_a_worker_needs_memory_for_one_bucket_and_its_own_shards(no_trainer):
     receiver = Receiver(Worker(Shard()), group_of(layout_of(bucket_bytes=300)), None)
     own = sum(x.numel() for x in receiver.plan.successor.values())
     assert own == 2 * WIDTH * WIDTH + WIDTH
     assert receiver.memory.shape == (2 * WIDTH * WIDTH,)
-
-
-def test_groups_that_follow_each_other_share_the_plan(no_trainer):
-    worker = Worker(Shard())
-    first = Receiver(worker, group_of(layout_of()), None)
-    second = Receiver(worker, group_of(layout_of()), first)
-    assert second.plan is first.plan and first.is_retired
     # a group of other tensors needs other memory
-    other = Receiver(worker, group_of(layout_of(bucket_bytes=10**6)), second)
-    assert other.plan is not second.plan
+    other = Receiver(receiver.worker, group_of(layout_of(bucket_bytes=10**6)), receiver)
+    assert other.plan is not receiver.plan and receiver.is_retired
 
 
 def trainer_of(model, layout, before=None):
@@ -217,16 +182,41 @@ def test_a_group_that_hangs_in_mid_broadcast_keeps_its_successor_waiting_for_not
     store.set("update/0", "1")
     # the first bucket, and no more
     group.broadcast(old.buckets[0], 0).wait()
+    start = time.monotonic()
     new_store, new_group, second = trainer_of(model, layout, first)
+    assert time.monotonic() < start + 10
     update = Update(layout, 1)
     new_store.set("update/0", "2")
     new_group.broadcast(update.buckets[0], 0).wait()
-    # now the rest of the old one comes, after all
-    for bucket in old.buckets[1:]:
-        group.broadcast(bucket, 0)
+    # now the old one goes on, after all
+    group.broadcast(old.buckets[1], 0).wait()
     for bucket in update.buckets[1:]:
         new_group.broadcast(bucket, 0).wait()
     new_store.wait(["ready/0/1"])
     assert second.received == "2" and first.received is None
     second.swap()
     assert equal(model.values(), model.expected(update.sent))
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_broadcast_that_returns_late_writes_nothing(monkeypatch, raises):
+    """Of a group that was given up, when its wait is freed: with an error, or as if all had come."""
+    monkeypatch.setattr(FakeNCCL, "raises", raises)
+    layout = layout_of(bucket_bytes=1)
+    worker = Worker(Shard())
+    store = transport.open_store("127.0.0.1", 0, 30.0, server=True)
+    group = group_of(layout, backend="nccl", port=store.port, timeout=30.0)
+    first = Receiver(worker, group, None)
+    store.set("all_here", "")
+    soon(lambda: first.process_group)
+    monkeypatch.setattr(FakeNCCL, "hangs", ["wait"])
+    store.set("update/0", "1")
+    soon(first.process_group.is_waiting.is_set)
+    before = {p: x.clone() for p, x in first.plan.successor.items()}
+    second = Receiver(worker, group, first)
+    # by whom gives it up, and by its own thread as it ends
+    soon(lambda: first.process_group.aborts == 2)
+    assert first.received is None and not store.check(["ready/0/1"])
+    assert second.plan is first.plan
+    assert all(torch.equal(x, before[p]) for p, x in first.plan.successor.items())

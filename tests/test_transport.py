@@ -9,16 +9,21 @@ import psutil
 import pytest
 import torch
 
+import config as cfg
 from plumbing import transport
+from plumbing.group import Group
 
 NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 class FakeNCCL:
-    """Notes what torch's would read from the environment; its first broadcast takes `seconds`."""
+    """Notes what torch's would read from the environment. Its calls that are named in `hangs` wait until it is
+    aborted; a wait then raises, or returns as if all had come.
+    """
 
     made = []
-    seconds = 0.0
+    hangs = ()
+    raises = True
 
     class Options:
         config = SimpleNamespace()
@@ -26,17 +31,32 @@ class FakeNCCL:
     def __init__(self, store, rank, world, options):
         self.options = options
         self.blocking_wait = os.environ.get(NO_WATCHDOG)
-        self.aborted = False
+        self.aborts = 0
+        self.is_waiting = threading.Event()
+        self.is_free = threading.Event()
         FakeNCCL.made.append(self)
 
+    def hang(self, name):
+        if name in self.hangs:
+            self.is_waiting.set()
+            self.is_free.wait(60)
+            if self.raises:
+                raise RuntimeError(f"{name} was aborted")
+
     def broadcast(self, tensor, root):
+        self.tensor = tensor
+        self.hang("broadcast")
         return self
 
     def wait(self, limit):
-        threading.Event().wait(self.seconds)
+        self.hang("wait")
+        self.tensor.fill_(7)
 
     def abort(self):
-        self.aborted = True
+        self.aborts += 1
+        if "abort" in self.hangs:
+            threading.Event().wait(60)
+        self.is_free.set()
 
 
 @pytest.fixture
@@ -45,6 +65,14 @@ def nccl(monkeypatch):
     monkeypatch.setattr(transport.dist, "ProcessGroupNCCL", FakeNCCL, raising=False)
     monkeypatch.setattr(transport.dist, "is_nccl_available", lambda: True)
     return monkeypatch
+
+
+def soon(is_so):
+    """Wait until it is."""
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def join(timeout=5.0):
@@ -59,19 +87,57 @@ def test_a_group_has_no_watchdog_and_others_keep_theirs(nccl):
     # an engine's own all-reduces go on beside it
     assert group.options.is_high_priority_stream and group.options.config.max_ctas == 8
     transport.abort_group(group)
-    assert group.aborted
+    assert group.aborts == 1
 
 
-def test_connecting_has_a_deadline(nccl):
-    nccl.setattr(FakeNCCL, "seconds", 60.0)
+@pytest.mark.parametrize("hangs", ["broadcast", "wait", "wait abort"])
+def test_connecting_has_a_deadline(nccl, hangs):
+    nccl.setattr(FakeNCCL, "hangs", hangs.split())
     start = time.monotonic()
     with pytest.raises(TimeoutError):
         join(timeout=0.5)
-    assert time.monotonic() < start + 30
+    assert time.monotonic() < start + 20
     # nobody is left waiting in it
-    while not FakeNCCL.made[0].aborted:
-        assert time.monotonic() < start + 30
-        time.sleep(0.01)
+    soon(lambda: FakeNCCL.made[0].aborts)
+
+
+def trainers_group(timeout, engines):
+    """The trainer's end of a group with one engine, which joins when it is asked. engines: who is there, now."""
+
+    def call_all(path, bodies):
+        [body] = bodies.values()
+        transport.open_store(body["host"], body["port"], 5).set("here/1", "")
+        return bodies
+
+    those = SimpleNamespace(listed=lambda: engines, call_all=call_all)
+    config = cfg.Config(sync_timeout=timeout, weight_backend="nccl", master_addr="127.0.0.1")
+    return Group(config, those, ["engine"], {}, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("hangs", ["broadcast", "wait", "broadcast abort", "wait abort"])
+@pytest.mark.parametrize("timeout, words", [(0.5, "longer than 0 s"), (50.0, "an engine is gone")])
+def test_every_wait_of_the_trainer_ends(nccl, hangs, timeout, words):
+    """At its deadline, or when an engine is gone."""
+    engines = ["engine"]
+    group = trainers_group(timeout, engines)
+    group.broadcast([torch.ones(3)])
+    nccl.setattr(FakeNCCL, "hangs", hangs.split())
+    if timeout > 1:
+        engines.clear()
+    start = time.monotonic()
+    with pytest.raises((TimeoutError, RuntimeError), match=words):
+        group.broadcast([torch.ones(3), torch.ones(3)])
+    group.close()
+    assert time.monotonic() < start + 20
+    soon(lambda: FakeNCCL.made[0].aborts)
+
+
+def test_an_engine_that_dies_while_it_joins_is_not_waited_for(nccl):
+    nccl.setattr(FakeNCCL, "hangs", ["broadcast"])
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="an engine is gone"):
+        trainers_group(50.0, [])
+    assert time.monotonic() < start + 20
 
 
 def listening():

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import requests
 import torch
@@ -142,35 +143,47 @@ def test_engine_equals_trainer_after_an_update_of_many_buckets(engine, model):
         assert_serves(engine, model, version)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_requests_in_progress_continue_across_updates(engine, sender, recompute):
-    sender.config.recompute_kv = recompute
-    version = 2000 if recompute else 1000
+def scale(model, version):
+    """The weights of every version are those of its predecessor's predecessor."""
+    for p in model.parameters():
+        p.data.mul_(1.05 if version % 2 else 1 / 1.05)
+
+
+def check_stamps(config, sender, version):
+    """Updates from this even version on, while 48 requests are in progress: these go on, and each token is of the
+    version it is stamped with, if KV is recomputed; else the last version's are not all a fresh forward's.
+    """
+    update(sender, version)
     with ThreadPoolExecutor(48) as pool:
-        running = [pool.submit(ask, engine, n=120) for _ in range(4 * 48)]
+        running = [pool.submit(ask, config, n=120) for _ in range(4 * 48)]
         # one update after the other; the last requests end without
         while sum(r.done() for r in running) < 3 * 48:
             version += 1
-            for p in sender.model.parameters():
-                p.data.mul_(1.05 if version % 2 else 1 / 1.05)
+            scale(sender.model, version)
             update(sender, version)
         answers = [r.result(60) for r in running]
-    stamps = [answer["versions"] for answer in answers]
     assert all(len(answer["token_ids"]) == 120 for answer in answers)
-    assert all((v[1:] >= v[:-1]).all() for v in stamps)
-    mixed = [a for a, v in zip(answers, stamps) if v[0] < v[-1]]
+    mixed = [a for a in answers if a["versions"][0] < a["versions"][-1]]
     assert len(mixed) >= 8
-    assert_serves(engine, sender.model, version)
-    # what the last version sampled, of sequences that older ones began
-    tails = []
-    for answer in mixed:
-        is_last = torch.from_numpy(answer["versions"] == version)
-        tails += differences(sender.model, answer)[is_last].tolist()
-    if recompute:
-        # all KV is of the newest weights: a fresh forward's
-        assert max(tails) < 1e-3
-    else:
-        assert max(tails) > 1e-2
+    assert_serves(config, sender.model, version)
+    stamps = np.stack([answer["versions"] for answer in mixed])
+    assert (np.diff(stamps) >= 0).all()
+    as_last = torch.from_numpy(stamps % 2 == version % 2)
+    here = torch.stack([differences(sender.model, answer) for answer in mixed])
+    if not sender.config.recompute_kv:
+        assert here[as_last].max() > 1e-2
+        return
+    scale(sender.model, version + 1)
+    there = torch.stack([differences(sender.model, answer) for answer in mixed])
+    assert torch.where(as_last, here, there).max() < 1e-3
+    # as it would be if stamps were wrong
+    assert torch.where(as_last, there, here).median() > 1e-2
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_requests_in_progress_continue_across_updates(engine, sender, recompute):
+    sender.config.recompute_kv = recompute
+    check_stamps(engine, sender, 2000 if recompute else 1000)
 
 
 LONG_PROMPT = [3 + (7 * i + i // 5) % 40 for i in range(100)]

@@ -1,0 +1,190 @@
+"""Not a program: what the checks of bench/gpu.py are made of: figures with limits, models of random weights, rows,
+a stand-in for an engine.
+"""
+
+import functools
+import importlib.util
+import itertools
+import math
+import os
+import sys
+import threading
+import time
+import types
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import Qwen2ForCausalLM
+
+# the trainer imports them to call engines and to count ranks, of which there are none and one
+for name in ("requests", "accelerate"):
+    if importlib.util.find_spec(name) is None:
+        sys.modules[name] = types.SimpleNamespace(PartialState=None)
+
+import config as cfg
+import train
+from bench.train import CUDA, DEVICE, draw, model_config
+from plumbing import transport
+from plumbing.samples import TOKEN_FIELDS, join
+
+# ---- figures
+
+
+def figure(case, what, value, unit="", most=None, least=None):
+    """A line of the table: a number and, where there is one, its limit."""
+    fine = math.isfinite(value)
+    limit = ""
+    if most is not None:
+        fine = fine and value <= most
+        limit = f"<= {most:.3g}"
+    if least is not None:
+        fine = fine and value >= least
+        limit = f">= {least:.3g}"
+    status = "ok" if fine else "FAIL"
+    return dict(what=f"{case}{what}", value=value, unit=unit, limit=limit, status=status)
+
+
+def skipped(what, why):
+    return dict(what=what, value=None, unit="", limit="", status=f"skipped ({why})")
+
+
+def on_gpu(real, tiny):
+    """What differs between a GPU and the rehearsal."""
+    return real if CUDA else tiny
+
+
+def relative(a, b):
+    """|a - b| / |b| of two tensors."""
+    a = a.double()
+    b = b.double()
+    return ((a - b).norm() / b.norm()).item()
+
+
+def measure(function, repeats=3):
+    """(median seconds of a call, after one to warm up; this process's largest memory of tensors on the
+    GPU, 0 on a CPU).
+    """
+    device = torch.get_device_module(DEVICE)
+    function()
+    times = []
+    for _ in range(repeats):
+        device.synchronize()
+        start = time.perf_counter()
+        function()
+        device.synchronize()
+        times.append(time.perf_counter() - start)
+    return float(np.median(times)), torch.cuda.max_memory_allocated()
+
+
+# ---- models and rows
+
+
+def random_model(shape, changed, config, dtype):
+    """A model of random weights, made on the device, in place of train.load_model's from files."""
+    torch.manual_seed(0)
+    with DEVICE:
+        model = Qwen2ForCausalLM(model_config(shape, attn_implementation="packed", **changed))
+    model.head_float32 = config.head_float32
+    return model.to(dtype)
+
+
+def build(shape, dtype, changed, **knobs):
+    """(config, model, optimizers) as train.build makes them on one rank, with random weights."""
+    config = cfg.check(cfg.Config(run="bench", dtype=dtype, **knobs))
+    train.load_model = functools.partial(random_model, shape, changed)
+    if not dist.is_initialized():
+        backend = on_gpu("nccl", "gloo")
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    model, optimizers = train.build(config, DEVICE, 1)
+    return config, model, optimizers
+
+
+def row(shape, tokens, seed=0):
+    """A record of exactly so many tokens: samples as bench/train.py draws them, the last one cut."""
+    samples = []
+    missing = tokens
+    while missing:
+        for sample in draw(shape, 1000 * seed + len(samples)):
+            n = min(missing, len(sample["tokens"]))
+            missing -= n
+            if n:
+                cut = {k: sample[k][:n] for k in sample if k in TOKEN_FIELDS}
+                samples.append(sample | cut)
+    return join(samples)
+
+
+def whole(tensor):
+    """A tensor that may be sharded, as a plain one."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+# ---- around weights.Sender
+
+
+class OneRank:
+    """What weights.Sender asks of plumbing.ranks.Ranks, without accelerate."""
+
+    rank = 0
+    device = DEVICE
+    stop = threading.Event()
+
+    def check_stop(self):
+        pass
+
+
+class StandIn:
+    """An engine in a thread of this process, and in place of plumbing.group.Engines, which calls it: without
+    HTTP. `received`: the newest parameters, {name: tensor on the device}.
+    """
+
+    def __init__(self):
+        self.failing = set()
+        self.error = ""
+
+    def listed(self):
+        return [("stand-in", 0)]
+
+    def newcomers(self, known):
+        return [] if known else self.listed()
+
+    def drop(self, engine, why):
+        self.error = why
+
+    def call_all(self, path, bodies):
+        if path == "/init_process_group":
+            self.thread = transport.in_thread(self.receive, *bodies.values())
+        return dict.fromkeys(bodies, dict(pause_s=0.0))
+
+    def receive(self, group):
+        """Join the weight group, and receive update after update."""
+        limit = timedelta(seconds=group["timeout"])
+        layout = group["layout"]
+        ranges = transport.bucket_ranges(layout)
+        dtype = getattr(torch, layout["dtype"])
+        store = transport.open_store(group["host"], group["port"], group["timeout"])
+        store.set("here/1", "")
+        store.wait(["all_here"], limit)
+        wire = transport.join_group("gloo", store, 1, group["world"], group["timeout"])
+        for n in itertools.count():
+            store.wait([f"update/{n}"], limit)
+            buckets = [torch.empty(elements, dtype=dtype) for _, _, elements in ranges]
+            for bucket in buckets:
+                wire.broadcast(bucket, 0).wait(limit)
+            there = [bucket.to(DEVICE) for bucket in buckets]
+            self.received = dict(transport.named_views(layout, ranges, there))
+            store.set(f"ready/{n}/1", "")
+
+
+def resources():
+    """What this process has; of the GPU what all have that use it, 0 on a CPU."""
+    free, total = torch.cuda.mem_get_info() if CUDA else (0, 0)
+    with open("/proc/self/statm") as f:
+        pages = int(f.read().split()[1])
+    return {
+        "threads": len(os.listdir("/proc/self/task")),
+        "open files": len(os.listdir("/proc/self/fd")),
+        "MB": pages * os.sysconf("SC_PAGE_SIZE") / 1e6,
+        "MB of the GPU": (total - free) / 1e6,
+    }
