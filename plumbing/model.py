@@ -40,6 +40,7 @@ def plain_attention(module, query, key, value, scaling, window, softcap):
     return eager_attention_forward(module, query, key, value, mask, **how)[0].transpose(1, 2)
 
 
+@torch.compiler.disable
 def packed_attention(module, query, key, value, mask, packing, scaling=None, **options):
     """Causal attention within each sequence of a packed row.
 
@@ -48,7 +49,8 @@ def packed_attention(module, query, key, value, mask, packing, scaling=None, **o
     same as lengths [N], on the host). FlashAttention on GPUs (16 bits), which caps no scores; elsewhere
     sequence by sequence, 1.3 times as fast as one sdpa over the row with a mask [T, T] (bench/train.py).
     """
-    place, own_bounds, bounds, own, whole = packing
+    place, own_bounds, bounds, *lengths = packing
+    own, whole = (x.tolist() for x in lengths)
     window = options.get("sliding_window")
     softcap = options.get("softcap")
     if sum(own) < sum(whole):

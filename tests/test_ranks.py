@@ -168,6 +168,7 @@ def plain_step(base_model, version=0):
         entropy=entropy.mean(),
         ess=w.sum() ** 2 / (len(w) * (w**2).sum()),
         kl_behavior=k3.mean(),
+        kl_ref=0,
         lag_mean=lag.mean(),
         lag_max=lag.max(),
         clip_frac=(w > 5).mean(),
@@ -215,8 +216,8 @@ def test_an_engine_that_says_something_else_ends_the_run(tmp_path, base_model):
 
 # ---- ranks
 
-# five rows: one of the two ranks has a filler
-TWO = dict(steps=1, row_tokens=96)
+# five rows: one of the two ranks has a filler; both hold a part of the reference, which is what the policy still is
+TWO = dict(steps=1, row_tokens=96, kl_coef=0.1)
 
 
 @pytest.fixture(scope="module")
