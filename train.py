@@ -216,16 +216,12 @@ def ess(ratios):
 
 
 def ess_of_sums(w, w2, n):
-    """ess from sum w, sum w^2 and N, which add up over micro-batches and ranks; 1 if there is
-    nothing.
-    """
+    """ess from sum w, sum w^2 and N, which add up over micro-batches and ranks; 1 of nothing."""
     return w**2 / (n * w2) if w2 else 1.0
 
 
 def learning_rate(config, step):
-    """Learning rate of optimizer step `step` (0-based): linear warm-up, then constant or linear down
-    to 10%.
-    """
+    """Learning rate of a step (0-based): linear warm-up, then constant or linear down to 10%."""
     rate = config.lr * min(1.0, (step + 1) / max(config.warmup_steps, 1))
     if config.lr_schedule == "linear":
         rate *= 1 - 0.9 * step / config.steps
@@ -494,23 +490,24 @@ def train(config, run_dir, ranks):
     start_engines(model, state, sender, ranks)
     log = MetricsLog(config, run_dir, state, ranks.rank)
     ranks.listen_for_stop()
-    saved = state["version"]
+    version = saved = state["version"]
+    run = (config, run_dir, model, optimizers, ranks)
+    writing = None
     try:
-        while state["version"] < config.steps:
+        while version < config.steps:
             sums = Sums()
-            for batch in reader.step(state["version"]):
-                loss, metrics, logprobs = micro_batch(
-                    model, batch, state["version"], config, ranks.device
-                )
+            for batch in reader.step(version):
+                loss, metrics, logprobs = micro_batch(model, batch, version, config, ranks.device)
                 # FSDP2 averages over ranks; the sum is wanted
                 (loss * ranks.world).backward()
                 sums.add(metrics)
-                log.rollouts(batch, logprobs, state["version"])
-            metrics = optimizer_step(model, optimizers, sums, state["version"], config)
+                log.rollouts(batch, logprobs, version)
+            metrics = optimizer_step(model, optimizers, sums, version, config)
             state = next_state(state, metrics, reader.last, log.wall_s())
             version = state["version"]
             log.step(state, metrics, reader, sender.take_timing())
             guards.check(version, metrics)
+            checkpoints.check(writing)
             if updates_engines(config, version):
                 sender.push(version, state["position"])
             else:
@@ -519,16 +516,18 @@ def train(config, run_dir, ranks):
                 log.mismatch(version, guards.measure(model, batch, sender, version))
             log.evaluations(reader.evaluations())
             if version == config.steps or (config.save_every and version % config.save_every == 0):
-                log.save_s = checkpoints.save(config, run_dir, model, optimizers, state, ranks)
+                writing, log.save_s = checkpoints.save(*run, state, writing)
                 saved = version
         sender.wait()
         log.evaluations(reader.evaluations(until=config.steps))
         ranks.check_stop()
+        checkpoints.check(writing, until_whole=True)
         sender.announce(config.steps, state["position"], done=True)
         sender.close()
     except Stopped:
-        if state["version"] > saved:
-            checkpoints.save(config, run_dir, model, optimizers, state, ranks)
+        if version > saved:
+            writing, _ = checkpoints.save(*run, state, writing)
+        checkpoints.check(writing, until_whole=True)
         if ranks.rank == 0:
             print(f"train: told to stop, version {state['version']} is saved", flush=True)
     log.close()

@@ -98,29 +98,22 @@ def to_device(device, *tensors):
 
 
 def empty_model(config, dtype):
-    """As train.load_model, on the meta device: rank 0's weights are to come, see `hand_out`."""
+    """As train.load_model, in memory that is not there before it is written to: see `hand_out`."""
     shape = AutoConfig.from_pretrained(config.model)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation="packed")
     model.head_float32 = config.head_float32
+    model.to_empty(device="cpu").tie_weights()
     # unlike a model that is loaded, it would train with dropout
     return model.eval()
 
 
 @torch.no_grad()
 def hand_out(part, device):
-    """Rank 0's parameters and buffers of a part of the model, on every rank's device; others have them on
-    the meta device. What is sharded already is left as it is. Collective.
+    """Rank 0's parameters and buffers of a part of the model, on every rank's device. What is sharded
+    already is left as it is. Collective.
     """
     for tensor in [*part.parameters(), *part.buffers()]:
-        if isinstance(tensor, DTensor):
-            continue
-        if tensor.is_meta:
-            here = torch.empty_like(tensor, device=device)
-            if isinstance(tensor, torch.nn.Parameter):
-                here = torch.nn.Parameter(here, tensor.requires_grad)
-            # in place, so that tied weights stay tied
-            torch.utils.swap_tensors(tensor, here)
-        else:
+        if not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(device)
-        dist.broadcast(tensor.data, 0)
+            dist.broadcast(tensor.data, 0)
