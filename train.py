@@ -415,6 +415,8 @@ def load_sharded(config, dtype, device, world):
             # transformers asks this of a layer; the modules within it stay as they are
             layer.training = True
     if config.compile:
+        # of each kind of layer one for rows of one sequence, of one token, without gradients
+        torch._dynamo.config.recompile_limit = 64
         model.compiled_head = torch.compile(head_logprobs, dynamic=True)
         for layer in layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)

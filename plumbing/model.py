@@ -110,9 +110,7 @@ def empty_model(config, dtype):
 
 @torch.no_grad()
 def hand_out(part, device):
-    """Rank 0's parameters and buffers of a part of the model, on every rank's device. What is sharded
-    already is left as it is. Collective.
-    """
+    """Put rank 0's parameters and buffers of a part on every rank's device; shards stay as they are. Collective."""
     for tensor in [*part.parameters(), *part.buffers()]:
         if not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(device)
