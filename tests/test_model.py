@@ -113,7 +113,7 @@ def test_compiled_is_the_same(tmp_path, monkeypatch):
     for lengths in ((5, 17, 30), (40,), (9, 8, 7, 33), (21, 22)):
         positions, _ = layout(lengths)
         tokens = rng.integers(0, 100, len(positions))
-        weights = torch.randn(2, len(positions)) * (positions > 0)
+        weights = torch.randn(2, len(positions)) * torch.from_numpy(positions > 0)
         found = []
         for model in models:
             model.zero_grad()
