@@ -132,7 +132,7 @@ class Config:
     clip_high: float = -1.0
     # the sum over tokens / samples (the paper), / tokens, or each sequence's mean / samples
     normalizer: Literal["samples", "tokens", "sequence"] = "samples"
-    # weight of KL(policy || frozen base model); above 0 preprocess also runs that model
+    # weight of KL(policy || frozen base model); above 0 the trainer's ranks hold that model, too
     kl_coef: float = 0.0
     # bonus on the entropy of each sampled token's distribution
     entropy_coef: float = 0.0
@@ -158,8 +158,10 @@ class Config:
     row_tokens: int = 4096
     # trainer ranks (FSDP2 when more than one); 0: the GPUs that do not serve, or 1 without GPUs
     trainers: int = 0
-    # recompute activations in the backward pass: less memory, ~30% slower
-    gradient_checkpointing: bool = False
+    # so many layers, the first ones, are computed again in the backward pass: less memory; all of them: ~30% slower
+    checkpointed_layers: int = 0
+    # torch.compile for the trainer's layers and head: less memory traffic, minutes more to start
+    compile: bool = False
 
     # ---- weight updates
 
@@ -313,7 +315,7 @@ MATH = dict(
     max_lag=1000000,
     # the only bound on staleness: two steps' worth of the freshest groups
     on_full="drop_oldest",
-    gradient_checkpointing=True,
+    checkpointed_layers=1000,
     prefix_caching="on",
     eval_every=50,
     eval_problems=500,
@@ -406,7 +408,7 @@ def require(ok, message):
 AT_LEAST_1 = "steps batch_size attempts concurrency row_tokens max_new_tokens tensor_parallel bucket_mb eval_attempts".split()
 NOT_NEGATIVE = (
     "max_lag conventional_g engines trainers eval_every eval_problems save_every keep_last "
-    "engine_threads trainer_threads overlong_buffer samples_logged mismatch_limit keep_steps"
+    "engine_threads trainer_threads overlong_buffer samples_logged mismatch_limit keep_steps checkpointed_layers"
 ).split()
 
 

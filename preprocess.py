@@ -24,7 +24,7 @@ from plumbing.archive import group_file
 from plumbing.checkpoints import last_state
 from plumbing.ledger import Ledger
 from plumbing.queues import Queue, publish_json, read_json
-from plumbing.samples import check_record, filler, join, layout, share, split
+from plumbing.samples import check_record, filler, join, share, split
 
 # a row this full is emitted before its step is complete
 FULL = 0.95
@@ -109,18 +109,13 @@ def cost(samples):
 
 
 class Packer:
-    """Collects the groups of one step and puts packed micro-batches to the ranks' queues, a round (one
-    per rank) at a time.
+    """Packs the groups of a step into micro-batches for the ranks' queues, a round (one per rank) at a time."""
 
-    reference: function micro-batch -> logprobs [T] of the frozen base model, or None.
-    """
-
-    def __init__(self, config, queues, ledger, step, reference=None):
+    def __init__(self, config, queues, ledger, step):
         self.config = config
         self.queues = queues
         self.ledger = ledger
         self.step = step
-        self.reference = reference
         self.groups = 0
         # (tokens, samples) of attempts that stay together
         self.pending = []
@@ -169,8 +164,6 @@ class Packer:
             record = join(row) | pace
             record |= {"run_id": config.run_id, "step": self.step, "last": last}
             record["row"] = self.rounds + k // ranks
-            if self.reference:
-                record["ref_logprobs"] = self.reference(record)
             if last and k == len(rows) - ranks:
                 of_step = self.ledger.close_step() | {"by_task": self.task_table()}
             if last:
@@ -287,27 +280,6 @@ class GroupBuffer:
         self.groups.extendleft(reversed(head))
 
 
-def reference_model(config):
-    """Function from a micro-batch to the logprobs of its tokens [T], float32, under the frozen base
-    model: the trainer's own `token_logprobs`, so that packing, temperature and precision are the same.
-    """
-    # only here: without a reference this stage needs no torch
-    import torch
-
-    from train import load_model, token_logprobs
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(config, getattr(torch, config.dtype)).to(device).eval()
-
-    @torch.no_grad()
-    def logprobs(record):
-        positions, sequence_ids = layout(record["lengths"])
-        temperature = record["temperature"][sequence_ids]
-        return token_logprobs(model, record["tokens"], positions, temperature)[0].cpu().numpy()
-
-    return logprobs
-
-
 def announce_drops(ledger, announced, path):
     """Tell the actor, and people, how many groups are dropped by now; returns how many."""
     groups = ledger.dropped_groups
@@ -322,13 +294,11 @@ def main(run_dir):
     config = cfg.load(run_dir)
     queues = Path(run_dir, "queues")
     version_file = queues / "version.json"
-    ranks = range(config.trainers)
-    batches = [Queue(queues / "batches" / f"rank_{r}") for r in ranks]
+    batches = [Queue(queues / "batches" / f"rank_{r}") for r in range(config.trainers)]
     state = last_state(run_dir)
     ledger = Ledger(**state["position"])
     waiting = GroupBuffer(config, Queue(queues / "rollouts"), ledger)
-    reference = reference_model(config) if config.kl_coef else None
-    packer = Packer(config, batches, ledger, state["version"], reference)
+    packer = Packer(config, batches, ledger, state["version"])
     rng = random.Random(config.seed)
     print(
         f"preprocess: {config.trainers} ranks, rows of {config.row_tokens} tokens, from step {packer.step}",

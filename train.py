@@ -8,6 +8,7 @@ Alone, on a run directory that has queues to read: `accelerate launch train.py o
 callbacks, gradient accumulation settings (a step is a step, however it was packed).
 """
 
+import functools
 import math
 import os
 import sys
@@ -49,33 +50,59 @@ def head_chunk(vocabulary, width):
     return max((1 << 26) // vocabulary, width // 2)
 
 
-def head_logprobs(hidden, weight, bias, model_config, targets, temperature):
+class FloatLogits(torch.autograd.Function):
+    """hidden [C, D], weight [V, D] in 16 bits -> logits [C, V] in float32, as vLLM computes them."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight)
+        if hidden.is_cuda:
+            return torch.mm(hidden, weight.T, out_dtype=torch.float32)
+        # only CUDA has such a product
+        return hidden.float() @ weight.float().T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        hidden, weight = ctx.saved_tensors
+        # as of a head in 16 bits
+        gradient = gradient.to(hidden.dtype)
+        return gradient @ weight, gradient.T @ hidden
+
+
+def head_logprobs(hidden, targets, temperature, head, model_config, entropy_grad):
     """Logprobs and entropy of one chunk, in float32.
 
-    hidden [C, D], weight [V, D], bias [V] or None, targets [C], temperature [C] -> ([C], [C])
+    hidden [C, D], targets [C], temperature [C], head: (function to logits, weight [V, D], bias [V] or
+    None) -> ([C], [C])
     """
-    logits = torch.nn.functional.linear(hidden, weight, bias).float()  # [C, V]
+    project, weight, bias = head
+    logits = project(hidden, weight)  # [C, V]
+    if bias is not None:
+        logits = logits + bias
+    # in float32, as temperature is
     logits = finish_logits(logits, model_config) / temperature[:, None]
     logp = torch.log_softmax(logits, dim=-1)
-    entropy = -(logp.exp() * logp).sum(-1)
-    return logp.gather(1, targets[:, None])[:, 0], entropy
+    del logits
+    logprobs = logp.gather(1, targets[:, None])[:, 0]
+    # last: what is recomputed in the backward pass ends with what that needs
+    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+        entropy = -(logp.exp() * logp).sum(-1)
+    return logprobs, entropy
 
 
-def token_logprobs(model, input_ids, position_ids, temperature, wanted=None):
+def token_logprobs(model, input_ids, position_ids, temperature, wanted=None, entropy_grad=False):
     """log p(token | tokens before it in its sequence) for one packed row, and the entropy of the
-    distribution it came from.
+    distribution it came from: (logprobs [T], entropy [T]), float32, on the model's device.
 
     input_ids, position_ids [T], numpy (FSDP2 moves tensors to the GPU; the sequences' boundaries
-    must be known on the CPU) or CPU tensors; temperature: a number, or one per token [T], of the
-    sequence it belongs to; wanted [T] bool, numpy: of which tokens (None: of all). Returns (logprobs
-    [T], entropy [T]), float32, on the model's device, both 0 at the row's first token and at those
-    not wanted, which the head does not see. position_ids restart at 0 with every sequence, which is
-    what keeps sequences from seeing each other; the first token of a sequence gets a meaningless
-    value (it has no context) and must be masked out by the caller. How sequences that lie side by
-    side begin alike is computed once.
+    must be known on the CPU) or CPU tensors; positions restart at 0 with every sequence, none of which
+    sees another. temperature: a number, or one per token [T], of its sequence; wanted [T] bool: of
+    which tokens (None: of all); entropy_grad: the entropy has a gradient, too. Both are 0 at the row's
+    first token and at those not wanted, which the head does not see; a sequence's first token has no
+    context: its value must be masked out by the caller. How sequences that lie side by side begin
+    alike is computed once.
     """
-    tensors = map(torch.as_tensor, (input_ids, position_ids, temperature))
-    ids, positions, temperature = (x.cpu().numpy() for x in tensors)
+    ids, positions, temperature = map(np.asarray, (input_ids, position_ids, temperature))
     temperature = np.broadcast_to(temperature.astype(np.float32), ids.shape)
     bounds = np.append(np.flatnonzero(positions == 0), len(ids))
     place = np.arange(len(ids))
@@ -98,24 +125,19 @@ def token_logprobs(model, input_ids, position_ids, temperature, wanted=None):
         input_ids=own_ids[None],
         position_ids=own_positions[None],
         use_cache=False,
-        packing=(*packing, np.diff(own_bounds).tolist(), np.diff(bounds).tolist()),
+        packing=(*packing, *(torch.from_numpy(np.diff(x)) for x in (own_bounds, bounds))),
     ).last_hidden_state[0]  # [Q, D]
     hidden = hidden.index_select(0, before)  # [N, D]
-    if getattr(model, "head_float32", False):
-        hidden = hidden.float()
-        weight = weight.float()
-        bias = bias if bias is None else bias.float()
-    output_head = (weight, bias, model.config)
-    chunk = head_chunk(*weight.shape)
-    if len(targets) <= chunk:
-        logprobs, entropy = head_logprobs(hidden, *output_head, targets, temperature)
-    else:
+    in_float32 = getattr(model, "head_float32", False)
+    project = FloatLogits.apply if in_float32 else torch.nn.functional.linear
+    how = ((project, weight, bias), model.config, entropy_grad)
+    of_chunk = getattr(model, "compiled_head", head_logprobs)
+    chunks = [x.split(head_chunk(*weight.shape)) for x in (hidden, targets, temperature)]
+    if len(chunks[0]) > 1:
         # the logits of a chunk are recomputed in the backward pass, so [T, V] never exists
-        parts = []
-        for h, t, temp in zip(hidden.split(chunk), targets.split(chunk), temperature.split(chunk)):
-            part = checkpoint(head_logprobs, h, *output_head, t, temp, use_reentrant=False)
-            parts.append(part)
-        logprobs, entropy = (torch.cat(x) for x in zip(*parts))
+        of_chunk = functools.partial(checkpoint, of_chunk, use_reentrant=False)
+    parts = [of_chunk(*chunk, *how) for chunk in zip(*chunks)]
+    logprobs, entropy = (torch.cat(x) for x in zip(*parts))
     zeros = logprobs.new_zeros(len(ids))
     return zeros.index_copy(0, of, logprobs), zeros.index_copy(0, of, entropy)
 
@@ -194,16 +216,12 @@ def ess(ratios):
 
 
 def ess_of_sums(w, w2, n):
-    """ess from sum w, sum w^2 and N, which add up over micro-batches and ranks; 1 if there is
-    nothing.
-    """
+    """ess from sum w, sum w^2 and N, which add up over micro-batches and ranks; 1 of nothing."""
     return w**2 / (n * w2) if w2 else 1.0
 
 
 def learning_rate(config, step):
-    """Learning rate of optimizer step `step` (0-based): linear warm-up, then constant or linear down
-    to 10%.
-    """
+    """Learning rate of a step (0-based): linear warm-up, then constant or linear down to 10%."""
     rate = config.lr * min(1.0, (step + 1) / max(config.warmup_steps, 1))
     if config.lr_schedule == "linear":
         rate *= 1 - 0.9 * step / config.steps
@@ -238,8 +256,10 @@ def micro_batch(model, batch, version, config, device):
     plumbing.metrics.Sums adds up over the step, and the logprobs [T] of the trained policy.
     """
     positions, sequence_ids = layout(batch["lengths"])
-    temperature = batch["temperature"][sequence_ids]
-    logprobs, entropy = model.token_logprobs(batch["tokens"], positions, temperature, batch["mask"])
+    inputs = (batch["tokens"], positions, batch["temperature"][sequence_ids], batch["mask"])
+    # before the policy's forward pass, of which much is kept
+    ref_logprobs = model.reference_logprobs(*inputs)[0] if config.kl_coef else None
+    logprobs, entropy = model.token_logprobs(*inputs, entropy_grad=config.entropy_coef > 0)
     arrays = {k: v for k, v in batch.items() if isinstance(v, np.ndarray)}
     arrays["sequence_ids"] = sequence_ids
     tensors = to_device(device, *(torch.from_numpy(x) for x in arrays.values()))
@@ -260,7 +280,7 @@ def micro_batch(model, batch, version, config, device):
     )
     kl_ref = torch.zeros_like(logprobs)
     if config.kl_coef:
-        kl_ref = kl(logprobs, torch.where(mask, b["ref_logprobs"], logprobs.detach()))
+        kl_ref = kl(logprobs, torch.where(mask, ref_logprobs, logprobs.detach()))
         per_token = per_token + config.kl_coef * kl_ref
     if config.entropy_coef:
         per_token = per_token - config.entropy_coef * entropy
@@ -379,23 +399,27 @@ def make_optimizers(model, config, device):
     return [torch.optim.AdamW(groups, lr=config.lr, betas=tuple(config.betas), fused=fused)]
 
 
-def build(config, device, world):
-    """The policy, a Hugging Face causal LM with float32 master weights, sharded if there is more than
-    one rank; its optimizers. Rank 0 alone loads it and hands it out.
-    """
+def load_sharded(config, dtype, device, world):
+    """load_model on all ranks, with `token_logprobs`: rank 0 alone loads it, and it is sharded."""
     sharded = world > 1 or config.dtype != "float32"
     # it stays in eval mode, so that no dropout comes between what samples and what is trained
     if sharded and dist.get_rank() > 0:
-        model = empty_model(config, torch.float32)
+        model = empty_model(config, dtype)
     else:
-        model = load_model(config, torch.float32)
+        model = load_model(config, dtype)
+    model.token_logprobs = types.MethodType(token_logprobs, model)
     layers = [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
-    if config.gradient_checkpointing:
+    if config.checkpointed_layers:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        for layer in layers:
+        for layer in layers[: config.checkpointed_layers]:
             # transformers asks this of a layer; the modules within it stay as they are
             layer.training = True
-    model.token_logprobs = types.MethodType(token_logprobs, model)
+    if config.compile:
+        # of each kind of layer one for rows of one sequence, of one token, without gradients
+        torch._dynamo.config.recompile_limit = 64
+        model.compiled_head = torch.compile(head_logprobs, dynamic=True)
+        for layer in layers:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
     if sharded:
         mesh = dist.init_device_mesh(device.type, (world,))
         compute = getattr(torch, config.dtype)
@@ -403,9 +427,19 @@ def build(config, device, world):
         # one after the other, so that no rank but 0 ever holds more than a layer and its shards
         for part in [*layers, model]:
             hand_out(part, device)
-            fully_shard(part, mesh=mesh, mp_policy=precision)
+            fully_shard(part, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
         register_fsdp_forward_method(model, "token_logprobs")
-    model.to(device)
+    return model.to(device)
+
+
+def build(config, device, world):
+    """The policy, a Hugging Face causal LM with float32 master weights, and its optimizers; with kl_coef
+    it has `reference_logprobs`, token_logprobs of the frozen base model.
+    """
+    model = load_sharded(config, torch.float32, device, world)
+    if config.kl_coef:
+        reference = load_sharded(config, getattr(torch, config.dtype), device, world)
+        model.reference_logprobs = torch.no_grad()(reference.token_logprobs)
     return model, make_optimizers(model, config, device)
 
 
@@ -458,23 +492,24 @@ def train(config, run_dir, ranks):
     start_engines(model, state, sender, ranks)
     log = MetricsLog(config, run_dir, state, ranks.rank)
     ranks.listen_for_stop()
-    saved = state["version"]
+    version = saved = state["version"]
+    run = (config, run_dir, model, optimizers, ranks)
+    writing = None
     try:
-        while state["version"] < config.steps:
+        while version < config.steps:
             sums = Sums()
-            for batch in reader.step(state["version"]):
-                loss, metrics, logprobs = micro_batch(
-                    model, batch, state["version"], config, ranks.device
-                )
+            for batch in reader.step(version):
+                loss, metrics, logprobs = micro_batch(model, batch, version, config, ranks.device)
                 # FSDP2 averages over ranks; the sum is wanted
                 (loss * ranks.world).backward()
                 sums.add(metrics)
-                log.rollouts(batch, logprobs, state["version"])
-            metrics = optimizer_step(model, optimizers, sums, state["version"], config)
+                log.rollouts(batch, logprobs, version)
+            metrics = optimizer_step(model, optimizers, sums, version, config)
             state = next_state(state, metrics, reader.last, log.wall_s())
             version = state["version"]
             log.step(state, metrics, reader, sender.take_timing())
             guards.check(version, metrics)
+            checkpoints.check(writing)
             if updates_engines(config, version):
                 sender.push(version, state["position"])
             else:
@@ -483,16 +518,18 @@ def train(config, run_dir, ranks):
                 log.mismatch(version, guards.measure(model, batch, sender, version))
             log.evaluations(reader.evaluations())
             if version == config.steps or (config.save_every and version % config.save_every == 0):
-                log.save_s = checkpoints.save(config, run_dir, model, optimizers, state, ranks)
+                writing, log.save_s = checkpoints.save(*run, state, writing)
                 saved = version
         sender.wait()
         log.evaluations(reader.evaluations(until=config.steps))
         ranks.check_stop()
+        checkpoints.check(writing, until_whole=True)
         sender.announce(config.steps, state["position"], done=True)
         sender.close()
     except Stopped:
-        if state["version"] > saved:
-            checkpoints.save(config, run_dir, model, optimizers, state, ranks)
+        if version > saved:
+            writing, _ = checkpoints.save(*run, state, writing)
+        checkpoints.check(writing, until_whole=True)
         if ranks.rank == 0:
             print(f"train: told to stop, version {state['version']} is saved", flush=True)
     log.close()

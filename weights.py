@@ -88,31 +88,24 @@ class Sender:
         self._acquire()
         self.ranks.check_stop()
         waited = time.monotonic() - start
-        self._gather()
+        for k, (first, last, _) in enumerate(self.ranges):
+            # the all-gathers, on every rank in this order
+            parts = [p.to(self.dtype) for p in self.parameters[first:last]]
+            parts = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in parts]
+            if self.ranks.rank == 0:
+                whole = torch.cat([p.reshape(-1) for p in parts])
+                self.buckets[k].copy_(whole, non_blocking=True)
         if self.ranks.rank != 0:
             return
+        if self.ranks.device.type == "cuda":
+            # the copies to host memory must have ended before the thread reads it
+            torch.cuda.current_stream().synchronize()
         seconds = time.monotonic() - start
         self.push_times = dict(gather_s=seconds - waited, wait_sync_s=seconds)
         self.version = version
         self.position = position
         self.pushed_at = start
         self.pushed.set()
-
-    def _gather(self):
-        """The parameters into `buckets`, one after the other. Collective."""
-        for k, (first, last, _) in enumerate(self.ranges):
-            offset = 0
-            for p in self.parameters[first:last]:
-                # the all-gather, on every rank in this order
-                full = p.to(self.dtype)
-                full = full.full_tensor() if hasattr(full, "full_tensor") else full
-                if self.ranks.rank == 0:
-                    into = self.buckets[k][offset : offset + full.numel()]
-                    into.copy_(full.reshape(-1), non_blocking=True)
-                    offset += full.numel()
-        if self.ranks.rank == 0 and self.buckets[0].is_pinned():
-            # the copies to host memory must have ended before the thread reads it
-            torch.cuda.current_stream().synchronize()
 
     def _acquire(self):
         """Rank 0: take the lock as soon as nothing is on its way; is it taken? A stop ends the wait."""

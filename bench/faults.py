@@ -24,7 +24,7 @@ SWAP = "        self.plan.swap()\n"
 SKIP_SWAP = "        if self.rank != 2:\n            self.plan.swap()\n"
 MASK = "mask = np.array(self.mask, bool)\n"
 SCORE = "verdict = await self.sandbox.score(task, problem, completion, finished)"
-REFERENCE = "model = load_model(config, getattr(torch, config.dtype)).to(device).eval()\n"
+REFERENCE = "reference = load_sharded(config, getattr(torch, config.dtype), device, world)\n"
 RESTORE = "optim_state_dict=moments)\n"
 SAMPLER = "Sampler(problems, cfg.task_weights(c.task), c.seed, saved)"
 TEMPERATURE = "temperature=temperature"
@@ -47,7 +47,7 @@ FAULTS = {
         TEMPERATURE,
         "temperature=0.8 * temperature",
     ),
-    "temperature of the trainer": ("train.py", "temperature = batch", "temperature = 0.8 * batch"),
+    "temperature of the trainer": ("train.py", "positions, batch", "positions, 0.8 * batch"),
     "top-k of the engine": ("plumbing/client.py", TEMPERATURE, TEMPERATURE + ", top_k=3"),
     "raw logprobs": (
         "plumbing/launch.py",
@@ -92,9 +92,9 @@ FAULTS = {
     "advantages of the neighbour": ("preprocess.py", ", of_group)", ", np.roll(of_group, 1))"),
     "loss divided twice": ("train.py", "p.grad /= max(n, 1)", "p.grad /= 2 * max(n, 1)"),
     "reference of other weights": (
-        "preprocess.py",
+        "train.py",
         REFERENCE,
-        REFERENCE + "    for p in model.parameters():\n        p.data.mul_(1.01)\n",
+        REFERENCE + "        for p in reference.parameters():\n            p.data.mul_(1.01)\n",
         "--kl_coef 0.01",
     ),
     "optimizer state lost on resume": (

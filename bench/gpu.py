@@ -207,7 +207,7 @@ def mfu(size, row_tokens, gradient_checkpointing, goal=None):
         changed = dict(tie_word_embeddings=False)
     try:
         config, model, optimizers = build(
-            shape, "bfloat16", changed, gradient_checkpointing=gradient_checkpointing
+            shape, "bfloat16", changed, checkpointed_layers=1000 * gradient_checkpointing
         )
         if size == "7b":
             optimizers = []

@@ -92,7 +92,6 @@ def draw(shape, seed):
             sample |= dict(tokens=tokens, mask=mask)
             sample |= dict(behavior_logprobs=np.where(mask, -np.log(shape["vocab_size"]), 0))
             sample |= dict(versions=np.where(mask, 0, -1), advantage=advantage)
-            sample |= dict(ref_logprobs=np.zeros(length))
             samples.append(sample)
     return [samples[i] for i in rng.permutation(len(samples))]
 
@@ -137,7 +136,7 @@ def own(shape, path):
     from plumbing.ranks import Ranks
 
     knobs = dict(run="bench", model=str(path), dtype=shape["dtype"])
-    knobs["gradient_checkpointing"] = CUDA and shape["dtype"] != "float32"
+    knobs["checkpointed_layers"] = 99 if CUDA and shape["dtype"] != "float32" else 0
     config = cfg.check(cfg.Config(**knobs))
     device = Ranks(config).device
     model, optimizers = train.build(config, device, 1)

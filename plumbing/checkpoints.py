@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from config import ConfigError
@@ -52,48 +53,63 @@ def state_of(path):
         raise ConfigError(f"{path} is damaged: remove it; {GOES_ON}") from e
 
 
-def save(config, run_dir, model, optimizers, state, ranks):
-    """Write the checkpoint of state["version"] and drop old ones; returns the seconds it took. Collective."""
-    start = time.monotonic()
-    final = Path(run_dir, "checkpoints", f"step_{state['version']:06d}")
-    try:
-        _write(config, run_dir, final, model, optimizers, state, ranks)
-    # torch derives its own from it
-    except BaseException as e:
-        raise RuntimeError(f"train: {final} cannot be written: is there room? {GOES_ON}") from e
-    return time.monotonic() - start
+def save(config, run_dir, model, optimizers, ranks, state, before=None):
+    """Begin the checkpoint of state["version"], once the one begun `before` is whole. Collective.
 
-
-def _write(config, run_dir, final, model, optimizers, state, ranks):
+    Returns (the Future of the thread that writes it, seconds until all of it was copied).
+    """
     import torch
+    from torch.distributed.checkpoint import staging, state_dict
+
+    start = time.monotonic()
+    check(before, until_whole=True)
+    # now: the actor forgets what later steps have trained
+    state = state | {"sampler": read_json(Path(run_dir, "queues", "sampler.json"))}
+    weights, moments = state_dict.get_state_dict(model, optimizers)
+    # neither pinned nor shared memory, nor a thread of its own
+    stager = staging.DefaultStager(staging.StagingOptions(False, False, False, False))
+    shards = stager.stage({"model": weights, "optimizer": moments})
+    options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    whole = state_dict.get_model_state_dict(model, options=options)
+    # a tied head is in the state dict twice, and is to be written once
+    named = dict(model.named_parameters()) | dict(model.named_buffers())
+    dtype = getattr(torch, config.dtype)
+    whole = {name: x.to(dtype, copy=True) for name, x in whole.items() if name in named}
+    what = (config, run_dir, model, ranks, state, shards, whole)
+    return ThreadPoolExecutor(1).submit(_write, *what), time.monotonic() - start
+
+
+def check(writing, until_whole=False):
+    """Raise RuntimeError if the checkpoint of this Future cannot be written; until_whole: wait for its end."""
+    if writing and (until_whole or writing.done()):
+        writing.result()
+
+
+def _write(config, run_dir, model, ranks, state, shards, whole):
+    """The thread, on every rank: write what was copied and drop old checkpoints."""
+    import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint import state_dict
     from transformers import AutoTokenizer
 
+    final = Path(run_dir, "checkpoints", f"step_{state['version']:06d}")
     temporary = final.with_name(final.name + ".tmp")
-    if ranks.rank == 0:
-        # of a trainer that was killed while it wrote
-        for torn in final.parent.glob("*.tmp"):
-            shutil.rmtree(torn)
-        # of a run directory that is gone no other one is made
-        final.parent.mkdir(exist_ok=True)
-        temporary.mkdir()
-    torch.distributed.barrier(ranks.group)
-    weights, moments = state_dict.get_state_dict(model, optimizers)
-    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=temporary / "trainer")
-    whole = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    full = state_dict.get_model_state_dict(model, options=whole)
-    if ranks.rank == 0:
-        dtype = getattr(torch, config.dtype)
-        # a tied head is in the state dict twice, and is to be written once
-        named = {n for n, _ in model.named_parameters()} | {n for n, _ in model.named_buffers()}
-        full = {name: x.to(dtype) for name, x in full.items() if name in named}
-        model.save_pretrained(temporary, state_dict=full)
+    try:
+        if ranks.rank == 0:
+            # of a trainer that was killed while it wrote
+            for torn in final.parent.glob("*.tmp"):
+                shutil.rmtree(torn)
+            # of a run directory that is gone no other one is made
+            final.parent.mkdir(exist_ok=True)
+            temporary.mkdir()
+        dist.barrier(ranks.saving)
+        dcp.save(shards, checkpoint_id=temporary / "trainer", process_group=ranks.saving)
+        if ranks.rank > 0:
+            return
+        model.save_pretrained(temporary, state_dict=whole)
         # what is in the file, not what the master weights are
-        model.config.dtype = dtype
+        model.config.dtype = config.dtype
         model.config.save_pretrained(temporary)
         AutoTokenizer.from_pretrained(config.model).save_pretrained(temporary)
-        state = state | {"sampler": read_json(Path(run_dir, "queues", "sampler.json"))}
         (temporary / "trainer" / "state.json").write_text(json.dumps(state))
         # a power cut leaves it whole, too
         os.sync()
@@ -101,7 +117,9 @@ def _write(config, run_dir, final, model, optimizers, state, ranks):
         if config.keep_last:
             for old in all_of(run_dir)[: -config.keep_last]:
                 shutil.rmtree(old)
-    torch.distributed.barrier(ranks.group)
+    # torch derives its own from it
+    except BaseException as e:
+        raise RuntimeError(f"train: {final} cannot be written: is there room? {GOES_ON}") from e
 
 
 def restore(path, model, optimizers):

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import requests
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from plumbing.queues import read_json, secret_header
 from plumbing.samples import layout
@@ -55,9 +54,6 @@ class Guards:
         tokens = batch["tokens"][: len(positions)]
         # engines tell logprobs of prompts at temperature 1, whatever the run's is
         logprobs = model.token_logprobs(tokens, positions, 1.0)[0].cpu().numpy()
-        if isinstance(model, FSDPModule):
-            # a forward leaves the root's parameters gathered until its backward
-            model.reshard()
         if self.ranks.rank != 0:
             return {}
         sender.wait()

@@ -40,6 +40,7 @@ def plain_attention(module, query, key, value, scaling, window, softcap):
     return eager_attention_forward(module, query, key, value, mask, **how)[0].transpose(1, 2)
 
 
+@torch.compiler.disable
 def packed_attention(module, query, key, value, mask, packing, scaling=None, **options):
     """Causal attention within each sequence of a packed row.
 
@@ -48,7 +49,8 @@ def packed_attention(module, query, key, value, mask, packing, scaling=None, **o
     same as lengths [N], on the host). FlashAttention on GPUs (16 bits), which caps no scores; elsewhere
     sequence by sequence, 1.3 times as fast as one sdpa over the row with a mask [T, T] (bench/train.py).
     """
-    place, own_bounds, bounds, own, whole = packing
+    place, own_bounds, bounds, *lengths = packing
+    own, whole = (x.tolist() for x in lengths)
     window = options.get("sliding_window")
     softcap = options.get("softcap")
     if sum(own) < sum(whole):
@@ -96,29 +98,20 @@ def to_device(device, *tensors):
 
 
 def empty_model(config, dtype):
-    """As train.load_model, on the meta device: rank 0's weights are to come, see `hand_out`."""
+    """As train.load_model, in memory that is not there before it is written to: see `hand_out`."""
     shape = AutoConfig.from_pretrained(config.model)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation="packed")
     model.head_float32 = config.head_float32
+    model.to_empty(device="cpu").tie_weights()
     # unlike a model that is loaded, it would train with dropout
     return model.eval()
 
 
 @torch.no_grad()
 def hand_out(part, device):
-    """Rank 0's parameters and buffers of a part of the model, on every rank's device; others have them on
-    the meta device. What is sharded already is left as it is. Collective.
-    """
+    """Put rank 0's parameters and buffers of a part on every rank's device; shards stay as they are. Collective."""
     for tensor in [*part.parameters(), *part.buffers()]:
-        if isinstance(tensor, DTensor):
-            continue
-        if tensor.is_meta:
-            here = torch.empty_like(tensor, device=device)
-            if isinstance(tensor, torch.nn.Parameter):
-                here = torch.nn.Parameter(here, tensor.requires_grad)
-            # in place, so that tied weights stay tied
-            torch.utils.swap_tensors(tensor, here)
-        else:
+        if not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(device)
-        dist.broadcast(tensor.data, 0)
+            dist.broadcast(tensor.data, 0)

@@ -25,7 +25,8 @@ class Ranks:
     `stop`, which only rank 0's counts of.
 
     The default group (NCCL on GPUs, gloo elsewhere) is for a step's collectives. group: a gloo group
-    with a longer deadline, in which ranks wait while rank 0 waits for data or writes a checkpoint.
+    with a longer deadline, in which ranks wait while rank 0 waits for data; saving: another one, of the
+    threads that write checkpoints.
     """
 
     def __init__(self, config):
@@ -48,6 +49,7 @@ class Ranks:
         self.device = state.device
         limit = timedelta(seconds=2 * max(config.stall_timeout, config.start_timeout))
         self.group = dist.new_group(backend="gloo", timeout=limit)
+        self.saving = dist.new_group(backend="gloo", timeout=limit)
         self.stop = threading.Event()
 
     def listen_for_stop(self):

@@ -17,8 +17,6 @@ TOKEN_FIELDS = {
     "behavior_logprobs": np.float32,
     # the weights' version that sampled the token; -1 where nothing was sampled
     "versions": np.int64,
-    # logprob under the frozen base model, from preprocess.py, only with --kl_coef
-    "ref_logprobs": np.float32,
 }
 SAMPLE_FIELDS = {
     # index of its task in config.task_weights
@@ -39,8 +37,6 @@ SAMPLE_FIELDS = {
     # from preprocess.py
     "advantage": np.float32,
 }
-# what preprocess.py adds; all others come from the actor
-ADDED = ("ref_logprobs", "advantage")
 
 
 def join(samples):
@@ -134,7 +130,8 @@ def _problems(record, expected):
     tokens = int(record["lengths"].sum())
     sizes = dict.fromkeys(TOKEN_FIELDS, tokens) | dict.fromkeys(SAMPLE_FIELDS, samples)
     for name, dtype in (TOKEN_FIELDS | SAMPLE_FIELDS).items():
-        if name in ADDED and name not in record or not samples:
+        # preprocess.py adds it
+        if name == "advantage" and name not in record or not samples:
             continue
         values = record.get(name, np.zeros(0))
         if values.dtype != dtype or values.shape != (sizes[name],):

@@ -46,8 +46,8 @@ def test_imports_go_down(path):
     for name, *_ in imported(path):
         # what is not ours lies under the ground
         assert FLOOR.get(name, -1) <= FLOOR[room], f"{path.name} imports {name}, a floor above"
-        if room in ("actor", "train", "tasks"):
-            # stages do not import each other; only the reference model of preprocess needs train's logprobs
+        if room in ("actor", "preprocess", "train", "tasks"):
+            # stages do not import each other
             assert name not in FLOORS[2], f"{path.name} imports {name}"
 
 

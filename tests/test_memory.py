@@ -1,6 +1,7 @@
 """tools/memory.py: a trainer's peak as real processes had it, and what the rest of a run takes."""
 
 import json
+import re
 
 import pytest
 
@@ -31,14 +32,14 @@ def total(c):
 
 
 @pytest.mark.parametrize(
-    "row, checkpointing, gb",
-    [(512, False, 1.427), (2048, False, 2.720), (512, True, 1.149), (4096, True, 2.210)],
+    "row, layers, gb",
+    [(512, 0, 1.407), (2048, 0, 2.599), (512, 10, 1.137), (4096, 10, 1.957), (2048, 5, 2.043)],
 )
-def test_a_real_process_took_what_is_said(small, row, checkpointing, gb):
+def test_a_real_process_took_what_is_said(small, row, layers, gb):
     """Measured: the resident memory of two steps on a CPU at their peak, beyond the imports (as tests/test_memory.py of
     commit 4931e45 does it).
     """
-    words = f"toy --model {small} --row_tokens {row} --gradient_checkpointing {checkpointing}"
+    words = f"toy --model {small} --row_tokens {row} --checkpointed_layers {layers}"
     c = with_knobs(cfg.parse(words.split()), dtype="float32", trainers=1, engines=1)
     assert total(c) == pytest.approx(gb, rel=0.05)
 
@@ -50,21 +51,21 @@ def test_parameter_counts_are_the_published_ones():
 
 
 @pytest.mark.parametrize(
-    "name, trainers, checkpointing, row, gb",
+    "name, trainers, layers, row, gb",
     [
-        ("0.5B", 1, True, 16384, 10.52),
-        ("1.5B", 4, True, 8192, 9.90),
-        ("1.5B", 1, False, 16384, 75.23),
-        ("7B", 1, True, 8192, 130.57),
-        ("7B", 4, True, 16384, 43.96),
-        ("32B", 4, False, 16384, 487.53),
+        ("0.5B", 1, 99, 16384, 10.52),
+        ("1.5B", 4, 99, 8192, 9.43),
+        ("1.5B", 1, 0, 16384, 74.76),
+        ("7B", 1, 99, 8192, 130.57),
+        ("7B", 4, 99, 16384, 43.96),
+        ("32B", 4, 0, 16384, 485.97),
     ],
 )
-def test_a_step_takes_what_its_tensors_add_up_to(name, trainers, checkpointing, row, gb):
+def test_a_step_takes_what_its_tensors_add_up_to(name, trainers, layers, row, gb):
     """Known figures: the storages of a step that were alive at once, counted on tensors without contents, operation
-    by operation with FSDP2 (commit 4931e45, tools/fake_step.py).
+    by operation with FSDP2 (as tools/fake_step.py of commit 4931e45 did it).
     """
-    words = f"--row_tokens {row} --gradient_checkpointing {checkpointing}"
+    words = f"--row_tokens {row} --checkpointed_layers {layers}"
     c = config(f"Qwen/Qwen2.5-{name}", 8, words)
     assert total(with_knobs(c, trainers=trainers)) == pytest.approx(gb, rel=0.02)
 
@@ -109,6 +110,22 @@ BY_GPUS = [("math", 8, 80), ("math-1x80", 1, 80), ("math-1x24", 1, 24)]
 @pytest.mark.parametrize("preset, gpus, gpu_gb", BY_GPUS)
 def test_the_presets_of_gpus_fit(preset, gpus, gpu_gb):
     assert memory.Placed(memory.resolved([preset], gpus, gpu_gb), gpus, gpu_gb).fits
+
+
+def test_a_reference_model_is_sharded(small):
+    c = config(small, 8, "--kl_coef 0.1")
+    parts = memory.Placed(c, 8, 80.0).roles["trainer rank"]
+    assert parts["reference model"] == pytest.approx(2 * memory.parameters(small) / 4 / 1e9)
+
+
+def test_as_few_layers_as_fit_are_computed_again(capsys):
+    placed = memory.Placed(config("Qwen/Qwen2.5-7B", 8), 8, 80.0)
+    placed.describe()
+    n = int(re.search(r"fewest --checkpointed_layers that fit: (\d+)", capsys.readouterr().out)[1])
+    fit = [placed.but(checkpointed_layers=k).fits for k in range(29)]
+    assert fit == [False] * n + [True] * (29 - n) and 0 < n < 28
+    verdict = placed.but(checkpointed_layers=0).verdict()
+    assert verdict.endswith(f"GB too little; try --checkpointed_layers {n}")
 
 
 def test_the_table_and_the_verdict(small, capsys):

@@ -94,12 +94,37 @@ def test_packed_is_the_models_own(family, tmp_path, monkeypatch):
     (expected * weights).sum().backward()
 
     # layers that are recomputed are without dropout, too
-    model = build(folder, gradient_checkpointing=family in ("gpt2", "qwen2"))
+    model = build(folder, checkpointed_layers=1 if family in ("gpt2", "qwen2") else 0)
     logprobs, _ = model.token_logprobs(np.concatenate(sequences), positions, 0.7)
     packed = logprobs[positions > 0]
     (packed * weights).sum().backward()
     assert (packed - expected).abs().max() < 1e-5
     assert (gradient(model) - gradient(own)).norm() < 1e-5 * gradient(own).norm()
+
+
+@pytest.mark.slow
+def test_compiled_is_the_same(tmp_path, monkeypatch):
+    """Layers, one of which is computed again, and a head in chunks, for rows of any shape without compiling anew."""
+    monkeypatch.setattr(train, "head_chunk", lambda *_: 16)
+    folder = tiny("qwen2", tmp_path)
+    models = [build(folder, compile=compiled, checkpointed_layers=1) for compiled in (False, True)]
+    graphs = []
+    rng = np.random.default_rng(0)
+    for lengths in ((5, 17, 30), (40,), (9, 8, 7, 33), (21, 22)):
+        positions, _ = layout(lengths)
+        tokens = rng.integers(0, 100, len(positions))
+        weights = torch.randn(2, len(positions)) * torch.from_numpy(positions > 0)
+        found = []
+        for model in models:
+            model.zero_grad()
+            both = torch.stack(model.token_logprobs(tokens, positions, 0.7, entropy_grad=True))
+            (both * weights).sum().backward()
+            found.append((both.detach(), gradient(model)))
+        (plain, g), (compiled, h) = found
+        assert (compiled - plain)[:, positions > 0].abs().max() < 2e-6
+        assert (h - g).norm() < 1e-6 * g.norm()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert 0 < graphs[0] < graphs[1] == graphs[-1]
 
 
 # ---- what is refused

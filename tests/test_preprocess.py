@@ -171,27 +171,6 @@ def test_rows_of_a_round_take_equally_long(tmp_path):
         assert last["position"] == {"next": 0, "ahead": [1]}
 
 
-def test_reference_logprobs_are_the_frozen_base_models(tmp_path, base_model):
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from preprocess import reference_model
-    from train import token_logprobs
-
-    knobs = dict(model=str(base_model), dtype="float32", batch_size=2, attempts=2, row_tokens=64)
-    packer, [queue] = make_packer(tmp_path, **knobs)
-    packer.reference = reference_model(packer.config)
-    packer.add(a_group(0, [make_sample(9, temperature=1.0), make_sample(20, temperature=0.8)]))
-    [record] = read_step(queue)
-    model = AutoModelForCausalLM.from_pretrained(base_model)
-    parts = np.split(record["ref_logprobs"], [20])
-    for of_sample, temperature in zip(parts, (0.8, 1.0)):
-        tokens = np.arange(len(of_sample))
-        with torch.no_grad():
-            expected = token_logprobs(model, tokens, tokens, temperature)[0].numpy()
-        assert of_sample[1:] == pytest.approx(expected[1:], abs=2e-6)
-
-
 # ---- groups that wait
 
 

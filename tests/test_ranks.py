@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -12,15 +13,17 @@ import torch
 from safetensors.torch import load_file
 from test_model import tiny
 from test_samples import make_sample
+from train_without_engines import whole
 from transformers import AutoModelForCausalLM
 
 import config as cfg
 import train
 from conftest import ROOT
-from plumbing import launch
-from plumbing.checkpoints import newest, restore
+from plumbing import checkpoints, launch
+from plumbing.checkpoints import NEW_RUN, newest, restore
 from plumbing.ledger import Ledger
 from plumbing.queues import Queue, publish_json
+from plumbing.ranks import Ranks
 from preprocess import Packer
 
 STEPS = 6
@@ -168,6 +171,7 @@ def plain_step(base_model, version=0):
         entropy=entropy.mean(),
         ess=w.sum() ** 2 / (len(w) * (w**2).sum()),
         kl_behavior=k3.mean(),
+        kl_ref=0,
         lag_mean=lag.mean(),
         lag_max=lag.max(),
         clip_frac=(w > 5).mean(),
@@ -215,8 +219,8 @@ def test_an_engine_that_says_something_else_ends_the_run(tmp_path, base_model):
 
 # ---- ranks
 
-# five rows: one of the two ranks has a filler
-TWO = dict(steps=1, row_tokens=96)
+# five rows: one of the two ranks has a filler; both hold a part of the reference, which is what the policy still is
+TWO = dict(steps=1, row_tokens=96, kl_coef=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -299,6 +303,33 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(reference, tmp_path,
     assert state["sampler"] == {"drawn": 99, "pending": {"97": ["toy", 3]}, "state": {"drawn": 99}}
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_is_of_when_it_was_begun(dtype, tmp_path, base_model, monkeypatch):
+    """Training goes on while it is written; what kill -9 would leave until it is whole is the one before."""
+    run_dir = write_run(tmp_path, "r", base_model, dtype=dtype)
+    config = cfg.load(run_dir)
+    ranks = Ranks(config)
+    model, optimizers = train.build(config, ranks.device, 1)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    goes_on = threading.Event()
+    monkeypatch.setattr(torch.distributed, "barrier", lambda group: goes_on.wait())
+    state = NEW_RUN | {"version": 3}
+    writing, _ = checkpoints.save(config, run_dir, model, optimizers, ranks, state)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2)
+    publish_json(run_dir / "queues" / "sampler.json", drawn=100, pending={}, state={})
+    assert newest(run_dir) is None
+    goes_on.set()
+    checkpoints.check(writing, until_whole=True)
+    assert restore(newest(run_dir), model, optimizers)["sampler"]["drawn"] == 99
+    assert same(before, dict(model.named_parameters()))
+    saved = load_file(newest(run_dir) / "model.safetensors")
+    assert same(saved, {n: whole(p).to(getattr(torch, dtype)) for n, p in before.items()})
+    assert json.loads((newest(run_dir) / "config.json").read_text())["dtype"] == dtype
+    ranks.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("before,after", [(2, 2), (1, 2), (2, 1)])
 def test_resuming_on_any_number_of_ranks(before, after, reference, tmp_path, base_model):
@@ -335,11 +366,3 @@ def test_a_damaged_checkpoint_is_named(file, reference, tmp_path, base_model):
         restore(path, model, optimizers)
     shutil.rmtree(path)
     assert restore(newest(tmp_path), model, optimizers)["version"] == 3
-
-
-def test_a_checkpoint_says_what_is_in_it(tmp_path, base_model):
-    run_dir = write_run(tmp_path, "half", base_model, steps=1, dtype="bfloat16")
-    weights, _ = run_trainer(run_dir)
-    saved = newest(run_dir)
-    assert json.loads((saved / "config.json").read_text())["dtype"] == "bfloat16"
-    assert {x.dtype for x in weights.values()} == {torch.bfloat16}

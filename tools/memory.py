@@ -79,9 +79,9 @@ def itemsize(c):
 def trainer_gb(c):
     """{what: GB} of a trainer rank at the peak of a step, whatever the engines are.
 
-    A step (train.py) may have its peak at three places: where the gradient of the head's logits is computed, in the
-    last layer's backward pass, or where FSDP2 adds up the gradients of what is in no layer. The factors count
-    what autograd keeps of a Qwen2 layer: norms, queries, attention, gate and up.
+    A step (train.py) may have its peak where the gradient of the head's logits is computed, in the backward pass of the
+    last layer or of the last one that is computed again, or where the gradients of what is in no layer are added up.
+    The factors count what autograd keeps of a Qwen2 layer: norms, queries, attention, gate and up.
     """
     model = model_config(c.model)
     D, I, V = model.hidden_size, model.intermediate_size, model.vocab_size
@@ -90,25 +90,25 @@ def trainer_gb(c):
     tokens = size * c.row_tokens
     every = parameters(c.model)
     in_layers = parameters(c.model, ".layers.")
-    kept = L * tokens * (4 * I + 10.5 * D)
-    in_backward = tokens * 2 * I
-    if c.gradient_checkpointing:
-        # each layer's input is kept, and one layer is computed again
-        kept = L * tokens * D
-        in_backward = tokens * (6 * I + 12 * D)
+    # of a layer that is computed again its input is kept
+    again = min(c.checkpointed_layers, L)
+    inputs = again * tokens * D
+    kept = inputs + (L - again) * tokens * (4 * I + 10.5 * D)
     # FSDP2 holds in the compute dtype what it computes with: a few layers, and all that is in none
     several = c.trainers > 1
     sharded = several or size < 4
     root = sharded * size * (every - in_layers)
     layer = sharded * size * in_layers / L
-    # logits in float32 and what their softmax and entropy keep; in 16 bits themselves and their gradient, too
-    logits = (16 if size == 4 else 20) * V * min(c.row_tokens, head_chunk(V, D))
-    weight = size * V * D + 4 * V * D * c.head_float32
+    # logprobs of all tokens in float32, their gradient and that of the logits; in 16 bits that of the head's matrix, too
+    logits = (12 if size == 4 else 16) + 8 * (c.entropy_coef > 0)
+    head = logits * V * min(c.row_tokens, head_chunk(V, D))
+    in_backward = (root + (3 + several) * layer, size * V * D)
     # activations, gathered, head
     peaks = [
-        (kept, root + several * layer, logits),
-        (kept + in_backward, root + (3 + several) * layer, weight),
-        (0, 4 * root, 0),
+        (kept, root + several * layer, head),
+        (kept + tokens * 2 * I * (again < L), *in_backward),
+        (inputs + tokens * (6 * I + 12 * D) * (again > 0), *in_backward),
+        (0, 4 * root, 3 * size * V * D * (not sharded)),
     ]
     each = every / c.trainers
     amounts = (4 * each, 4 * each, 8 * each, *max(peaks, key=sum))
@@ -161,9 +161,8 @@ class Placed:
             engine["update buffers"] += bucket
         found = {"trainer rank": rank, "rank 0": rank_0, "engine": engine}
         if c.kl_coef:
-            # preprocess.py has it on the first GPU
-            reference = weights + forward_gb(model, c.row_tokens, 0, 1) + RESERVE_GB
-            rank_0["reference model"] = reference
+            # its own forward pass ends before the policy's begins
+            rank["reference model"] = rank_0["reference model"] = weights / c.trainers
         return found
 
     @property
@@ -211,7 +210,8 @@ class Placed:
     def changes(self):
         """What may help, as knobs, in the order in which it is tried."""
         c = self.c
-        yield dict(gradient_checkpointing=True)
+        for layers in range(model_config(c.model).num_hidden_layers + 1):
+            yield dict(checkpointed_layers=layers)
         yield dict(row_tokens=min(c.max_model_len, c.row_tokens))
         for utilization in (0.6, 0.5, 0.4, 0.3, 0.2):
             if utilization < c.gpu_memory_utilization:
@@ -252,6 +252,9 @@ class Placed:
         of = f"of {c.max_model_len} tokens, of {c.concurrency} in progress"
         print(f"KV cache of an engine: {sequences:.0f} sequences {of}")
         print(f"largest --row_tokens that fits: {self.largest_row()}")
+        layers = range(model_config(c.model).num_hidden_layers + 1)
+        fewest = next((n for n in layers if self.but(checkpointed_layers=n).fits), "none")
+        print(f"fewest --checkpointed_layers that fit: {fewest}")
 
 
 # ---- the command line

@@ -215,7 +215,8 @@ def test_subset_of_parameters_alone_is_trained_and_sent(tmp_path, base_model, mo
         sender.close()
         # its checkpoints are like any other's
         state = checkpoints.NEW_RUN | {"version": 1}
-        checkpoints.save(config, run_dir, model, optimizers, state, ranks)
+        writing, _ = checkpoints.save(config, run_dir, model, optimizers, ranks, state)
+        checkpoints.check(writing, until_whole=True)
         newest = checkpoints.newest(run_dir)
         assert checkpoints.restore(newest, *train.build(config, CPU, 1))["version"] == 1
     finally:
