@@ -284,9 +284,7 @@ def placement(c: Config, gpus: int, node=0, host="") -> list[tuple[str, dict, li
     processes = engine_commands(c, gpus, node, host)
     if node == 0:
         processes.append(("actor", QUIET, [sys.executable, "actor.py", run_dir]))
-        # the reference model shares the first GPU, a trainer rank's
-        env = QUIET | ({"CUDA_VISIBLE_DEVICES": names[0]} if gpus and c.kl_coef else {})
-        processes.append(("preprocess", env, [sys.executable, "preprocess.py", run_dir]))
+        processes.append(("preprocess", QUIET, [sys.executable, "preprocess.py", run_dir]))
     if not gpus:
         # where they share cores, the trainer goes first: a step that waits for the CPU is lag for everybody
         processes = [(name, env, NICE + command) for name, env, command in processes]

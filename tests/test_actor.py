@@ -77,11 +77,6 @@ def test_shares_are_kept_in_every_100_problems_and_every_epoch_is_shuffled_anew(
     assert draw(Sampler(problems, shares, seed=2), 700) != drawn
 
 
-def test_a_small_share_is_no_share_of_nothing():
-    drawn = draw(Sampler({"a": [0], "b": [0]}, {"a": 0.999, "b": 0.001}, seed=0), 1010)
-    assert [task for task, _ in drawn].count("b") == 10
-
-
 @pytest.mark.parametrize("at", [0, 3, 150, 299])
 def test_a_sampler_goes_on_from_its_state(at):
     arguments = {"a": list(range(7)), "b": list(range(30))}, {"a": 0.4, "b": 0.6}, 1

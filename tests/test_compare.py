@@ -181,15 +181,6 @@ def test_an_interrupted_comparison_goes_on(start, tmp_path):
     assert set(kept) == {f"{s}, seed {k}" for k in (0, 1) for s in ("pipeline", "G=2")}
 
 
-def test_other_knobs_are_measured_anew(start, tmp_path, monkeypatch):
-    start("--settings pipeline --seeds 1")
-    (_, _, knobs), (_, _, others) = start("--settings pipeline --seeds 1 --steps 9")
-    assert others == knobs | dict(steps="9")
-    assert (tmp_path / "compare-tail-steps-9.json").exists()
-    monkeypatch.setitem(runs.COMMON, "lr", 1.0)
-    assert len(start("--settings pipeline --seeds 1")) == 3
-
-
 def test_a_setting_may_have_knobs_of_its_own(start, capsys):
     settings = "pipeline,pipeline+late=wait+clip_high=1.5,G=4+lr=1e-4"
     started = start(f"--settings {settings} --seeds 1 --max_lag 2")
@@ -208,13 +199,6 @@ def test_another_preset_keeps_its_own_knobs(start):
     knobs = dict(model="a/b", seed=0)
     by_setting = {x[2].get("conventional_g"): x[1:] for x in started}
     assert by_setting == {None: ("math", knobs), 32: ("math", knobs | dict(conventional_g=32))}
-
-
-@pytest.mark.parametrize("wrong", ["--settings G=0", "--steps", "steps 9"])
-def test_a_wrong_command_line_starts_nothing(start, tmp_path, wrong):
-    with pytest.raises(SystemExit):
-        start(wrong)
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", "against_trl compare cost faults train weights".split())
@@ -282,36 +266,3 @@ def test_the_quick_comparison_runs(tmp_path):
     versions, found = zip(*kept["G=4, seed 0"]["scores"])
     assert versions == (0, 8, 12)
     assert all(0.01 < y < 1 for y in found) and len(set(found)) == 3
-
-
-# ---- the task
-
-
-def test_the_task_has_long_tails_or_equal_lengths_and_the_same_average():
-    tokenizer = base_model.make_tokenizer([tail])
-
-    def lengths(data):
-        answers = [p["answer"] for p in tail.problems("train", 0, data)[:4000]]
-        return np.array([len(tokenizer(answer)["input_ids"]) + 1 for answer in answers])
-
-    long_tailed = lengths("")
-    equal = lengths("equal")
-    assert len(set(equal)) == 1
-    assert long_tailed.mean() == pytest.approx(equal.mean(), rel=0.1)
-    assert long_tailed.max() > 10 * long_tailed.mean()
-    assert np.median(long_tailed) < 0.6 * long_tailed.mean()
-    assert max(long_tailed) + 5 <= runs.COMMON["max_model_len"]
-    assert max(long_tailed) < runs.COMMON["max_new_tokens"]
-
-
-def test_the_answer_counts_down():
-    problems = tail.problems("train", 0)
-    problem = next(p for p in problems if re.fullmatch("03[a-z]{2}:", p["prompt"]))
-    a, b = (ord(letter) - 97 for letter in problem["prompt"][2:4])
-    words = [f"{3 - i:02}{chr(97 + (a + i) % 26)}{chr(97 + (b - i) % 26)}" for i in (1, 2, 3)]
-    assert problem["answer"] == "".join(words)
-    assert tail.reward(problem, problem["answer"], True) == 1
-    assert tail.reward(problem, problem["answer"], False) == 0
-    assert tail.reward(problem, problem["answer"] + "00aa", True) == 0
-    with pytest.raises(ValueError, match="equal"):
-        tail.problems("train", 0, "short")

@@ -114,16 +114,6 @@ def test_steps_are_whole_ranks_get_equal_numbers_and_nothing_is_lost(tmp_path, r
     assert all(len(q) == 0 for q in queues)
 
 
-def test_rows_are_full_when_there_is_a_backlog(tmp_path):
-    rng = np.random.default_rng(0)
-    packer, [queue] = make_packer(tmp_path, batch_size=1000, attempts=2, row_tokens=4096)
-    lengths = np.minimum(rng.lognormal(5.5, 0.8, 1000).astype(int) + 3, 4096)
-    for index, (a, b) in enumerate(lengths.reshape(500, 2)):
-        packer.add(a_group(index, [alone(a, 2 * index), alone(b, 2 * index + 1)]))
-    fill = [record["lengths"].sum() / 4096 for record in read_step(queue)]
-    assert len(fill) > 50 and np.mean(fill) >= 0.95 and np.mean(fill[:-1]) >= 0.96
-
-
 def test_a_micro_batch_keeps_tokens_and_their_stamps_together(tmp_path):
     packer, [queue] = make_packer(tmp_path, batch_size=2, attempts=2, row_tokens=64)
     first = make_sample(4, reward=1.0, version=3, tokens=np.array([7, 7, 8, 8]))

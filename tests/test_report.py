@@ -281,12 +281,6 @@ def test_runs_that_were_stopped_are_compared_over_what_all_have(tmp_path):
     assert rows["samples/s of the steps"][4] == "+0"
 
 
-def test_means_are_over_what_all_runs_have():
-    x, y = np.array([[0.0, 10.0, 20.0], [0.0, 1.0, 1.0]])
-    means = [comparison.mean_until(x, y, end) for end in (20.0, 10.0, 5.0)]
-    assert means == pytest.approx([0.75, 0.5, 0.25])
-
-
 # ---- words
 
 

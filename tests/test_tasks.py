@@ -209,13 +209,6 @@ def test_a_box_that_does_not_end_is_no_answer():
 LARGE = "9**9**9**9 9^{9^{9^9}} 10^{10^{100}} 99999999! ((9!)!)! x^{1000000} 7^{0.49999999}".split()
 
 
-def test_cheap_to_refuse():
-    """Those hostile answers that can be told by their looks; the others are for the sandbox."""
-    for answer in [*LARGE, "{" * 400 + "1" + "}" * 400, "x^2" * 3500000]:
-        verdict = maths.reward({"answer": "7"}, f"\\boxed{{{answer}}}", True)
-        assert verdict == "unparsable", answer[:20]
-
-
 ROW = '{"problem": "p", "answer": "1"}\n'
 
 

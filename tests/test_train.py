@@ -444,7 +444,7 @@ def test_the_state_counts_steps_that_were_skipped_too():
     assert (state["version"], state["skipped"], state["position"]) == (7, 1, {"next": 9})
 
 
-GOOD = {"grad_norm": 1.0, "loss": 0.0, "mismatch": 1e-3}
+GOOD = {"grad_norm": 1.0}
 
 
 def make_guards(run_dir="", rank=0, **changed):
@@ -452,25 +452,11 @@ def make_guards(run_dir="", rank=0, **changed):
 
 
 def test_three_wrong_steps_in_a_row_end_the_run():
-    for wrong, words in [
-        ({"grad_norm": math.nan}, "3 steps in a row had gradients that are not finite"),
-        ({"mismatch": 1.1e-3}, "above 0.001 nats in 3 steps, it is 1.1e-03"),
-        ({"mismatch": math.nan}, "above 0.001 nats in 3 steps, it is nan"),
-    ]:
-        guards = make_guards()
-        bad = GOOD | wrong
-        for metrics in (bad, bad, GOOD, bad, bad):
-            guards.check(1, metrics)
-        with pytest.raises(RuntimeError, match=words):
-            guards.check(2, bad)
-
-
-def test_a_step_without_a_sample_of_lag_0_says_nothing():
     guards = make_guards()
-    bad = GOOD | {"mismatch": 1.0}
-    for metrics in (bad, bad, GOOD | {"mismatch": None}):
+    bad = GOOD | {"grad_norm": math.nan}
+    for metrics in (bad, bad, GOOD, bad, bad):
         guards.check(1, metrics)
-    with pytest.raises(RuntimeError, match="mismatch"):
+    with pytest.raises(RuntimeError, match="3 steps in a row had gradients that are not finite"):
         guards.check(2, bad)
 
 
