@@ -59,10 +59,11 @@ def test_the_command_needs_torch_and_transformers_alone(tmp_path):
 def test_varlen_attn_takes_what_it_is_given(monkeypatch):
     """Its kernels need a GPU; what torch checks of a call, both ways, does not."""
     monkeypatch.setattr("plumbing.model.flash_runs_on", torch.is_tensor)
+    lengths = torch.tensor([3, 4, 9])
     with FakeTensorMode():
         q, k, v = (torch.empty(1, n, 16, 64, requires_grad=True) for n in (14, 2, 2))
         bounds = torch.zeros(4, dtype=torch.int32)
-        packing = (None, bounds, bounds, [3, 4, 9], [3, 4, 9])
+        packing = (None, bounds, bounds, lengths, lengths)
         out, _ = gpu.packed_attention(None, q, k, v, None, packing, sliding_window=8)
         out.sum().backward()
     assert out.shape == (1, 16, 14, 64) and k.grad.shape == k.shape

@@ -115,7 +115,9 @@ def test_the_presets_of_gpus_fit(preset, gpus, gpu_gb):
 def test_a_reference_model_is_sharded(small):
     c = config(small, 8, "--kl_coef 0.1")
     parts = memory.Placed(c, 8, 80.0).roles["trainer rank"]
-    assert parts["reference model"] == pytest.approx(2 * memory.parameters(small) / c.trainers / 1e9)
+    assert parts["reference model"] == pytest.approx(
+        2 * memory.parameters(small) / c.trainers / 1e9
+    )
 
 
 def test_as_few_layers_as_fit_are_computed_again(capsys):
