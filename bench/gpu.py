@@ -65,8 +65,8 @@ def attend(heads, key_heads, width, window):
     """packed_attention in bfloat16 against float32 attention under a mask [T, T], both ways."""
     case = f"{heads}/{key_heads} heads of {width}" + f", window {window}" * bool(window)
     torch.manual_seed(0)
-    lengths = on_gpu([1, 2, 300, 127, 129, 465], [1, 2, 30, 31])
-    places = torch.arange(sum(lengths), device=DEVICE)
+    lengths = torch.tensor(on_gpu([1, 2, 300, 127, 129, 465], [1, 2, 30, 31]))
+    places = torch.arange(int(lengths.sum()), device=DEVICE)
     bounds = torch.tensor([0, *lengths]).cumsum(0).int().to(DEVICE)
     ids = torch.bucketize(places, bounds.long(), right=True)
     distance = places[:, None] - places
@@ -306,7 +306,7 @@ def counted(count, function, *arguments):
 def sharing():
     """Two processes on one GPU: one trains, one runs forward passes. Both fit, and neither starves."""
     shape = on_gpu(WIDE, TINY)
-    config, model, optimizers = build(shape, "bfloat16", {}, gradient_checkpointing=True)
+    config, model, optimizers = build(shape, "bfloat16", {}, checkpointed_layers=1000)
     records = [row(shape, on_gpu(16384, 512))]
     step = functools.partial(one_step, model, optimizers, config, DEVICE, records)
     alone, _ = measure(step)
