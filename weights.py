@@ -27,7 +27,7 @@ import torch
 
 from plumbing.group import Engines, Group
 from plumbing.queues import publish_json
-from plumbing.transport import bucket_ranges
+from plumbing.transport import bucket_ranges, synchronize
 
 TIMES = ("sync_s", "gather_s", "wait_sync_s", "send_s", "ready_s", "pause_s")
 
@@ -97,9 +97,8 @@ class Sender:
                 self.buckets[k].copy_(whole, non_blocking=True)
         if self.ranks.rank != 0:
             return
-        if self.ranks.device.type == "cuda":
-            # the copies to host memory must have ended before the thread reads it
-            torch.cuda.current_stream().synchronize()
+        # the copies to host memory must have ended before the thread reads it
+        synchronize(self.ranks.device)
         seconds = time.monotonic() - start
         self.push_times = dict(gather_s=seconds - waited, wait_sync_s=seconds)
         self.version = version

@@ -171,15 +171,16 @@ def main(argv=None):
     name = "against-trl"
     if a.max_new_tokens != COMMON["max_new_tokens"]:
         name += f"-{a.max_new_tokens}"
-    common = COMMON | PIPELINE
     if a.preset == "smol":
         name += "-smol"
         common = cfg.SMOL | SMOL_KNOBS
+    else:
+        common = COMMON | PIPELINE
+        runs.make_model()
     common |= dict(steps=a.steps, max_new_tokens=a.max_new_tokens)
     if a.quick:
         common |= QUICK
     settings = {"pipeline": common, "trl": {name: common[name] for name in TRL if name in common}}
-    runs.make_model()
     start = functools.partial(one_run, port=a.port, preset=a.preset)
     found, path = runs.run_all(a, name, settings, start)
     compare.report(found, path)

@@ -1,8 +1,6 @@
 """Mathematics: how often a verdict is wrong, on the pairs of tests/maths_pairs.jsonl, and which.
 
-    python bench/rewards.py
-
-Deliberately absent: the sandbox (tests/test_sandbox.py), what it costs.
+python bench/rewards.py
 """
 
 import json
