@@ -33,6 +33,7 @@ TRL = "task model steps batch_size attempts max_new_tokens lr warmup_steps save_
 TRL += "train_data eval_data temperature eval_attempts eval_temperature".split()
 # of the real model's runs, which are short
 SMOL_KNOBS = dict(engines=1, lr_schedule="constant", eval_every=4, eval_attempts=2, save_every=4)
+SMOL_KNOBS |= dict(dtype="float32")
 LONGEST = 3600
 # of GRPOConfig: what the pipeline has by default
 ALIKE = dict(top_p=1.0, top_k=0, beta=0.0, scale_rewards="none", adam_beta2=0.95)
