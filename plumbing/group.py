@@ -1,6 +1,5 @@
 """The trainer's end of a weight group: which engines there are, and one group formed with them."""
 
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -100,10 +99,9 @@ class Group:
 
     def close(self):
         """Free whoever waits in this group, in a thread: it may take as long as what is pending."""
-        thread = threading.Thread(target=transport.abort_group, args=[self.group], daemon=True)
+        transport.in_thread(transport.abort_group, self.group)
         # the thread has the last reference
         self.group = None
-        thread.start()
 
     def ring(self, version):
         """The doorbell: every worker begins to receive this version."""

@@ -351,9 +351,13 @@ def open_run(c: Config) -> str:
     c.run_id = secrets.token_hex(4)
     if not (run_dir / "config.json").exists():
         return f"new run {run_dir}"
-    old = cfg.load(str(run_dir))
     newest = checkpoints.newest(run_dir)
-    if c.fresh or newest is None or (is_complete(run_dir) and c.steps <= old.steps):
+    old = cfg.load(str(run_dir)) if newest and not c.fresh else None
+    metrics = run_dir / "metrics.jsonl"
+    if not newest and metrics.exists() and '"step"' not in metrics.read_text():
+        shutil.rmtree(run_dir)
+        return f"new run {run_dir}, in place of one that made no step"
+    if not old or (is_complete(run_dir) and c.steps <= old.steps):
         names = (Path(f"{run_dir}.{i}") for i in itertools.count(1))
         aside = next(name for name in names if not name.exists())
         run_dir.rename(aside)
@@ -386,12 +390,14 @@ def hold(c: Config) -> tuple[int, str]:
     path = Path(c.out, f".{c.run}.lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    for tries in range(5):
+    for tries in range(300):
         # other nodes look at it for a moment now and then
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
-        require(tries < 4, f"--run {c.run}: held by {holder(c)}, or by what it has left")
+        if tries == 5:
+            print(f"run.sh: {c.run} is run by {holder(c)}: waiting 30 s for its end", flush=True)
+        require(tries < 299, f"--run {c.run} is still run by {holder(c)}")
         time.sleep(0.1)
     start = f"process {os.getpid()} on {socket.gethostname()}, start {secrets.token_hex(4)}"
     os.truncate(lock, 0)
@@ -459,6 +465,9 @@ def train(argv) -> int:
     lock = []
     start = ""
     done = "dry run, nothing is started"
+    if node == 0:
+        load_problems(c, "train")
+        load_problems(c, "test")
     if node == 0 and not c.dry_run:
         file, start = hold(c)
         lock.append(file)
@@ -483,8 +492,6 @@ def train(argv) -> int:
 
 def begin(c: Config, start: str) -> str:
     """Node 0: all that is to be done before processes start. Returns what open_run did."""
-    load_problems(c, "train")
-    load_problems(c, "test")
     if c.trainers > 1:
         claim = claim_port(c.master_addr, c.master_port)
         c.master_port = claim.getsockname()[1]

@@ -13,8 +13,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
-
 
 def open_store(host, port, timeout, server=False):
     """A client of the TCPStore at host:port; server=True: of a new one (port 0: on any port), or OSError."""
@@ -50,10 +48,10 @@ def join_group(backend, store, rank, world, timeout, device=None):
     options.config.max_ctas = 8
     # without a watchdog, which ends the process when a broadcast fails: waits raise, and whoever
     # waited aborts the group
-    os.environ[NO_WATCHDOG] = "1"
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     group = dist.ProcessGroupNCCL(place, rank, world, options)
     # other groups keep theirs
-    del os.environ[NO_WATCHDOG]
+    del os.environ["TORCH_NCCL_BLOCKING_WAIT"]
     # the first broadcast connects, without a deadline of its own
     try:
         in_thread(broadcast, group, torch.zeros(1), device, timeout).result(timeout)

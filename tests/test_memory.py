@@ -6,7 +6,7 @@ import re
 import pytest
 
 import config as cfg
-from conftest import with_knobs
+from conftest import resolved, with_knobs
 from tools import memory
 
 # 60 million parameters, too many for an allocator's noise to matter
@@ -24,7 +24,7 @@ def small(tmp_path_factory):
 
 
 def config(model, gpus, words=""):
-    return memory.resolved(["math", "--model", model, *words.split()], gpus, 80.0)
+    return resolved("math", "--model", model, *words.split(), gpus=gpus)
 
 
 def total(c):
@@ -109,7 +109,7 @@ BY_GPUS = [("math", 8, 80), ("math-1x80", 1, 80), ("math-1x24", 1, 24)]
 
 @pytest.mark.parametrize("preset, gpus, gpu_gb", BY_GPUS)
 def test_the_presets_of_gpus_fit(preset, gpus, gpu_gb):
-    assert memory.Placed(memory.resolved([preset], gpus, gpu_gb), gpus, gpu_gb).fits
+    assert memory.Placed(resolved(preset, gpus=gpus), gpus, gpu_gb).fits
 
 
 def test_a_reference_model_is_sharded(small):

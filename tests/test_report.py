@@ -323,14 +323,6 @@ def test_a_wrong_run_is_one_line(name):
     assert_one_line(tool(name, "out/no-such-run"), "no-such-run")
 
 
-@pytest.mark.parametrize("name", ["report", "show"])
-def test_rollouts_of_an_older_version_are_one_line(name, tmp_path):
-    run_dir = made_up_run(tmp_path, "old")
-    write_lines(run_dir / "samples.jsonl", [dict(sample_id=1, index=0, task="toy", spans=[])])
-    words = f"{run_dir}/samples.jsonl: an older version wrote it"
-    assert_one_line(tool(name, run_dir), words)
-
-
 def test_show_prints_rollouts_and_ends_with_its_pipe(tmp_path):
     run_dir = made_up_run(tmp_path, "s", rollouts=400)
     newest = read_lines(run_dir / "samples.jsonl")[-1]

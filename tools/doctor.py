@@ -60,7 +60,8 @@ def shorten(argv):
 @contextlib.contextmanager
 def start(words):
     """run.sh with these arguments: its process. Leaving the block ends it, as Ctrl-C does."""
-    process = subprocess.Popen(["bash", "run.sh", *words], cwd=cfg.ROOT, start_new_session=True)
+    command = ["bash", str(cfg.ROOT / "run.sh"), *words]
+    process = subprocess.Popen(command, start_new_session=True)
     try:
         yield process
     finally:
@@ -170,6 +171,8 @@ def main(argv):
     # in the background of a script SIGINT is ignored, also by the run that is interrupted by it
     signal.signal(signal.SIGINT, signal.default_int_handler)
     begun = time.monotonic()
+    if "--help" in argv:
+        print(__doc__)
     try:
         c, words = shorten(argv)
         if c.model:

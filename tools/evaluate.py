@@ -116,6 +116,8 @@ def configure(argv, gpus):
         "the first argument must be a model: a run, a checkpoint directory or a hub name",
     )
     path = Path(argv[0])
+    if path.exists():
+        path = path.absolute()
     if (path / "metrics.jsonl").exists() or (path / "checkpoints").exists():
         path = checkpoints.newest(path)
         cfg.require(path, f"{argv[0]}: this run has no checkpoint yet")
@@ -159,7 +161,7 @@ async def all_attempts(actor, engines, out):
     Raises what one of them raised; RuntimeError if an engine dies. Every request has a deadline.
     """
     c = actor.config
-    await actor.start()
+    await actor.sandbox.start()
     actor.engines.set_engines([engine.url for engine in engines])
     tries = [(problem, k) for problem in actor.held_out() for k in range(c.eval_attempts)]
     pending = {asyncio.create_task(attempt(actor, *problem, k)) for problem, k in tries}
@@ -212,6 +214,9 @@ def prepare(argv, gpus):
 def main(argv):
     """`MODEL [--knob value ...]` -> table on stdout; out/<run>/answers.jsonl, results.json."""
     gpus = launch.gpu_count()
+    if "--help" in argv:
+        print(__doc__)
+        cfg.parse(["--help"])
     try:
         actor = prepare(argv, gpus)
     except cfg.ConfigError as e:
@@ -223,6 +228,8 @@ def main(argv):
     try:
         with open(actor.run_dir / "answers.jsonl", "w") as out:
             results = asyncio.run(all_attempts(actor, engines, out))
+    except RuntimeError as e:
+        sys.exit(str(e))
     finally:
         stop(engines, 0)
     problems = {source: len(answers) for source, answers in results.items()}

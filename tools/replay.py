@@ -11,6 +11,7 @@ reverse where two losses differ.
 """
 
 import argparse
+import dataclasses
 import math
 import os
 import sys
@@ -175,7 +176,7 @@ def main(argv=None):
     try:
         # the loss's own bounds, unless they are given
         own = dict(clip_low=-1.0, clip_high=-1.0) if "--loss" in knobs else {}
-        other = cfg.check(cfg.parse(knobs, cfg.from_json(vars(config) | own)))
+        other = cfg.check(cfg.parse(knobs, dataclasses.replace(config, **own)))
         batches = report.batches(run_dir, a.step)
         if not gpu_count():
             # sums come out alike only if they are split alike

@@ -18,7 +18,7 @@ import config as cfg  # noqa: E402
 from plumbing import checkpoints, launch  # noqa: E402
 from plumbing.queues import read_json  # noqa: E402
 
-OUT = cfg.ROOT / "out"
+OUT = Path("out").absolute()
 # steps that are meant by "lately"
 RECENT = 10
 # steps at the beginning in which engines fill and the trainer waits for the first answers
