@@ -195,11 +195,6 @@ def _tiny_model(c):
     return str(MODELS / f"{'+'.join(tasks)}-seed{c.seed}")
 
 
-def is_to_be_made(model: str) -> bool:
-    """Is it a model that `begin` makes and has not made yet?"""
-    return Path(model).parent == MODELS and not Path(model, "config.json").exists()
-
-
 # ---- the processes
 
 
@@ -385,8 +380,8 @@ def open_run(c: Config) -> str:
     return f"continuing {run_dir} from {newest.name}{words}"
 
 
-def hold(c: Config) -> tuple[int, str]:
-    """Lock the run's name: (a file, which holds it while any process has it open; this start's name), or ConfigError."""
+def hold(c: Config) -> tuple[list, str]:
+    """Lock the run's name: ([file], which holds it while any process has it open; this start's name), or ConfigError."""
     path = Path(c.out, f".{c.run}.lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -402,7 +397,7 @@ def hold(c: Config) -> tuple[int, str]:
     start = f"process {os.getpid()} on {socket.gethostname()}, start {secrets.token_hex(4)}"
     os.truncate(lock, 0)
     os.write(lock, start.encode())
-    return lock, start
+    return [lock], start
 
 
 def holder(c: Config) -> str:
@@ -466,22 +461,26 @@ def train(argv) -> int:
     start = ""
     done = "dry run, nothing is started"
     if node == 0:
-        load_problems(c, "train")
-        load_problems(c, "test")
+        trained, held_out = (load_problems(c, split) for split in ("train", "test"))
+        for task in trained:
+            prompts = {problem["prompt"] for problem in trained[task]}
+            both = sum(problem["prompt"] in prompts for problem in held_out[task])
+            if both:
+                print(
+                    f"run.sh: {task}: {both} of {len(held_out[task])} held-out prompts are trained"
+                )
     if node == 0 and not c.dry_run:
-        file, start = hold(c)
-        lock.append(file)
+        lock, start = hold(c)
         done = begin(c, start)
     elif not c.dry_run:
-        if not is_to_be_made(c.model):
-            prepare(c)
+        prepare(c)
         c, start = wait_for_node_0(c)
         # refused here unless this node has node 0's GPUs
         resolve(c, gpus)
         done = "as node 0 says"
     print(
         f"run.sh: {done} | task {c.task}, model {c.model} | {c.steps} steps of {c.batch_size} samples | "
-        f"{c.engines} engines, {c.trainers} trainer ranks on {gpus * n or 'no'} GPUs | {c.dtype}"
+        f"engines: {c.engines}, trainer ranks: {c.trainers}, GPUs: {gpus * n} | {c.dtype}"
     )
     for k in range(n) if c.dry_run else [node]:
         processes = placement(c, gpus, k, hosts[k])

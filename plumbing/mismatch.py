@@ -103,8 +103,7 @@ class Guards:
         """Raise RuntimeError if steps in a row had gradients that are not finite."""
         not_finite = not math.isfinite(metrics["grad_norm"])
         if not_finite:
-            words = "gradient not finite, weights are left as they are"
-            print(f"train: step {version}: {words}", flush=True)
+            print(f"train: step {version}: gradient not finite, weights stay", flush=True)
         if self._lasts("not_finite", not_finite):
             raise RuntimeError(
                 f"train: {IN_A_ROW} steps in a row had gradients that are not finite: lower --lr, or look at the samples"

@@ -137,7 +137,7 @@ def run_twice(c, words):
 
 def examine(run_dir, continued):
     """The rows of all checks, as dicts. A check that breaks off has failed."""
-    lines, _ = report.read(run_dir)
+    [lines] = report.read(run_dir, "step")
     steps = {line["step"]: line for line in lines}
     # torch's, of loading a checkpoint in one process
     warnings.filterwarnings("ignore", module="torch")

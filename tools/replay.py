@@ -189,7 +189,7 @@ def main(argv=None):
         tokenizer = AutoTokenizer.from_pretrained(config.model)
         found = rollouts(model, batches, a.step - 1, (config, other), tokenizer, ranks)
         show(found, a.samples or 3, config, other)
-    lines, _ = report.read(run_dir)
+    [lines] = report.read(run_dir, "step")
     columns = {"run": {line["step"]: line for line in lines}.get(a.step, {}), "again": {}}
     if knobs:
         columns[other.loss] = train_step(model, [], batches, a.step - 1, other, ranks)
