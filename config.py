@@ -367,13 +367,13 @@ def task_weights(task: str) -> dict[str, float]:
 
 def load_task(name):
     """The module tasks/<name>.py; ConfigError, one line, if it cannot be imported or is no task."""
-    here = ", ".join(sorted(p.stem for p in (ROOT / "tasks").glob("[!_]*.py")))
-    require(name in here.split(", "), f"--task {name}: no tasks/{name}.py; there are {here}")
     try:
         task = importlib.import_module(f"tasks.{name}")
     # whatever its first lines do
     except Exception as e:
-        raise ConfigError(f"tasks/{name}.py: {type(e).__name__}: {e}") from None
+        here = ", ".join(sorted(p.stem for p in (ROOT / "tasks").glob("[!_]*.py")))
+        why = f"{type(e).__name__}: {e}"
+        raise ConfigError(f"tasks/{name}.py: {why}; tasks here: {here}") from None
     for function in ("problems", "reward"):
         require(hasattr(task, function), f"tasks/{name}.py: has no function {function}")
     return task

@@ -24,7 +24,10 @@ from tools import serve
         ("toy --steps many", "--steps: invalid literal for int"),
         ("toy --loss mse", "--loss"),
         ("chess", "unknown preset 'chess': choose from toy, smol, guess, math"),
-        ("toy --task chess", "--task chess: no tasks/chess.py; there are gues"),
+        (
+            "toy --task chess",
+            "tasks/chess.py: ModuleNotFoundError: No module named 'tasks.chess'; tasks here: gues",
+        ),
         ("toy --task toy:nan", "all above 0"),
         ("toy --task toy:inf,guess:1", "all above 0"),
         ("toy --attempts 9", "--batch_size must be a multiple of --attempts; now batch_size 448"),
