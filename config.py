@@ -306,8 +306,8 @@ GUESS = TOY | dict(
     row_tokens=1024,
     eval_every=20,
 )
-# The paper's headline run (arXiv 2509.19128, section 5) as far as it is described, on 8 GPUs of 80 GB or more. It says
-# neither how long answers may be, nor how many attempts a problem gets, nor how wide its length penalty is.
+# The paper's headline run (arXiv 2509.19128, section 5), on 8 GPUs of 80 GB or more. max_new_tokens, attempts and
+# overlong_buffer are our choice: the paper does not say them.
 MATH = dict(
     task="maths",
     train_data="orz57k",

@@ -480,7 +480,7 @@ def train(argv) -> int:
         done = "as node 0 says"
     print(
         f"run.sh: {done} | task {c.task}, model {c.model} | {c.steps} steps of {c.batch_size} samples | "
-        f"engines: {c.engines}, trainer ranks: {c.trainers}, GPUs: {gpus * n} | {c.dtype}"
+        f"engines: {c.engines}, trainer ranks: {c.trainers}, GPUs: {gpus * n}, cores: {os.cpu_count()} | {c.dtype}"
     )
     for k in range(n) if c.dry_run else [node]:
         processes = placement(c, gpus, k, hosts[k])
