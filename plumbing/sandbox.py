@@ -18,7 +18,6 @@ import psutil
 from pebble import ProcessExpired, ProcessPool
 
 import config as cfg
-from plumbing.supervise import end_with_launcher
 
 # bytes of memory a call may take; the largest reward, in float32
 MEMORY, LARGEST = 4 << 30, 3.4e38
@@ -51,7 +50,7 @@ class Sandbox:
             return run(task, function, args)
         seconds = self.config.reward_timeout
         try:
-            call = self.pool.schedule(run, (task, function, args), timeout=seconds)
+            call = self.pool.schedule(run, (task, function, args, 2 * seconds), timeout=seconds)
             return await asyncio.wait_for(asyncio.wrap_future(call), self.config.stall_timeout)
         except TimeoutError:
             return {"limit": f"longer than {seconds} s"}
@@ -105,8 +104,7 @@ class Sandbox:
 
 
 def prepare():
-    """Limits of a new worker, which ends with the actor; what it prints goes nowhere."""
-    end_with_launcher()
+    """Limits of a new worker; what it prints goes nowhere."""
     # pebble's handler would have to wait for Python's next step
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     memory = psutil.Process().memory_info().vms + MEMORY
@@ -115,8 +113,9 @@ def prepare():
     os.dup2(1, 2)
 
 
-def run(task, function, args):
-    """One call, as Sandbox.call says."""
+def run(task, function, args, alarm=0.0):
+    """One call, as Sandbox.call says. alarm: seconds until the process dies, if the actor that would end it is gone."""
+    signal.setitimer(signal.ITIMER_REAL, alarm)
     try:
         value = getattr(importlib.import_module(f"tasks.{task}"), function)(*args)
         if isinstance(value, (int, float)):
@@ -127,3 +126,5 @@ def run(task, function, args):
         return {"limit": type(e).__name__}
     except BaseException:
         return {"error": " ".join(traceback.format_exc(limit=-1).split()[4:])[-400:]}
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)

@@ -3,6 +3,7 @@
 Both know one layout: {names, shapes, dtype, bucket_bytes, whole: are these all of the model's parameters?}.
 """
 
+import contextlib
 import functools
 import os
 import socket
@@ -72,10 +73,8 @@ def broadcast(group, tensor, device, timeout):
 def abort_group(group):
     """Free whoever waits in a group that is given up; gloo's waits end with their deadline alone."""
     if dist.is_nccl_available() and isinstance(group, dist.ProcessGroupNCCL):
-        try:
+        with contextlib.suppress(RuntimeError):
             group.abort()
-        except RuntimeError as e:
-            print(f"weights: a group that is given up says: {e}", flush=True)
 
 
 def bucket_ranges(layout):
