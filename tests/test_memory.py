@@ -65,7 +65,7 @@ def test_a_step_takes_what_its_tensors_add_up_to(name, trainers, layers, row, gb
     """Known figures: the storages of a step that were alive at once, counted on tensors without contents, operation
     by operation with FSDP2 (as tools/fake_step.py of commit 4931e45 did it).
     """
-    words = f"--row_tokens {row} --checkpointed_layers {layers}"
+    words = f"--row_tokens {row} --checkpointed_layers {layers} --max_model_len 8192 --max_new_tokens 4096"
     c = config(f"Qwen/Qwen2.5-{name}", 8, words)
     assert total(with_knobs(c, trainers=trainers)) == pytest.approx(gb, rel=0.02)
 
