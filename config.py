@@ -12,6 +12,7 @@ import io
 import json
 import os
 import re
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, get_type_hints
@@ -62,13 +63,13 @@ class Config:
     task: str = "toy"
     # problems to train on, for tasks that read them: data sets or files, with commas between
     train_data: str = ""
-    # held-out problems, likewise
+    # held-out problems: data sets or files, with commas between
     eval_data: str = ""
     # HF model directory or hub name; empty: the tiny base model the task's teacher makes
     model: str = ""
     # prompts go through the model's chat template; False: raw text, for base models
     chat: bool = False
-    # of the chat template; of a raw prompt, its beginning
+    # system message of the chat template; prepended to raw prompts
     system_prompt: str = ""
     # enable_thinking of chat templates that know it
     thinking: Literal["auto", "on", "off"] = "auto"
@@ -90,7 +91,7 @@ class Config:
     max_lag: CountOr0 = 1
     # 0: pipeline; G > 0: conventional RL, G optimizer steps per generation phase, whatever max_lag (ablation)
     conventional_g: CountOr0 = 0
-    # trainer slower than actors: stall them, or keep only the freshest groups, two steps' worth
+    # trainer slower than engines: stall them, or keep only the newest two steps' worth of groups
     on_full: Literal["block", "drop_oldest"] = "block"
     # tokens older than max_lag: train them (the paper), mask them, or wait for slow groups
     late: Literal["keep", "mask", "wait"] = "keep"
@@ -105,7 +106,7 @@ class Config:
     tensor_parallel: Count = 1
     # sequences in progress per engine
     concurrency: Count = 64
-    # of sampling, and of the trainer's logprobs
+    # sampling temperature; the trainer's logprobs use it, too
     temperature: Annotated[float, Bounds(0.01, 100)] = 1.0
     # longest completion, tokens; longer ones are cut off
     max_new_tokens: Count = 1024
@@ -115,7 +116,7 @@ class Config:
     kv_cache_gb: Annotated[float, Bounds(0, 1000)] = 0.0
     # share of a GPU's memory the engine takes; 0: 0.7, or 0.3 on a GPU shared with the trainer
     gpu_memory_utilization: Annotated[float, Bounds(0, 1)] = 0.0
-    # compute equal beginnings of attempts and turns once, per version: pays for long prompts and turns
+    # vLLM's prefix caching, within one weight version: pays off for long prompts and many turns
     prefix_caching: Literal["on", "off"] = "off"
     # vLLM without CUDA graphs
     enforce_eager: bool = False
@@ -124,9 +125,9 @@ class Config:
 
     # reward table, for tasks that return outcomes: correct, wrong, no_answer, unparsable
     reward_finished: tuple[float, float, float, float] = (1.0, 0.0, 0.0, 0.0)
-    # likewise, of completions cut off at max_new_tokens
+    # the same table for completions cut off at max_new_tokens
     reward_cut_off: tuple[float, float, float, float] = (1.0, 0.0, 0.0, 0.0)
-    # a reward function may take so long for one answer, seconds on the clock
+    # time limit of the reward function for one answer, wall-clock seconds
     reward_timeout: Seconds = 5.0
     # soft penalty: rewards fall by up to 1 over the last so many tokens before max_new_tokens
     overlong_buffer: CountOr0 = 0
@@ -141,9 +142,9 @@ class Config:
     loss: Literal["reinforce", "ppo", "cispo", "gspo", "icepop"] = "reinforce"
     # lower bound of the importance weight; negative: the loss's own (config.CLIP)
     clip_low: float = -1.0
-    # upper bound of it, likewise: c of reinforce, 1 + epsilon of ppo
+    # upper bound of the importance weight (reinforce c, ppo 1 + epsilon); negative: the loss's own
     clip_high: float = -1.0
-    # the sum over tokens / samples (the paper), / tokens, or each sequence's mean / samples
+    # loss: token sum / samples (the paper); token sum / tokens; sum of sequence means / samples
     normalizer: Literal["samples", "tokens", "sequence"] = "samples"
     # weight of KL(policy || frozen base model); above 0 the trainer's ranks hold that model, too
     kl_coef: NotNegative = 0.0
@@ -171,7 +172,7 @@ class Config:
     row_tokens: Count = 4096
     # trainer ranks (FSDP2 when more than one); 0: the GPUs that do not serve, or 1 without GPUs
     trainers: CountOr0 = 0
-    # so many layers, the first ones, are computed again in the backward pass: less memory; all of them: ~30% slower
+    # activation checkpointing of the first so many layers: less memory; all of them: ~30% slower
     checkpointed_layers: CountOr0 = 0
     # torch.compile for the trainer's layers and head: less memory traffic, minutes more to start
     compile: bool = False
@@ -195,7 +196,7 @@ class Config:
     eval_problems: CountOr0 = 256
     # attempts at each of them
     eval_attempts: Count = 1
-    # 1: the policy that is trained; 0: greedy
+    # sampling temperature of evaluations; 0: greedy
     eval_temperature: Annotated[float, Bounds(0, 100)] = 1.0
     # checkpoint every so many steps (always at the end); 0: only at the end
     save_every: CountOr0 = 100
@@ -203,7 +204,7 @@ class Config:
     keep_last: CountOr0 = 2
     # decoded rollouts per step in samples.jsonl and report.html, of several ranks the first one's
     samples_logged: CountOr0 = 2
-    # what was trained in the last so many steps is kept, for tools/replay.py, which starts from a checkpoint:
+    # keep the data of the last so many steps for tools/replay.py, which starts from a checkpoint:
     # no fewer than save_every
     keep_steps: CountOr0 = 0
 
@@ -357,10 +358,9 @@ def task_weights(task: str) -> dict[str, float]:
     parts = [part.partition(":") for part in task.split(",")]
     with contextlib.suppress(ValueError):
         weights = {name.strip(): float(share or 1) for name, _, share in parts}
-    if len(weights) < len(parts) or not all(0 < x < 1e30 for x in weights.values()):
-        raise ConfigError(
-            f"--task {task}: write a task, or several different ones with their shares, all above 0: maths:0.7,toy:0.3"
-        )
+    ok = len(weights) == len(parts) and all(0 < x < 1e30 for x in weights.values())
+    words = "write a task, or several different ones with shares above 0, as maths:0.7,toy:0.3"
+    require(ok, f"--task {task}: {words}")
     total = sum(weights.values())
     return {name: share / total for name, share in weights.items()}
 
@@ -372,26 +372,27 @@ def load_task(name):
     # whatever its first lines do
     except Exception as e:
         here = ", ".join(sorted(p.stem for p in (ROOT / "tasks").glob("[!_]*.py")))
-        why = f"{type(e).__name__}: {e}"
-        raise ConfigError(f"tasks/{name}.py: {why}; tasks here: {here}") from None
+        raise ConfigError(f"tasks/{name}.py: {type(e).__name__}: {e}; tasks here: {here}") from None
     for function in ("problems", "reward"):
         require(hasattr(task, function), f"tasks/{name}.py: has no function {function}")
     return task
 
 
-def parse(argv: list[str], default: Config | None = None) -> Config:
-    """`[preset] --knob value ...` -> Config; default: where flags start from instead of a preset.
+def parse(argv: list[str], default: Config | None = None, about: str = "") -> Config:
+    """`[preset] --knob value ...` -> Config; default: where flags start from instead of a preset; about: what --help
+    says first.
 
     Raises ConfigError with one line for anything that does not parse.
     """
     import tyro
 
-    argv = list(argv)
-    name = "toy"
-    if argv and not argv[0].startswith("-"):
-        name = argv.pop(0)
-    if name not in PRESETS:
-        raise ConfigError(f"unknown preset '{name}': choose from {', '.join(PRESETS)}")
+    has_name = bool(argv) and not argv[0].startswith("-")
+    name = argv[0] if has_name else "toy"
+    require(name in PRESETS, f"unknown preset '{name}': choose from {', '.join(PRESETS)}")
+    if "--help" in argv:
+        # `| head` ends it without a word
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        print(about)
     default = default or Config(run=name, **PRESETS[name])
     captured = io.StringIO()
     try:
@@ -400,12 +401,11 @@ def parse(argv: list[str], default: Config | None = None) -> Config:
                 Annotated[Config, tyro.conf.FlagConversionOff],
                 prog=f"bash run.sh {name}",
                 default=default,
-                args=argv,
+                args=argv[has_name:],
                 use_underscores=True,
             )
     except SystemExit as e:
-        if not e.code:
-            # --help
+        if "--help" in argv:
             raise
         raise ConfigError(_one_line(captured.getvalue())) from None
     # the name of a directory, and of nothing above it

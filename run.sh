@@ -2,11 +2,11 @@
 # Sets up .venv once, then hands over to plumbing/launch.py, which starts every process, watches and stops them.
 #
 #   bash run.sh [toy|smol|guess|math|math-1x80|math-1x24] [--knob value ...]     train; the same command continues a stopped run
-#   bash run.sh serve --run NAME [--engines N]    engines of this machine for a run that is in progress; Ctrl-C takes them away
+#   bash run.sh serve --run NAME [--engines N]    adds this machine's engines to a run in progress; Ctrl-C removes them
 #   bash run.sh status [out/toy]                  what a run is doing, or where it stopped; default: the newest
 #   bash run.sh [preset] --help                   every knob; bash run.sh help: this
-#   bash run.sh doctor [preset] [--knob value ...]    is what this configuration computes here what it should be? Minutes
-#   bash run.sh setup [smol|gpu]                  install only; gpu: for GPUs on a machine without any, if theirs have no internet
+#   bash run.sh doctor [preset] [--knob value ...]    checks that this configuration computes what it should here (minutes)
+#   bash run.sh setup [smol|gpu]                  install only; gpu: the GPU build on a CPU machine, for GPU nodes without internet
 #
 # On several nodes: the same command on each, with NNODES, NODE_RANK and MASTER_ADDR set (or under srun, torchrun), and --out on
 # a file system that all share.

@@ -194,7 +194,7 @@ class Engines:
         self.counts[event] += 1
         self.in_vain += event == "failed"
         why = f"{type(error).__name__}: {' '.join(str(error)[:200].split())}"
-        words = f"actor: request to {url} {event}: {why}; {dict(self.counts)}"
+        words = f"actor: request to {url} {event} ({self.counts[event]} so far): {why}"
         if self.in_vain == 100:
             raise RuntimeError(f"{words}; 100 attempts in a row have failed")
         if self.counts[event].bit_count() == 1:

@@ -125,7 +125,7 @@ class Group:
                 first = i * self.workers
                 if not self.store.check(every_key[first : first + self.workers]):
                     self.engines.drop(member, failure)
-            raise TimeoutError(f"not all were there within {self.timeout:.0f} s")
+            raise TimeoutError(f"an engine worker missed --sync_timeout {self.timeout:.0f} s")
 
     def _in_time(self, function, *args):
         """Call it in a thread: torch's calls and waits do not notice by themselves that an engine is gone."""

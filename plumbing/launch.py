@@ -390,7 +390,7 @@ def hold(c: Config) -> tuple[list, str]:
             break
         if tries == 5:
             print(f"run.sh: {c.run} is run by {holder(c)}: waiting 30 s for its end", flush=True)
-        require(tries < 299, f"--run {c.run} is still run by {holder(c)}")
+        require(tries < 299, f"--run {c.run} is in use by {holder(c)}: stop it or use another name")
         time.sleep(0.1)
     start = f"process {os.getpid()} on {socket.gethostname()}, start {secrets.token_hex(4)}"
     os.truncate(lock, 0)
@@ -475,7 +475,7 @@ def train(argv) -> int:
         c, start = wait_for_node_0(c)
         # refused here unless this node has node 0's GPUs
         resolve(c, gpus)
-        done = "as node 0 says"
+        done = "configuration from node 0"
     print(
         f"run.sh: {done} | task {c.task}, model {c.model} | {c.steps} steps of {c.batch_size} samples | "
         f"engines: {c.engines}, trainer ranks: {c.trainers}, GPUs: {gpus * n}, cores: {os.cpu_count()} | {c.dtype}"

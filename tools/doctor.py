@@ -95,7 +95,7 @@ def wait_for(version, process, run_dir, seconds, needed, engines=0, before=None)
         if process.poll() is not None:
             raise RuntimeError(f"doctor: its run ended with {process.returncode}, see above")
         time.sleep(1)
-    raise RuntimeError(f"doctor: no version {version} in {engines} engines in {seconds:.0f} s")
+    raise RuntimeError(f"doctor: version {version} or {engines} engines missing in {seconds:.0f} s")
 
 
 def engines_of(process):
@@ -172,7 +172,7 @@ def main(argv):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     begun = time.monotonic()
     if "--help" in argv:
-        print(__doc__)
+        cfg.parse(argv, about=__doc__)
     try:
         c, words = shorten(argv)
         if c.model:

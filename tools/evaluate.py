@@ -224,8 +224,7 @@ def main(argv):
     """`MODEL [--knob value ...]` -> table on stdout; out/<run>/answers.jsonl, results.json."""
     gpus = launch.gpu_count()
     if "--help" in argv:
-        print(__doc__)
-        cfg.parse(["--help"])
+        cfg.parse(["--help"], about=__doc__)
     try:
         actor = prepare(argv, gpus)
     except cfg.ConfigError as e:

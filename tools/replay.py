@@ -169,7 +169,7 @@ def main(argv=None):
     p.add_argument("run_dir", help="directory or name of a run that had --keep_steps")
     p.add_argument("--step", type=int, required=True, help="as metrics.jsonl counts them, from 1")
     p.add_argument("--samples", type=int, default=0, help="show so many rollouts")
-    p.epilog = "Other flags are knobs: the step under this one, too, for example --loss icepop"
+    p.epilog = "Other flags are knobs: replays the step with them as well, e.g. --loss icepop"
     a, knobs = p.parse_known_args(argv)
     run_dir = find_run(a.run_dir)
     config = cfg.load(run_dir)

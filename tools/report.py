@@ -36,8 +36,8 @@ reward         {first:.3f} -> {last:.3f} (mean of the first, the last {window} s
 lag            mean {lag_mean:.2f}, max {lag_max} versions; ess {ess:.3f}
 versions       {versions_2:.0%} of the samples were sampled by two or more, {versions_3:.1%} by three or more
 tokens/s       {gen_tok_s:.0f} sampled, {train_tok_s:.0f} trained
-waits          the trainer for data {wait_data_s:.0%} of the time, for weights to be sent {wait_sync_s:.1%}
-engines        {gen_idle:.0%} of their places empty, paused for weights {pause_s:.1%} of the time
+trainer waits  {wait_data_s:.0%} of the time for data, {wait_sync_s:.1%} for weight updates
+engines        {gen_idle:.0%} of their slots empty, paused for weights {pause_s:.1%} of the time
 mismatch       {mismatch:.1e} nats at most, {measured} times measured; dropped {dropped}
 """
 
