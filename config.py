@@ -405,7 +405,7 @@ def parse(argv: list[str], default: Config | None = None, about: str = "") -> Co
                 use_underscores=True,
             )
     except SystemExit as e:
-        if "--help" in argv:
+        if not e.code:
             raise
         raise ConfigError(_one_line(captured.getvalue())) from None
     # the name of a directory, and of nothing above it

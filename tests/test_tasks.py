@@ -272,7 +272,7 @@ def test_tasks_and_shares_of_a_mixture():
     assert cfg.task_weights("toy") == {"toy": 1.0}
     assert cfg.task_weights("maths:3, toy:1") == {"maths": 0.75, "toy": 0.25}
     for wrong in ("toy:0", "toy:x", "toy,toy", "toy:-1,guess:2"):
-        with pytest.raises(cfg.ConfigError, match="shares, all above 0"):
+        with pytest.raises(cfg.ConfigError, match="shares above 0"):
             cfg.task_weights(wrong)
     with pytest.raises(cfg.ConfigError, match="no tasks/math.py. Tasks here: .*maths"):
         cfg.check(cfg.parse(["toy", "--task", "math"]))
