@@ -121,10 +121,6 @@ class Actor:
         """The held-out problems of each task: the same ones from a run's beginning to its end."""
         return load_problems(self.config, "test")
 
-    async def start(self):
-        """Start the reward workers."""
-        await self.sandbox.start()
-
     async def close(self):
         await self.engines.close()
         self.sandbox.close()
@@ -315,7 +311,7 @@ class Actor:
         problems = load_problems(c, "train")
         self.prompter.check(problems)
         self.prompter.check(self.test_problems)
-        await self.start()
+        await self.sandbox.start()
         await self.wait_for_trainer()
         state = last_state(self.run_dir)
         saved = state["sampler"].get("state")

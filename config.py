@@ -10,16 +10,32 @@ import contextlib
 import importlib
 import io
 import json
+import os
 import re
+import signal
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple, get_type_hints
 
 ROOT = Path(__file__).resolve().parent
 
 
 class ConfigError(Exception):
     """A knob that cannot be used; the message is one line that says which and what to do."""
+
+
+class Bounds(NamedTuple):
+    """What a number may be, both ends included. The default: it is finite."""
+
+    least: float = -1e30
+    most: float = 1e30
+
+
+Count = Annotated[int, Bounds(1, 10**9)]
+CountOr0 = Annotated[int, Bounds(0, 10**9)]
+Positive = Annotated[float, Bounds(1e-12, 1e12)]
+NotNegative = Annotated[float, Bounds(0, 1e12)]
+Seconds = Annotated[float, Bounds(0.01, 1e8)]
 
 
 @dataclass
@@ -37,7 +53,7 @@ class Config:
     # filled in: tells this run's records from another's; a continued run keeps it
     run_id: str = ""
     # seeds the problem order, the sampling, the shuffling and the tiny base model
-    seed: int = 0
+    seed: Annotated[int, Bounds(0, 2**31 - 1)] = 0
     # log the same metrics to Weights & Biases
     wandb: Literal["off", "offline", "online"] = "off"
 
@@ -47,13 +63,13 @@ class Config:
     task: str = "toy"
     # problems to train on, for tasks that read them: data sets or files, with commas between
     train_data: str = ""
-    # held-out problems, likewise
+    # held-out problems: data sets or files, with commas between
     eval_data: str = ""
     # HF model directory or hub name; empty: the tiny base model the task's teacher makes
     model: str = ""
     # prompts go through the model's chat template; False: raw text, for base models
     chat: bool = False
-    # of the chat template; of a raw prompt, its beginning
+    # system message of the chat template; prepended to raw prompts
     system_prompt: str = ""
     # enable_thinking of chat templates that know it
     thinking: Literal["auto", "on", "off"] = "auto"
@@ -65,17 +81,17 @@ class Config:
     # ---- batch
 
     # optimizer steps of the whole run
-    steps: int = 200
+    steps: Count = 200
     # B: samples per optimizer step, if no attempt fails; a multiple of `attempts`
-    batch_size: int = 256
+    batch_size: Count = 256
     # rollouts per problem: the group that advantages are computed over
-    attempts: int = 16
+    attempts: Count = 16
     # the gate: groups are started at most this many steps ahead of the trainer; 0: synchronous.
     # Bounds starts, not ages: a long sequence may be older when it is trained (see `late`)
-    max_lag: int = 1
-    # 0: pipeline; G > 0: conventional RL, G optimizer steps per generation phase (ablation)
-    conventional_g: int = 0
-    # trainer slower than actors: stall them, or keep only the freshest groups, two steps' worth
+    max_lag: CountOr0 = 1
+    # 0: pipeline; G > 0: conventional RL, G optimizer steps per generation phase, whatever max_lag (ablation)
+    conventional_g: CountOr0 = 0
+    # trainer slower than engines: stall them, or keep only the newest two steps' worth of groups
     on_full: Literal["block", "drop_oldest"] = "block"
     # tokens older than max_lag: train them (the paper), mask them, or wait for slow groups
     late: Literal["keep", "mask", "wait"] = "keep"
@@ -85,38 +101,36 @@ class Config:
     # ---- generation
 
     # vLLM servers; 0: on three of eight GPUs; without GPUs one on every node that does not train
-    engines: int = 0
+    engines: CountOr0 = 0
     # GPUs per engine
-    tensor_parallel: int = 1
+    tensor_parallel: Count = 1
     # sequences in progress per engine
-    concurrency: int = 64
-    # of sampling, and of the trainer's logprobs
-    temperature: float = 1.0
+    concurrency: Count = 64
+    # sampling temperature; the trainer's logprobs use it, too
+    temperature: Annotated[float, Bounds(0.01, 100)] = 1.0
     # longest completion, tokens; longer ones are cut off
-    max_new_tokens: int = 1024
+    max_new_tokens: Count = 1024
     # longest prompt + completion the engine accepts, tokens
-    max_model_len: int = 2048
+    max_model_len: Count = 2048
     # KV cache per engine, GB; 0: vLLM decides (GPU); the CPU build needs a number
-    kv_cache_gb: float = 0.0
+    kv_cache_gb: Annotated[float, Bounds(0, 1000)] = 0.0
     # share of a GPU's memory the engine takes; 0: 0.7, or 0.3 on a GPU shared with the trainer
-    gpu_memory_utilization: float = 0.0
-    # compute equal beginnings of attempts and turns once, per version: pays for long prompts and turns
+    gpu_memory_utilization: Annotated[float, Bounds(0, 1)] = 0.0
+    # vLLM's prefix caching, within one weight version: pays off for long prompts and many turns
     prefix_caching: Literal["on", "off"] = "off"
     # vLLM without CUDA graphs
     enforce_eager: bool = False
-    # longest wait for one completion, s
-    request_timeout: float = 600.0
 
     # ---- rewards
 
     # reward table, for tasks that return outcomes: correct, wrong, no_answer, unparsable
     reward_finished: tuple[float, float, float, float] = (1.0, 0.0, 0.0, 0.0)
-    # likewise, of completions cut off at max_new_tokens
+    # the same table for completions cut off at max_new_tokens
     reward_cut_off: tuple[float, float, float, float] = (1.0, 0.0, 0.0, 0.0)
-    # a reward function may take so long for one answer, seconds on the clock
-    reward_timeout: float = 5.0
+    # time limit of the reward function for one answer, wall-clock seconds
+    reward_timeout: Seconds = 5.0
     # soft penalty: rewards fall by up to 1 over the last so many tokens before max_new_tokens
-    overlong_buffer: int = 0
+    overlong_buffer: CountOr0 = 0
     # leave cut off samples out of the loss (they still count as samples)
     overlong_mask: bool = False
 
@@ -128,38 +142,38 @@ class Config:
     loss: Literal["reinforce", "ppo", "cispo", "gspo", "icepop"] = "reinforce"
     # lower bound of the importance weight; negative: the loss's own (config.CLIP)
     clip_low: float = -1.0
-    # upper bound of it, likewise: c of reinforce, 1 + epsilon of ppo
+    # upper bound of the importance weight (reinforce c, ppo 1 + epsilon); negative: the loss's own
     clip_high: float = -1.0
-    # the sum over tokens / samples (the paper), / tokens, or each sequence's mean / samples
+    # loss: token sum / samples (the paper); token sum / tokens; sum of sequence means / samples
     normalizer: Literal["samples", "tokens", "sequence"] = "samples"
     # weight of KL(policy || frozen base model); above 0 the trainer's ranks hold that model, too
-    kl_coef: float = 0.0
+    kl_coef: NotNegative = 0.0
     # bonus on the entropy of each sampled token's distribution
-    entropy_coef: float = 0.0
+    entropy_coef: NotNegative = 0.0
     # mean |trainer - engine logprob|, nats, that ends the run: measured at the first update and every 20th
     # from there on. 0: 1e-3 in float32, 0.2 in bfloat16 (CPU: 0.05 to 0.09; a GPU: not measured)
-    mismatch_limit: float = 0.0
+    mismatch_limit: NotNegative = 0.0
 
     # ---- optimizer
 
     # peak learning rate (AdamW)
-    lr: float = 1e-06
+    lr: Positive = 1e-06
     # linear warm-up of the learning rate, steps
-    warmup_steps: int = 0
+    warmup_steps: CountOr0 = 0
     # after warm-up; linear falls to 10% at the last step
     lr_schedule: Literal["constant", "linear"] = "constant"
     # AdamW
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: Annotated[tuple[float, float], Bounds(0, 0.999999)] = (0.9, 0.95)
     # AdamW
-    weight_decay: float = 0.0
+    weight_decay: NotNegative = 0.0
     # gradient clipping
-    max_grad_norm: float = 1.0
+    max_grad_norm: Positive = 1.0
     # tokens per packed micro-batch row
-    row_tokens: int = 4096
+    row_tokens: Count = 4096
     # trainer ranks (FSDP2 when more than one); 0: the GPUs that do not serve, or 1 without GPUs
-    trainers: int = 0
-    # so many layers, the first ones, are computed again in the backward pass: less memory; all of them: ~30% slower
-    checkpointed_layers: int = 0
+    trainers: CountOr0 = 0
+    # activation checkpointing of the first so many layers: less memory; all of them: ~30% slower
+    checkpointed_layers: CountOr0 = 0
     # torch.compile for the trainer's layers and head: less memory traffic, minutes more to start
     compile: bool = False
 
@@ -170,50 +184,50 @@ class Config:
     # auto: nccl between GPUs; gloo on CPU, and on one shared GPU, where NCCL refuses two ranks
     weight_backend: Literal["auto", "nccl", "gloo"] = "auto"
     # size of one broadcast, MB
-    bucket_mb: int = 256
+    bucket_mb: Count = 256
     # deadline of each call and broadcast of a weight update, s
-    sync_timeout: float = 60.0
+    sync_timeout: Seconds = 60.0
 
     # ---- evaluation, checkpoints, logs
 
     # evaluate every so many versions, always before training and at the end; 0: only those two
-    eval_every: int = 50
+    eval_every: CountOr0 = 50
     # held-out problems per evaluation, of each set
-    eval_problems: int = 256
+    eval_problems: CountOr0 = 256
     # attempts at each of them
-    eval_attempts: int = 1
-    # 1: the policy that is trained; 0: greedy
-    eval_temperature: float = 1.0
+    eval_attempts: Count = 1
+    # sampling temperature of evaluations; 0: greedy
+    eval_temperature: Annotated[float, Bounds(0, 100)] = 1.0
     # checkpoint every so many steps (always at the end); 0: only at the end
-    save_every: int = 100
+    save_every: CountOr0 = 100
     # checkpoints kept; 0: all
-    keep_last: int = 2
+    keep_last: CountOr0 = 2
     # decoded rollouts per step in samples.jsonl and report.html, of several ranks the first one's
-    samples_logged: int = 2
-    # what was trained in the last so many steps is kept, for tools/replay.py, which starts from a checkpoint:
+    samples_logged: CountOr0 = 2
+    # keep the data of the last so many steps for tools/replay.py, which starts from a checkpoint:
     # no fewer than save_every
-    keep_steps: int = 0
+    keep_steps: CountOr0 = 0
 
     # ---- machine
 
     # engine i listens on port + i, or on the next one that is free
-    port: int = 8500
+    port: Annotated[int, Bounds(1, 65535)] = 8500
     # filled in: how many nodes
-    nnodes: int = 1
+    nnodes: Count = 1
     # filled in: address of node 0, and where trainer ranks meet there
     master_addr: str = ""
     # filled in
-    master_port: int = 0
+    master_port: CountOr0 = 0
     # deadline for engines and models to come up, s
-    start_timeout: float = 900.0
-    # longest wait of any stage for another, s
-    stall_timeout: float = 1800.0
+    start_timeout: Seconds = 900.0
+    # longest wait of any stage for another, s; a completion may take a third of it
+    stall_timeout: Seconds = 1800.0
     # longest time that a stop leaves the trainer to save, s
-    stop_timeout: float = 120.0
+    stop_timeout: Seconds = 120.0
     # CPU threads per engine, without GPUs; 0: half of the cores, shared out
-    engine_threads: int = 0
+    engine_threads: CountOr0 = 0
     # CPU threads per trainer rank; 0: the cores the engines leave, shared out
-    trainer_threads: int = 0
+    trainer_threads: CountOr0 = 0
 
     @property
     def groups_per_step(self) -> int:
@@ -256,7 +270,6 @@ TOY = dict(
     max_lag=1,
     start_timeout=300.0,
     stall_timeout=300.0,
-    request_timeout=120.0,
 )
 # A real chat model, which tools/smol.py makes, on sums of reasoning-gym: 200 of them, a quarter held out.
 SMOL = TOY | dict(
@@ -294,8 +307,8 @@ GUESS = TOY | dict(
     row_tokens=1024,
     eval_every=20,
 )
-# The paper's headline run (arXiv 2509.19128, section 5) as far as it is described, on 8 GPUs of 80 GB or more. It says
-# neither how long answers may be, nor how many attempts a problem gets, nor how wide its length penalty is.
+# The paper's headline run (arXiv 2509.19128, section 5), on 8 GPUs of 80 GB or more. max_new_tokens, attempts and
+# overlong_buffer are our choice: the paper does not say them.
 MATH = dict(
     task="maths",
     train_data="orz57k",
@@ -345,51 +358,70 @@ def task_weights(task: str) -> dict[str, float]:
     parts = [part.partition(":") for part in task.split(",")]
     with contextlib.suppress(ValueError):
         weights = {name.strip(): float(share or 1) for name, _, share in parts}
-    if len(weights) < len(parts) or min(weights.values()) <= 0:
-        raise ConfigError(
-            f"--task {task}: write a task, or several different ones with their shares, all above 0: maths:0.7,toy:0.3"
-        )
+    ok = len(weights) == len(parts) and all(0 < x < 1e30 for x in weights.values())
+    words = "write a task, or several different ones with shares above 0, as maths:0.7,toy:0.3"
+    require(ok, f"--task {task}: {words}")
     total = sum(weights.values())
     return {name: share / total for name, share in weights.items()}
 
 
 def load_task(name):
-    """The module tasks/<name>.py; ConfigError, one line, if it or what it imports cannot be imported."""
+    """The module tasks/<name>.py; ConfigError, one line, if it cannot be imported or is no task."""
     try:
-        return importlib.import_module(f"tasks.{name}")
-    except (ImportError, SyntaxError) as e:
-        raise ConfigError(f"tasks/{name}.py: {e}") from None
+        task = importlib.import_module(f"tasks.{name}")
+    # whatever its first lines do
+    except Exception as e:
+        here = ", ".join(sorted(p.stem for p in (ROOT / "tasks").glob("[!_]*.py")))
+        raise ConfigError(f"tasks/{name}.py: {type(e).__name__}: {e}; tasks here: {here}") from None
+    for function in ("problems", "reward"):
+        require(hasattr(task, function), f"tasks/{name}.py: has no function {function}")
+    return task
 
 
-def parse(argv: list[str], default: Config | None = None) -> Config:
-    """`[preset] --knob value ...` -> Config; default: where flags start from instead of a preset.
+def parse(argv: list[str], default: Config | None = None, about: str = "") -> Config:
+    """`[preset] --knob value ...` -> Config; default: where flags start from instead of a preset; about: what --help
+    says first.
 
     Raises ConfigError with one line for anything that does not parse.
     """
     import tyro
 
-    argv = list(argv)
-    name = "toy"
-    if argv and not argv[0].startswith("-"):
-        name = argv.pop(0)
-    if name not in PRESETS:
-        raise ConfigError(f"unknown preset '{name}': choose from {', '.join(PRESETS)}")
+    has_name = bool(argv) and not argv[0].startswith("-")
+    name = argv[0] if has_name else "toy"
+    require(name in PRESETS, f"unknown preset '{name}': choose from {', '.join(PRESETS)}")
+    if "--help" in argv:
+        # `| head` ends it without a word
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        print(about)
     default = default or Config(run=name, **PRESETS[name])
     captured = io.StringIO()
     try:
         with contextlib.redirect_stderr(captured):
-            return tyro.cli(
+            c = tyro.cli(
                 Annotated[Config, tyro.conf.FlagConversionOff],
                 prog=f"bash run.sh {name}",
                 default=default,
-                args=argv,
+                args=argv[has_name:],
                 use_underscores=True,
             )
     except SystemExit as e:
         if not e.code:
-            # --help
             raise
         raise ConfigError(_one_line(captured.getvalue())) from None
+    # the name of a directory, and of nothing above it
+    ok = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", c.run)
+    words = "up to 100 letters, digits, '.', '-' and '_', the first one a letter or digit"
+    require(ok, f"--run {c.run[:120]!r}: {words}")
+    # paths are the caller's; stages run in the repository
+    c.out = os.path.abspath(os.path.expanduser(c.out))
+    c.model = os.path.abspath(c.model) if os.path.isdir(c.model) else c.model
+    c.train_data, c.eval_data = map(_absolute, (c.train_data, c.eval_data))
+    return c
+
+
+def _absolute(names):
+    """Names with commas between them; those of files as absolute paths."""
+    return ",".join(os.path.abspath(x) if os.path.isfile(x) else x for x in names.split(","))
 
 
 def _one_line(box: str) -> str:
@@ -405,66 +437,41 @@ def require(ok, message):
         raise ConfigError(message)
 
 
-AT_LEAST_1 = "steps batch_size attempts concurrency row_tokens max_new_tokens tensor_parallel bucket_mb eval_attempts".split()
-NOT_NEGATIVE = (
-    "max_lag conventional_g engines trainers eval_every eval_problems save_every keep_last "
-    "engine_threads trainer_threads overlong_buffer samples_logged mismatch_limit keep_steps checkpointed_layers"
-).split()
-
-
-def check_name(run: str) -> None:
-    """Raise ConfigError if a run cannot have this name: it is that of a directory, and of nothing above it."""
-    require(
-        re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", run),
-        f"--run {run[:120]!r}: up to 100 letters, digits, '.', '-' and '_', the first one a letter or digit",
-    )
-
-
 def check(c: Config) -> Config:
     """What can be checked without looking at hardware or files; fills in the loss's own clip range.
 
     Raises ConfigError naming the knob and what to do.
     """
-    check_name(c.run)
-    for name in AT_LEAST_1:
-        require(getattr(c, name) >= 1, f"--{name} {getattr(c, name)}: must be at least 1")
-    for name in NOT_NEGATIVE:
-        require(getattr(c, name) >= 0, f"--{name} {getattr(c, name)}: must not be negative")
-    for name in ("reward_timeout", "temperature", "lr", "max_grad_norm"):
-        require(getattr(c, name) > 0, f"--{name} {getattr(c, name)}: must be above 0")
-    require(
-        c.attempts >= 2 or c.advantage == "none",
-        f"--attempts {c.attempts}: the '{c.advantage}' baseline needs at least 2 attempts per problem",
-    )
-    require(
-        c.batch_size % c.attempts == 0,
-        f"--batch_size {c.batch_size} is not a multiple of --attempts {c.attempts}: a step trains whole groups",
-    )
-    require(
-        c.max_new_tokens < c.max_model_len,
-        f"--max_new_tokens {c.max_new_tokens} leaves no room for a prompt in --max_model_len {c.max_model_len}",
-    )
+    for name, hint in get_type_hints(Config, include_extras=True).items():
+        value = getattr(c, name)
+        least, most = getattr(hint, "__metadata__", [Bounds()])[0]
+        for x in value if isinstance(value, tuple) else [value]:
+            must = f"must be from {least:g} to {most:g}"
+            require(isinstance(x, str) or least <= x <= most, f"--{name} {x}: {must}")
     low, high = CLIP[c.loss]
     c.clip_low = low if c.clip_low < 0 else c.clip_low
     c.clip_high = high if c.clip_high < 0 else c.clip_high
-    require(
-        c.clip_low < c.clip_high,
-        f"--clip_low {c.clip_low} is not below --clip_high {c.clip_high}: no weight would be left",
-    )
-    here = sorted(p.stem for p in (ROOT / "tasks").glob("[!_]*.py"))
-    for task in task_weights(c.task):
-        require(
-            task in here,
-            f"--task {task}: there is no tasks/{task}.py. Tasks here: {', '.join(here)}",
-        )
+    relations = {
+        "--attempts: this --advantage needs 2": c.attempts > 1 or c.advantage == "none",
+        "--batch_size must be a multiple of --attempts": c.batch_size % c.attempts == 0,
+        "--max_new_tokens must be below --max_model_len": c.max_new_tokens < c.max_model_len,
+        "--row_tokens must hold a sample of --max_model_len": c.max_model_len <= c.row_tokens,
+        "--overlong_buffer must not exceed --max_new_tokens": c.overlong_buffer <= c.max_new_tokens,
+        "--clip_low must be below --clip_high": c.clip_low < c.clip_high,
+        "--late wait needs --on_full block": c.late != "wait" or c.on_full == "block",
+    }
+    for words, holds in relations.items():
+        values = ", ".join(f"{name} {getattr(c, name)}" for name in re.findall(r"--(\w+)", words))
+        require(holds, f"{words}; now {values}")
     return c
 
 
 def load(run_dir: str) -> Config:
-    """The Config that out/<run>/config.json holds."""
-    return from_json(json.loads(Path(run_dir, "config.json").read_text())["config"])
-
-
-def from_json(values: dict) -> Config:
-    """JSON has lists for tuples."""
-    return Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+    """The Config that out/<run>/config.json holds; ConfigError if it is torn, or of another version."""
+    path = Path(run_dir, "config.json")
+    try:
+        values = json.loads(path.read_text())["config"]
+        # JSON has lists for tuples
+        return Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+    except (ValueError, TypeError, KeyError) as e:
+        raise ConfigError(f"{path} cannot be read: --fresh True moves the run aside ({e})") from e

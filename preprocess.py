@@ -258,11 +258,9 @@ class GroupBuffer:
             # over-length filtering, DAPO (arXiv 2503.14476) section 3.4
             if config.overlong_mask and not sample["finished"]:
                 sample["mask"] = np.zeros_like(sample["mask"])
-        fitting = [s for s in samples if len(s["tokens"]) <= config.row_tokens]
-        group = {"draw": draw, "samples": fitting, "pace": pace}
+        group = {"draw": draw, "samples": samples, "pace": pace}
         self.ledger.drop(draw, record["failed"], "failed")
-        self.ledger.drop(draw, len(samples) - len(fitting), "too_long")
-        if fitting and (config.no_signal == "keep" or np.abs(of_group).max() > 1e-6):
+        if samples and (config.no_signal == "keep" or np.abs(of_group).max() > 1e-6):
             self.groups.append(group)
         else:
             self.drop(group, "no_signal")

@@ -2,17 +2,19 @@
 # Sets up .venv once, then hands over to plumbing/launch.py, which starts every process, watches and stops them.
 #
 #   bash run.sh [toy|smol|guess|math|math-1x80|math-1x24] [--knob value ...]     train; the same command continues a stopped run
-#   bash run.sh serve --run NAME [--engines N]    engines of this machine for a run that is in progress; Ctrl-C takes them away
+#   bash run.sh serve --run NAME [--engines N]    adds this machine's engines to a run in progress; Ctrl-C removes them
 #   bash run.sh status [out/toy]                  what a run is doing, or where it stopped; default: the newest
-#   bash run.sh [preset] --help                   every knob
-#   bash run.sh doctor [preset] [--knob value ...]    is what this configuration computes here what it should be? Minutes
-#   bash run.sh setup [smol|gpu]                  install only; gpu: for GPUs on a machine without any, if theirs have no internet
+#   bash run.sh [preset] --help                   every knob; bash run.sh help: this
+#   bash run.sh doctor [preset] [--knob value ...]    checks that this configuration computes what it should here (minutes)
+#   bash run.sh setup [smol|gpu]                  install only; gpu: the GPU build on a CPU machine, for GPU nodes without internet
 #
 # On several nodes: the same command on each, with NNODES, NODE_RANK and MASTER_ADDR set (or under srun, torchrun), and --out on
 # a file system that all share.
 #
 # PIPELINE_PYTHON=/path/to/python uses that environment as it is instead of making .venv.
 set -euo pipefail
+# paths are those of the caller's directory
+caller=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
@@ -27,6 +29,7 @@ setup() {  # .venv with requirements.txt, and with requirements-NAME.txt of a pr
   done
   [ -n "$python" ] || die "needs Python 3.11 or 3.12 on the PATH, or PIPELINE_PYTHON=/path/to/python of an environment that has requirements.txt installed"
   exec 9> .setup.lock
+  flock -n 9 || echo "run.sh: waiting for another set-up of $PWD/.venv, up to 30 minutes"
   flock -w 1800 9 || die "another set-up has held $PWD/.setup.lock for 30 minutes"
   was=$(cat .venv/.ready 2>/dev/null || true)
   # a machine without GPUs that shares .venv with some, a login node, leaves it as it is
@@ -81,6 +84,10 @@ print(version.value)' 2> /dev/null) || cuda=0
   [ -f "$header" ] || die "vLLM's kernels need $header: install python3-dev, or the like"
 }
 
+if [ "${1:-}" = help ]; then
+  sed -n '2,/^set/s/^# \{0,1\}//p' run.sh
+  exit 0
+fi
 if [ -n "${PIPELINE_PYTHON:-}" ]; then
   python=$PIPELINE_PYTHON
   [ -x "$python" ] || die "PIPELINE_PYTHON=$python is not an executable"
@@ -89,9 +96,11 @@ else
   setup "${@:1:2}"
   [ $flavour = cpu ] || [[ "${1:-}" =~ ^(setup|status)$ ]] || check_gpus
 fi
+root=$PWD
+cd "$caller"
 case "${1:-}" in
   setup) exit 0 ;;
-  doctor | status | serve) exec "$python" "tools/$1.py" "${@:2}" ;;
+  doctor | status | serve) exec "$python" "$root/tools/$1.py" "${@:2}" ;;
 esac
 
 # this node's number and how many there are: ours, torchrun's, its options' and Kubeflow's, SLURM's
@@ -109,4 +118,4 @@ for name in $(compgen -e); do
     RANK | *_RANK | WORLD_SIZE | *_WORLD_SIZE | MASTER_PORT | TORCHELASTIC_* | PMI_* | OMPI_* | MV2_*) unset "$name" ;;
   esac
 done
-exec "$python" -m plumbing.launch "$@"
+exec "$python" -P -m plumbing.launch "$@"

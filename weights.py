@@ -215,7 +215,7 @@ class Sender:
             if found:
                 return [e for e in found if e not in self.engines.failing] or found
             if time.monotonic() > deadline:
-                words = f"none of {self.engines.listed() or 'no engine'} was healthy within"
+                words = f"none of {[e[0] for e in self.engines.listed()]} was healthy within"
                 raise TimeoutError(f"{words} {self.config.start_timeout:.0f} s")
             time.sleep(0.2)
 

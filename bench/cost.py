@@ -83,7 +83,7 @@ def measure(name, knobs, port, root=ROOT):
     shutil.rmtree(run_dir, ignore_errors=True)
     watch = Watch(run_dir)
     run_to_its_end(name, knobs, port, root=root, look=watch.look)
-    steps, _ = report.read(run_dir)
+    [steps] = report.read(run_dir, "step")
     seconds = steps[-1]["wall_s"] - steps[FIRST - 1]["wall_s"]
     found = watch.cpu(steps)
     found["samples_s"] = (steps[-1]["samples"] - steps[FIRST - 1]["samples"]) / seconds

@@ -175,7 +175,7 @@ def try_out(name, steps, port):
     code, printed = run(folder, ["toy", *knobs, *own])
     done = []
     if (folder / "out" / "guards" / "metrics.jsonl").exists():
-        done, _ = report.read(folder / "out" / "guards")
+        [done] = report.read(folder / "out" / "guards", "step")
     guards = [(words[:60], version) for version, words in alarms(done)]
     if code:
         last = max((line["step"] for line in done), default=0)

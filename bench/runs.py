@@ -152,7 +152,7 @@ def run_to_its_end(name, knobs, port, preset="toy", root=ROOT, look=None):
 def one_run(name, knobs, port, preset="toy"):
     """A run, as above."""
     run_dir = run_to_its_end(name, knobs, port, preset)
-    steps, evaluations = report.read(run_dir)
+    steps, evaluations = report.read(run_dir, "step", "eval")
     found = []
     for x in evaluations:
         mean_of_sets = np.mean(list(x["eval"].values()))

@@ -90,6 +90,7 @@ class Engines:
         self.slot_is_free = asyncio.Condition()
         # events that are not errors but worth a line: retried, moved, failed
         self.counts = Counter()
+        self.in_vain = 0
         # tokens sampled since the pace was measured
         self.tokens = 0
         self.measured_at = time.monotonic()
@@ -111,7 +112,8 @@ class Engines:
     def _session(self, url):
         """The HTTP connections to one engine; closing them ends its requests."""
         if url not in self.sessions:
-            timeout = aiohttp.ClientTimeout(total=self.config.request_timeout)
+            # a hanging engine's requests move before the run counts as stalled
+            timeout = aiohttp.ClientTimeout(total=self.config.stall_timeout / 3)
             # the server closes idle connections after 5 s: close them first
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
             how = dict(headers=self.headers, timeout=timeout, connector=connector)
@@ -165,6 +167,7 @@ class Engines:
                     content = await self._post(url, msgspec.json.encode(body))
                     answer = read_answer(content, max_tokens, self.stop, self.vocabulary)
                     self.tokens += len(answer["tokens"])
+                    self.in_vain = 0
                     return answer | dict(engine=url)
                 except aiohttp.ClientConnectionError as e:
                     self._note_failure("moved", url, e)
@@ -189,9 +192,13 @@ class Engines:
         """Count an event; lines of the 1st, 2nd, 4th, 8th...: hundreds may fail at once."""
         self.backs_off_until[url] = time.monotonic() + BACK_OFF
         self.counts[event] += 1
+        self.in_vain += event == "failed"
+        why = f"{type(error).__name__}: {' '.join(str(error)[:200].split())}"
+        words = f"actor: request to {url} {event} ({self.counts[event]} so far): {why}"
+        if self.in_vain == 100:
+            raise RuntimeError(f"{words}; 100 attempts in a row have failed")
         if self.counts[event].bit_count() == 1:
-            words = f"{type(error).__name__}: {' '.join(str(error)[:200].split())}"
-            print(f"actor: request to {url} {event}: {words}; {dict(self.counts)}", flush=True)
+            print(words, flush=True)
 
     def measure_pace(self):
         """Take the time since the last measurement into `pace`."""

@@ -1,6 +1,5 @@
 """The trainer's end of a weight group: which engines there are, and one group formed with them."""
 
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -100,10 +99,9 @@ class Group:
 
     def close(self):
         """Free whoever waits in this group, in a thread: it may take as long as what is pending."""
-        thread = threading.Thread(target=transport.abort_group, args=[self.group], daemon=True)
+        transport.in_thread(transport.abort_group, self.group)
         # the thread has the last reference
         self.group = None
-        thread.start()
 
     def ring(self, version):
         """The doorbell: every worker begins to receive this version."""
@@ -127,7 +125,7 @@ class Group:
                 first = i * self.workers
                 if not self.store.check(every_key[first : first + self.workers]):
                     self.engines.drop(member, failure)
-            raise TimeoutError(f"not all were there within {self.timeout:.0f} s")
+            raise TimeoutError(f"an engine worker missed --sync_timeout {self.timeout:.0f} s")
 
     def _in_time(self, function, *args):
         """Call it in a thread: torch's calls and waits do not notice by themselves that an engine is gone."""

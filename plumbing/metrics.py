@@ -139,8 +139,8 @@ class MetricsLog:
         print(
             f"step {state['version']}/{self.config.steps} | reward {metrics['reward']:.3f} | ess {metrics['ess']:.3f} | "
             f"lag {metrics['lag_mean']:.1f}/{metrics['lag_max']} | mismatch {mismatch} | "
-            f"{line['train_tok_s'] / 1000:.1f}k tok/s | wait {times['wait_data_s'] / step_s:.0%} | "
-            f"empty {line['gen_idle']:.0%} | eta {eta / 60:.1f}m",
+            f"{line['train_tok_s'] / 1000:.1f}k tok/s | wait_data {times['wait_data_s'] / step_s:.0%} | "
+            f"gen_idle {line['gen_idle']:.0%} | eta {eta / 60:.1f}m",
             flush=True,
         )
 

@@ -73,8 +73,8 @@ class Guards:
         found = float(differences.mean())
         if not found <= self.config.highest_mismatch:
             raise RuntimeError(
-                f"train: mismatch was above {self.config.highest_mismatch:g} nats of {model.config.model_type} at version "
-                f"{version}, it is {found:.1e}: engines serve other probabilities than are trained. Does plumbing/model.py "
+                f"train: mismatch of {model.config.model_type} is above {self.config.highest_mismatch:g} nats at version "
+                f"{version}: {found:.1e}; engine and trainer logprobs differ. Does plumbing/model.py "
                 "know this family? Else look at --dtype, --head_float32, logs/engine*.log; --mismatch_limit moves the limit; "
                 "`bash run.sh doctor` looks closer"
             )
@@ -103,8 +103,7 @@ class Guards:
         """Raise RuntimeError if steps in a row had gradients that are not finite."""
         not_finite = not math.isfinite(metrics["grad_norm"])
         if not_finite:
-            words = "gradient not finite, weights are left as they are"
-            print(f"train: step {version}: {words}", flush=True)
+            print(f"train: step {version}: gradient not finite, weights stay", flush=True)
         if self._lasts("not_finite", not_finite):
             raise RuntimeError(
                 f"train: {IN_A_ROW} steps in a row had gradients that are not finite: lower --lr, or look at the samples"

@@ -101,14 +101,9 @@ def share(tokens, lengths):
 
 def filler():
     """A sample of one token that is no sample: a rank that has no micro-batch left trains it."""
-    sample = {}
-    for name, dtype in TOKEN_FIELDS.items():
-        sample[name] = np.zeros(1, dtype)
-    for name, dtype in SAMPLE_FIELDS.items():
-        sample[name] = dtype(0)
-    sample["outcome"] = -1
-    sample["temperature"] = 1.0
-    return sample
+    sample = {name: np.zeros(1, dtype) for name, dtype in TOKEN_FIELDS.items()}
+    sample |= {name: dtype(0) for name, dtype in SAMPLE_FIELDS.items()}
+    return sample | {"outcome": -1, "temperature": 1.0}
 
 
 def check_record(record, file, **expected):

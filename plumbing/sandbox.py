@@ -72,7 +72,7 @@ class Sandbox:
             words = f"{kind}: {reply[kind]}"
             self.counts[kind] += 1
             if self.counts[kind] in (1, 10, 100, 1000, 10000):
-                print(f"actor: reward of task {task}, unparsable, {words}; {dict(self.counts)}")
+                print(f"actor: tasks/{task}.py: {words} (unparsable, {self.counts[kind]} so far)")
             if self.last.count(kind) > max(20, len(self.last) / 2):
                 raise RuntimeError(f"actor: tasks/{task}.py: most rewards fail, now by {words}")
         value = reply.get("value", "unparsable")

@@ -13,6 +13,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -134,6 +135,9 @@ class Engine(Process):
         k = command.index("--port") + 1
         self.claim = claim_port(host, int(command[k]))
         port = self.claim.getsockname()[1]
+        # vLLM leaves its sockets where it made them
+        self.sockets = tempfile.TemporaryDirectory()
+        env = env | {"VLLM_RPC_BASE_PATH": self.sockets.name}
         super().__init__(run_dir, name, env, [*command[:k], str(port), *command[k + 1 :]])
         self.url = f"http://{host}:{port}"
         self.file = self.run_dir / "engines" / f"{name}.json"
@@ -212,9 +216,7 @@ def run(processes, stop_timeout, is_over):
             process.start()
         watch(processes, is_over)
     except OSError as e:
-        run_dir = processes[0].run_dir
-        gone = f"{run_dir} is not there any more: mount it again"
-        ended = Ended(f"{type(e).__name__}: {e}" if run_dir.is_dir() else gone)
+        ended = Ended(f"{type(e).__name__}: {e}")
     except Ended as e:
         ended = e
     for number in SIGNALS:

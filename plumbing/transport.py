@@ -3,6 +3,7 @@
 Both know one layout: {names, shapes, dtype, bucket_bytes, whole: are these all of the model's parameters?}.
 """
 
+import contextlib
 import functools
 import os
 import socket
@@ -12,8 +13,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-
-NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 def open_store(host, port, timeout, server=False):
@@ -50,10 +49,10 @@ def join_group(backend, store, rank, world, timeout, device=None):
     options.config.max_ctas = 8
     # without a watchdog, which ends the process when a broadcast fails: waits raise, and whoever
     # waited aborts the group
-    os.environ[NO_WATCHDOG] = "1"
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     group = dist.ProcessGroupNCCL(place, rank, world, options)
     # other groups keep theirs
-    del os.environ[NO_WATCHDOG]
+    del os.environ["TORCH_NCCL_BLOCKING_WAIT"]
     # the first broadcast connects, without a deadline of its own
     try:
         in_thread(broadcast, group, torch.zeros(1), device, timeout).result(timeout)
@@ -74,10 +73,8 @@ def broadcast(group, tensor, device, timeout):
 def abort_group(group):
     """Free whoever waits in a group that is given up; gloo's waits end with their deadline alone."""
     if dist.is_nccl_available() and isinstance(group, dist.ProcessGroupNCCL):
-        try:
+        with contextlib.suppress(RuntimeError):
             group.abort()
-        except RuntimeError as e:
-            print(f"weights: a group that is given up says: {e}", flush=True)
 
 
 def bucket_ranges(layout):

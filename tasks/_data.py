@@ -8,7 +8,7 @@ def rows(path):
     """(where, row dict) for each row of a .jsonl or .parquet file; where is "file:line". Raises ValueError naming it."""
     path = Path(path).expanduser()
     if not path.is_file():
-        raise ValueError(f"{path}: no such file")
+        raise ValueError(f"{path.absolute()}: no such file")
     if path.suffix == ".parquet":
         return _parquet(path)
     if path.suffix in (".jsonl", ".json"):

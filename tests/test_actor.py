@@ -194,7 +194,7 @@ def with_fake_engine(run_dir, model, answer, work, **knobs):
             publish_json(run_dir / "queues" / "version.json", **trainer)
             assert actor.read_trainer() == position
             assert actor.version == 5
-            await actor.start()
+            await actor.sandbox.start()
             await work(actor)
             await actor.close()
         return actor, engine.calls

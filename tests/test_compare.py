@@ -5,7 +5,6 @@ import importlib
 import json
 import re
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ import torch
 from test_config import call
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench import compare, cost, runs
+from bench import compare, runs
 from tasks import tail
 from tools import base_model
 
@@ -109,18 +108,6 @@ def test_the_ratio_is_that_of_the_best_setting(capsys):
     assert re.search(r"to 50%: the pipeline is 2\.2\d \(\d\.\d\d to \d\.\d\d\) times", text)
 
 
-def test_intervals_are_over_seeds_and_paired():
-    rng = np.random.default_rng(0)
-    speeds = rng.uniform(1, 1.3, 8)
-    settings = {
-        "pipeline": [made_up(RISING, s) for s in speeds],
-        "G=1": [made_up(RISING, 2 * s) for s in speeds],
-    }
-    for _, faster in compare.summary(settings)["ratios"]:
-        # a slow seed is slow for both: all resamples have the same ratio
-        assert compare.bootstrap(faster) == pytest.approx((2.0, 2.0, 2.0), rel=0.05)
-
-
 def test_time_starts_with_the_sampling_of_the_first_step():
     same = dict.fromkeys(runs.COLUMNS, 0.5)
     lines = [same | dict(wall_s=40.0 + 2 * i, step_s=3.5) for i in range(3)]
@@ -209,42 +196,6 @@ def test_every_script_keeps_its_numbers(name, capsys):
     assert end.value.code == 0
     assert "--out" in capsys.readouterr().out
     assert f"python bench/{name}.py" in script.__doc__
-
-
-# ---- costs
-
-
-def fake_process(tree, pid):
-    """A process as psutil shows it; tree: {pid: (parent, command, CPU seconds)}."""
-    parent, command, seconds = tree[pid]
-    return SimpleNamespace(
-        pid=pid,
-        ppid=lambda: parent,
-        cmdline=command.split,
-        cpu_times=lambda: (seconds, 0.0),
-        children=lambda recursive: [fake_process(tree, other) for other in tree if other != pid],
-    )
-
-
-def test_cpu_of_a_run_is_that_of_its_stages(tmp_path, monkeypatch):
-    tree = {1: (0, "bash run.sh", 1.0), 2: (1, "python actor.py out/x", 2.0), 3: (2, "sh", 3.0)}
-    tree |= {4: (1, "python train.py", 5.0), 5: (1, "vllm", 7.0), 6: (5, "core", 8.0)}
-    monkeypatch.setattr(cost.psutil, "Process", lambda pid: fake_process(tree, pid))
-    (tmp_path / "queues").mkdir()
-    watch = cost.Watch(tmp_path)
-    for version in (cost.FIRST - 1, cost.FIRST, cost.FIRST, cost.FIRST + 2):
-        (tmp_path / "queues" / "version.json").write_text(json.dumps(dict(version=version)))
-        watch.look(1)
-        if version == cost.FIRST:
-            tree[2] = (1, "python actor.py out/x", 4.0)
-            tree[6] = (5, "core", 9.0)
-            # what has ended keeps what it took
-            tree.pop(3, None)
-    assert [version for version, _ in watch.seen] == [cost.FIRST, cost.FIRST + 2]
-    assert watch.seen[0][1] == dict(actor=5.0, preprocess=0.0, train=5.0, engines=16.0)
-    assert watch.seen[1][1] == dict(actor=7.0, preprocess=0.0, train=5.0, engines=17.0)
-    found = watch.cpu([dict(samples=10 * step) for step in range(1, 100)])
-    assert found == dict(actor=0.1, preprocess=0, train=0, engines=0.05)
 
 
 # ---- whole runs

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -23,13 +24,21 @@ from tools import serve
         ("toy --steps many", "--steps: invalid literal for int"),
         ("toy --loss mse", "--loss"),
         ("chess", "unknown preset 'chess': choose from toy, smol, guess, math"),
-        ("toy --task chess", "--task chess: there is no tasks/chess.py"),
-        ("toy --attempts 9", "not a multiple of --attempts 9"),
-        ("toy --attempts 1 --batch_size 4", "needs at least 2 attempts"),
-        ("toy --max_new_tokens 128", "leaves no room for a prompt"),
-        ("toy --max_lag -1", "--max_lag -1: must not be negative"),
-        ("toy --clip_low 6", "--clip_low 6.0 is not below --clip_high 5.0"),
-        ("toy --temperature 0", "--temperature 0.0: must be above 0"),
+        (
+            "toy --task chess",
+            "tasks/chess.py: ModuleNotFoundError: No module named 'tasks.chess'; tasks here: gues",
+        ),
+        ("toy --task toy:nan", "with shares above 0"),
+        ("toy --task toy:inf,guess:1", "with shares above 0"),
+        ("toy --attempts 9", "--batch_size must be a multiple of --attempts; now batch_size 448"),
+        ("toy --attempts 1 --batch_size 4", "--attempts: this --advantage needs 2; now attempts 1"),
+        ("toy --max_new_tokens 128", "--max_new_tokens must be below --max_model_len"),
+        ("toy --row_tokens 100", "--row_tokens must hold a sample"),
+        ("toy --overlong_buffer 41", "--overlong_buffer must not exceed"),
+        ("toy --late wait --on_full drop_oldest", "--late wait needs --on_full block"),
+        ("toy --clip_low 6", "--clip_low must be below --clip_high; now clip_low 6.0"),
+        ("toy --max_lag -1", "--max_lag -1: must be from 0 to 1e+09"),
+        ("toy --temperature 0", "--temperature 0.0: must be from 0.01 to 100"),
         ("toy --engines 3 --tensor_parallel 2 --trainers 4", "do not go into 1 nodes of 8 GPUs"),
     ],
 )
@@ -38,6 +47,19 @@ def test_mistakes_are_one_line(words, message):
         resolved(*words.split(), gpus=8)
     assert message in str(e.value)
     assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "-1e400"])
+def test_every_number_is_finite_and_has_bounds(value):
+    kinds = get_type_hints(cfg.Config)
+    for name, kind in kinds.items():
+        if kind in (float, tuple[float, float], tuple[float, float, float, float]):
+            words = [value] * len(get_args(kind) or [kind])
+            with pytest.raises(cfg.ConfigError, match=f"--{name} .*: must be from"):
+                resolved(
+                    "toy",
+                    *(["--clip_low=" + value] if name == "clip_low" else [f"--{name}", *words]),
+                )
 
 
 @pytest.mark.parametrize("name", [".", "a/b", "", "-x", "a\n", "a b", "\u00e9", "_a", "a" * 101])

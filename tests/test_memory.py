@@ -6,7 +6,7 @@ import re
 import pytest
 
 import config as cfg
-from conftest import with_knobs
+from conftest import resolved, with_knobs
 from tools import memory
 
 # 60 million parameters, too many for an allocator's noise to matter
@@ -24,7 +24,7 @@ def small(tmp_path_factory):
 
 
 def config(model, gpus, words=""):
-    return memory.resolved(["math", "--model", model, *words.split()], gpus, 80.0)
+    return resolved("math", "--model", model, *words.split(), gpus=gpus)
 
 
 def total(c):
@@ -65,7 +65,7 @@ def test_a_step_takes_what_its_tensors_add_up_to(name, trainers, layers, row, gb
     """Known figures: the storages of a step that were alive at once, counted on tensors without contents, operation
     by operation with FSDP2 (as tools/fake_step.py of commit 4931e45 did it).
     """
-    words = f"--row_tokens {row} --checkpointed_layers {layers}"
+    words = f"--row_tokens {row} --checkpointed_layers {layers} --max_model_len 8192 --max_new_tokens 4096"
     c = config(f"Qwen/Qwen2.5-{name}", 8, words)
     assert total(with_knobs(c, trainers=trainers)) == pytest.approx(gb, rel=0.02)
 
@@ -109,7 +109,7 @@ BY_GPUS = [("math", 8, 80), ("math-1x80", 1, 80), ("math-1x24", 1, 24)]
 
 @pytest.mark.parametrize("preset, gpus, gpu_gb", BY_GPUS)
 def test_the_presets_of_gpus_fit(preset, gpus, gpu_gb):
-    assert memory.Placed(memory.resolved([preset], gpus, gpu_gb), gpus, gpu_gb).fits
+    assert memory.Placed(resolved(preset, gpus=gpus), gpus, gpu_gb).fits
 
 
 def test_a_reference_model_is_sharded(small):

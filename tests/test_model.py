@@ -204,6 +204,8 @@ def test_engine_is_trainer_after_updates(family, tmp_path):
     folder = tiny(family, tmp_path / "model", hidden_size=128, head_dim=32)
     base_models.make_tokenizer([toy]).save_pretrained(folder)
     words = f"toy --run engine --out {tmp_path} --model {folder} --port {PORT + 3} --concurrency 8"
+    # two of them compiled, as on GPUs
+    words += f" --enforce_eager {family in ('gemma3_text', 'olmo2')}"
     model = build(folder)
     with served(words, as_loaded=False) as config:
         sender = sender_to(config, model)

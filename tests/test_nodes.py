@@ -114,7 +114,7 @@ def test_another_node_believes_the_start_that_holds_the_run(run):
         cfg.ConfigError, match="has not started .*/toy within 1 s: does it run, and"
     ):
         launch.wait_for_node_0(run)
-    lock, start = launch.hold(run)
+    [lock], start = launch.hold(run)
     with pytest.raises(cfg.ConfigError, match="has not started"):
         launch.wait_for_node_0(run)
     threading.Timer(0.3, lambda: launch.write(run, start)).start()
@@ -123,7 +123,7 @@ def test_another_node_believes_the_start_that_holds_the_run(run):
 
 
 def test_node_0_is_done_or_has_stopped_or_has_gone(run):
-    lock, start = launch.hold(run)
+    [lock], start = launch.hold(run)
     assert not launch.node_0_is_done(run, start)
     # of another start nothing counts
     with pytest.raises(Ended, match=r"node 0 \(127.0.0.1\) has stopped or is gone"):

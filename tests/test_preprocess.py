@@ -185,21 +185,20 @@ def test_groups_get_their_advantages_and_cut_off_answers_leave_the_loss(tmp_path
     assert (group["draw"], group["pace"]) == (0, PACE)
 
 
-def test_attempts_that_failed_or_do_not_fit_make_their_group_smaller(tmp_path):
-    waiting, rollouts = make_buffer(tmp_path, row_tokens=8, attempts=4)
+def test_attempts_that_failed_make_their_group_smaller(tmp_path):
+    waiting, rollouts = make_buffer(tmp_path, attempts=4)
     samples = [make_sample(4, reward=1.0), make_sample(9), make_sample(5)]
     rollouts.put(group_record(0, samples, failed=1))
-    # nothing came back at all; nothing fits
+    # nothing came back at all
     rollouts.put(group_record(1, [], failed=4))
-    rollouts.put(group_record(2, [make_sample(9, reward=1.0), make_sample(9)], failed=2))
     waiting.receive()
     [group] = waiting.groups
-    assert [len(s["tokens"]) for s in group["samples"]] == [4, 5]
+    assert [len(s["tokens"]) for s in group["samples"]] == [4, 9, 5]
     # the baseline is that of all that came back
-    assert [s["advantage"] for s in group["samples"]] == [1.0, -0.5]
+    assert [s["advantage"] for s in group["samples"]] == [1.0, -0.5, -0.5]
     ledger = waiting.ledger
-    assert ledger.dropped == {"failed": {0: 1, 1: 4, 2: 2}, "too_long": {0: 1, 2: 2}}
-    assert (ledger.dropped_groups, ledger.ahead) == (2, {1, 2})
+    assert ledger.dropped == {"failed": {0: 1, 1: 4}}
+    assert (ledger.dropped_groups, ledger.ahead) == (1, {1})
 
 
 def test_groups_may_have_to_wait_for_their_turn(tmp_path):
@@ -249,7 +248,7 @@ def test_draws_are_done_with_when_their_group_is():
         ledger.done(index)
     ledger.drop(1, 2, "failed")
     ledger.drop(1, 1, "failed")
-    ledger.drop(1, 0, "too_long")
+    ledger.drop(1, 0, "buffer_full")
     drops = {"failed": {1: 3}}
     position = {"next": 0, "ahead": [1, 3]}
     of_step = {"problems": {1: 4, 3: 4}, "drops": drops, "position": position}
@@ -292,10 +291,11 @@ def test_a_buffer_that_overflows_drops_the_oldest_and_says_so(tmp_path):
     batches = Queue(queues / "batches" / "rank_0")
 
     def feed(draws):
-        # one sample is longer than a row
+        # one attempt has failed
         for draw in draws:
-            samples = [make_sample(70 if draw == k == 0 else 5) for k in range(4)]
-            rollouts.put(group_record(draw, samples))
+            failed = int(draw == 0)
+            samples = [make_sample(5) for _ in range(4 - failed)]
+            rollouts.put(group_record(draw, samples, failed=failed))
 
     def train():
         """What became of which draws: trained, dropped, and the first that is not done with."""
@@ -307,7 +307,7 @@ def test_a_buffer_that_overflows_drops_the_oldest_and_says_so(tmp_path):
     feed(range(5))
     stage = subprocess.Popen([sys.executable, "preprocess.py", str(run_dir)], cwd=ROOT)
     try:
-        dropped = {"too_long": {"0": 1}, "buffer_full": {"0": 3}}
+        dropped = {"failed": {"0": 1}, "buffer_full": {"0": 3}}
         assert train() == ({"1": 4, "2": 4}, dropped, 3)
         assert train() == ({"3": 4, "4": 4}, {}, 5)
         # step 2 may not be emitted before the trainer is at version 1: meanwhile two more must go

@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -277,3 +279,30 @@ def test_a_real_model_from_a_package(tmp_path):
     tensors = {name: x for name, x in saved.items() if hasattr(x, "size") and len(x.size) > 1}
     assert {x.properties.dtype for x in tensors.values()} == {torch.float32}
     assert any("exp_avg" in name for name in tensors)
+
+
+@pytest.mark.slow
+def test_a_strange_machine(tmp_path, base_model):
+    """No compiler, spaces and umlauts, another directory and relative paths, no HOME, dead proxies, little shared memory."""
+    checkout = tmp_path / "für alle" / "repo"
+    shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".*", "out"))
+    caller = tmp_path / "caller's"
+    shutil.copytree(base_model, caller / "its model")
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name in "bash dirname nice".split():
+        (programs / name).symlink_to(shutil.which(name))
+    env = dict(PATH=str(programs), LANG="C", PIPELINE_PYTHON=sys.executable)
+    env |= dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "http://127.0.0.1:9")
+    start = 'umask 077; exec bash "$0" toy --model "its model" --out "Läufe" '
+    start += "--steps 2 --batch_size 32 --attempts 8 --eval_problems 16 --save_every 0 --port 8735"
+    command = ["bash", "-c", start, str(checkout / "run.sh")]
+    if os.geteuid() == 0:
+        small = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec env -i "$@"'
+        words = [f"{name}={value}" for name, value in env.items()]
+        command = ["unshare", "--mount", "bash", "-c", small, "bash", *words, *command]
+        env = None
+    done = subprocess.run(command, cwd=caller, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert [x["step"] for x in metrics(caller / "Läufe" / "toy")[0]] == [1, 2]
+    assert (caller / "Läufe" / "toy" / "report.html").exists()

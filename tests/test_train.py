@@ -48,7 +48,7 @@ def model():
 
 def knobs(**changed):
     """A Config with its loss's own bounds filled in."""
-    return check(Config(run="tiny", **changed))
+    return check(Config(**dict(run="tiny", max_new_tokens=8, max_model_len=16) | changed))
 
 
 # ---- the loss, token by token
@@ -507,7 +507,7 @@ def test_the_mismatch_is_measured_by_engines_in_turn(model, tmp_path, monkeypatc
 
 def test_another_policy_in_the_engines_ends_the_run(model, tmp_path, monkeypatch):
     engine = Answers(tiny_model(), 40, off=2e-3)
-    complaint = "above 0.001 nats of qwen2 at version 40, it is 2.0e-03"
+    complaint = "mismatch of qwen2 is above 0.001 nats at version 40: 2.0e-03"
     with pytest.raises(RuntimeError, match=complaint):
         measure(model, tmp_path, monkeypatch, engine, make_guards(tmp_path))
 

@@ -7,7 +7,6 @@ advantage or optimizer, is no fault: its row says that it is not known, and has 
 
 import asyncio
 import contextlib
-import json
 import subprocess
 import sys
 from collections import Counter
@@ -179,9 +178,9 @@ def check_packing(run):
             own = plain.advantage(rewards, k, kind) if known else 0.0
             other += abs(sample["advantage"] - own) > 1e-4
         samples = [x for _, x in run.samples(map(int, line["problems"]))]
-        fitting = {x["sample_id"] for x in samples if len(x["tokens"]) <= run.config.row_tokens}
         # each as often as all others, and no others
-        changed += len(fitting ^ times.keys()) + (len(set(times.values())) > 1)
+        changed += len({x["sample_id"] for x in samples} ^ times.keys())
+        changed += len(set(times.values())) > 1
         seen += times.total()
     rows = [none_differ("trained = sampled", changed, seen)]
     name = "advantages = plain advantages"
@@ -274,9 +273,9 @@ def check_held_out(run):
     """Held-out problems are also trained on: scores will be of what was learnt by heart."""
     rows = []
     for task, problems in run.train_problems.items():
-        train = {json.dumps(problem, sort_keys=True) for problem in problems}
-        test = [json.dumps(problem, sort_keys=True) for problem in run.test_problems[task]]
-        both = sum(problem in train for problem in test)
+        train = {problem["prompt"] for problem in problems}
+        test = [problem["prompt"] for problem in run.test_problems[task]]
+        both = sum(prompt in train for prompt in test)
         # of a task with few different problems it cannot be otherwise
         good = not both if len(train) >= len(problems) / 2 else None
         name = f"held-out problems of {task} are not trained on"

@@ -23,14 +23,14 @@ QUANTITIES = (
     ("ess", "step", "effective sample size"),
     ("entropy", "step", "entropy, nats"),
     ("gen_tok_s", "step", "tokens sampled / s"),
-    ("gen_idle", "step", "share of the engines' places empty"),
+    ("gen_idle", "step", "share of engine slots empty"),
 )
 POINTS = 300
 # characters of what differs that still make a name
 LONGEST_NAME = 60
 # of Student's t, 97.5%, by degrees of freedom from 1 on
 T_QUANTILES = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
-HEADER = ("measure", "setting", "its mean", "first's", "difference", "95%, t", "of each seed")
+HEADER = ("measure", "setting", "mean", "first's mean", "difference", "95% (t)", "per seed")
 
 
 @dataclass

@@ -60,7 +60,8 @@ def shorten(argv):
 @contextlib.contextmanager
 def start(words):
     """run.sh with these arguments: its process. Leaving the block ends it, as Ctrl-C does."""
-    process = subprocess.Popen(["bash", "run.sh", *words], cwd=cfg.ROOT, start_new_session=True)
+    command = ["bash", str(cfg.ROOT / "run.sh"), *words]
+    process = subprocess.Popen(command, start_new_session=True)
     try:
         yield process
     finally:
@@ -94,7 +95,7 @@ def wait_for(version, process, run_dir, seconds, needed, engines=0, before=None)
         if process.poll() is not None:
             raise RuntimeError(f"doctor: its run ended with {process.returncode}, see above")
         time.sleep(1)
-    raise RuntimeError(f"doctor: no version {version} in {engines} engines in {seconds:.0f} s")
+    raise RuntimeError(f"doctor: version {version} or {engines} engines missing in {seconds:.0f} s")
 
 
 def engines_of(process):
@@ -136,7 +137,7 @@ def run_twice(c, words):
 
 def examine(run_dir, continued):
     """The rows of all checks, as dicts. A check that breaks off has failed."""
-    lines, _ = report.read(run_dir)
+    [lines] = report.read(run_dir, "step")
     steps = {line["step"]: line for line in lines}
     # torch's, of loading a checkpoint in one process
     warnings.filterwarnings("ignore", module="torch")
@@ -170,6 +171,8 @@ def main(argv):
     # in the background of a script SIGINT is ignored, also by the run that is interrupted by it
     signal.signal(signal.SIGINT, signal.default_int_handler)
     begun = time.monotonic()
+    if "--help" in argv:
+        cfg.parse(argv, about=__doc__)
     try:
         c, words = shorten(argv)
         if c.model:

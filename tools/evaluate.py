@@ -86,8 +86,17 @@ def majority(answers, successes):
     return float(np.mean([successes[answers.index(a)] for a in winners])) if winners else 0.0
 
 
+def wilson(mean, n):
+    """95% interval of a share of n independent successes and failures; it is none of width 0, as 0 of 5 have."""
+    z2 = 1.96**2 / n
+    half = (z2 * (mean * (1 - mean) + z2 / 4)) ** 0.5
+    return (mean + z2 / 2 - half) / (1 + z2), (mean + z2 / 2 + half) / (1 + z2)
+
+
 def interval(scores):
-    """95% interval of the mean of one score per problem [P], by the central limit theorem."""
+    """95% interval of the mean of one score per problem [P]: Wilson's of 0 and 1, else by the central limit theorem."""
+    if set(scores) <= {0, 1}:
+        return wilson(np.mean(scores), len(scores))
     half = 1.96 * np.std(scores) / np.sqrt(len(scores))
     return max(np.mean(scores) - half, 0.0), min(np.mean(scores) + half, 1.0)
 
@@ -116,6 +125,8 @@ def configure(argv, gpus):
         "the first argument must be a model: a run, a checkpoint directory or a hub name",
     )
     path = Path(argv[0])
+    if path.exists():
+        path = path.absolute()
     if (path / "metrics.jsonl").exists() or (path / "checkpoints").exists():
         path = checkpoints.newest(path)
         cfg.require(path, f"{argv[0]}: this run has no checkpoint yet")
@@ -159,7 +170,7 @@ async def all_attempts(actor, engines, out):
     Raises what one of them raised; RuntimeError if an engine dies. Every request has a deadline.
     """
     c = actor.config
-    await actor.start()
+    await actor.sandbox.start()
     actor.engines.set_engines([engine.url for engine in engines])
     tries = [(problem, k) for problem in actor.held_out() for k in range(c.eval_attempts)]
     pending = {asyncio.create_task(attempt(actor, *problem, k)) for problem, k in tries}
@@ -212,6 +223,8 @@ def prepare(argv, gpus):
 def main(argv):
     """`MODEL [--knob value ...]` -> table on stdout; out/<run>/answers.jsonl, results.json."""
     gpus = launch.gpu_count()
+    if "--help" in argv:
+        cfg.parse(["--help"], about=__doc__)
     try:
         actor = prepare(argv, gpus)
     except cfg.ConfigError as e:
@@ -223,6 +236,8 @@ def main(argv):
     try:
         with open(actor.run_dir / "answers.jsonl", "w") as out:
             results = asyncio.run(all_attempts(actor, engines, out))
+    except RuntimeError as e:
+        sys.exit(str(e))
     finally:
         stop(engines, 0)
     problems = {source: len(answers) for source, answers in results.items()}

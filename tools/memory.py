@@ -2,7 +2,7 @@
 
     python tools/memory.py math --gpus 8 --gpu_memory_gb 80 [--model ... --any knob]
 
-No GPU and no network: the five SHAPES are known by name, other models by their config.json. Exit code 3: it
+No GPU and no network: the five SHAPES are known by name, other models by their config.json. Exit code 1: it
 does not fit. All of it is arithmetic on the model's shape (`trainer_gb`, `Placed.roles`), within 5% of a real process
 on a CPU; nothing has been compared with a GPU. GB are 1e9 bytes. Deliberately absent: vLLM's own accounting,
 which decides how large its KV cache really is.
@@ -260,14 +260,9 @@ class Placed:
 # ---- the command line
 
 
-def resolved(words, gpus, gpu_gb):
-    """The Config of a command line, as run.sh resolves it on these GPUs."""
-    # nothing is started: no ports are needed
-    c = cfg.parse([*words, "--dry_run", "True"])
-    return launch.resolve(c, gpus)
-
-
 def main(argv):
+    if "--help" in argv:
+        cfg.parse(["--help"], about=__doc__)
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     options.add_argument("--gpus", type=int, default=launch.gpu_count() or 8)
     options.add_argument("--gpu_memory_gb", type=float, default=80.0)
@@ -276,7 +271,7 @@ def main(argv):
     # from here on no GPU is to be touched
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        c = resolved(words, gpus, gpu_gb)
+        c = launch.resolve(cfg.parse(words), gpus)
     except cfg.ConfigError as e:
         sys.exit(f"memory: {e}")
     if model_config(c.model) is None:

@@ -27,7 +27,7 @@ KEYS = (
     ("seconds of a weight update", (0,), "gather_s send_s ready_s pause_s sync_s"),
 )
 MORE_KEYS = (
-    ("share of the engines' places that are empty", (0,), "gen_idle"),
+    ("share of engine slots that are empty", (0,), "gen_idle"),
     ("KL(behaviour || trained), nats a token", (), "kl_behavior"),
     ("loss, per sample", (), "loss"),
     ("entropy, nats", (), "entropy"),

@@ -22,7 +22,7 @@ FILES = ["model*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 
 def bring_model(model, task):
     """The directory with a model's files, which are made or fetched if need be; exits with a line if they cannot be."""
-    if launch.is_to_be_made(model):
+    if Path(model).parent == launch.MODELS and not Path(model, "config.json").exists():
         if model == cfg.SMOL["model"]:
             smol.make_model(model)
         else:

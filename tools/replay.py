@@ -11,6 +11,7 @@ reverse where two losses differ.
 """
 
 import argparse
+import dataclasses
 import math
 import os
 import sys
@@ -168,14 +169,14 @@ def main(argv=None):
     p.add_argument("run_dir", help="directory or name of a run that had --keep_steps")
     p.add_argument("--step", type=int, required=True, help="as metrics.jsonl counts them, from 1")
     p.add_argument("--samples", type=int, default=0, help="show so many rollouts")
-    p.epilog = "Other flags are knobs: the step under this one, too, for example --loss icepop"
+    p.epilog = "Other flags are knobs: replays the step with them as well, e.g. --loss icepop"
     a, knobs = p.parse_known_args(argv)
     run_dir = find_run(a.run_dir)
     config = cfg.load(run_dir)
     try:
         # the loss's own bounds, unless they are given
         own = dict(clip_low=-1.0, clip_high=-1.0) if "--loss" in knobs else {}
-        other = cfg.check(cfg.parse(knobs, cfg.from_json(vars(config) | own)))
+        other = cfg.check(cfg.parse(knobs, dataclasses.replace(config, **own)))
         batches = report.batches(run_dir, a.step)
         if not gpu_count():
             # sums come out alike only if they are split alike
@@ -188,7 +189,7 @@ def main(argv=None):
         tokenizer = AutoTokenizer.from_pretrained(config.model)
         found = rollouts(model, batches, a.step - 1, (config, other), tokenizer, ranks)
         show(found, a.samples or 3, config, other)
-    lines, _ = report.read(run_dir)
+    [lines] = report.read(run_dir, "step")
     columns = {"run": {line["step"]: line for line in lines}.get(a.step, {}), "again": {}}
     if knobs:
         columns[other.loss] = train_step(model, [], batches, a.step - 1, other, ranks)

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import config as cfg  # noqa: E402
 from plumbing.queues import read_record  # noqa: E402
 from tools import comparison  # noqa: E402
+from tools.evaluate import wilson  # noqa: E402
 from tools.panels import column, draw, run_panels, table, write_page  # noqa: E402
 from tools.show import answer_to, read_rollouts, right_answers  # noqa: E402
 from tools.status import advice_on, alarms, find_run  # noqa: E402
@@ -35,8 +36,8 @@ reward         {first:.3f} -> {last:.3f} (mean of the first, the last {window} s
 lag            mean {lag_mean:.2f}, max {lag_max} versions; ess {ess:.3f}
 versions       {versions_2:.0%} of the samples were sampled by two or more, {versions_3:.1%} by three or more
 tokens/s       {gen_tok_s:.0f} sampled, {train_tok_s:.0f} trained
-waits          the trainer for data {wait_data_s:.0%} of the time, for weights to be sent {wait_sync_s:.1%}
-engines        {gen_idle:.0%} of their places empty, paused for weights {pause_s:.1%} of the time
+trainer waits  {wait_data_s:.0%} of the time for data, {wait_sync_s:.1%} for weight updates
+engines        {gen_idle:.0%} of their slots empty, paused for weights {pause_s:.1%} of the time
 mismatch       {mismatch:.1e} nats at most, {measured} times measured; dropped {dropped}
 """
 
@@ -56,7 +57,7 @@ def groups(run_dir):
     return {int(file.stem[6:]): read_record(file) for file in files}
 
 
-def lines_with(run_dir, *keys):
+def read(run_dir, *keys):
     """Of each key, `step`, `eval` or `mismatch`, the lines of a run's metrics.jsonl that are about it.
 
     The last line may be torn; it is left out.
@@ -72,15 +73,10 @@ def lines_with(run_dir, *keys):
     return list(found.values())
 
 
-def read(run_dir):
-    """(step lines, evaluation lines) of a run."""
-    return lines_with(run_dir, "step", "eval")
-
-
 def known(run_dir):
     """(steps, evaluations, mismatches) of a run; exits with a line if it has no step yet."""
     if Path(run_dir, "metrics.jsonl").exists():
-        steps, *others = lines_with(run_dir, "step", "eval", "mismatch")
+        steps, *others = read(run_dir, "step", "eval", "mismatch")
         if steps:
             return steps, *others
     sys.exit(f"report: {run_dir}/metrics.jsonl has no steps yet")
@@ -90,11 +86,11 @@ def known(run_dir):
 
 
 def with_chance(score, line):
-    """A score in words, with what chance makes of it: 95%, normal, of one attempt at each of one set's problems."""
+    """A score in words; of one attempt at each of one set's problems with its 95% interval."""
     if len(line["eval"]) > 1 or line.get("answers") != line["problems"]:
         return f"{score:.3f}"
-    half = 1.96 * (score * (1 - score) / line["problems"]) ** 0.5
-    return f"{score:.3f} +-{half:.3f}"
+    low, high = wilson(score, line["problems"])
+    return f"{score:.3f} ({low:.3f} to {high:.3f})"
 
 
 def score_lines(evals):
@@ -174,8 +170,8 @@ def continuations(run_dir):
     return found
 
 
-def report_run(run_dir, quiet):
-    """One run's table, report.png and report.html; quiet: report.html alone."""
+def report_run(run_dir):
+    """One run's table, report.png and report.html."""
     config = cfg.load(run_dir)
     steps, evals, mismatches = known(run_dir)
     lasting = alarms(steps)
@@ -193,8 +189,6 @@ def report_run(run_dir, quiet):
     page = Path(run_dir, "report.html")
     rollouts = newest_rollouts(config, run_dir)
     write_page(page, str(run_dir), text, tables, panels + more, rollouts)
-    if quiet:
-        return
     draw(page.with_suffix(".png"), str(run_dir), panels)
     print(f"{text}pictures       {page.with_suffix('.png')}, {page}")
 
@@ -231,11 +225,9 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("runs", nargs="*", help="directories or names of runs; default: the newest")
-    p.add_argument("--quiet", action="store_true", help="report.html alone, and no words")
-    a = p.parse_args()
-    run_dirs = [find_run(run) for run in a.runs or [None]]
+    run_dirs = [find_run(run) for run in p.parse_args().runs or [None]]
     if len(run_dirs) == 1:
-        report_run(run_dirs[0], a.quiet)
+        report_run(run_dirs[0])
     else:
         compare_runs(run_dirs)
 

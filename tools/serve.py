@@ -18,7 +18,6 @@ def serve(argv) -> int:
     """Start engines and wait for the run's end; returns the exit code."""
     gpus = launch.gpu_count()
     given = cfg.parse(argv, cfg.Config())
-    cfg.check_name(given.run)
     started, start = launch.wait_for_node_0(given)
     # flags that are not given are the run's
     c = cfg.parse(argv, started)

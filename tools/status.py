@@ -18,7 +18,7 @@ import config as cfg  # noqa: E402
 from plumbing import checkpoints, launch  # noqa: E402
 from plumbing.queues import read_json  # noqa: E402
 
-OUT = cfg.ROOT / "out"
+OUT = Path("out").absolute()
 # steps that are meant by "lately"
 RECENT = 10
 # steps at the beginning in which engines fill and the trainer waits for the first answers
@@ -96,7 +96,7 @@ def advice(waits, empty, in_vain, serving, training, per_engine=1):
     rates = {serve: min(serve * engine, (total - serve) * trainer) for serve in splits}
     best = max(rates, key=rates.get)
     gain = rates[best] / rates[serving]
-    words = f"trainer waits {waits:.0%}, engine places {empty:.0%} empty, {in_vain:.0%} of samples dropped"
+    words = f"trainer waits {waits:.0%}, engine slots {empty:.0%} empty, {in_vain:.0%} of samples dropped"
     if gain >= WORTH:
         slower = "engines are" if best > serving else "trainer is"
         knobs = f"--engines {best // per_engine} --trainers {total - best}"
