@@ -65,6 +65,7 @@ def write_run(out, name, base_model, ranks=1, first=0, steps=STEPS, reverse=Fals
     training = dict(row_tokens=128, lr=1e-3, dtype="float32", steps=steps, trainers=ranks)
     # no engine sampled these
     limits = dict(save_every=3, keep_last=9, stall_timeout=60, mismatch_limit=1e9)
+    limits |= dict(max_new_tokens=8, max_model_len=60)
     batch = dict(batch_size=GROUPS * ATTEMPTS, attempts=ATTEMPTS, model=str(base_model))
     config = cfg.Config(run=name, out=str(out), **training | limits | batch | knobs)
     run_dir = launch.write(cfg.check(config))
