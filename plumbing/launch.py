@@ -463,7 +463,8 @@ def train(argv) -> int:
         for task in trained:
             prompts = {problem["prompt"] for problem in trained[task]}
             both = sum(problem["prompt"] in prompts for problem in held_out[task])
-            if both:
+            # of a task with few different prompts it cannot be otherwise
+            if both and len(prompts) > len(trained[task]) / 2:
                 print(
                     f"run.sh: {task}: {both} of {len(held_out[task])} held-out prompts are trained"
                 )

@@ -142,7 +142,7 @@ def test_logits_that_are_not_finished_as_the_model_does_end_the_run(family, tmp_
     model = build(folder)
     assert measure_against_own(model, folder, tmp_path, monkeypatch)["mismatch"] < 1e-5
     monkeypatch.setattr(train, "finish_logits", lambda logits, config: logits)
-    with pytest.raises(RuntimeError, match=f"above 0.001 nats of {family} at version 40"):
+    with pytest.raises(RuntimeError, match=f"{family} is above 0.001 nats at version 40"):
         measure_against_own(model, folder, tmp_path, monkeypatch)
 
 
@@ -162,7 +162,7 @@ REFUSED = {
 @pytest.mark.parametrize("family", REFUSED)
 def test_other_families_are_refused_by_name(family, tmp_path, monkeypatch):
     folder = tiny(family, tmp_path / "model", **REFUSED[family])
-    with pytest.raises(RuntimeError, match=f"above 0.001 nats of {family}"):
+    with pytest.raises(RuntimeError, match=f"mismatch of {family} is above 0.001 nats"):
         measure_against_own(build(folder), folder, tmp_path, monkeypatch)
 
 

@@ -274,8 +274,8 @@ def test_tasks_and_shares_of_a_mixture():
     for wrong in ("toy:0", "toy:x", "toy,toy", "toy:-1,guess:2"):
         with pytest.raises(cfg.ConfigError, match="shares above 0"):
             cfg.task_weights(wrong)
-    with pytest.raises(cfg.ConfigError, match="no tasks/math.py. Tasks here: .*maths"):
-        cfg.check(cfg.parse(["toy", "--task", "math"]))
+    with pytest.raises(cfg.ConfigError, match="tasks/math.py: .*; tasks here: .*maths"):
+        cfg.load_task("math")
 
 
 TASKS = [[toy], [tail], [guess], [maths], [toy, maths, guess]]
