@@ -526,8 +526,8 @@ def run(c, commands, start, lock=()) -> int:
     if ended:
         newest = checkpoints.newest(run_dir)
         words = f"continues from {newest.name}" if newest else "starts anew: there is no checkpoint"
-        words = f"run.sh: stopped; the same command {words}\n" if lock else ""
-        supervise.say(words + ended.details)
+        words = f"run.sh: stopped; the same command {words}; tools/report.py {run_dir} shows it\n"
+        supervise.say(words * bool(lock) + ended.details)
     if lock and not ended:
         subprocess.run([sys.executable, "tools/report.py", str(run_dir)], cwd=cfg.ROOT)
     return ended.code if ended else 0
