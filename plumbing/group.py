@@ -9,6 +9,7 @@ import torch
 
 from plumbing import transport
 from plumbing.queues import read_json, secret_header
+from plumbing.supervise import DIRECT, is_healthy
 
 
 class Engines:
@@ -35,15 +36,8 @@ class Engines:
     def newcomers(self, known):
         """Engines that answer GET /health now and are none of those."""
         others = [engine for engine in self.listed() if engine not in known]
-        answers = self.pool.map(self._is_healthy, others)
+        answers = self.pool.map(lambda engine: is_healthy(engine[0], (0.2, 3.0)), others)
         return [engine for engine, ok in zip(others, answers) if ok]
-
-    def _is_healthy(self, engine):
-        try:
-            # seconds to connect, and to answer
-            return requests.get(engine[0] + "/health", timeout=(0.2, 3.0)).ok
-        except requests.RequestException:
-            return False
 
     def call_all(self, path, bodies):
         """POST bodies[engine] to every engine at once: {engine: answer} of those that obey."""
@@ -64,8 +58,8 @@ class Engines:
 
     def _call(self, engine, path, body):
         headers = secret_header(self.run_dir)
-        timeout = self.config.sync_timeout
-        answer = requests.post(engine[0] + path, json=body, headers=headers, timeout=timeout)
+        how = dict(headers=headers, timeout=self.config.sync_timeout, proxies=DIRECT)
+        answer = requests.post(engine[0] + path, json=body, **how)
         if answer.status_code != 200:
             raise RuntimeError(f"refused, {answer.status_code} {answer.text[:500]}")
         return answer.json()

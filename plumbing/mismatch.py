@@ -15,6 +15,7 @@ import torch
 
 from plumbing.queues import read_json, secret_header
 from plumbing.samples import layout
+from plumbing.supervise import DIRECT
 
 # updates from one measurement to the next
 EVERY = 20
@@ -89,6 +90,7 @@ class Guards:
             json=dict(token_ids=ids, sampling_params=dict(max_tokens=1, prompt_logprobs=0)),
             headers=secret_header(self.run_dir),
             timeout=self.config.sync_timeout,
+            proxies=DIRECT,
         )
         answer.raise_for_status()
         answer = answer.json()

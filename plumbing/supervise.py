@@ -25,6 +25,7 @@ from plumbing.queues import publish_json
 
 RESTARTS = 3  # of an engine, in a row
 ANSWER = 3.0  # seconds an engine has to say that it is healthy
+DIRECT = {"http": ""}  # proxies of our own requests: none, whatever the environment says
 HANGS = 10  # questions in a row left unanswered by an engine that hangs
 FORGET = 30.0  # seconds after which earlier deaths do not count any more
 GRACE = 4.0  # seconds that processes have to end by themselves; the trainer has more
@@ -57,6 +58,14 @@ def claim_port(host, first):
             claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             return claim
     raise OSError(f"--port {first}: no port of {host} is free from there on")
+
+
+def is_healthy(url, timeout=ANSWER):
+    """Does this engine answer, and well? timeout: seconds, or those to connect and those to answer."""
+    try:
+        return requests.get(f"{url}/health", timeout=timeout, proxies=DIRECT).ok
+    except requests.RequestException:
+        return False
 
 
 def end_with_launcher():
@@ -184,7 +193,7 @@ class Engine(Process):
 
     def _check_health(self, seconds):
         """Kill it if it hangs; seconds: since its start."""
-        self.failures = 0 if self._is_healthy() else self.failures + 1
+        self.failures = 0 if is_healthy(self.url) else self.failures + 1
         if not self.failures and not self.first_answer:
             self.first_answer = time.monotonic()
             self.has_answered = True
@@ -195,12 +204,6 @@ class Engine(Process):
         if self.failures >= HANGS and (self.first_answer or seconds > self.start_timeout):
             say(f"run.sh: {self.name} does not answer {self.url}/health: it is killed")
             self.process.kill()
-
-    def _is_healthy(self):
-        try:
-            return requests.get(f"{self.url}/health", timeout=ANSWER).ok
-        except requests.RequestException:
-            return False
 
 
 def run(processes, stop_timeout, is_over):

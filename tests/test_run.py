@@ -290,7 +290,7 @@ def test_a_strange_machine(tmp_path, base_model):
     shutil.copytree(base_model, caller / "its model")
     programs = tmp_path / "programs"
     programs.mkdir()
-    for name in "bash dirname nice".split():
+    for name in "bash dirname nice sh lscpu".split():
         (programs / name).symlink_to(shutil.which(name))
     env = dict(PATH=str(programs), LANG="C", PIPELINE_PYTHON=sys.executable)
     env |= dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "http://127.0.0.1:9")
