@@ -130,9 +130,9 @@ class Process:
         """What its log says last of errors since it was started, or of anything."""
         lines = self.log.read_bytes()[self.begin :].decode(errors="replace").splitlines()
         lines = [line for line in lines if line.strip() and not line.startswith("nanobind: ")]
-        # of a stage the last words are the reason, whatever libraries said before
-        last = lines[-1:] if self.is_shown else []
-        errors = [x for x in lines if re.search(r"\b\w+(Error|Exception|Exit): ", x) or x in last]
+        # what a stage says by itself may come after errors of libraries
+        own = [x for x in lines if x.startswith(f"{self.name}: ")][-1:]
+        errors = [x for x in lines if re.search(r"\b\w+(Error|Exception|Exit): ", x) or x in own]
         return "\n".join(f"  [{self.name}] {line}" for line in (errors or lines)[-3:])
 
 
