@@ -98,6 +98,7 @@ def test_a_model_of_the_hub_is_fetched_or_is_one_line(tmp_path, monkeypatch):
     fetch = lambda *words, **options: told.append((words, options)) or str(tmp_path)
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     # what is here is not asked for
+    (tmp_path / "config.json").touch()
     for model in ("a/b", str(tmp_path)):
         assert prepare.bring_model(model, "toy") == tmp_path
     assert told == [(("a/b",), dict(allow_patterns=prepare.FILES))]

@@ -210,6 +210,7 @@ def print_results(results):
 def prepare(argv, gpus):
     """Everything that can be found wrong before engines start; returns the actor. Raises ConfigError."""
     c = configure(argv, gpus)
+    launch.prepare(c)
     launch.hold(c)
     print(f"eval: {launch.open_run(c)} | {c.model}, temperature {c.eval_temperature}", flush=True)
     # only here, as it takes five seconds: a wrong flag is reported at once

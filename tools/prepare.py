@@ -29,6 +29,8 @@ def bring_model(model, task):
             seed = int(model.rpartition("-seed")[2])
             base_model.make_model(list(cfg.task_weights(task)), model, seed)
     if Path(model).is_dir():
+        if not Path(model, "config.json").exists():
+            sys.exit(f"prepare: --model {model} has no config.json: it is no model's directory")
         return Path(model)
     from huggingface_hub import snapshot_download
 
