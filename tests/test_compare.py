@@ -181,13 +181,6 @@ def test_a_setting_may_have_knobs_of_its_own(start, capsys):
     assert re.search(r"pipeline\+late=wait\+clip_high=1.5 .*\+0.000 ", capsys.readouterr().out)
 
 
-def test_another_preset_keeps_its_own_knobs(start):
-    started = start("--preset math --settings pipeline,G=32 --seeds 1 --model a/b")
-    knobs = dict(model="a/b", seed=0)
-    by_setting = {x[2].get("conventional_g"): x[1:] for x in started}
-    assert by_setting == {None: ("math", knobs), 32: ("math", knobs | dict(conventional_g=32))}
-
-
 @pytest.mark.parametrize("name", "against_trl compare cost faults train weights".split())
 def test_every_script_keeps_its_numbers(name, capsys):
     script = importlib.import_module(f"bench.{name}")

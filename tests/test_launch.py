@@ -277,6 +277,7 @@ def test_a_death_ends_the_run_with_its_last_error(tmp_path):
 
 def test_an_engine_that_serves_takes_the_runs_knobs_and_ends_with_it(tmp_path, monkeypatch):
     config = resolved("toy", "--out", tmp_path, "--model", tmp_path, "--max_model_len", "100")
+    (tmp_path / "config.json").touch()
     _, start = launch.hold(config)
     run_dir = launch.write(config, start)
     told = []

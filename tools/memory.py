@@ -267,17 +267,16 @@ def main(argv):
     options.add_argument("--gpus", type=int, default=launch.gpu_count() or 8)
     options.add_argument("--gpu_memory_gb", type=float, default=80.0)
     given, words = options.parse_known_args(argv)
-    gpus, gpu_gb = given.gpus, given.gpu_memory_gb
     # from here on no GPU is to be touched
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        c = launch.resolve(cfg.parse(words), gpus)
+        c = launch.resolve(cfg.parse(words), given.gpus)
     except cfg.ConfigError as e:
         sys.exit(f"memory: {e}")
     if model_config(c.model) is None:
         print(f"memory: not checked: {c.model} has no config.json here, and is no known Qwen2.5")
         return
-    placed = Placed(c, gpus, gpu_gb)
+    placed = Placed(c, given.gpus, given.gpu_memory_gb)
     placed.describe()
     print(f"memory: {c.model} {placed.verdict()}")
     if not placed.fits:

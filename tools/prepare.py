@@ -16,7 +16,6 @@ import config as cfg
 from plumbing import launch
 from tools import base_model, smol
 
-# weights in one format, and what belongs to them
 FILES = ["model*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 
 
