@@ -354,11 +354,9 @@ class Actor:
             self.read_trainer()
             evaluations = await reap(evaluations)
         await self.close()
-        print(
-            f"actor: done, {started} groups started, requests {dict(self.engines.counts)}, "
-            f"rewards {dict(self.sandbox.counts)}",
-            flush=True,
-        )
+        counts = self.engines.counts + self.sandbox.counts
+        words = ", ".join(f"{n} {what}" for what, n in counts.items())
+        print(f"actor: done, {started} groups started, {words}", flush=True)
 
 
 async def reap(tasks):

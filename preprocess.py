@@ -284,7 +284,8 @@ def announce_drops(ledger, announced, path):
     if groups > announced:
         publish_json(path, groups=groups)
         if announced == 0 or groups >= 2 * announced:
-            print(f"preprocess: samples dropped so far: {dict(ledger.reasons)}", flush=True)
+            words = ", ".join(f"{n} {reason}" for reason, n in ledger.reasons.items())
+            print(f"preprocess: samples dropped so far: {words}", flush=True)
     return groups
 
 
@@ -324,7 +325,8 @@ def main(run_dir):
         packer.add(waiting.groups.popleft())
         in_phase = max(in_phase - 1, 0)
     print(
-        f"preprocess: all {config.steps} steps emitted, dropped {dict(ledger.reasons)}", flush=True
+        f"preprocess: all {config.steps} steps emitted, dropped {ledger.reasons.total()}",
+        flush=True,
     )
 
 
