@@ -28,7 +28,7 @@ import psutil
 import config as cfg
 from config import Config, ConfigError, require
 from plumbing import checkpoints, supervise
-from plumbing.problems import load_problems
+from plumbing.problems import in_both, load_problems
 from plumbing.queues import make_secret, read_json
 from plumbing.supervise import Ended, Engine, Process, claim_port
 
@@ -347,7 +347,7 @@ def open_run(c: Config) -> str:
     newest = checkpoints.newest(run_dir)
     old = cfg.load(str(run_dir)) if newest and not c.fresh else None
     metrics = run_dir / "metrics.jsonl"
-    if not newest and metrics.exists() and '"step"' not in metrics.read_text():
+    if not newest and not c.fresh and metrics.exists() and '"step"' not in metrics.read_text():
         shutil.rmtree(run_dir)
         return f"new run {run_dir}, in place of one that made no step"
     if not old or (is_complete(run_dir) and c.steps <= old.steps):
@@ -460,14 +460,10 @@ def train(argv) -> int:
     done = "dry run, nothing is started"
     if node == 0:
         trained, held_out = (load_problems(c, split) for split in ("train", "test"))
-        for task in trained:
-            prompts = {problem["prompt"] for problem in trained[task]}
-            both = sum(problem["prompt"] in prompts for problem in held_out[task])
-            # of a task with few different prompts it cannot be otherwise
-            if both and len(prompts) > len(trained[task]) / 2:
-                print(
-                    f"run.sh: {task}: {both} of {len(held_out[task])} held-out prompts are trained"
-                )
+        for task, tests in held_out.items():
+            both = in_both(trained[task], tests)
+            if both:
+                print(f"run.sh: {task}: {both} of {len(tests)} held-out prompts are trained")
     if node == 0 and not c.dry_run:
         lock, start = hold(c)
         done = begin(c, start)
@@ -479,7 +475,7 @@ def train(argv) -> int:
         done = "configuration from node 0"
     print(
         f"run.sh: {done} | task {c.task}, model {c.model} | {c.steps} steps of {c.batch_size} samples | "
-        f"engines: {c.engines}, trainer ranks: {c.trainers}, GPUs: {gpus * n}, cores: {os.cpu_count()} | {c.dtype}"
+        f"engines: {c.engines}, trainer ranks: {c.trainers}, GPUs: {gpus * n}, cores: {len(os.sched_getaffinity(0))} | {c.dtype}"
     )
     for k in range(n) if c.dry_run else [node]:
         processes = placement(c, gpus, k, hosts[k])

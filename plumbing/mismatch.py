@@ -85,13 +85,10 @@ class Guards:
         """Logprobs [T-1] of a sequence as an engine's prompt; the engines take turns. RuntimeError if its version is another."""
         urls = read_json(self.run_dir / "queues" / "version.json")["engines"]
         self.measured += 1
-        answer = requests.post(
-            urls[self.measured % len(urls)] + "/inference/v1/generate",
-            json=dict(token_ids=ids, sampling_params=dict(max_tokens=1, prompt_logprobs=0)),
-            headers=secret_header(self.run_dir),
-            timeout=self.config.sync_timeout,
-            proxies=DIRECT,
-        )
+        url = urls[self.measured % len(urls)] + "/inference/v1/generate"
+        body = dict(token_ids=ids, sampling_params=dict(max_tokens=1, prompt_logprobs=0))
+        how = dict(timeout=self.config.sync_timeout, proxies=DIRECT)
+        answer = requests.post(url, json=body, headers=secret_header(self.run_dir), **how)
         answer.raise_for_status()
         answer = answer.json()
         served = answer["choices"][0]["weight_versions"][0]["version"]

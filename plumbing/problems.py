@@ -31,6 +31,13 @@ def load_problems(config: Config, split: str) -> dict[str, list[dict]]:
     return found
 
 
+def in_both(trained: list[dict], held_out: list[dict]) -> int | None:
+    """How many held-out problems have a prompt that is trained on; None of a task with few different prompts."""
+    prompts = {problem["prompt"] for problem in trained}
+    both = sum(problem["prompt"] in prompts for problem in held_out)
+    return both if len(prompts) >= len(trained) / 2 else None
+
+
 def _problems_of(config, task, split) -> list:
     """What the task itself gives; only tasks that read data files are told their names."""
     module = load_task(task)

@@ -24,12 +24,7 @@ from tools import serve
         ("toy --steps many", "--steps: invalid literal for int"),
         ("toy --loss mse", "--loss"),
         ("chess", "unknown preset 'chess': choose from toy, smol, guess, math"),
-        (
-            "toy --task chess",
-            "tasks/chess.py: ModuleNotFoundError: No module named 'tasks.chess'; tasks here: gues",
-        ),
-        ("toy --task toy:nan", "with shares above 0"),
-        ("toy --task toy:inf,guess:1", "with shares above 0"),
+        ("toy --task chess", "No module named 'tasks.chess'; tasks here: guess, gym, maths, tail"),
         ("toy --attempts 9", "--batch_size must be a multiple of --attempts; now batch_size 448"),
         ("toy --attempts 1 --batch_size 4", "--attempts: this --advantage needs 2; now attempts 1"),
         ("toy --max_new_tokens 128", "--max_new_tokens must be below --max_model_len"),
@@ -51,15 +46,11 @@ def test_mistakes_are_one_line(words, message):
 
 @pytest.mark.parametrize("value", ["inf", "nan", "-1e400"])
 def test_every_number_is_finite_and_has_bounds(value):
-    kinds = get_type_hints(cfg.Config)
-    for name, kind in kinds.items():
+    for name, kind in get_type_hints(cfg.Config).items():
         if kind in (float, tuple[float, float], tuple[float, float, float, float]):
             words = [value] * len(get_args(kind) or [kind])
             with pytest.raises(cfg.ConfigError, match=f"--{name} .*: must be from"):
-                resolved(
-                    "toy",
-                    *(["--clip_low=" + value] if name == "clip_low" else [f"--{name}", *words]),
-                )
+                resolved("toy", f"--{name}", *words)
 
 
 @pytest.mark.parametrize("name", [".", "a/b", "", "-x", "a\n", "a b", "\u00e9", "_a", "a" * 101])

@@ -249,9 +249,6 @@ def test_everything_stops_however_the_launcher_ends(tmp_path, how):
         config = launch.cfg.load(tmp_path / "run")
         if how == "kill":
             assert launch.holder(config).startswith(f"process {process.pid} on ")
-        else:
-            eventually(lambda: not marked(tmp_path), 40)
-        # the same command waits until the trainer has saved
         launch.hold(config)
         assert (tmp_path / "saved").exists()
         eventually(lambda: not marked(tmp_path), 40)

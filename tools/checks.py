@@ -16,6 +16,7 @@ import numpy as np
 import config as cfg
 from actor import overlong_penalty
 from plumbing import checkpoints, launch
+from plumbing.problems import in_both
 from plumbing.sandbox import Sandbox
 from tools import plain
 
@@ -274,13 +275,10 @@ def check_held_out(run):
     """Held-out problems are also trained on: scores will be of what was learnt by heart."""
     rows = []
     for task, problems in run.train_problems.items():
-        train = {problem["prompt"] for problem in problems}
-        test = [problem["prompt"] for problem in run.test_problems[task]]
-        both = sum(prompt in train for prompt in test)
-        # of a task with few different problems it cannot be otherwise
-        good = not both if len(train) >= len(problems) / 2 else None
+        tests = run.test_problems[task]
+        both = in_both(problems, tests)
         name = f"held-out problems of {task} are not trained on"
-        rows.append((name, good, f"{both} of {len(test)} are"))
+        rows.append((name, None if both is None else not both, f"{both} of {len(tests)} are"))
     return rows
 
 

@@ -233,11 +233,12 @@ def main(argv):
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(143))
     c = actor.config
-    engines = start_engines(c, gpus)
+    engines = []
     try:
+        engines = start_engines(c, gpus)
         with open(actor.run_dir / "answers.jsonl", "w") as out:
             results = asyncio.run(all_attempts(actor, engines, out))
-    except RuntimeError as e:
+    except (RuntimeError, TimeoutError) as e:
         sys.exit(str(e))
     finally:
         stop(engines, 0)
