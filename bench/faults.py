@@ -19,107 +19,83 @@ from bench.common import WORK, copy_sources, measured, parser, result_file, tabl
 from tools import report
 from tools.status import alarms
 
-GUESS = "--task guess --max_new_tokens 90 --max_model_len 256 --row_tokens 1024"
-SWAP = "        self.plan.swap()\n"
-SKIP_SWAP = "        if self.rank != 2:\n            self.plan.swap()\n"
-MASK = "mask = np.array(self.mask, bool)\n"
-SCORE = "verdict = await self.sandbox.score(task, problem, completion, finished)"
-REFERENCE = "reference = load_sharded(config, getattr(torch, config.dtype), device, world)\n"
+GUESS = "--task guess --max_new_tokens 90 --max_model_len 256 --row_tokens 1024 --prefix_caching on"
+KL = "--kl_coef 0.1"
+CHECKPOINTS = "plumbing/checkpoints.py"
+CLIENT = "plumbing/client.py"
+ENGINE = "plumbing/engine.py"
+LEDGER = "plumbing/ledger.py"
+PROBLEMS = "plumbing/problems.py"
+SAMPLES = "plumbing/samples.py"
 RESTORE = "optim_state_dict=moments)\n"
-SAMPLER = "Sampler(problems, cfg.task_weights(c.task), c.seed, saved)"
-TEMPERATURE = "temperature=temperature"
+MOMENTS = 'for s in optimizers[0].state.values() for x in (s["exp_avg"], s["exp_avg_sq"])'
 # name: (file, words, what they become, knobs that show it, if any)
 FAULTS = {
     "clean": ("", "", ""),
     "clean seed 1": ("", "", "", "--seed 1"),
-    "clean seed 2": ("", "", "", "--seed 2"),
     "clean guess": ("", "", "", GUESS),
     "clean two engines": ("", "", "", "--engines 2"),
-    "update skipped in one engine": ("plumbing/engine.py", SWAP, SKIP_SWAP, "--engines 2"),
-    "update skipped in one worker": ("plumbing/engine.py", SWAP, SKIP_SWAP, "--tensor_parallel 2"),
-    "temperature of the actor": (
-        "actor.py",
-        "= self.config.temperature",
-        "= 0.8 * self.config.temperature",
+    # ---- what engines sample with
+    "update skipped in one engine": (
+        ENGINE,
+        "self.plan.swap()",
+        "self.rank == 2 or self.plan.swap()",
+        "--engines 2",
     ),
-    "temperature of the engine": (
-        "plumbing/client.py",
-        TEMPERATURE,
-        "temperature=0.8 * temperature",
-    ),
-    "temperature of the trainer": ("train.py", "positions, batch", "positions, 0.8 * batch"),
-    "top-k of the engine": ("plumbing/client.py", TEMPERATURE, TEMPERATURE + ", top_k=3"),
-    "raw logprobs": (
-        "plumbing/launch.py",
-        "processed_logprobs",
-        "raw_logprobs",
-        "--temperature 0.8",
-    ),
-    "versions off by one": (
-        "plumbing/engine.py",
-        "engine.update_weight_version(version)",
-        "engine.update_weight_version(str(max(int(version) - 1, 0)))",
-    ),
-    "stale prefix": (
-        "plumbing/engine.py",
-        'request_id if request.cache_salt is None else f"{group}/{request.cache_salt}"',
-        '"0"',
-        GUESS,
-    ),
-    "tied head not updated": (
-        "plumbing/plan.py",
-        "zip(self.packed, self.ready)",
-        "list(zip(self.packed, self.ready))[:-1]",
-    ),
-    "mask shifted": (
-        "plumbing/samples.py",
-        MASK,
-        MASK + "        mask = np.roll(mask, -1)\n        mask[0] = False\n",
-    ),
-    "mask shifted in the trainer": (
-        "train.py",
-        'mask = b["mask"] & ~late',
-        'mask = b["mask"].roll(-1) & b["mask"] & ~late',
-    ),
-    "stop token untrained": ("plumbing/samples.py", MASK, MASK + "        mask[-1] = False\n"),
-    "separator lost between turns": (
-        "plumbing/problems.py",
-        "tokenizer(text, ",
-        "tokenizer(text.strip(), ",
-        GUESS,
-    ),
-    "advantages with the wrong sign": ("preprocess.py", "= advantage\n", "= -advantage\n"),
-    "advantages of the neighbour": ("preprocess.py", ", of_group)", ", np.roll(of_group, 1))"),
-    "loss divided twice": ("train.py", "p.grad /= max(n, 1)", "p.grad /= 2 * max(n, 1)"),
-    "reference of other weights": (
-        "train.py",
-        REFERENCE,
-        REFERENCE + "        for p in reference.parameters():\n            p.data.mul_(1.01)\n",
-        "--kl_coef 0.01",
-    ),
-    "optimizer state lost on resume": (
-        "plumbing/checkpoints.py",
-        RESTORE,
-        RESTORE + "    for optimizer in optimizers:\n        optimizer.state.clear()\n",
-    ),
-    "one seed for all requests": ("plumbing/client.py", "seed=seed)", "seed=0)"),
-    "one seed for all engines": ("plumbing/launch.py", ": c.seed + i", ": c.seed", "--engines 2"),
-    "problems repeated after resume": ("actor.py", SAMPLER, SAMPLER.replace("saved", "None")),
-    "reward arguments swapped": (
-        "actor.py",
-        "problem, completion, finished)",
-        'problem | {"answer": completion}, problem["answer"] * 2, finished)',
-    ),
+    "every second version not sent": ("train.py", "not g or version % g", "version % 2"),
+    "tied head not updated": ("plumbing/plan.py", "self.packed, self", "self.packed[:-1], self"),
+    "versions off by one": (ENGINE, "version(version)", "version(str(max(int(version) - 1, 0)))"),
+    "stale prefix": (ENGINE, "{group}/{request.cache_salt}", "0", GUESS),
+    "stale KV cache": (ENGINE, '=order["recompute_kv"]', "=False", "--recompute_kv True"),
+    "temperature of the actor": ("actor.py", "= self.config.temp", "= 0.8 * self.config.temp"),
+    "temperature of evaluations": ("actor.py", "self.config.eval_t", "0.8 * self.config.eval_t"),
+    "temperature of the engine": (CLIENT, "=temperature", "=0.8 * temperature"),
+    "top-k of the engine": (CLIENT, "=temperature", "=temperature, top_k=3"),
+    "raw logprobs": ("plumbing/launch.py", "processed_log", "raw_log", "--temperature 0.8"),
+    "one seed for all requests": (CLIENT, "seed=seed)", "seed=0)"),
+    # ---- which problems, what is sampled, what it is worth
+    "gate wider than max_lag": ("actor.py", "config.max_lag + 1", "config.max_lag + 2"),
+    "sampler of 32 problems": ("actor.py", "))[j]", "))[j % 32]"),
+    "problems repeated after resume": ("actor.py", "c.seed, saved)", "c.seed, None)"),
+    "problems of other numbers": ("actor.py", "problems[task][i]", "problems[task][i - 1]"),
+    "in flight lost at a stop": (LEDGER, "deque(sorted(self.pending))", "deque()"),
+    "in flight becomes others": (LEDGER, "tuple(x) for", "sampler.next() for"),
+    "mask shifted": (SAMPLES, "(self.mask, bool)", "([*self.mask[1:], False])"),
+    "stop token untrained": (SAMPLES, "(self.mask, bool)", "([*self.mask[:-1], False])"),
+    "stop token too many": (PROBLEMS, "token_id} - {", "token_id, 10} - {"),
+    "separator lost between turns": (PROBLEMS, "(text, add", "(text.strip(), add", GUESS),
     "rewards of another problem": (
         "actor.py",
-        SCORE,
-        "self.last, problem = problem, getattr(self, 'last', problem)\n        " + SCORE,
+        "score(task, problem, completion,",
+        "score(task, self.test_problems[task][0], completion,",
     ),
-    "evaluation on training problems": (
-        "tasks/toy.py",
-        "return test\n",
-        'return problems("train", seed)[:1000]\n',
+    "sign of the length penalty": (
+        "actor.py",
+        "return -max(",
+        "return max(",
+        "--overlong_buffer 20",
     ),
+    "evaluation on training problems": ("tasks/toy.py", "return test", 'return problems("train")'),
+    "scores are of finished answers": ("actor.py", '(sample["success"])', '(sample["finished"])'),
+    # ---- what is trained
+    "threshold of no_signal": ("preprocess.py", "> 1e-6", "> 0.8", "--no_signal drop"),
+    "advantages with the wrong sign": ("preprocess.py", "= advantage\n", "= -advantage\n"),
+    "advantages of the neighbour": ("preprocess.py", ", of_group)", ", np.roll(of_group, 1))"),
+    "mask shifted in the trainer": ("train.py", "& ~late", '& ~late & b["mask"].roll(-1)'),
+    "late tokens a step early": ("train.py", "(lag > config", "(lag >= config", "--late mask"),
+    "temperature of the trainer": ("train.py", "positions, batch", "positions, 0.8 * batch"),
+    "weights of 1": ("train.py", "w = log_w.exp()\n", "w = torch.ones_like(log_w)\n"),
+    "weights clipped at 1": ("train.py", "w.clamp(max=high)", "w.clamp(max=1.0)"),
+    "wrong sign of KL": ("train.py", "+ config.kl_coef", "- config.kl_coef", KL),
+    "reference of others": ("train.py", "(*inputs)[0] if", "(*inputs)[0] * 0.9 if", KL),
+    "loss divided twice": ("train.py", "p.grad /= max(n, 1)", "p.grad /= 2 * max(n, 1)"),
+    "gradients stay": ("train.py", "        optimizer.zero_grad()\n", ""),
+    "clipping off": ("train.py", "config.max_grad_norm", "1e9"),
+    "schedule off by a factor": ("train.py", "0.9 * step / config", "0.45 * step / config"),
+    "every second update skipped": ("train.py", "(grad_norm):", "(grad_norm) and version % 2:"),
+    "betas of torch": ("train.py", "betas=tuple(config.betas), ", ""),
+    "vectors not trained": ("train.py", "if p.dim() <= 1]", "if p.dim() < 1]"),
+    "moments lost on resume": (CHECKPOINTS, RESTORE, f"{RESTORE}    [x.zero_() {MOMENTS}]\n"),
 }
 
 

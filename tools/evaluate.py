@@ -5,8 +5,9 @@
     python tools/evaluate.py Qwen/Qwen2.5-7B-Instruct --task maths --eval_data math500,aime24 --chat True --eval_temperature 0.6
 
 Takes every knob of config.py. Prints pass@1, pass@k and maj@k with 95% intervals; every answer goes to
-out/eval-<model>/answers.jsonl. Each attempt has a seed of its own, so the same command gives the same numbers on the
-same machine. Deliberately absent: several nodes, continuing an evaluation that was stopped.
+out/eval-<model>/answers.jsonl, with --keep_steps its tokens to queues/rollouts. Each attempt has a seed of its own, so
+the same command gives the same numbers on the same machine. Deliberately absent: several nodes, continuing an
+evaluation that was stopped.
 """
 
 import asyncio
@@ -26,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import config as cfg  # noqa: E402
 from plumbing import checkpoints, launch  # noqa: E402
+from plumbing.samples import join  # noqa: E402
 from plumbing.supervise import Engine, stop  # noqa: E402
 
 # ---- engines
@@ -152,6 +154,8 @@ async def attempt(actor, task, source, number, problem, k):
     if sample is None:
         logs = f"see {actor.run_dir}/logs"
         raise RuntimeError(f"evaluate: problem {number} of {source} failed every try: {logs}")
+    if actor.config.keep_steps:
+        actor.rollouts.put(join([sample]))
     # attempts vote by the task's `answer`, or by all of their text
     answer = str(sample["completion"]).strip()
     if hasattr(actor.sandbox.tasks[task], "answer"):

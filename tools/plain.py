@@ -1,7 +1,7 @@
 """What a run should have computed, in the plainest way: one sequence at a time, all logits, Hugging Face's own model.
 
 tools/checks.py compares a run with it; it shares no code with what it checks, beyond the tokenizer and the tasks. It
-knows the advantages, losses and normalisers named here. Deliberately absent: packing, speed.
+knows the advantages, losses, normalisers and schedules named here. Deliberately absent: packing, speed.
 """
 
 import functools
@@ -18,15 +18,26 @@ from plumbing.problems import Prompter, load_problems
 from plumbing.samples import split
 from tools import report
 
-# of attempt k of a group with rewards r [G], G >= 2
+# --steps of the first run, which is interrupted
+PLANNED = 10000
+# of a group with rewards r [G]; a group of one has no baseline
 ADVANTAGES = {
-    "loo": lambda r, k: r[k] - np.delete(r, k).mean(),
-    "mean": lambda r, k: r[k] - r.mean(),
-    "mean_std": lambda r, k: (r[k] - r.mean()) / (r.std() + 1e-6),
-    "none": lambda r, k: r[k],
+    "loo": lambda r: (r - r.mean()) * len(r) / max(len(r) - 1, 1),
+    "mean": lambda r: r - r.mean(),
+    "mean_std": lambda r: (r - r.mean()) / (r.std() + 1e-6),
+    "none": lambda r: r,
 }
-LOSSES = ("reinforce", "ppo", "cispo", "gspo", "icepop")
+# of a sample's tokens [N] with weights w [N] = pi / mu, of gspo their geometric mean alone, and advantage A
+LOSSES = {
+    "reinforce": lambda w, logp, A, low, high: -w.clamp(max=high).detach() * A * logp,
+    "ppo": lambda w, logp, A, low, high: -torch.minimum(w * A, w.clamp(low, high) * A),
+    "cispo": lambda w, logp, A, low, high: -w.clamp(low, high).detach() * A * logp,
+    "gspo": lambda w, logp, A, low, high: -torch.minimum(w * A, w.clamp(low, high) * A),
+    "icepop": lambda w, logp, A, low, high: -(w * (low <= w) * (w <= high)).detach() * A * logp,
+}
 NORMALIZERS = ("samples", "tokens", "sequence")
+# share of --lr after the warm-up, by the share of the run that is done
+SCHEDULES = {"constant": lambda done: 1.0, "linear": lambda done: 1 - 0.9 * done}
 
 
 # ---- what a run has left
@@ -39,32 +50,33 @@ class Recording:
     {draw: dict of samples, task, number and problem}, of those that have samples.
     """
 
-    def __init__(self, run_dir, steps, continued, device):
+    def __init__(self, run_dir, continued):
         self.config = config = cfg.load(run_dir)
         self.run_dir = Path(run_dir)
-        self.steps = steps
+        lines, self.evaluations = report.read(run_dir, "step", "eval")
+        self.steps = {line["step"]: line for line in lines}
         self.continued = continued
-        self.device = device
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.prompter = Prompter(config)
         self.train_problems = load_problems(config, "train")
         self.test_problems = load_problems(config, "test")
-        # the last two stay
-        self.model = functools.lru_cache(2)(self.load_model)
         self.groups = {}
         tasks = list(cfg.task_weights(config.task))
+        advantages = ADVANTAGES.get(config.advantage, np.zeros_like)
         for draw, record in sorted(report.groups(run_dir).items()):
             samples = split(record)
             if samples:
                 task = tasks[samples[0]["task"]]
                 number = int(samples[0]["problem"])
                 problem = self.train_problems[task][number]
-                group = dict(samples=samples, task=task, number=number, problem=problem)
-                self.groups[draw] = group
+                self.groups[draw] = dict(samples=samples, task=task, number=number, problem=problem)
+                rewards = np.array([sample["reward"] for sample in samples], np.float64)
+                for sample, advantage in zip(samples, advantages(rewards)):
+                    sample["advantage"] = advantage
 
-    def samples(self, draws=None):
-        """[(draw, sample)] of all groups, or of some."""
-        draws = self.groups if draws is None else draws
-        return [(draw, sample) for draw in draws for sample in self.groups[draw]["samples"]]
+    def samples(self):
+        """[(draw, sample)] of all groups."""
+        return [(draw, sample) for draw in self.groups for sample in self.groups[draw]["samples"]]
 
     def trained(self, step):
         """Samples as they were trained by the step that made version `step`, of all its ranks' micro-batches."""
@@ -73,30 +85,35 @@ class Recording:
 
     def folder(self, version):
         """Where the weights of a version are."""
-        if version == 0:
-            return self.config.model
-        return self.run_dir / "checkpoints" / f"step_{version:06d}"
+        saved = self.run_dir / "checkpoints" / f"step_{version:06d}"
+        return saved if version else self.config.model
 
-    def load_model(self, version):
+    # the last two stay
+    @functools.lru_cache(2)
+    def model(self, version):
         dtype = getattr(torch, self.config.dtype)
         model = AutoModelForCausalLM.from_pretrained(self.folder(version), dtype=dtype)
         return model.to(self.device).eval()
 
+    def stop_tokens(self):
+        """Token ids that end an answer, by the model's own files."""
+        # one or several
+        ends = np.atleast_1d(self.model(0).generation_config.eos_token_id)
+        return {*ends.tolist(), self.prompter.tokenizer.eos_token_id}
+
     def parts(self, sample):
         """(turns that were sampled, what stands before each of them, the prompt first): [[token]] both."""
-        parts = {True: [], False: []}
         borders = np.flatnonzero(np.diff(sample["mask"])) + 1
-        for first, tokens in zip([0, *borders], np.split(sample["tokens"], borders)):
-            parts[bool(sample["mask"][first])].append(tokens.tolist())
-        return parts[True], parts[False]
+        parts = [tokens.tolist() for tokens in np.split(sample["tokens"], borders)]
+        return parts[1::2], parts[::2]
 
     def prompt(self, problem):
         """Token ids of a problem's prompt, by the tokenizer alone."""
         system = self.config.system_prompt
         if not self.config.chat:
             return self.prompter.tokenizer(system + problem["prompt"])["input_ids"]
-        messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": problem["prompt"]})
+        texts = [("system", system), ("user", problem["prompt"])]
+        messages = [{"role": role, "content": text} for role, text in texts if text]
         return self.encode(self.prompter.render(messages))
 
     def is_reply(self, tokens, reply):
@@ -126,23 +143,25 @@ def trainer_state(run, version):
 # ---- what an engine reports
 
 
-def of_targets(logits, targets, temperature):
-    """Of each token [N] sampled from logits [N, V]: (logprob, entropy of its distribution, variance of -log p)."""
-    logp = torch.log_softmax(logits.float() / float(temperature), -1)
+def forward(run, version, sample, positions, start=0, cache=None):
+    """Of tokens at positions [N]: (logprob, entropy of its distribution, variance of -log p). cache: of all before `start`."""
+    tokens = torch.as_tensor(sample["tokens"], device=run.device)
+    ids = tokens[None, start : positions[-1]]
+    logits = run.model(int(version))(input_ids=ids, past_key_values=cache).logits[0]
+    logp = torch.log_softmax(logits[positions - 1 - start].float() / sample["temperature"], -1)
     p = logp.exp()
     entropy = -(p * logp).sum(-1)
     variance = (p * logp**2).sum(-1) - entropy**2
-    return logp.gather(1, targets[:, None])[:, 0], entropy, variance
+    return logp.gather(1, tokens[positions, None])[:, 0], entropy, variance
 
 
 @torch.no_grad()
 def expected(run, sample):
-    """What the engine should report of each sampled token, by the version that it says sampled it: `of_targets`, numpy.
+    """What the engine should report of each sampled token, by the version that it says sampled it: `forward`, numpy.
 
     An update in the middle of a sequence leaves the KV cache of all tokens before as it is, or, with
     --recompute_kv, has it computed again.
     """
-    tokens = torch.as_tensor(sample["tokens"], device=run.device)
     positions = np.flatnonzero(sample["mask"])
     versions = sample["versions"][positions]
     borders = np.flatnonzero(np.diff(versions)) + 1
@@ -152,86 +171,81 @@ def expected(run, sample):
         # the token before the first one of this version is what it is sampled from
         cache = DynamicCache() if run.config.recompute_kv else cache
         start = own[0] - 1 if cache.get_seq_length() else 0
-        ids = tokens[None, start : own[-1]]
-        logits = run.model(int(version))(input_ids=ids, past_key_values=cache).logits[0]
-        found.append(of_targets(logits[own - 1 - start], tokens[own], sample["temperature"]))
+        found.append(forward(run, version, sample, own, start, cache))
     return [torch.cat(x).double().cpu().numpy() for x in zip(*found)]
-
-
-def versions_of(sample):
-    """The versions that sampled its tokens, ascending."""
-    return sorted(set(sample["versions"][sample["mask"]].tolist()))
 
 
 # ---- what the trainer computes
 
 
-def advantage(rewards, k, kind):
-    """Of attempt k of a group with these rewards [G], by the definition of --advantage."""
-    if len(rewards) == 1 and kind != "none":
-        return 0.0
-    return ADVANTAGES[kind](rewards, k)
+def learning_rate(run, version):
+    """Of the step that follows a version; None: the schedule is not known here."""
+    c = run.config
+    steps = c.steps if version >= run.continued else PLANNED
+    rise = min(1.0, (version + 1) / max(c.warmup_steps, 1))
+    schedule = SCHEDULES.get(c.lr_schedule)
+    return c.lr * rise * schedule(version / steps) if schedule else None
 
 
-def on_policy_loss(config, logprobs, advantage, entropy):
-    """What to differentiate for one sample's tokens [N], where pi = mu: nothing is clipped, every loss is REINFORCE."""
-    n = len(logprobs)
-    loss = -advantage * logprobs.sum()
-    if config.loss == "gspo":
-        loss = loss / n
-    loss = loss - config.entropy_coef * entropy.sum()
-    return loss / n if config.normalizer == "sequence" else loss
+def loss_of(run, sample, positions, version):
+    """What a sample's tokens at these positions add to the loss of the step after a version, not yet normalised."""
+    c = run.config
+    logprobs, entropy, _ = forward(run, version, sample, positions)
+    log_w = logprobs - torch.as_tensor(sample["behavior_logprobs"][positions], device=run.device)
+    w = log_w.mean().exp() if c.loss == "gspo" else log_w.exp()
+    advantage = float(sample["advantage"])
+    loss = LOSSES[c.loss](w, logprobs, advantage, c.clip_low, c.clip_high).sum()
+    if c.kl_coef:
+        with torch.no_grad():
+            reference = forward(run, 0, sample, positions)[0]
+        d = reference - logprobs
+        loss = loss + c.kl_coef * (d.exp() - 1 - d).sum()
+    loss = loss - c.entropy_coef * entropy.sum()
+    return loss / len(positions) if c.normalizer == "sequence" else loss
 
 
-def first_gradient(run, trained):
-    """{parameter: gradient} of the step that made version 1, sample by sample, all of which version 0 has sampled.
-
-    trained: names of the parameters that were trained.
+def gradient(run, step, trained):
+    """({parameter: gradient} of the step that made version `step`, sample by sample; share of its tokens that older
+    versions have sampled). trained: names of the parameters that were trained.
     """
-    model = run.model(0)
-    samples = run.trained(1)
-    tokens = 0
+    c = run.config
+    samples = run.trained(step)
+    tokens = older = 0
     for sample in samples:
-        positions = np.flatnonzero(sample["mask"])
-        if not len(positions):
-            continue
-        ids = torch.as_tensor(sample["tokens"], device=run.device)
-        logits = model(input_ids=ids[None]).logits[0, positions - 1]
-        logprobs, entropy, _ = of_targets(logits, ids[positions], sample["temperature"])
-        on_policy_loss(run.config, logprobs, float(sample["advantage"]), entropy).backward()
-        tokens += len(positions)
-    n = tokens if run.config.normalizer == "tokens" else len(samples)
-    named = dict(model.named_parameters())
+        lag = step - 1 - sample["versions"]
+        late = (lag > c.max_lag) & (c.late == "mask")
+        positions = np.flatnonzero(sample["mask"] & ~late)
+        if len(positions):
+            loss_of(run, sample, positions, step - 1).backward()
+            tokens += len(positions)
+            older += (lag[positions] > 0).sum()
+    n = tokens if c.normalizer == "tokens" else len(samples)
+    named = dict(run.model(step - 1).named_parameters())
     gradients = {name: named[name].grad.float().cpu() / n for name in trained}
-    model.zero_grad()
-    return gradients
+    run.model(step - 1).zero_grad()
+    return gradients, older / max(tokens, 1)
 
 
-def adam_steps(before, after):
-    """Is v + 1 what torch's own AdamW makes of version v? By `trainer_state` of both.
+def adam_steps(config, lr, before, after):
+    """Is v + 1 what AdamW makes of v, by `trainer_state` of both, with --betas and this learning rate (None: its own)?
 
     Yields for each parameter that Adam has updated: its name, the gradient that Adam was given, as m' = b1 m +
     (1 - b1) g, [elements] whether they are so in v + 1, steps by Adam's own count.
     """
+    b1, b2 = config.betas
     for group in after["optimizer"]["param_groups"]:
+        rate = group["lr"] if lr is None else lr * group["lr_scale"]
         for name in group["params"]:
             new = after["optimizer"]["state"].get(name, {})
-            old = before["optimizer"]["state"].get(name, {})
+            old = before["optimizer"]["state"].get(name, {"exp_avg": 0, "exp_avg_sq": 0, "step": 0})
             if "exp_avg" not in new:
                 continue
-            beta = group["betas"][0]
-            p = torch.nn.Parameter(before["model"][name].clone())
-            p.grad = (new["exp_avg"] - beta * old.get("exp_avg", 0)) / (1 - beta)
-            settings = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
-            optimizer = torch.optim.AdamW([p], **settings)
-            optimizer.state[p] = {key: value.clone() for key, value in old.items()}
-            optimizer.step()
+            m, v, t = (new[key] for key in ("exp_avg", "exp_avg_sq", "step"))
+            g = (m - b1 * old["exp_avg"]) / (1 - b1)
+            second = b2 * old["exp_avg_sq"] + (1 - b2) * g**2
+            p = before["model"][name] * (1 - rate * group["weight_decay"])
+            p = p - rate * m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + group["eps"])
             # within some digits of float32
-            second = optimizer.state[p]["exp_avg_sq"]
-            same = torch.isclose(new["exp_avg_sq"], second, rtol=1e-2, atol=1e-30)
-            same &= torch.isclose(after["model"][name], p, rtol=5e-7, atol=1e-2 * group["lr"])
-            yield name, p.grad, same, int(new["step"] - old.get("step", 0))
-
-
-def norm_of(gradients):
-    return sum(float((g.double() ** 2).sum()) for g in gradients.values()) ** 0.5
+            same = torch.isclose(v, second, rtol=1e-2, atol=1e-30)
+            same &= torch.isclose(after["model"][name], p, rtol=5e-7, atol=1e-2 * rate)
+            yield name, g, same, int(t - old["step"])

@@ -57,6 +57,16 @@ def groups(run_dir):
     return {int(file.stem[6:]): read_record(file) for file in files}
 
 
+def ends(steps):
+    """{draw: [(step, "trained" or why samples of it were dropped)]} of {step: line of metrics.jsonl}."""
+    found = {}
+    for step, line in steps.items():
+        for what, problems in [("trained", line["problems"]), *line["drops"].items()]:
+            for problem in problems:
+                found.setdefault(int(problem), []).append((step, what))
+    return found
+
+
 def read(run_dir, *keys):
     """Of each key, `step`, `eval` or `mismatch`, the lines of a run's metrics.jsonl that are about it.
 
