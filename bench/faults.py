@@ -1,6 +1,6 @@
 """Which silent faults do the doctor and a run's own guards find? Each one put into a copy of the sources, by a few changed words.
 
-    python bench/faults.py [--only "mask shifted,stale prefix"] [--steps 20] [--port 8940]
+    python bench/faults.py [--only "mask shifted,stale prefix"] [--steps 20 | 0] [--port 8940]
 
 Every fault: `bash run.sh doctor toy` (or what the fault needs), and a run of 20 steps whose alarms and end are looked at.
 `clean`, the sources as they are, on three seeds, must raise nothing. Prints a table and leaves bench/results/faults.json.
@@ -20,82 +20,99 @@ from tools import report
 from tools.status import alarms
 
 GUESS = "--task guess --max_new_tokens 90 --max_model_len 256 --row_tokens 1024 --prefix_caching on"
-KL = "--kl_coef 0.1"
-CHECKPOINTS = "plumbing/checkpoints.py"
-CLIENT = "plumbing/client.py"
-ENGINE = "plumbing/engine.py"
-LEDGER = "plumbing/ledger.py"
-PROBLEMS = "plumbing/problems.py"
-SAMPLES = "plumbing/samples.py"
+KL, PENALTY, CUT = "--kl_coef 0.1", "--overlong_buffer 20", "--max_new_tokens 12"
+CHECKPOINTS, CLIENT, LEDGER = "plumbing/checkpoints.py", "plumbing/client.py", "plumbing/ledger.py"
+PROBLEMS, SAMPLES = "plumbing/problems.py", "plumbing/samples.py"
 RESTORE = "optim_state_dict=moments)\n"
 MOMENTS = 'for s in optimizers[0].state.values() for x in (s["exp_avg"], s["exp_avg_sq"])'
 # name: (file, words, what they become, knobs that show it, if any)
 FAULTS = {
     "clean": ("", "", ""),
-    "clean seed 1": ("", "", "", "--seed 1"),
     "clean guess": ("", "", "", GUESS),
     "clean two engines": ("", "", "", "--engines 2"),
-    # ---- what engines sample with
-    "update skipped in one engine": (
-        ENGINE,
-        "self.plan.swap()",
-        "self.rank == 2 or self.plan.swap()",
-        "--engines 2",
-    ),
-    "every second version not sent": ("train.py", "not g or version % g", "version % 2"),
-    "tied head not updated": ("plumbing/plan.py", "self.packed, self", "self.packed[:-1], self"),
-    "versions off by one": (ENGINE, "version(version)", "version(str(max(int(version) - 1, 0)))"),
-    "stale prefix": (ENGINE, "{group}/{request.cache_salt}", "0", GUESS),
-    "stale KV cache": (ENGINE, '=order["recompute_kv"]', "=False", "--recompute_kv True"),
-    "temperature of the actor": ("actor.py", "= self.config.temp", "= 0.8 * self.config.temp"),
-    "temperature of evaluations": ("actor.py", "self.config.eval_t", "0.8 * self.config.eval_t"),
-    "temperature of the engine": (CLIENT, "=temperature", "=0.8 * temperature"),
-    "top-k of the engine": (CLIENT, "=temperature", "=temperature, top_k=3"),
-    "raw logprobs": ("plumbing/launch.py", "processed_log", "raw_log", "--temperature 0.8"),
-    "one seed for all requests": (CLIENT, "seed=seed)", "seed=0)"),
-    # ---- which problems, what is sampled, what it is worth
-    "gate wider than max_lag": ("actor.py", "config.max_lag + 1", "config.max_lag + 2"),
-    "sampler of 32 problems": ("actor.py", "))[j]", "))[j % 32]"),
-    "problems repeated after resume": ("actor.py", "c.seed, saved)", "c.seed, None)"),
-    "problems of other numbers": ("actor.py", "problems[task][i]", "problems[task][i - 1]"),
-    "in flight lost at a stop": (LEDGER, "deque(sorted(self.pending))", "deque()"),
-    "in flight becomes others": (LEDGER, "tuple(x) for", "sampler.next() for"),
-    "mask shifted": (SAMPLES, "(self.mask, bool)", "([*self.mask[1:], False])"),
-    "stop token untrained": (SAMPLES, "(self.mask, bool)", "([*self.mask[:-1], False])"),
-    "stop token too many": (PROBLEMS, "token_id} - {", "token_id, 10} - {"),
-    "separator lost between turns": (PROBLEMS, "(text, add", "(text.strip(), add", GUESS),
-    "rewards of another problem": (
-        "actor.py",
-        "score(task, problem, completion,",
-        "score(task, self.test_problems[task][0], completion,",
-    ),
-    "sign of the length penalty": (
-        "actor.py",
-        "return -max(",
-        "return max(",
-        "--overlong_buffer 20",
-    ),
-    "evaluation on training problems": ("tasks/toy.py", "return test", 'return problems("train")'),
-    "scores are of finished answers": ("actor.py", '(sample["success"])', '(sample["finished"])'),
-    # ---- what is trained
-    "threshold of no_signal": ("preprocess.py", "> 1e-6", "> 0.8", "--no_signal drop"),
-    "advantages with the wrong sign": ("preprocess.py", "= advantage\n", "= -advantage\n"),
-    "advantages of the neighbour": ("preprocess.py", ", of_group)", ", np.roll(of_group, 1))"),
-    "mask shifted in the trainer": ("train.py", "& ~late", '& ~late & b["mask"].roll(-1)'),
-    "late tokens a step early": ("train.py", "(lag > config", "(lag >= config", "--late mask"),
-    "temperature of the trainer": ("train.py", "positions, batch", "positions, 0.8 * batch"),
+    # ---- an audit's
     "weights of 1": ("train.py", "w = log_w.exp()\n", "w = torch.ones_like(log_w)\n"),
-    "weights clipped at 1": ("train.py", "w.clamp(max=high)", "w.clamp(max=1.0)"),
-    "wrong sign of KL": ("train.py", "+ config.kl_coef", "- config.kl_coef", KL),
-    "reference of others": ("train.py", "(*inputs)[0] if", "(*inputs)[0] * 0.9 if", KL),
-    "loss divided twice": ("train.py", "p.grad /= max(n, 1)", "p.grad /= 2 * max(n, 1)"),
-    "gradients stay": ("train.py", "        optimizer.zero_grad()\n", ""),
     "clipping off": ("train.py", "config.max_grad_norm", "1e9"),
     "schedule off by a factor": ("train.py", "0.9 * step / config", "0.45 * step / config"),
+    "gate wider than max_lag": ("actor.py", "config.max_lag + 1", "config.max_lag + 2"),
+    "sampler of 32 problems": ("actor.py", "))[j]", "))[j % 32]"),
+    "temperature of evaluations": ("actor.py", "self.config.eval_t", "0.8 * self.config.eval_t"),
+    "in flight lost at a stop": (LEDGER, "deque(sorted(self.pending))", "deque()"),
+    "wrong sign of KL": ("train.py", "+ config.kl_coef", "- config.kl_coef", KL),
     "every second update skipped": ("train.py", "(grad_norm):", "(grad_norm) and version % 2:"),
-    "betas of torch": ("train.py", "betas=tuple(config.betas), ", ""),
-    "vectors not trained": ("train.py", "if p.dim() <= 1]", "if p.dim() < 1]"),
     "moments lost on resume": (CHECKPOINTS, RESTORE, f"{RESTORE}    [x.zero_() {MOMENTS}]\n"),
+    "stop token too many": (PROBLEMS, "token_id} - {", "token_id, 10} - {"),
+    "evaluation on training problems": ("tasks/toy.py", "return test", 'return problems("train")'),
+    "sign of the length penalty": ("actor.py", "return -max(", "return max(", PENALTY),
+    "threshold of no_signal": ("preprocess.py", "> 1e-6", "> 0.8", "--no_signal drop"),
+    # ---- devised when the doctor was finished
+    "KL the wrong way": ("train.py", "d = other - logprobs", "d = logprobs - other", KL),
+    "sign of the entropy": ("train.py", "- config.entr", "+ config.entr", "--entropy_coef 0.01"),
+    "normaliser of tokens": ("train.py", 'normalizer == "tokens"', 'normalizer != "tokens"'),
+    "penalty from too early on": ("actor.py", "- config.overl", "- 2 * config.overl", PENALTY),
+    "no warm-up": ("train.py", "min(1.0, (step + 1)", "min(1.0, 1000"),
+    "no weight decay": ("train.py", "config.weight_decay", "0.0", "--weight_decay 0.1"),
+    "leave-one-out without its factor": ("preprocess.py", "* len(r) / (len(r) - 1)", ""),
+    "evaluations of one seed": ("actor.py", ".seed, i, k)", ".seed, i)", "--eval_attempts 4"),
+    "evaluations of half the problems": (
+        "actor.py",
+        "config.eval_problems",
+        "config.eval_problems // 2",
+    ),
+    "epsilon of Adam": (
+        "train.py",
+        "betas=tuple(config.betas)",
+        "eps=1e-3, betas=tuple(config.betas)",
+    ),
+    "vectors at a tenth of the rate": ("train.py", '0.0, "lr_scale": 1.0', '0.0, "lr_scale": 0.1'),
+    "bfloat16 on the way": ("weights.py", "[p.reshape(-1) for", "[p.reshape(-1).bfloat16() for"),
+    "cut-off attempts fail": (
+        "actor.py",
+        "sample is not None:\n                samples",
+        'sample is not None and sample["finished"]:\n                samples',
+        CUT,
+    ),
+    "an attempt of each group lost": (
+        "preprocess.py",
+        "+= side_by_side(samples,",
+        "+= side_by_side(samples[1:],",
+    ),
+    "shared prompts longer by one": (SAMPLES, "n = differ[0] if", "n = differ[0] + 1 if"),
+    "ESS of clipped weights": ("train.py", "log_w.exp() * mask", "log_w.exp().clamp(max=1) * mask"),
+    "half of the reward logged": ("train.py", 'b["reward"].sum()', '0.5 * b["reward"].sum()'),
+    "temperature recorded as 1": (
+        "actor.py",
+        "temperature=temperature",
+        "temperature=1.0",
+        "--temperature 0.8",
+    ),
+    "top-p of the engine": (CLIENT, "=temperature", "=temperature, top_p=0.95"),
+    "overlong mask reversed": (
+        "preprocess.py",
+        "config.overlong_mask and not",
+        "config.overlong_mask and",
+        f"--overlong_mask True {CUT}",
+    ),
+    "system prompt lost": (
+        PROBLEMS,
+        "self.config.system_prompt + prompt",
+        "prompt",
+        "--system_prompt q",
+    ),
+    "mean of a sequence with its prompt": (
+        "train.py",
+        "like(logprobs), sampled_ids",
+        'like(logprobs), b["sequence_ids"]',
+        "--normalizer sequence",
+    ),
+    "product for gspo's mean": ("train.py", "(total / count).exp()", "total.exp()", "--loss gspo"),
+    "epochs in one order": ("actor.py", "{what}/{epoch}", "{what}"),
+    "mean over ranks": ("train.py", "(loss * ranks.world)", "loss", "--trainers 2"),
+    "success whatever the reward": (
+        "plumbing/sandbox.py",
+        "value >= getattr(self",
+        "value > -1 or getattr(self",
+    ),
 }
 
 
@@ -147,6 +164,8 @@ def try_out(name, steps, port):
         failed = [row["check"] for row in findings if row["ok"] is False]
     else:
         failed = ["its run ended: " + reason(printed)]
+    if not steps:
+        return dict(doctor=failed, guards=[], seconds=seconds)
     own = ["--run", "guards", "--steps", str(steps), "--eval_every", "0", "--eval_problems", "8"]
     code, printed = run(folder, ["toy", *knobs, *own])
     done = []
@@ -162,7 +181,7 @@ def try_out(name, steps, port):
 def main(argv=None):
     p = parser(__doc__)
     p.add_argument("--only", help="names, with commas between them")
-    p.add_argument("--steps", type=int, default=20)
+    p.add_argument("--steps", type=int, default=20, help="0: the doctor alone")
     p.add_argument("--port", type=int, default=8940)
     p.add_argument("--plot", action="store_true", help="no runs: what is there")
     a = p.parse_args(argv)
