@@ -350,10 +350,10 @@ def test_every_fault_is_one_of_todays_sources(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_doctor_finds_a_wrong_sign_and_nothing_else(tmp_path, monkeypatch, base_model):
+def test_the_doctor_finds_wrong_advantages_and_nothing_else(tmp_path, monkeypatch, base_model):
     """Real engines, an interruption, a continuation; then once more in the same directory."""
     monkeypatch.setattr(faults, "WORK", tmp_path)
-    folder = faults.copy_with("test", faults.FAULTS["advantages with the wrong sign"])
+    folder = faults.copy_with("test", faults.FAULTS["leave-one-out without its factor"])
     command = ["bash", "run.sh", "doctor", "toy", "--port", "9700"]
     environment = os.environ | {"PIPELINE_PYTHON": sys.executable}
     for _ in range(2):
