@@ -166,6 +166,8 @@ def check_draws(run):
             judged += 1
     yield none_differ("groups start when --max_lag lets them", early, len(run.groups))
     yield none_differ(f"--no_signal {c.no_signal}", silent, judged)
+    failed = sum(sum(line["drops"].get("failed", {}).values()) for line in run.steps.values())
+    yield "no attempt failed", failed == 0, f"{failed} failed"
     for task, problems in run.train_problems.items():
         drawn = [group["number"] for group in run.groups.values() if group["task"] == task]
         different = len(set(drawn))
@@ -187,7 +189,7 @@ def check_packing(run):
     preprocess.advantages does not do what its docstring says: a wrong sign, another sample's.
     """
     c = run.config
-    seen = changed = other = 0
+    seen = changed = other = logged = 0
     known = c.advantage in plain.ADVANTAGES
     sampled = {sample["sample_id"]: sample for _, sample in run.samples()}
     for step, line in run.steps.items():
@@ -204,9 +206,12 @@ def check_packing(run):
         changed += len({x["sample_id"] for group in groups for x in group} ^ times.keys())
         changed += len(set(times.values())) > 1
         seen += times.total()
+        rewards = [sample["reward"] for group in groups for sample in group]
+        logged += not np.isclose(line["reward"], np.mean(rewards), rtol=1e-4, atol=1e-6)
     yield none_differ("trained = sampled", changed, seen)
     name = f"advantages are those of --advantage {c.advantage}"
     yield none_differ(name, other, seen if known else 0)
+    yield none_differ("rewards logged", logged, len(run.steps))
 
 
 def check_trainer(run):
@@ -238,7 +243,7 @@ def gradient_rows(run, step, given, trained):
     if c.loss not in plain.LOSSES or c.normalizer not in plain.NORMALIZERS:
         yield name, None, f"--loss {c.loss} --normalizer {c.normalizer}: not known to the doctor"
         return
-    gradients, older = plain.gradient(run, step, trained)
+    gradients, older, ess = plain.gradient(run, step, trained)
     norm = float(get_total_norm(gradients.values()))
     full = run.steps[step]["grad_norm"]
     limit = RELATIVE[c.dtype]
@@ -247,6 +252,9 @@ def gradient_rows(run, step, given, trained):
     shows = (norm > 0 and (older > 0 or on_policy)) or None
     figure = f"{full:.5g}, plain {norm:.5g} (limit {limit:.2%}), {older:.0%} of its tokens older"
     yield f"{name}: norm", abs(full - norm) <= limit * norm and shows, figure
+    logged = run.steps[step]["ess"]
+    figure = f"{logged:.6f}, plain {ess:.6f}"
+    yield f"effective sample size of step {step}", abs(logged - ess) <= limit and shows, figure
     scale = min(1.0, c.max_grad_norm / max(norm, 1e-9))
     differences = [g - scale * gradients[key] for key, g in given.items()]
     off = float(get_total_norm(differences)) / max(scale * norm, 1e-9)
@@ -272,11 +280,14 @@ def check_rewards(run):
             turns = [run.prompter.decode(turn) for turn in run.parts(sample)[0]]
             completion = turns if hasattr(sandbox.tasks[group["task"]], "respond") else turns[0]
             finished = bool(sample["finished"])
-            score = sandbox.score(group["task"], group["problem"], completion, finished)
+            args = (group["problem"], completion, finished)
+            reply = asyncio.run(sandbox.call(group["task"], "reward", *args))
+            reward, outcome = plain.verdict(c, sandbox.tasks[group["task"]], reply, finished)
             # less the soft penalty of DAPO (arXiv 2503.14476) eq. 13
             over = sample["mask"].sum() - (c.max_new_tokens - c.overlong_buffer)
-            reward = asyncio.run(score)["reward"] - max(over, 0) / max(c.overlong_buffer, 1)
-            differ += abs(reward - sample["reward"]) > 1e-5
+            reward -= max(over, 0) / max(c.overlong_buffer, 1)
+            same = cfg.OUTCOMES[sample["outcome"]] == outcome
+            differ += abs(reward - sample["reward"]) > 1e-5 or not same
     yield none_differ("rewards, scored again", differ, len(chosen))
     rewards = [{float(x["reward"]) for x in group["samples"]} for group in run.groups.values()]
     signal = sum(len(of_group) > 1 for of_group in rewards)
@@ -331,16 +342,27 @@ def check_evaluation(run):
     if done.returncode:
         return
     samples = []
+    answers = {}
     for file in folder.glob("queues/rollouts/*.safetensors"):
         for sample in split(read_record(file)):
+            prompt, *_ = run.parts(sample)[1]
+            answers.setdefault(str(prompt), set()).add(sample["tokens"].tobytes())
             # the weights that it was started with are its version 0
             own = dict(versions=np.where(sample["mask"], version, -1), num_versions=1)
             samples.append(sample | own | dict(temperature=c.eval_temperature))
     # of greedy answers engines report another distribution than that of one token
     if c.eval_temperature:
         yield from logprob_rows(run, "evaluation", ("after updates",), samples)
+        several = c.eval_attempts > 1 and len(samples) > len(answers)
+        good = max(map(len, answers.values()), default=0) > 1 if several else None
+        yield "attempts at a held-out problem differ", good, f"{len(samples)} at {len(answers)}"
     metrics = json.loads((folder / "results.json").read_text())["metrics"]
     again = {source: next(iter(scores.values()))[0] for source, scores in metrics.items()}
     last = {line["version"]: line["eval"] for line in run.evaluations}[version]
+    problems = [problem for of_task in run.test_problems.values() for problem in of_task]
+    sets = Counter(problem.get("source") for problem in problems)
+    wanted = sum(min(n, c.eval_problems) for n in sets.values())
+    asked = {line["problems"] for line in run.evaluations}
+    yield "held-out problems asked", asked == {wanted}, f"{asked}, --eval_problems: {wanted}"
     apart = [abs(last.get(source, np.inf) - score) for source, score in again.items()]
     yield "the run's last scores, again", max(apart) <= SCORES[c.dtype], f"{last}, {again}"

@@ -178,6 +178,15 @@ def expected(run, sample):
 # ---- what the trainer computes
 
 
+def verdict(config, task, reply, finished):
+    """(reward, outcome) of what a task's function gave, as Sandbox.call has it."""
+    value = reply.get("value", "unparsable")
+    if value in cfg.OUTCOMES:
+        table = config.reward_finished if finished else config.reward_cut_off
+        return table[cfg.OUTCOMES.index(value)], value
+    return value, "correct" if value >= getattr(task, "SUCCESS", 1.0) else "wrong"
+
+
 def learning_rate(run, version):
     """Of the step that follows a version; None: the schedule is not known here."""
     c = run.config
@@ -188,10 +197,13 @@ def learning_rate(run, version):
 
 
 def loss_of(run, sample, positions, version):
-    """What a sample's tokens at these positions add to the loss of the step after a version, not yet normalised."""
+    """What a sample's tokens at these positions add to the loss of the step after a version, not yet normalised; and
+    their importance weights.
+    """
     c = run.config
     logprobs, entropy, _ = forward(run, version, sample, positions)
     log_w = logprobs - torch.as_tensor(sample["behavior_logprobs"][positions], device=run.device)
+    weights = log_w.detach().exp()
     w = log_w.mean().exp() if c.loss == "gspo" else log_w.exp()
     advantage = float(sample["advantage"])
     loss = LOSSES[c.loss](w, logprobs, advantage, c.clip_low, c.clip_high).sum()
@@ -201,51 +213,58 @@ def loss_of(run, sample, positions, version):
         d = reference - logprobs
         loss = loss + c.kl_coef * (d.exp() - 1 - d).sum()
     loss = loss - c.entropy_coef * entropy.sum()
-    return loss / len(positions) if c.normalizer == "sequence" else loss
+    return loss / len(positions) if c.normalizer == "sequence" else loss, weights
 
 
 def gradient(run, step, trained):
     """({parameter: gradient} of the step that made version `step`, sample by sample; share of its tokens that older
-    versions have sampled). trained: names of the parameters that were trained.
+    versions have sampled; their effective sample size). trained: names of the parameters that were trained.
     """
     c = run.config
     samples = run.trained(step)
     tokens = older = 0
+    weights = []
     for sample in samples:
         lag = step - 1 - sample["versions"]
         late = (lag > c.max_lag) & (c.late == "mask")
         positions = np.flatnonzero(sample["mask"] & ~late)
         if len(positions):
-            loss_of(run, sample, positions, step - 1).backward()
+            loss, of_sample = loss_of(run, sample, positions, step - 1)
+            loss.backward()
+            weights.append(of_sample)
             tokens += len(positions)
             older += (lag[positions] > 0).sum()
     n = tokens if c.normalizer == "tokens" else len(samples)
     named = dict(run.model(step - 1).named_parameters())
     gradients = {name: named[name].grad.float().cpu() / n for name in trained}
     run.model(step - 1).zero_grad()
-    return gradients, older / max(tokens, 1)
+    w = torch.cat(weights)
+    return gradients, older / max(tokens, 1), float(w.sum() ** 2 / (w**2).sum() / len(w))
 
 
 def adam_steps(config, lr, before, after):
-    """Is v + 1 what AdamW makes of v, by `trainer_state` of both, with --betas and this learning rate (None: its own)?
+    """Is v + 1 what AdamW makes of v, by `trainer_state` of both, with this learning rate (None: its own), --betas, and
+    --weight_decay of matrices?
 
     Yields for each parameter that Adam has updated: its name, the gradient that Adam was given, as m' = b1 m +
     (1 - b1) g, [elements] whether they are so in v + 1, steps by Adam's own count.
     """
     b1, b2 = config.betas
-    for group in after["optimizer"]["param_groups"]:
-        rate = group["lr"] if lr is None else lr * group["lr_scale"]
-        for name in group["params"]:
-            new = after["optimizer"]["state"].get(name, {})
-            old = before["optimizer"]["state"].get(name, {"exp_avg": 0, "exp_avg_sq": 0, "step": 0})
-            if "exp_avg" not in new:
-                continue
-            m, v, t = (new[key] for key in ("exp_avg", "exp_avg_sq", "step"))
-            g = (m - b1 * old["exp_avg"]) / (1 - b1)
-            second = b2 * old["exp_avg_sq"] + (1 - b2) * g**2
-            p = before["model"][name] * (1 - rate * group["weight_decay"])
-            p = p - rate * m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + group["eps"])
-            # within some digits of float32
-            same = torch.isclose(v, second, rtol=1e-2, atol=1e-30)
-            same &= torch.isclose(after["model"][name], p, rtol=5e-7, atol=1e-2 * rate)
-            yield name, g, same, int(t - old["step"])
+    rates = {
+        x: group["lr"] for group in after["optimizer"]["param_groups"] for x in group["params"]
+    }
+    for name, new in after["optimizer"]["state"].items():
+        old = before["optimizer"]["state"].get(name, {"exp_avg": 0, "exp_avg_sq": 0, "step": 0})
+        if "exp_avg" not in new:
+            continue
+        rate = rates[name] if lr is None else lr
+        m, v, t = (new[key] for key in ("exp_avg", "exp_avg_sq", "step"))
+        g = (m - b1 * old["exp_avg"]) / (1 - b1)
+        second = b2 * old["exp_avg_sq"] + (1 - b2) * g**2
+        p = before["model"][name]
+        p = p * (1 - rate * config.weight_decay) if p.dim() > 1 else p
+        p = p - rate * m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + 1e-8)
+        # within some digits of float32
+        same = torch.isclose(v, second, rtol=1e-2, atol=1e-30)
+        same &= torch.isclose(after["model"][name], p, rtol=5e-7, atol=1e-2 * rate)
+        yield name, g, same, int(t - old["step"])
