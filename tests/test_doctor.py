@@ -82,9 +82,10 @@ class Run(plain.Recording):
         tokens = tokens[: tokens.index(end) + 1] if finished else tokens
         transcript = Transcript(prompt)
         transcript.append(tokens, [0.0] * len(tokens), [version] * len(tokens))
-        reward = toy.reward(problem, self.prompter.decode(tokens), finished)
-        reward = np.float32(reward + overlong_penalty(len(tokens), self.config))
-        own = dict(task=0, temperature=np.float32(0.7), reward=reward, outcome=0, finished=finished)
+        right = toy.reward(problem, self.prompter.decode(tokens), finished)
+        reward = np.float32(right + overlong_penalty(len(tokens), self.config))
+        own = dict(task=0, temperature=np.float32(0.7), reward=reward, finished=finished)
+        own["outcome"] = int(right < 1)
         sample = transcript.fields() | own
         sample["behavior_logprobs"][sample["mask"]] = plain.expected(self, sample)[0]
         return sample
@@ -181,15 +182,17 @@ def test_the_trainers_steps(knobs, of_trainer, expected, base_model, monkeypatch
     assert trained_rows(Run(base_model, knobs, of_trainer), monkeypatch) == expected
 
 
-def adamw(parameters):
-    groups = [{"params": list(parameters), "lr_scale": 1.0, "weight_decay": 0.1}]
-    return torch.optim.AdamW(groups, betas=(0.9, 0.95))
+def adamw(parameters, eps=1e-8, decay=0.0):
+    groups = [{"params": list(parameters), "lr_scale": 1.0, "weight_decay": decay}]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=eps)
 
 
 @pytest.mark.parametrize(
     "optimizers_of,expected",
     [
         (lambda every: [adamw(every)], "yyyyyyy"),
+        (lambda every: [adamw(every, eps=1e-3)], "nyynnyy"),
+        (lambda every: [adamw(every, decay=0.1)], "nyynnyy"),
         # the others keep their gradients, too
         (lambda every: [adamw(every[1:])], "ynnyynn"),
         # not known to the doctor
@@ -221,6 +224,7 @@ CHANGES = [
     ),
     ("trainer", "run.batches[4]['versions'][run.batches[4]['mask']] = 3", "yyyyy--"),
     ("trainer", "run.steps[1]['grad_norm'] *= 2", "ynyyyyy"),
+    ("trainer", "run.steps[4]['ess'] -= 0.01", "yyyyyny"),
     ("trainer", "run.config.loss = 'of a fork'", "y-yy-"),
     ("trainer", "run.config.lr_schedule = 'of a fork'", "yyyyyyy"),
     ("engines", "", "yyyy"),
@@ -236,33 +240,35 @@ CHANGES = [
     ("texts", "one['tokens'][-3] = 1", "y-n"),
     # the actor has asked for one token more
     ("texts", "run.models[0].generation_config.eos_token_id = [9]", "y-n"),
-    ("draws", "", "yyyy"),
-    ("draws", "run.config.max_lag = 0", "nyyy"),
-    ("draws", f"{DROP}; [x.update(advantage=0.0) for x in run.groups[3]['samples']]", "ynyy"),
-    ("draws", f"{DROP}; run.steps[1] = dict(problems={{}}, drops=dict(no_signal=['3']))", "ynyy"),
-    ("draws", "[run.groups[k].update(number=k % 3) for k in range(12)]", "yyny"),
-    ("draws", "run.groups[1]['number'] = 0", "yy-y"),
-    ("draws", "run.test_problems = {'toy': run.train_problems['toy'][7:8]}", "yyyn"),
+    ("draws", "", "yyyyy"),
+    ("draws", "run.config.max_lag = 0", "nyyyy"),
+    ("draws", f"{DROP}; [x.update(advantage=0.0) for x in run.groups[3]['samples']]", "ynyyy"),
+    ("draws", f"{DROP}; run.steps[1] = dict(problems={{}}, drops=dict(no_signal=['3']))", "ynyyy"),
+    ("draws", "[run.groups[k].update(number=k % 3) for k in range(12)]", "yyyny"),
+    ("draws", "run.groups[1]['number'] = 0", "yyy-y"),
+    ("draws", "run.test_problems = {'toy': run.train_problems['toy'][7:8]}", "yyyyn"),
+    ("draws", "[run.groups[k].update(number=k - 12) for k in range(12, 16)]", "yyyny"),
+    ("draws", "run.steps[1]['drops'] = dict(failed={'3': 1})", "yynyy"),
     ("packing", "", "yy"),
     ("packing", "run.batches[1]['mask'] = np.roll(run.batches[1]['mask'], -1)", "ny"),
     ("packing", "run.batches[1]['advantage'] *= -1", "yn"),
     ("packing", "run.batches[1]['sample_id'][0] = 1", "ny"),
     ("packing", "run.config.advantage = 'of a fork'", "y-"),
-    ("rewards", "", "yy"),
-    ("rewards", "one['reward'] += 1", "ny"),
-    ("rewards", "run.groups = {0: run.groups[0] | dict(samples=[one, one])}", "yn"),
-    ("rewards", "run.config.overlong_buffer = 0", "ny"),
-    ("continuation", "", "yyy"),
+    ("packing", "run.steps[1]['reward'] /= 2", "ny"),
+    ("rewards", "", "y"),
+    ("rewards", "one['reward'] += 1", "n"),
+    ("rewards", "one['outcome'] = 1 - one['outcome']", "n"),
+    ("rewards", "run.config.overlong_buffer = 0", "n"),
+    ("continuation", "", "yy"),
     (
         "continuation",
         "run.stopped['pending'] = {str(k): ['toy', k] for k in range(100, 104)}",
-        "yny",
+        "yn",
     ),
-    ("continuation", "[run.groups[k].update(number=k + 100) for k in range(8, 12)]", "yny"),
-    ("continuation", "run.stopped['pending'] = {}", "y-y"),
-    ("continuation", "[run.groups[k].update(number=k - 12) for k in range(12, 16)]", "yyn"),
-    ("continuation", "del run.steps[1]['problems']['2']", "nyy"),
-    ("continuation", "run.steps[2]['problems']['2'] = 2", "nyy"),
+    ("continuation", "[run.groups[k].update(number=k + 100) for k in range(8, 12)]", "yn"),
+    ("continuation", "run.stopped['pending'] = {}", "y-"),
+    ("continuation", "del run.steps[1]['problems']['2']", "ny"),
+    ("continuation", "run.steps[2]['problems']['2'] = 2", "ny"),
 ]
 
 
@@ -279,10 +285,12 @@ def test_what_is_changed_is_found(name, change, expected, run):
 @pytest.mark.parametrize(
     "change,expected",
     [
-        ("", "yyyy"),
-        ("run.config.eval_temperature = 0.6", "ynyy"),
-        ("run.config.eval_temperature = 0.0", "yy"),
-        ("run.evaluations[0]['eval']['toy'] = 0.5", "yyyn"),
+        ("", "yyy-yy"),
+        ("run.config.eval_attempts = 2", "yyyyyy"),
+        ("run.config.eval_problems = 128", "yyy-ny"),
+        ("run.config.eval_temperature = 0.6", "yny-yy"),
+        ("run.config.eval_temperature = 0.0", "yyy"),
+        ("run.evaluations[0]['eval']['toy'] = 0.5", "yyy-yn"),
         ("done.returncode = 1", "n"),
     ],
 )
@@ -290,7 +298,7 @@ def test_evaluations_are_repeated(change, expected, run, monkeypatch, tmp_path):
     """Those of version 2, as if it were the last one."""
     run.run_dir = tmp_path
     run.steps = {2: {}}
-    run.evaluations = [dict(version=2, eval=dict(toy=0.25))]
+    run.evaluations = [dict(version=2, eval=dict(toy=0.25), problems=256)]
     queue = Queue(tmp_path / "eval" / "queues" / "rollouts")
     for draw in range(8, 15):
         for one in run.groups[draw]["samples"]:

@@ -2,11 +2,10 @@
 
     bash run.sh doctor [preset] [--any knob]
 
-Two short real runs of that configuration, with its engines, trainer ranks and tasks, in out/doctor-<run>: the first one
-is interrupted, the second one continues it. What the stages handed on is kept (--keep_steps) and computed once more,
-see tools/checks.py. Prints a table and leaves out/doctor-<run>/doctor.json; exit code 1 if something FAILs, and only
-then its checkpoints stay. A row with a dash had nothing to look at, or nothing that is known to compare with.
-Deliberately absent: whether anything is learnt; tasks' own correctness; engines that die (tests/test_failures.py).
+Two short real runs of that configuration in out/doctor-<run>: the first one is interrupted, the second one continues
+it. What the stages handed on is kept (--keep_steps) and computed once more, see tools/checks.py. Prints a table, leaves
+doctor.json there; exit code 1 if something FAILs, and only then its checkpoints stay. A row with a dash had nothing to
+look at, or to compare with. Deliberately absent: whether anything is learnt; tasks' own correctness; engines that die.
 """
 
 import contextlib
@@ -46,7 +45,7 @@ logging.disable_progress_bar()
 
 def shorten(argv):
     """(Config, arguments of run.sh): the user's, made short. Raises ConfigError."""
-    c = cfg.parse(argv)
+    c = cfg.parse(argv, about=__doc__)
     batch_size = min(GROUPS, c.groups_per_step) * c.attempts
     words = [*argv, *f"--run doctor-{c.run} --batch_size {batch_size} {KNOBS}".split()]
     if c.dtype == "bfloat16" or (c.dtype == "auto" and launch.gpu_count()):
@@ -113,8 +112,6 @@ def examine(run_dir, continued):
         except Exception as e:
             rows = [(name, False, f"it broke off: {type(e).__name__}: {e}"[:150])]
         for row, ok, figure in rows:
-            # numpy's truth is no JSON
-            ok = None if ok is None else bool(ok)
             print(f"{WORDS[ok]:>4}  {row:<48}  {figure}", flush=True)
             about = " ".join(check.__doc__.split())
             found.append(dict(check=row, ok=ok, figure=figure, about=about))
@@ -127,24 +124,21 @@ def main(argv):
     # in the background of a script SIGINT is ignored, also by the run that is interrupted by it
     signal.signal(signal.SIGINT, signal.default_int_handler)
     begun = time.monotonic()
-    if "--help" in argv:
-        cfg.parse(argv, about=__doc__)
     try:
         c, words = shorten(argv)
         run_dir = Path(c.out, c.run)
         found = examine(run_dir, run_twice(c, words))
-    except (cfg.ConfigError, RuntimeError, subprocess.TimeoutExpired) as e:
-        sys.exit(f"{e}")
-    except KeyboardInterrupt:
-        sys.exit("doctor: interrupted, its run is stopped")
-    failed = [row for row in found if row["ok"] is False]
+    except (cfg.ConfigError, RuntimeError, subprocess.TimeoutExpired, KeyboardInterrupt) as e:
+        sys.exit(f"{e}" or "doctor: interrupted, its run is stopped")
+    failed = [row for row in found if WORDS[row["ok"]] == "FAIL"]
     for row in failed:
         print(f"FAIL {row['check']}: {row['about']}")
     if not failed:
         shutil.rmtree(run_dir / "checkpoints")
-    minutes = (time.monotonic() - begun) / 60
-    file = run_dir / "doctor.json"
-    file.write_text(json.dumps(dict(findings=found, minutes=minutes), indent=1) + "\n")
+    minutes, file = (time.monotonic() - begun) / 60, run_dir / "doctor.json"
+    # numpy's truth is no JSON
+    saved = json.dumps(dict(findings=found, minutes=minutes), indent=1, default=bool)
+    file.write_text(saved + "\n")
     print(f"doctor: {len(failed)} of {len(found)} FAIL after {minutes:.1f} min; {file}")
     sys.exit(bool(failed))
 

@@ -46,8 +46,7 @@ SCHEDULES = {"constant": lambda done: 1.0, "linear": lambda done: 1 - 0.9 * done
 class Recording:
     """What the two runs have left, put together.
 
-    continued: version from which the second run went on; steps: {version: line of metrics.jsonl}; groups:
-    {draw: dict of samples, task, number and problem}, of those that have samples.
+    continued: version from which the second run went on; steps: {version: line of metrics.jsonl}; groups: {draw: {...}}.
     """
 
     def __init__(self, run_dir, continued):
@@ -97,7 +96,6 @@ class Recording:
 
     def stop_tokens(self):
         """Token ids that end an answer, by the model's own files."""
-        # one or several
         ends = np.atleast_1d(self.model(0).generation_config.eos_token_id)
         return {*ends.tolist(), self.prompter.tokenizer.eos_token_id}
 
@@ -188,18 +186,16 @@ def verdict(config, task, reply, finished):
 
 
 def learning_rate(run, version):
-    """Of the step that follows a version; None: the schedule is not known here."""
+    """Of the step that follows a version; what was logged if the schedule is not known here."""
     c = run.config
     steps = c.steps if version >= run.continued else PLANNED
     rise = min(1.0, (version + 1) / max(c.warmup_steps, 1))
     schedule = SCHEDULES.get(c.lr_schedule)
-    return c.lr * rise * schedule(version / steps) if schedule else None
+    return c.lr * rise * schedule(version / steps) if schedule else run.steps[version + 1]["lr"]
 
 
 def loss_of(run, sample, positions, version):
-    """What a sample's tokens at these positions add to the loss of the step after a version, not yet normalised; and
-    their importance weights.
-    """
+    """What a sample's tokens at these positions add to the loss of the step after a version; their weights pi / mu."""
     c = run.config
     logprobs, entropy, _ = forward(run, version, sample, positions)
     log_w = logprobs - torch.as_tensor(sample["behavior_logprobs"][positions], device=run.device)
@@ -217,8 +213,8 @@ def loss_of(run, sample, positions, version):
 
 
 def gradient(run, step, trained):
-    """({parameter: gradient} of the step that made version `step`, sample by sample; share of its tokens that older
-    versions have sampled; their effective sample size). trained: names of the parameters that were trained.
+    """({parameter: gradient} of the step that made version `step`; share of its tokens that older versions have sampled;
+    their effective sample size). trained: names of the parameters that were trained.
     """
     c = run.config
     samples = run.trained(step)
@@ -242,29 +238,23 @@ def gradient(run, step, trained):
     return gradients, older / max(tokens, 1), float(w.sum() ** 2 / (w**2).sum() / len(w))
 
 
-def adam_steps(config, lr, before, after):
-    """Is v + 1 what AdamW makes of v, by `trainer_state` of both, with this learning rate (None: its own), --betas, and
-    --weight_decay of matrices?
-
-    Yields for each parameter that Adam has updated: its name, the gradient that Adam was given, as m' = b1 m +
-    (1 - b1) g, [elements] whether they are so in v + 1, steps by Adam's own count.
+def adam_steps(run, version, before, after):
+    """Is v + 1 what AdamW makes of v, by `trainer_state` of both, with the knobs' learning rate, betas and weight decay?
+    Of each parameter: its name, the gradient by m' = b1 m + (1 - b1) g, [elements] are they so, steps by Adam's count.
     """
-    b1, b2 = config.betas
-    rates = {
-        x: group["lr"] for group in after["optimizer"]["param_groups"] for x in group["params"]
-    }
+    lr = learning_rate(run, version)
+    b1, b2 = run.config.betas
     for name, new in after["optimizer"]["state"].items():
         old = before["optimizer"]["state"].get(name, {"exp_avg": 0, "exp_avg_sq": 0, "step": 0})
         if "exp_avg" not in new:
             continue
-        rate = rates[name] if lr is None else lr
         m, v, t = (new[key] for key in ("exp_avg", "exp_avg_sq", "step"))
         g = (m - b1 * old["exp_avg"]) / (1 - b1)
         second = b2 * old["exp_avg_sq"] + (1 - b2) * g**2
         p = before["model"][name]
-        p = p * (1 - rate * config.weight_decay) if p.dim() > 1 else p
-        p = p - rate * m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + 1e-8)
+        p = p * (1 - lr * run.config.weight_decay) if p.dim() > 1 else p
+        p = p - lr * m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + 1e-8)
         # within some digits of float32
         same = torch.isclose(v, second, rtol=1e-2, atol=1e-30)
-        same &= torch.isclose(after["model"][name], p, rtol=5e-7, atol=1e-2 * rate)
+        same &= torch.isclose(after["model"][name], p, rtol=5e-7, atol=1e-2 * lr)
         yield name, g, same, int(t - old["step"])
