@@ -23,6 +23,9 @@ GUESS = "--task guess --max_new_tokens 90 --max_model_len 256 --row_tokens 1024 
 KL, PENALTY, CUT = "--kl_coef 0.1", "--overlong_buffer 20", "--max_new_tokens 12"
 CHECKPOINTS, CLIENT, LEDGER = "plumbing/checkpoints.py", "plumbing/client.py", "plumbing/ledger.py"
 PROBLEMS, SAMPLES = "plumbing/problems.py", "plumbing/samples.py"
+FEWER = "s >= self.config.groups_per_step - 1"
+AGAIN = "zers, sums, version % 3, config)\n            "
+SHARES, MIXTURE = "task, share in zip(shares, [*shares.values()][::-1])}", "--task toy:0.8,tail:0.2"
 RESTORE = "optim_state_dict=moments)\n"
 MOMENTS = 'for s in optimizers[0].state.values() for x in (s["exp_avg"], s["exp_avg_sq"])'
 # name: (file, words, what they become, knobs that show it, if any)
@@ -113,6 +116,23 @@ FAULTS = {
         "value >= getattr(self",
         "value > -1 or getattr(self",
     ),
+    # ---- devised when what that had missed was mended
+    "head rounded": ("train.py", "(hidden, weight)  #", "(hidden, weight).bfloat16().float()  #"),
+    "reference is the policy": ("train.py", "()(reference.tok", "()(model.tok", KL),
+    "clip range of another": ("config.py", '"reinforce": (0.0, 5.0)', '"reinforce": (0.0, 1.0)'),
+    "steps of fewer groups": ("preprocess.py", "s == self.config.groups_per_step", FEWER),
+    "late tokens masked though kept": ("train.py", '.late == "mask"', '.late != "wait"'),
+    "warm-up at a continuation": ("train.py", "zers, sums, version, config)\n            ", AGAIN),
+    "logprobs cut at -3": (CLIENT, "min(x, 0.0)", "max(min(x, 0.0), -3.0)"),
+    "newest groups first": (
+        "preprocess.py",
+        "(waiting.groups.popleft())",
+        "(waiting.groups.pop())",
+    ),
+    "scale of attention": ("plumbing/model.py", "causal, scale=", "causal, scale=0.95 * "),
+    "threshold of success": ("plumbing/sandbox.py", '"SUCCESS", 1.0)', '"SUCCES", 1.0)', GUESS),
+    "shares of other tasks": ("actor.py", "task, share in shares.items()}", SHARES, MIXTURE),
+    "lag one too high": ("train.py", "lag = version - b", "lag = 1 + version - b"),
 }
 
 
