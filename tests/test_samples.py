@@ -2,15 +2,9 @@
 
 import numpy as np
 import pytest
-import torch
-from test_train import knobs, packed_model
 
-import train
 from plumbing import samples as schema
-from plumbing.ledger import Ledger
-from plumbing.queues import Queue
 from plumbing.samples import check_record, filler, join, layout, share, split
-from preprocess import GroupBuffer, Packer
 
 
 def make_sample(n=5, reward=0.0, version=0, prompt=2, **others):
@@ -98,39 +92,6 @@ def test_a_filler_has_every_field_and_is_no_sample():
     assert record["outcome"].tolist() == [-1]
     assert not record["mask"].any()
     check_record(record, "file")
-
-
-def test_a_new_field_is_a_line_in_the_schema_and_reaches_the_loss(tmp_path, monkeypatch):
-    """From the actor's record through the stage between, a filler's row among them, to the tensors of the loss."""
-    monkeypatch.setitem(schema.TOKEN_FIELDS, "surprise", np.float32)
-    monkeypatch.setitem(schema.SAMPLE_FIELDS, "difficulty", np.int16)
-    config = knobs(run_id="abc", batch_size=2, attempts=2, row_tokens=64)
-    rollouts = Queue(tmp_path / "rollouts")
-    first = make_sample(5, surprise=np.arange(5) / 8, difficulty=3)
-    second = make_sample(4, surprise=np.arange(4) / 4, difficulty=9)
-    rollouts.put(group_record(0, [first, second]))
-    queues = [Queue(tmp_path / f"rank_{r}") for r in range(2)]
-    ledger = Ledger(0, [])
-    waiting = GroupBuffer(config, rollouts, ledger)
-    waiting.receive()
-    packer = Packer(config, queues, ledger, 0)
-    packer.add(waiting.groups.popleft())
-    record, of_filler = (q.get(0)[1] for q in queues)
-    assert record["difficulty"].tolist() == [3, 9]
-    assert record["surprise"].tolist() == [0, 1 / 8, 2 / 8, 3 / 8, 4 / 8, 0, 1 / 4, 2 / 4, 3 / 4]
-    assert of_filler["difficulty"].tolist() == [0]
-
-    seen = []
-
-    def spy(device, *tensors):
-        seen.extend(tensors)
-        return list(tensors)
-
-    monkeypatch.setattr(train, "to_device", spy)
-    for batch in (record, of_filler):
-        train.micro_batch(packed_model(), batch, 0, config, torch.device("cpu"))
-    for values in (record["surprise"], record["difficulty"]):
-        assert any(np.array_equal(x.numpy(), values) for x in seen)
 
 
 def test_what_no_stage_writes_ends_the_run_by_name():

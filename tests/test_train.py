@@ -95,6 +95,21 @@ def test_cispo_by_hand():
     assert loss_of("cispo", [0.1], [1.0])[1:] == (pytest.approx([-0.1]), [False])
 
 
+def test_gspo_by_hand():
+    # sequence 0: ratios 2 and 0.5, geometric mean s = 1, loss -1/2 a token, gradient -s A / |y|
+    # sequence 1: ratios 4 and 4 with A > 0: cut to 1.0004, no gradient. Token 2 was not sampled.
+    sampled = [0, 1, 3, 4]
+    w, advantages = [2.0, 0.5, 100.0, 4.0, 4.0], [1.0, 1.0, 9.0, 2.0, 2.0]
+    loss, grad, clipped = loss_of("gspo", w, advantages, ids=[0, 0, -1, 1, 1])
+    assert [loss[i] for i in sampled] == pytest.approx([-0.5, -0.5, -1.0004, -1.0004])
+    assert [grad[i] for i in sampled] == pytest.approx([-0.5, -0.5, 0.0, 0.0])
+    assert [clipped[i] for i in sampled] == [False, False, True, True]
+    # A < 0 above the range is not cut; s = 4, each token: -4 * -1 / 2 = 2, gradient s |A| / |y| = 2
+    loss, grad, _ = loss_of("gspo", [4.0, 4.0], [-1.0, -1.0])
+    assert loss == pytest.approx([2.0, 2.0])
+    assert grad == pytest.approx([2.0, 2.0])
+
+
 def test_icepop_by_hand():
     loss, grad, clipped = loss_of("icepop", [0.4, 0.5, 1.0, 5.0, 6.0], [1.0, 1.0, -2.0, 1.0, 1.0])
     assert loss == pytest.approx([0.0, 0.5, -2.0, 5.0, 0.0])
