@@ -311,6 +311,7 @@ def main(argv=None):
     parts = ["compare", arguments.preset]
     if arguments.preset == "toy":
         parts[1] = arguments.lengths
+    if arguments.preset == "toy" and not arguments.plot:
         runs.make_model()
     parts += [f"{name}-{value}" for name, value in more.items()]
     name = "-".join(parts).replace("/", "-")
