@@ -255,6 +255,7 @@ CHANGES = [
     ("packing", "run.batches[1]['sample_id'][0] = 1", "ny"),
     ("packing", "run.config.advantage = 'of a fork'", "y-"),
     ("packing", "run.steps[1]['reward'] /= 2", "ny"),
+    ("packing", "run.config.batch_size = 10", "ny"),
     ("rewards", "", "y"),
     ("rewards", "one['reward'] += 1", "n"),
     ("rewards", "one['outcome'] = 1 - one['outcome']", "n"),

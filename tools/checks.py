@@ -197,7 +197,7 @@ def check_packing(run):
         groups = [run.groups[int(draw)]["samples"] for draw in line["problems"]]
         # each as often as all others, and no others
         changed += len({x["sample_id"] for group in groups for x in group} ^ times.keys())
-        changed += len(set(times.values())) > 1
+        changed += len(set(times.values())) > 1 or len(groups) != c.groups_per_step
         seen += times.total()
         rewards = [sample["reward"] for group in groups for sample in group]
         changed += not np.isclose(line["reward"], np.mean(rewards), rtol=1e-4, atol=1e-6)
