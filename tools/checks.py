@@ -335,7 +335,7 @@ def check_evaluation(run):
     metrics = json.loads((folder / "results.json").read_text())["metrics"]
     again = {source: next(iter(scores.values()))[0] for source, scores in metrics.items()}
     last = {line["version"]: line["eval"] for line in run.evaluations}[version]
-    sets = Counter(x.get("source") for problems in run.test_problems.values() for x in problems)
+    sets = Counter(x.get("source", t) for t, some in run.test_problems.items() for x in some)
     wanted = sum(min(n, c.eval_problems) for n in sets.values())
     asked = {line["problems"] for line in run.evaluations}
     yield "held-out problems asked", asked == {wanted}, f"{asked}, --eval_problems: {wanted}"
