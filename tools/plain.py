@@ -234,7 +234,7 @@ def gradient(run, step, trained):
     named = dict(run.model(step - 1).named_parameters())
     gradients = {name: named[name].grad.float().cpu() / n for name in trained}
     run.model(step - 1).zero_grad()
-    w = torch.cat(weights)
+    w = torch.cat(weights or [torch.ones(1)])
     return gradients, older / max(tokens, 1), float(w.sum() ** 2 / (w**2).sum() / len(w))
 
 
