@@ -1,9 +1,9 @@
 """Which silent faults do the doctor and a run's own guards find? Each one put into a copy of the sources, by a few changed words.
 
-    python bench/faults.py [--only "mask shifted,stale prefix"] [--steps 20 | 0] [--port 8940]
+    python bench/faults.py [--only "weights of 1,clipping off"] [--steps 20 | 0] [--port 8940]
 
 Every fault: `bash run.sh doctor toy` (or what the fault needs), and a run of 20 steps whose alarms and end are looked at.
-`clean`, the sources as they are, on three seeds, must raise nothing. Prints a table and leaves bench/results/faults.json.
+`clean`, the sources as they are, must raise nothing. Prints a table and leaves bench/results/faults.json.
 """
 
 import json

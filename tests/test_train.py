@@ -373,6 +373,13 @@ def test_what_was_not_sampled_contributes_nothing(model, loss):
     assert found[0][1] == found[1][1]
 
 
+def test_the_loss_may_be_divided_by_the_tokens(model):
+    record = micro_record(model, [10, 13, 8], version=6)
+    after, _ = parameters_after([record], normalizer="tokens")
+    train.micro_batch(model, record, 6, knobs(), CPU)[0].backward()
+    assert torch.allclose(after - vector(model), -0.1 * gradient(model) / 22, atol=1e-7)
+
+
 # ---- a step
 
 

@@ -84,6 +84,21 @@ def test_cispo_by_position_knows_the_tenth_of_every_token():
     assert short.fields()["tenth"].tolist() == [0, 0, 3, 6]
 
 
+def test_cispo_by_position_clips_by_hand():
+    # bounds of tenth 0: [0, 5]; of tenth 9: [0.45, 2.3]; the gradient is -clip(w) A
+    tenth = torch.tensor([0, 9, 0, 9, 9])
+    w = torch.tensor([20.0, 20.0, 0.1, 0.1, 1.5])
+    advantages = torch.tensor([3.0, 3.0, -1.0, -1.0, 1.0])
+    logprobs = torch.full((5,), -1.0, requires_grad=True)
+    behavior = logprobs.detach() - w.log()
+    ids = torch.zeros(5, dtype=torch.int64)
+    config = knobs(loss="cispo")
+    loss, clipped = train.policy_loss("cispo", logprobs, behavior, advantages, ids, config, tenth)
+    loss.sum().backward()
+    assert logprobs.grad.tolist() == pytest.approx([-15.0, -6.9, 0.1, 0.45, -1.5])
+    assert clipped.tolist() == [True, True, False, True, False]
+
+
 def test_cispo_by_position_counts_ratios_above_2_by_tenth():
     model = packed_model()
     record = micro_record(model, [13, 23], version=6)
