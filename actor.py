@@ -10,6 +10,7 @@ threads, several actors (one holds what some 240 H100s sample).
 """
 
 import asyncio
+import contextlib
 import functools
 import gc
 import random
@@ -23,10 +24,12 @@ import numpy as np
 import config as cfg
 from plumbing.checkpoints import last_state
 from plumbing.client import Engines
+from plumbing.endpoint import Endpoint
+from plumbing.episode import Attempt, Failed
 from plumbing.ledger import InFlight
 from plumbing.problems import Prompter, load_problems
 from plumbing.queues import Queue, read_json
-from plumbing.samples import Transcript, join
+from plumbing.samples import join
 from plumbing.sandbox import Sandbox
 
 
@@ -110,6 +113,7 @@ class Actor:
         self.prompter = Prompter(config)
         self.sandbox = Sandbox(config)
         self.engines = Engines(config, self.prompter.stop, self.prompter.vocabulary, run_dir)
+        self.endpoint = Endpoint(self)
         self.rollouts = Queue(self.queues / "rollouts")
         self.evals = Queue(self.queues / "evals")
         # attempts that are sampled or wait for a place in an engine
@@ -121,82 +125,41 @@ class Actor:
         """The held-out problems of each task: the same ones from a run's beginning to its end."""
         return load_problems(self.config, "test")
 
+    async def start(self):
+        await self.sandbox.start()
+        if any(hasattr(task, "episode") for task in self.sandbox.tasks.values()):
+            await self.endpoint.start()
+
     async def close(self):
+        await self.endpoint.close()
         await self.engines.close()
         self.sandbox.close()
 
     # ---- one attempt, one group
 
-    async def sample(self, task, problem, temperature, engine=None, seed=None):
-        """Sample one attempt at a problem to its end: (Transcript, texts of its turns, finished).
-
-        engine: where it had best begin, as others like it do.
-        Where the task has `respond`, its answer to each turn is appended, and the next turn's prompt
-        is everything so far. At most max_new_tokens are sampled in all turns together. None if a
-        request failed for good.
+    async def attempt(self, task, problem, temperature, engine=None, seed=None):
+        """One attempt at a problem, sampled and scored: a sample (plumbing/samples.py), `success` and `completion`;
+        None if an engine failed it for good. engine: where it had best begin, as others like it do.
         """
-        c = self.config
-        has_turns = hasattr(self.sandbox.tasks[task], "respond")
-        # equal beginnings are computed once by each version, that of the attempt's start; an update in
-        # the middle leaves an attempt of several turns what it has, as one of a single turn
-        version = self.version if c.prefix_caching == "on" else None
-        salt = None if version is None else str(version)
-        transcript = Transcript(self.prompter.start(problem), version)
-        turns = []
-        while True:
-            left = c.max_new_tokens - transcript.sampled
-            room = c.max_model_len - len(transcript.tokens)
-            turn_seed = None if seed is None else seed + len(turns)
-            answer = await self.engines.generate(
-                transcript.tokens, temperature, min(left, room), turn_seed, salt, engine
-            )
-            if answer is None:
-                return None
-            engine = answer["engine"]
-            transcript.append(answer["tokens"], answer["behavior_logprobs"], answer["versions"])
-            turns.append(self.prompter.decode(answer["tokens"]))
-            finished = answer["finished"]
-            if not has_turns or not finished:
-                break
-            response = await self.sandbox.respond(task, problem, turns)
-            if response is None:
-                break
-            tokens = self.prompter.more(response)
-            no_room = len(transcript.tokens) + len(tokens) >= c.max_model_len
-            if no_room or transcript.sampled >= c.max_new_tokens:
-                # cut off between two turns
-                finished = False
-                break
-            transcript.append(tokens)
-        return transcript, turns, finished
-
-    async def score(self, task, problem, temperature, sampled):
-        """What `sample` gives -> a sample (plumbing/samples.py), `success` and `completion`; None stays None."""
-        if sampled is None:
+        module = self.sandbox.tasks[task]
+        attempt = Attempt(self, task, temperature, engine, seed)
+        with contextlib.suppress(Failed):
+            reply = await attempt.play(problem)
+        self.endpoint.forget(attempt)
+        # without a turn there is nothing to train
+        if attempt.failed or not attempt.turns:
             return None
-        transcript, turns, finished = sampled
-        completion = turns if hasattr(self.sandbox.tasks[task], "respond") else turns[0]
-        verdict = await self.sandbox.score(task, problem, completion, finished)
-        reward = verdict["reward"] + overlong_penalty(transcript.sampled, self.config)
-        return transcript.fields() | dict(
+        verdict = self.sandbox.verdict(task, reply, attempt.finished)
+        reward = verdict["reward"] + overlong_penalty(attempt.sampled, self.config)
+        return attempt.fields() | dict(
             task=self.tasks.index(task),
             temperature=temperature,
             reward=reward,
             outcome=cfg.OUTCOMES.index(verdict["outcome"]),
-            finished=finished,
+            finished=attempt.finished,
             success=verdict["success"],
-            completion=completion,
+            completion=attempt.turns if hasattr(module, "episode") else attempt.turns[0],
         )
-
-    async def attempt(self, task, problem, k, engine):
-        """Attempt k of a group, sampled and scored."""
-        temperature = self.config.temperature
-        try:
-            sampled = await self.sample(task, problem, temperature, engine)
-        finally:
-            # its place is free while it is scored
-            self.in_progress -= 1
-        return await self.score(task, problem, temperature, sampled)
 
     async def group(self, draw, task, i, problem, sampler):
         """All attempts at one problem -> one record in queues/rollouts. An attempt that failed makes
@@ -207,7 +170,7 @@ class Actor:
         c = self.config
         # all on one engine where the prompt is computed once
         engine = self.engines.least_loaded() if c.prefix_caching == "on" else None
-        attempts = [self.attempt(task, problem, k, engine) for k in range(c.attempts)]
+        attempts = [self.attempt(task, problem, c.temperature, engine) for _ in range(c.attempts)]
         samples = []
         for k, sample in enumerate(await asyncio.gather(*attempts)):
             if sample is not None:
@@ -234,12 +197,10 @@ class Actor:
                 if counts[source] <= self.config.eval_problems:
                     yield task, source, i, problem
 
-    async def evaluate_attempt(self, task, i, problem, k):
+    def evaluate_attempt(self, task, i, problem, k):
         """Attempt k at held-out problem i: its seed is the same whichever engine samples it, at every version."""
         seed = hash((self.config.seed, i, k)) & 0x7FFFFFFF
-        temperature = self.config.eval_temperature
-        sampled = await self.sample(task, problem, temperature, seed=seed)
-        return await self.score(task, problem, temperature, sampled)
+        return self.attempt(task, problem, self.config.eval_temperature, seed=seed)
 
     async def evaluate(self, version):
         """Held-out problems through the same engines, while training goes on -> queues/evals."""
@@ -311,7 +272,7 @@ class Actor:
         problems = load_problems(c, "train")
         self.prompter.check(problems)
         self.prompter.check(self.test_problems)
-        await self.sandbox.start()
+        await self.start()
         await self.wait_for_trainer()
         state = last_state(self.run_dir)
         saved = state["sampler"].get("state")
@@ -354,7 +315,7 @@ class Actor:
             self.read_trainer()
             evaluations = await reap(evaluations)
         await self.close()
-        counts = self.engines.counts + self.sandbox.counts
+        counts = self.engines.counts + self.sandbox.counts + self.endpoint.counts
         words = ", ".join(f"{n} {what}" for what, n in counts.items())
         print(f"actor: done, {started} groups started, {words}", flush=True)
 

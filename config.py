@@ -118,6 +118,9 @@ class Config:
     gpu_memory_utilization: Annotated[float, Bounds(0, 1)] = 0.0
     # vLLM's prefix caching, within one weight version: pays off for long prompts and many turns
     prefix_caching: Literal["on", "off"] = "off"
+    # vLLM's --tool-call-parser and --reasoning-parser, for agents' own clients: hermes, qwen3, ...
+    tool_parser: str = ""
+    reasoning_parser: str = ""
     # vLLM without CUDA graphs
     enforce_eager: bool = False
 
@@ -129,6 +132,8 @@ class Config:
     reward_cut_off: tuple[float, float, float, float] = (1.0, 0.0, 0.0, 0.0)
     # time limit of the reward function for one answer, wall-clock seconds
     reward_timeout: Seconds = 5.0
+    # time limit of an episode, wall-clock seconds
+    episode_timeout: Seconds = 600.0
     # soft penalty: rewards fall by up to 1 over the last so many tokens before max_new_tokens
     overlong_buffer: CountOr0 = 0
     # leave cut off samples out of the loss (they still count as samples)
@@ -373,8 +378,9 @@ def load_task(name):
     except Exception as e:
         here = ", ".join(sorted(p.stem for p in (ROOT / "tasks").glob("[!_]*.py")))
         raise ConfigError(f"tasks/{name}.py: {type(e).__name__}: {e}; tasks here: {here}") from None
-    for function in ("problems", "reward"):
-        require(hasattr(task, function), f"tasks/{name}.py: has no function {function}")
+    has = [hasattr(task, function) for function in ("problems", "reward", "episode")]
+    words = "has no function problems, or neither reward nor episode"
+    require(has[0] and any(has[1:]), f"tasks/{name}.py: {words}")
     return task
 
 

@@ -24,7 +24,7 @@ from plumbing.archive import group_file
 from plumbing.checkpoints import last_state
 from plumbing.ledger import Ledger
 from plumbing.queues import Queue, publish_json, read_json
-from plumbing.samples import check_record, filler, join, share, split
+from plumbing.samples import check_record, filler, join, layout, share, split
 
 # a row this full is emitted before its step is complete
 FULL = 0.95
@@ -81,8 +81,10 @@ def computed(samples):
     """How many tokens the trainer computes for samples that lie side by side: what they begin with in
     common once (plumbing/samples.py).
     """
-    tokens = np.concatenate([s["tokens"] for s in samples])
-    return int(share(tokens, [len(s["tokens"]) for s in samples])[-1]) + 1
+    tokens, segment = (np.concatenate([s[name] for s in samples]) for name in ("tokens", "segment"))
+    positions, _ = layout([len(s["tokens"]) for s in samples], segment)
+    lengths = np.diff(np.flatnonzero(positions == 0), append=len(positions))
+    return int(share(tokens, lengths)[-1]) + 1
 
 
 def side_by_side(samples, most):

@@ -255,7 +255,7 @@ def micro_batch(model, batch, version, config, device):
     loss (a scalar to call backward on), the metrics as {name: (function, sum, ...)}, which
     plumbing.metrics.Sums adds up over the step, and the logprobs [T] of the trained policy.
     """
-    positions, sequence_ids = layout(batch["lengths"])
+    positions, sequence_ids = layout(batch["lengths"], batch["segment"])
     inputs = (batch["tokens"], positions, batch["temperature"][sequence_ids], batch["mask"])
     # before the policy's forward pass, of which much is kept
     ref_logprobs = model.reference_logprobs(*inputs)[0] if config.kl_coef else None

@@ -22,6 +22,14 @@ RETRIES = 3
 BACK_OFF = 2.5
 
 
+class Refused(Exception):
+    """A request that cannot be answered; status: of HTTP."""
+
+    def __init__(self, status, words):
+        super().__init__(words)
+        self.status = status
+
+
 class Span(msgspec.Struct):
     """Tokens start .. end-1 were sampled by this version, a number as text."""
 
@@ -176,6 +184,21 @@ class Engines:
                     self._note_failure("retried" if tries <= RETRIES else "failed", url, e)
             await asyncio.sleep(min(0.5 * 2**tries, 10) * random.uniform(0.5, 1.5))
         return None
+
+    async def ask(self, path, question):
+        """vLLM's answer to a call of its own, JSON both; Refused with its words if it has none."""
+        for _ in range(RETRIES):
+            url = self.least_loaded()
+            try:
+                async with self._session(url).post(url + path, json=question) as answer:
+                    found = await answer.json()
+                if answer.status == 200:
+                    return found
+                raise Refused(answer.status, found.get("error", {}).get("message", str(found)))
+            except (aiohttp.ClientError, TimeoutError, ValueError) as e:
+                self._note_failure("retried", url, e)
+                await asyncio.sleep(0.5)
+        raise Refused(503, f"no engine answers {path}")
 
     async def _post(self, url, body):
         """One request -> its answer, bytes. Raises ValueError, and what aiohttp does."""

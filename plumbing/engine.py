@@ -7,6 +7,8 @@ GET /health and /metrics, each with the run's secret (out/<run>/secret):
     POST /inference/v1/generate  token ids in; token ids, logprobs, version spans out, see `sample`
     POST /init_process_group     join the trainer's weight group, from now on receive every update
     POST /request_weight_update  {version, recompute_kv}: the new weights are here: swap, stamp, go on
+
+and vLLM's own /v1/chat/completions/render and derender, for plumbing/endpoint.py.
 """
 
 import asyncio
@@ -30,6 +32,8 @@ from plumbing.plan import Plan
 from plumbing.queues import SECRET_HEADER, secret_header
 
 OPEN_CALLS = [("GET", "/health"), ("GET", "/metrics")]
+# vLLM's own, with the secret: chat templates and parsers of tool calls
+CHAT_CALLS = [("POST", f"/v1/chat/completions/{what}") for what in ("render", "derender")]
 # held while parts of a bucket are copied out: two groups' threads write into the same memory
 STAGING = threading.Lock()
 
@@ -67,11 +71,13 @@ class Contract:
         call = (scope.get("method"), scope["path"])
         if call in OPEN_CALLS:
             return self.app
-        if call not in self.handlers:
+        if call not in self.handlers and call not in CHAT_CALLS:
             return JSONResponse({"error": "an engine of a run: no such call"}, 404)
         given = dict(scope["headers"]).get(SECRET_HEADER.encode(), b"")
         if not hmac.compare_digest(given, self.secret):
             return JSONResponse({"error": f"{call[1]} needs the secret of this engine's run"}, 403)
+        if call in CHAT_CALLS:
+            return self.app
         try:
             engine = scope["app"].state.engine_client
             return await self.handlers[call](Request(scope, receive), engine)

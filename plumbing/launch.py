@@ -235,11 +235,21 @@ def engine_commands(c: Config, gpus: int, node=0, host="") -> list[tuple[str, di
         env["PIPELINE_RUN_DIR"] = str(Path(c.out, c.run).absolute())
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *ENGINE_FLAGS]
         command += [str(word) for option in options.items() for word in option]
+        command += chat_flags(c)
         command.append("--enable-prefix-caching" if caching else "--no-enable-prefix-caching")
         if c.enforce_eager:
             command.append("--enforce-eager")
         engines.append((f"engine{i}", env, command))
     return engines
+
+
+def chat_flags(c):
+    """Of vLLM's command: chat templates and parsers of tool calls, for clients in episodes (plumbing/endpoint.py)."""
+    tasks = map(cfg.load_task, cfg.task_weights(c.task))
+    flags = ["--enable-scale-out"] if any(hasattr(task, "episode") for task in tasks) else []
+    if c.tool_parser:
+        flags += ["--enable-auto-tool-choice", "--tool-call-parser", c.tool_parser]
+    return flags + (["--reasoning-parser", c.reasoning_parser] if c.reasoning_parser else [])
 
 
 def _cpu_build(c, i, threads, options):

@@ -50,14 +50,14 @@ class Guards:
         batch: a micro-batch whose first sequences are compared. Collective. Raises RuntimeError above the limit.
         """
         lengths = batch["lengths"][:SEQUENCES]
-        positions, _ = layout(lengths)
-        tokens = batch["tokens"][: len(positions)]
+        tokens = batch["tokens"][: lengths.sum()]
+        positions, _ = layout(lengths, batch["segment"][: len(tokens)])
         # engines tell logprobs of prompts at temperature 1, whatever the run's is
         logprobs = model.token_logprobs(tokens, positions, 1.0)[0].cpu().numpy()
         if self.ranks.rank != 0:
             return {}
         sender.wait()
-        borders = np.cumsum(lengths)[:-1]
+        borders = np.flatnonzero(positions == 0)[1:]
         differences = []
         try:
             for ids, own in zip(np.split(tokens, borders), np.split(logprobs, borders)):

@@ -87,9 +87,9 @@ class Prompter:
             messages, tokenize=False, add_generation_prompt=True, **thinking
         )
 
-    def start(self, problem):
+    def start(self, prompt):
         """Token ids of a problem's prompt."""
-        return self._tokens(problem["prompt"])
+        return self._tokens(prompt)
 
     def _tokens(self, prompt):
         if not self.config.chat:
@@ -131,7 +131,7 @@ class Prompter:
         room = self.config.max_model_len - 1
         for task, of_task in problems.items():
             for n, problem in enumerate(of_task, 1):
-                length = len(self.start(problem))
+                length = len(self.start(problem["prompt"]))
                 require(
                     0 < length <= room,
                     f"{problem.get('where', f'task {task}, problem {n}')}: the prompt {problem['prompt'][:50]!r} has {length} "

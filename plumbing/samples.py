@@ -17,6 +17,8 @@ TOKEN_FIELDS = {
     "behavior_logprobs": np.float32,
     # the weights' version that sampled the token; -1 where nothing was sampled
     "versions": np.int64,
+    # which segment of its attempt it stands in, from 0 on: each is a sequence of its own
+    "segment": np.int16,
 }
 SAMPLE_FIELDS = {
     # index of its task in config.task_weights
@@ -71,15 +73,17 @@ def split(record):
     return samples
 
 
-def layout(lengths):
-    """Where each token of a record stands: (position in its sequence [T], number of its sequence [T]).
+def layout(lengths, segment=None):
+    """Where each token of a record stands: (position in its sequence [T], number of its sample [T]).
 
-    [2, 3] -> ([0, 1, 0, 1, 2], [0, 0, 1, 1, 1])
+    [2, 3] -> ([0, 1, 0, 1, 2], [0, 0, 1, 1, 1]). segment [T]: a sample's segments are sequences of their own.
     """
-    lengths = np.asarray(lengths)
-    sequence_ids = np.repeat(np.arange(len(lengths)), lengths)
-    starts = np.cumsum(lengths) - lengths
-    return np.arange(lengths.sum()) - starts[sequence_ids], sequence_ids
+    sample_ids = np.repeat(np.arange(len(lengths)), lengths)
+    begins = np.diff(sample_ids, prepend=-1) != 0
+    if segment is not None:
+        begins |= np.diff(segment, prepend=-1) != 0
+    starts = np.flatnonzero(begins)
+    return np.arange(len(begins)) - starts[np.cumsum(begins) - 1], sample_ids
 
 
 def share(tokens, lengths):
@@ -136,13 +140,9 @@ def _problems(record, expected):
 
 
 class Transcript:
-    """The tokens of one attempt: what was sent and what was sampled, never re-tokenised.
+    """The tokens of one conversation: what was sent and what was sampled, never re-tokenised."""
 
-    kv_version: the version whose KV cache it may have begun from; None: it computed its own.
-    """
-
-    def __init__(self, prompt, kv_version=None):
-        self.kv_versions = [] if kv_version is None else [kv_version]
+    def __init__(self, prompt):
         self.tokens = []
         self.mask = []
         self.behavior_logprobs = []
@@ -165,13 +165,12 @@ class Transcript:
         return sum(self.mask)
 
     def fields(self):
-        """The per-token fields of a sample, and num_versions."""
-        versions = np.array(self.versions)
+        """Its per-token fields."""
         mask = np.array(self.mask, bool)
         return dict(
             tokens=np.array(self.tokens),
             mask=mask,
             behavior_logprobs=np.array(self.behavior_logprobs, np.float32),
-            versions=versions,
-            num_versions=len({*versions[mask].tolist(), *self.kv_versions}),
+            versions=np.array(self.versions),
+            segment=np.zeros(len(mask), np.int16),
         )

@@ -59,13 +59,18 @@ class Sandbox:
         except RuntimeError as e:
             raise RuntimeError(f"actor: {function} of task {task}, reward workers: {e!r}") from e
 
-    async def score(self, task, problem, completion, finished) -> dict:
-        """Reward, success and outcome of one attempt; a task returns a number or an outcome of the reward table.
+    async def score(self, task, problem, completion, finished):
+        """The verdict of a task's reward function."""
+        reply = await self.call(task, "reward", problem, completion, finished)
+        return self.verdict(task, reply, finished)
+
+    def verdict(self, task, reply, finished) -> dict:
+        """Reward, success and outcome of an attempt from what `call` of its reward, or its episode, has given: a number
+        or an outcome of the reward table.
 
         An answer that the function could not deal with is `unparsable`, and counted: as `limit` if it took too much
         time or memory or its worker died, as `error` if it raised. Raises RuntimeError if most answers fail alike.
         """
-        reply = await self.call(task, "reward", problem, completion, finished)
         self.counts["verdicts"] += 1
         self.last.extend(reply)
         for kind in reply.keys() - {"value"}:
@@ -85,16 +90,6 @@ class Sandbox:
             raise RuntimeError(f"actor: tasks/{task}.py: reward returned {value!r:.200}; {must}")
         success = value >= getattr(self.tasks[task], "SUCCESS", 1.0)
         return dict(reward=value, success=success, outcome="correct" if success else "wrong")
-
-    async def respond(self, task, problem, turns):
-        """The environment's answer to the model's turns; None: it is over, or took too long. RuntimeError if it raised."""
-        reply = await self.call(task, "respond", problem, turns)
-        if "limit" in reply:
-            self.counts["limit"] += 1
-        if "error" in reply or not isinstance(reply.get("value"), str | None):
-            words = f"must return a text or None, after {len(turns)} turns of {problem!s:.200}"
-            raise RuntimeError(f"actor: tasks/{task}.py: respond {words}, not {reply!s:.400}")
-        return reply.get("value")
 
     def close(self):
         """End all workers."""

@@ -1,7 +1,7 @@
 """Guess a number from 1 to 1024 in at most 13 turns; after each guess the game says `higher` or `lower`.
 
-A task with several turns, which `respond` makes it: it is asked after every turn of the model. Its texts are tokenised
-and appended; what the engine sampled is never tokenised again. Reward 2 - i / 10 for the right guess in turn i.
+An episode of several turns: the game's texts are tokenised and appended; what the engine sampled is never tokenised
+again. Reward 2 - i / 10 for the right guess in turn i.
 
 `bash run.sh guess` trains the tiny model it makes.
 """
@@ -37,19 +37,17 @@ def guessed(text):
     return int(found[-1]) if found else None
 
 
-def respond(problem, turns):
-    """What the game says to the last of the model's turns (texts); None: it is over."""
-    guess = guessed(turns[-1])
-    if guess is None or guess == problem["number"] or len(turns) == TURNS:
-        return None
-    return HIGHER if guess < problem["number"] else LOWER
-
-
-def reward(problem, turns, finished):
+async def episode(problem, model):
     """2 - i / 10 if turn i named the number, else 0."""
-    if guessed(turns[-1]) != problem["number"]:
-        return 0.0
-    return 2 - len(turns) / 10
+    said = problem["prompt"]
+    for turn in range(1, TURNS + 1):
+        guess = guessed(await model(said))
+        if guess is None:
+            return 0.0
+        if guess == problem["number"]:
+            return 2 - turn / 10
+        said = HIGHER if guess < problem["number"] else LOWER
+    return 0.0
 
 
 def teacher(rng):

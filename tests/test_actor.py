@@ -18,7 +18,7 @@ from plumbing.checkpoints import NEW_RUN
 from plumbing.ledger import InFlight
 from plumbing.queues import Queue, publish_json, read_json
 from plumbing.samples import split
-from plumbing.sandbox import Sandbox
+from tasks import guess as guess_task
 
 # ---- the gate
 
@@ -164,11 +164,14 @@ class FakeEngine:
         self.calls.append(await request.json())
         return self.answer(len(self.calls), self.calls[-1])
 
+    def routes(self):
+        return [web.post("/inference/v1/generate", self.generate)]
+
     @contextlib.asynccontextmanager
     async def serve(self):
         """Serves as long as it is entered; gives its URL."""
         app = web.Application()
-        app.router.add_post("/inference/v1/generate", self.generate)
+        app.add_routes(self.routes())
         runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -178,7 +181,7 @@ class FakeEngine:
             await runner.cleanup()
 
 
-def with_fake_engine(run_dir, model, answer, work, **knobs):
+def with_fake_engine(run_dir, model, answer, work, engine=None, **knobs):
     """Start an actor whose only engine answers so, and await work(actor); returns (actor, calls)."""
 
     async def run():
@@ -187,17 +190,17 @@ def with_fake_engine(run_dir, model, answer, work, **knobs):
         (run_dir / "queues").mkdir()
         queues.make_secret(run_dir)
         actor = Actor(config, run_dir)
-        engine = FakeEngine(answer)
-        async with engine.serve() as url:
+        fake = engine or FakeEngine(answer)
+        async with fake.serve() as url:
             position = {"next": 0, "ahead": []}
             trainer = dict(version=5, engines=[url], position=position)
             publish_json(run_dir / "queues" / "version.json", **trainer)
             assert actor.read_trainer() == position
             assert actor.version == 5
-            await actor.sandbox.start()
+            await actor.start()
             await work(actor)
             await actor.close()
-        return actor, engine.calls
+        return actor, fake.calls
 
     return asyncio.run(asyncio.wait_for(run(), 60))
 
@@ -220,13 +223,13 @@ def one_group(run_dir, model, answer, problem=PROBLEM, attempts=4, **knobs):
 def test_while_an_attempt_is_judged_its_place_is_another_groups(tmp_path, base_model):
     async def work(actor):
         judged = asyncio.Event()
-        score = actor.sandbox.score
+        call = actor.sandbox.call
 
         async def late(*args):
             await judged.wait()
-            return await score(*args)
+            return await call(*args)
 
-        actor.sandbox.score = late
+        actor.sandbox.call = late
         actor.in_progress = 4
         group = asyncio.create_task(actor.group(0, actor.tasks[0], 0, PROBLEM, Curriculum()))
         while actor.in_progress:
@@ -252,12 +255,13 @@ def test_an_environment_that_says_nothing_gives_the_model_its_next_turn(tmp_path
     p = prompter(tmp_path / "model")
     turns = [p.tokenizer.convert_tokens_to_ids(text) for text in (["5", "<eos>"], ["7", "<eos>"])]
 
-    async def respond(self, task, problem, turns):
-        return "" if len(turns) == 1 else None
+    async def episode(problem, model):
+        await model(problem["prompt"])
+        return 1 if await model("") == "7" else 0
 
-    monkeypatch.setattr(Sandbox, "respond", respond)
+    monkeypatch.setattr(guess_task, "episode", episode)
     r, prompts, _ = guess(tmp_path, lambda n, body: choice(turns[n - 1], [("4", 0, 2)]))
-    start = p.start(GUESS)
+    start = p.start(GUESS["prompt"])
     assert prompts == [start, start + turns[0]]
     assert r["tokens"].tolist() == start + turns[0] + turns[1]
     assert r["mask"].tolist() == [False] * len(start) + [True] * 4
@@ -278,7 +282,7 @@ def test_turns_keep_the_exact_tokens_that_were_sampled(tmp_path):
         return choice(tokens, spans[: len(tokens) - 1], of_turn[n - 1])
 
     r, prompts, calls = guess(tmp_path, answer)
-    start = p.start(GUESS)
+    start = p.start(GUESS["prompt"])
     lower = p.more("lower\n")
     higher = p.more("higher\n")
     second = start + turns[0] + higher
@@ -394,7 +398,9 @@ def test_evaluations_are_of_the_first_held_out_problems(tmp_path, base_model):
 
     knobs = dict(eval_problems=3, eval_attempts=2, eval_temperature=0.0)
     actor, calls = with_fake_engine(tmp_path, base_model, good, work, **knobs)
-    prompts = [actor.prompter.start(problem) for problem in actor.test_problems["toy"][:3]]
+    prompts = [
+        actor.prompter.start(problem["prompt"]) for problem in actor.test_problems["toy"][:3]
+    ]
     assert sorted(call["token_ids"] for call in calls) == sorted(2 * prompts)
     assert {call["sampling_params"]["temperature"] for call in calls} == {0.0}
     line = Queue(tmp_path / "queues" / "evals").get(0)[1]

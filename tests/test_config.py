@@ -24,7 +24,10 @@ from tools import serve
         ("toy --steps many", "--steps: invalid literal for int"),
         ("toy --loss mse", "--loss"),
         ("chess", "unknown preset 'chess': choose from toy, smol, guess, math"),
-        ("toy --task chess", "No module named 'tasks.chess'; tasks here: guess, gym, maths, tail"),
+        (
+            "toy --task chess",
+            "No module named 'tasks.chess'; tasks here: agent, guess, gym, judge, maths, python_tool, tail",
+        ),
         ("toy --attempts 9", "--batch_size must be a multiple of --attempts; now batch_size 448"),
         ("toy --attempts 1 --batch_size 4", "--attempts: this --advantage needs 2; now attempts 1"),
         ("toy --max_new_tokens 128", "--max_new_tokens must be below --max_model_len"),

@@ -85,6 +85,7 @@ class Run(plain.Recording):
         right = toy.reward(problem, self.prompter.decode(tokens), finished)
         reward = np.float32(right + overlong_penalty(len(tokens), self.config))
         own = dict(task=0, temperature=np.float32(0.7), reward=reward, finished=finished)
+        own["num_versions"] = 1
         own["outcome"] = int(right < 1)
         sample = transcript.fields() | own
         sample["behavior_logprobs"][sample["mask"]] = plain.expected(self, sample)[0]
@@ -326,11 +327,24 @@ def test_a_stale_cache_and_a_new_one_differ_after_an_update_alone(run):
     assert again[-4:] == pytest.approx(plain.expected(run, one)[0][-4:], abs=1e-5)
 
 
-def test_an_episode_that_ends_before_its_environment_is_found(run, monkeypatch):
-    for reply, expected in ((None, "yyy"), ("go on", "yny")):
-        monkeypatch.setattr(toy, "respond", lambda problem, turns: reply, raising=False)
-        run.groups = {k: one for k, one in run.groups.items() if one["samples"][0]["finished"]}
+def test_an_episode_is_played_again(run, monkeypatch):
+    """Too few turns, other texts than it says; what talks to a client cannot be."""
+    for says, expected in ([], "yny"), (["{}="], "yyy"), (["{}"], "yny"), (["{}=", ""], "yny"):
+
+        async def episode(problem, model):
+            for text in says:
+                await model(text.format(problem["prompt"][:-1]))
+            return 1.0
+
+        monkeypatch.setattr(toy, "episode", episode, raising=False)
         assert said(checks.check_texts(run)) == expected
+
+    async def client(problem, model):
+        return model.base_url
+
+    monkeypatch.setattr(toy, "episode", client)
+    assert said(checks.check_texts(run))[1] == "y"
+    assert said(checks.check_rewards(run)) == "-"
 
 
 @pytest.mark.parametrize("kind", ["loo", "mean", "mean_std", "none"])

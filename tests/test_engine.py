@@ -15,6 +15,7 @@ from conftest import PORT, ROOT
 from plumbing import launch, queues
 
 GENERATE = "/inference/v1/generate"
+CHAT = [f"/v1/chat/completions/{what}" for what in ("render", "derender")]
 ORDERS = ["/init_process_group", "/request_weight_update"]
 # of vLLM 0.32, as its /openapi.json lists them, its documentation, its development routes; and tricks with paths
 OTHERS = """
@@ -54,7 +55,7 @@ def key(engine):
 
 def test_the_contract_is_all_there_is(engine, key):
     calls = [("GET", "/health"), ("GET", "/metrics")]
-    calls += [("POST", path) for path in [GENERATE, *ORDERS]]
+    calls += [("POST", path) for path in [GENERATE, *ORDERS, *CHAT]]
     paths = ["/health", "/metrics", GENERATE, *ORDERS, *OTHERS]
     answered = []
     for method, path in itertools.product(METHODS, paths):
@@ -68,7 +69,7 @@ def test_the_contract_is_all_there_is(engine, key):
     assert codes <= {400, 403, 404}
 
 
-@pytest.mark.parametrize("path", [GENERATE, *ORDERS])
+@pytest.mark.parametrize("path", [GENERATE, *ORDERS, *CHAT])
 def test_strangers_are_refused(engine, path, key):
     right = key[queues.SECRET_HEADER]
     for value in ("", "x", right[:-1], right + "0", right.upper() + "x", engine.run_id):

@@ -22,10 +22,6 @@ def reward(problem, completion, finished):
         return problem["absent"]
     act = ACTS.get(completion, completion) if isinstance(completion, str) else completion
     return act() if callable(act) else act
-def respond(problem, turns):
-    if "turn" in problem:
-        return ACTS[problem["turn"]]()
-    return None if len(turns) == 2 else f"turn {len(turns)}: {turns[-1]}"
 def loop():
     while True:
         try:
@@ -50,7 +46,6 @@ ACTS |= dict(
     exit=lambda: os._exit(3),
     killed=lambda: os.kill(os.getpid(), 9),
     output=lambda: print("much " * 10**6) or os.system("echo much >&2") or 1,
-    respond=lambda: 7,
 )
 """
 RIGHT = dict(reward=1.0, success=True, outcome="correct")
@@ -153,16 +148,6 @@ def test_what_is_no_reward_ends_the_run_and_is_named(sandboxed, wrong):
     assert len(str(e.value)) < 600
 
 
-def test_a_conversation(sandboxed):
-    async def work(s):
-        return [await s.respond("odd", {}, turns) for turns in (["x"], ["x", "y"])]
-
-    assert sandboxed(work) == ["turn 1: x", None]
-    for wrong in ("respond", "nested", "absent"):
-        with pytest.raises(RuntimeError, match="tasks/odd.py: respond must return a text or None"):
-            sandboxed(lambda s: s.respond("odd", {"turn": wrong}, ["x"]))
-
-
 def test_what_a_reward_prints_goes_nowhere(sandboxed, capfd):
     assert sandboxed(lambda s: s.score("odd", {}, "output", True)) == RIGHT
     assert "much" not in "".join(capfd.readouterr())
@@ -181,7 +166,6 @@ def test_an_instant_task_needs_no_worker_and_is_checked_alike(odd, sandboxed):
         for wrong in NO_REWARDS:
             with pytest.raises(RuntimeError, match="tasks/odd.py: reward returned"):
                 await s.score("odd", {}, wrong, True)
-        assert await s.respond("odd", {}, ["x"]) == "turn 1: x"
         assert s.counts == dict(verdicts=6 + len(NO_REWARDS), error=1, limit=1 + 1)
         assert s.pool is None
 

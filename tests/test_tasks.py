@@ -1,5 +1,6 @@
 """Tasks: problems, rewards, hostile answers, data files with mistakes, the tiny base models' tokenizer."""
 
+import asyncio
 import json
 import os
 import random
@@ -82,9 +83,12 @@ def test_a_task_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(tasks, "__path__", [*tasks.__path__, str(tmp_path)])
     (tmp_path / "halved.py").write_text("def problems(split, seed):\n    return []\n")
     for name, words in [
-        ("lacking", "ModuleNotFoundError: No module named 'no_such_package'; tasks here: guess"),
-        ("unfinished", r"SyntaxError: .*\(unfinished.py, line 2\); tasks here: guess"),
-        ("halved", "has no function reward"),
+        (
+            "lacking",
+            "ModuleNotFoundError: No module named 'no_such_package'; tasks here: agent, guess",
+        ),
+        ("unfinished", r"SyntaxError: .*\(unfinished.py, line 2\); tasks here: agent, guess"),
+        ("halved", "has no function problems, or neither reward nor episode"),
     ]:
         with pytest.raises(cfg.ConfigError, match=f"^tasks/{name}.py: {words}"):
             cfg.load_task(name)
@@ -100,18 +104,23 @@ def test_a_package_that_pip_does_not_get_is_one_line(tmp_path):
 
 
 def test_guess_by_hand():
-    problem = dict(number=300)
-    for turns, response, reward in [
-        (["512"], "lower\n", 0),
-        (["512", "I say 256!"], "higher\n", 0),
-        (["512", "300"], None, 1.8),
-        (["no idea"], None, 0),
-        (["1"] * 12, "higher\n", 0),
-        (["1"] * 13, None, 0),
-        (["1"] * 12 + ["300"], None, 0.7),
+    problem = dict(prompt=guess.PROMPT, number=300)
+    for turns, said, reward in [
+        (["512", "I say 256!", "300"], ["lower\n", "higher\n"], 1.7),
+        (["300"], [], 1.9),
+        (["no idea"], [], 0),
+        (["1"] * 13, ["higher\n"] * 12, 0),
+        (["1"] * 12 + ["300"], ["higher\n"] * 12, 0.7),
     ]:
-        assert guess.respond(problem, turns) == response
-        assert guess.reward(problem, turns, True) == pytest.approx(reward)
+        heard = []
+        answers = iter(turns)
+
+        async def model(text):
+            heard.append(text)
+            return next(answers)
+
+        assert asyncio.run(guess.episode(problem, model)) == pytest.approx(reward)
+        assert heard == [guess.PROMPT, *said]
     assert guess.SUCCESS == pytest.approx(0.7)
 
 
@@ -320,7 +329,7 @@ TEMPLATE = (
 
 def test_raw_and_templated_prompts(tmp_path):
     raw = prompter(tmp_path, system_prompt="Be brief. ")
-    assert raw.tokenizer.decode(raw.start({"prompt": "2+2?"})) == "Be brief. 2+2?"
+    assert raw.tokenizer.decode(raw.start("2+2?")) == "Be brief. 2+2?"
     assert raw.tokenizer.decode(raw.more("lower\n")) == "lower\n"
     with pytest.raises(cfg.ConfigError, match="no chat template"):
         prompter(tmp_path, chat=True)
@@ -330,14 +339,14 @@ def test_raw_and_templated_prompts(tmp_path):
     assert chat.stop == {1, chat.tokenizer.eos_token_id}
     turn = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think></think>"
     first = "<|im_start|>system\nBe brief.<|im_end|>\n" + turn.format("2+2?")
-    assert decode(chat.start({"prompt": "2+2?"})) == first
+    assert decode(chat.start("2+2?")) == first
     # what was sampled ends in <|im_end|>; what is appended goes on from there exactly as the template would
     sampled = chat.tokenizer("4<|im_end|>", add_special_tokens=False)["input_ids"]
-    whole = decode(chat.start({"prompt": "2+2?"}) + sampled + chat.more("And 3+3?"))
+    whole = decode(chat.start("2+2?") + sampled + chat.more("And 3+3?"))
     assert whole == first + "4<|im_end|>\n" + turn.format("And 3+3?")
     assert "user\nYOUR TURN: guess<|im_end|>" in decode(chat.more("YOUR TURN: guess"))
     auto = prompter(tmp_path, TEMPLATE, chat=True)
-    assert "<think>" not in auto.tokenizer.decode(auto.start({"prompt": "a"}))
+    assert "<think>" not in auto.tokenizer.decode(auto.start("a"))
 
 
 def test_a_prompt_of_no_tokens_or_too_many_is_named(tmp_path):

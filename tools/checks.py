@@ -118,14 +118,11 @@ def check_texts(run):
         turns, (prompt, *between) = run.parts(sample)
         prompts += prompt != run.prompt(group["problem"])
         task = sys.modules[f"tasks.{group['task']}"]
-        if hasattr(task, "respond"):
-            texts = [run.prompter.decode(turn) for turn in turns]
-            # it is over when the environment has no reply
-            between += [None] if sample["finished"] else []
-            for k, tokens in enumerate(between, 1):
-                reply = task.respond(group["problem"], texts[:k])
-                wrong_replies += not run.is_reply(tokens, reply)
-                replies += 1
+        if hasattr(task, "episode"):
+            replayed = plain.Replayed(run, sample)
+            asyncio.run(replayed.play(task, group["problem"]))
+            wrong_replies += replayed.wrong
+            replies += len(turns)
         else:
             ends += not stop.isdisjoint(sum(turns, [])[:-1])
         stops = int(sample["tokens"][-1]) in stop and sample["mask"][-1]
@@ -262,23 +259,30 @@ def check_rewards(run):
     """
     c = run.config
     chosen = run.samples()[:SCORED]
-    differ = 0
+    differ = judged = 0
     with contextlib.closing(Sandbox(run.config)) as sandbox:
         asyncio.run(sandbox.start())
         for draw, sample in chosen:
             group = run.groups[draw]
-            turns = [run.prompter.decode(turn) for turn in run.parts(sample)[0]]
-            completion = turns if hasattr(sandbox.tasks[group["task"]], "respond") else turns[0]
+            task = sandbox.tasks[group["task"]]
             finished = bool(sample["finished"])
-            args = (group["problem"], completion, finished)
-            reply = asyncio.run(sandbox.call(group["task"], "reward", *args))
-            reward, outcome = plain.verdict(c, sandbox.tasks[group["task"]], reply, finished)
+            replayed = plain.Replayed(run, sample)
+            if hasattr(task, "episode"):
+                reply = asyncio.run(replayed.play(task, group["problem"]))
+            else:
+                args = (group["problem"], replayed.texts[0], finished)
+                reply = asyncio.run(sandbox.call(group["task"], "reward", *args))
+            # of a client's episode nothing is known
+            if reply is None:
+                continue
+            judged += 1
+            reward, outcome = plain.verdict(c, task, reply, finished)
             # less the soft penalty of DAPO (arXiv 2503.14476) eq. 13
             over = sample["mask"].sum() - (c.max_new_tokens - c.overlong_buffer)
             reward -= max(over, 0) / max(c.overlong_buffer, 1)
             same = cfg.OUTCOMES[sample["outcome"]] == outcome
             differ += abs(reward - sample["reward"]) > 1e-5 or not same
-    yield none_differ("rewards, scored again", differ, len(chosen))
+    yield none_differ("rewards, scored again", differ, judged)
 
 
 # ---- stopping and going on

@@ -174,7 +174,7 @@ async def all_attempts(actor, engines, out):
     Raises what one of them raised; RuntimeError if an engine dies. Every request has a deadline.
     """
     c = actor.config
-    await actor.sandbox.start()
+    await actor.start()
     actor.engines.set_engines([engine.url for engine in engines])
     tries = [(problem, k) for problem in actor.held_out() for k in range(c.eval_attempts)]
     pending = {asyncio.create_task(attempt(actor, *problem, k)) for problem, k in tries}

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import config as cfg
+from plumbing.episode import CutOff
 from plumbing.problems import Prompter, load_problems
 from plumbing.samples import split
 from tools import report
@@ -114,17 +115,48 @@ class Recording:
         messages = [{"role": role, "content": text} for role, text in texts if text]
         return self.encode(self.prompter.render(messages))
 
-    def is_reply(self, tokens, reply):
-        """Are these tokens, None for the end of the episode, what an environment's reply becomes?"""
-        if tokens is None or reply is None:
-            return tokens is reply
-        # a template puts something around it
-        text = self.prompter.tokenizer.decode(tokens)
-        return reply.strip() in text if self.config.chat else tokens == self.encode(reply)
-
     def encode(self, text):
         """Token ids of a text that is no beginning."""
         return self.prompter.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+class Replayed:
+    """What an episode is given instead of the model: it says what was sampled, in that order.
+
+    wrong: texts of the episode, or turns, that are not where the other was.
+    """
+
+    def __init__(self, run, sample):
+        self.run = run
+        turns, self.before = run.parts(sample)
+        self.texts = [run.prompter.decode(turn) for turn in turns]
+        self.finished = bool(sample["finished"])
+        self.wrong = len(turns)
+        self.turn = 0
+
+    async def __call__(self, text):
+        if self.turn == len(self.texts):
+            # an attempt that had ended by itself was over
+            self.wrong += self.finished
+            raise CutOff
+        tokens, self.turn = self.before[self.turn], self.turn + 1
+        if self.turn > 1 and self.run.config.chat:
+            # a template puts something around it
+            same = text.strip() in self.run.prompter.tokenizer.decode(tokens)
+        else:
+            said = self.run.encode(text) if self.turn > 1 else self.run.prompt({"prompt": text})
+            same = tokens == said
+        self.wrong -= same
+        return self.texts[self.turn - 1]
+
+    async def play(self, task, problem):
+        """{"value": what the episode returns}; None if it does something else than to talk."""
+        try:
+            return {"value": await task.episode(problem, self)}
+        except CutOff:
+            return {"value": "no_answer"}
+        except AttributeError:
+            self.wrong = 0
 
 
 def trainer_state(run, version):

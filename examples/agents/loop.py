@@ -1,0 +1,36 @@
+"""What an agent for tasks/agent.py runs: `main(problems, attempt)`. Needs Python alone.
+
+problems(split, seed) -> dicts with "prompt"; async attempt(problem, base_url, api_key) -> reward.
+"""
+
+import asyncio
+import json
+import sys
+
+
+def main(problems, attempt):
+    if sys.argv[1] == "problems":
+        for problem in problems(sys.argv[2], int(sys.argv[3])):
+            print(json.dumps(problem))
+    else:
+        # what somebody prints must not come between the answers
+        answers, sys.stdout = sys.stdout, sys.stderr
+        asyncio.run(serve(attempt, answers))
+
+
+async def serve(attempt, answers):
+    async def answer(problem, base_url, api_key):
+        try:
+            found = {"reward": await attempt(problem, base_url, api_key)}
+        except Exception as e:
+            found = {"error": f"{type(e).__name__}: {e}"}
+        print(json.dumps({"api_key": api_key, **found}), file=answers, flush=True)
+
+    reader = asyncio.StreamReader(limit=1 << 24)
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    running = set()
+    async for line in reader:
+        task = asyncio.create_task(answer(**json.loads(line)))
+        running.add(task)
+        task.add_done_callback(running.discard)

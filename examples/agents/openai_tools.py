@@ -1,0 +1,31 @@
+"""The `openai` package, with a tool (pip install openai): for tasks/agent.py."""
+
+import json
+
+import directory
+from loop import main
+from openai import AsyncOpenAI
+
+
+async def attempt(problem, base_url, api_key):
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        messages = [{"role": "user", "content": problem["prompt"]}]
+        for _ in range(4):
+            answer = await client.chat.completions.create(
+                model="policy", messages=messages, tools=[directory.TOOL]
+            )
+            message = answer.choices[0].message
+            if not message.tool_calls:
+                break
+            messages.append(message)
+            for call in message.tool_calls:
+                try:
+                    found = directory.lookup(problem, **json.loads(call.function.arguments))
+                except (ValueError, TypeError) as e:
+                    found = str(e)
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
+        return directory.reward(problem, message.content)
+
+
+if __name__ == "__main__":
+    main(directory.problems, attempt)

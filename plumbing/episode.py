@@ -1,0 +1,174 @@
+"""One attempt as an episode sees it: `await model(text)`, and an endpoint for clients of any kind (plumbing/endpoint.py).
+
+    async def episode(problem, model):          # in a task file: a number, or an outcome of the reward table
+        guess = await model(problem["prompt"])  # the model's turn
+        ...                                     # anything may be awaited; blocking work: await model.call("function", ...)
+
+What the engines sampled is kept as it was sampled. An attempt has one segment of tokens, or several where what was
+sent does not continue what is there: other conversations, branches, a template that drops old thinking. It stays one
+sample with one reward. Deliberately absent: states of the environment, which are the episode's own.
+"""
+
+import asyncio
+import secrets
+import traceback
+
+import numpy as np
+
+from plumbing.samples import Transcript
+
+
+class CutOff(Exception):
+    """The attempt has no tokens left for another turn."""
+
+
+class Failed(Exception):
+    """No engine answered: the attempt is no sample."""
+
+
+class Attempt:
+    """What an episode is given as `model`.
+
+    actor: actor.Actor; temperature: of its samples; engine: where it had best begin; seed: of its first turn, of evaluations alone.
+    turns: texts of the model's turns; finished: the last one ended by itself.
+    """
+
+    def __init__(self, actor, task, temperature, engine=None, seed=None):
+        self.actor = actor
+        self.task = task
+        self.temperature = temperature
+        self.engine = engine
+        self.seed = seed
+        # equal beginnings are computed once by each version, that of the attempt's start; an update in
+        # the middle leaves an attempt of several turns what it has, as one of a single turn
+        self.version = actor.version if actor.config.prefix_caching == "on" else None
+        self.segments = []
+        self.turns = []
+        self.finished = False
+        self.failed = False
+        # token ids of the conversation of __call__
+        self.conversation = []
+        # among the actor's attempts in progress: it is when it is chosen; evaluations are not
+        self.counts = self.is_counted = seed is None
+        # of plumbing/endpoint.py, for clients of any kind: what was asked and answered
+        self.base_url = actor.endpoint.url
+        self.api_key = f"sk-{secrets.token_hex(16)}"
+        actor.endpoint.attempts[self.api_key] = self
+        self.exchanges = []
+        self.texts = []
+        self.requests = {}
+
+    async def __call__(self, text):
+        """Continue the conversation with a text, the prompt first: the model's turn. Raises CutOff, Failed."""
+        prompter = self.actor.prompter
+        more = prompter.more if self.conversation else prompter.start
+        prompt = self.conversation + more(text)
+        answer = await self.generate(prompt)
+        self.conversation = prompt + answer["tokens"]
+        return self.turns[-1]
+
+    async def call(self, function, *args):
+        """What a function of the task's file returns, a number or a text: called in a process of its own, with limits.
+
+        Raises TimeoutError if it took too much, RuntimeError if it raised.
+        """
+        reply = await self.actor.sandbox.call(self.task, function, *args)
+        if "limit" in reply:
+            raise TimeoutError(f"{function}: {reply['limit']}")
+        if "error" in reply:
+            raise RuntimeError(f"{function}: {reply['error']}")
+        return reply["value"]
+
+    @property
+    def sampled(self):
+        """How many tokens were sampled."""
+        return sum(segment.sampled for segment in self.segments)
+
+    async def generate(self, prompt, limit=None):
+        """Sample a turn after these token ids, of at most `limit` tokens: the engine's answer. Raises CutOff, Failed.
+
+        Until it is there, nothing changes: a client that gives up leaves no trace.
+        """
+        actor = self.actor
+        c = actor.config
+        room = min(c.max_new_tokens - self.sampled, c.max_model_len - len(prompt))
+        room = min(room, c.row_tokens - self.length_with(prompt))
+        if room <= 0:
+            self.finished = False
+            raise CutOff(f"no tokens left after {self.sampled} sampled ones")
+        seed = None if self.seed is None else self.seed + len(self.turns)
+        salt = None if self.version is None else str(self.version)
+        actor.in_progress += self.counts and not self.is_counted
+        self.is_counted = False
+        try:
+            answer = await actor.engines.generate(
+                prompt, self.temperature, min(room, limit or room), seed, salt, self.engine
+            )
+        finally:
+            # its place is free while something else is awaited
+            actor.in_progress -= self.counts
+        if answer is None:
+            self.failed = True
+            raise Failed("no engine answered")
+        if self.length_with(prompt) + len(answer["tokens"]) > c.row_tokens:
+            # other turns were sampled meanwhile
+            raise CutOff(f"no tokens left after {self.sampled} sampled ones")
+        self.engine = answer["engine"]
+        segment = self.segment_of(prompt)
+        if segment is None:
+            segment = Transcript([])
+            self.segments.append(segment)
+        segment.append(prompt[len(segment.tokens) :])
+        segment.append(answer["tokens"], answer["behavior_logprobs"], answer["versions"])
+        self.turns.append(actor.prompter.decode(answer["tokens"]))
+        self.finished = answer["finished"]
+        return answer
+
+    def segment_of(self, prompt):
+        """The segment that a prompt continues, the longest of them; None: it begins another one, in which what an
+        earlier one has sampled is context, trained there alone.
+        """
+        fits = [x for x in self.segments if x.tokens == prompt[: len(x.tokens)]]
+        return max(fits, key=lambda segment: len(segment.tokens), default=None)
+
+    def length_with(self, prompt):
+        """Tokens of all segments if this prompt is sent."""
+        segment = self.segment_of(prompt)
+        others = sum(len(x.tokens) for x in self.segments if x is not segment)
+        return others + len(prompt)
+
+    def fields(self):
+        """The per-token fields of a sample, its segments one after the other, and num_versions."""
+        parts = [segment.fields() for segment in self.segments]
+        for k, part in enumerate(parts):
+            part["segment"] += k
+        fields = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        began = [] if self.version is None else [self.version]
+        sampled = fields["versions"][fields["mask"]].tolist()
+        return fields | dict(num_versions=len({*sampled, *began}))
+
+    async def play(self, problem):
+        """The episode: {"value": number or outcome}, {"limit": words} or {"error": words}, as Sandbox.call has them.
+
+        Raises Failed. A task with `reward` has one turn, which that function scores.
+        """
+        module = self.actor.sandbox.tasks[self.task]
+        try:
+            if not hasattr(module, "episode"):
+                text = await self(problem["prompt"])
+                args = (problem, text, self.finished)
+                return await self.actor.sandbox.call(self.task, "reward", *args)
+            seconds = self.actor.config.episode_timeout
+            value = await asyncio.wait_for(module.episode(problem, self), seconds)
+            return {"value": value if isinstance(value, str) else float(value)}
+        except Failed:
+            raise
+        except CutOff:
+            return {"value": "no_answer"}
+        except TimeoutError as e:
+            return {"limit": str(e) or f"longer than {seconds} s"}
+        except Exception:
+            return {"error": " ".join(traceback.format_exc(limit=-1).split()[4:])[-400:]}
+        finally:
+            self.actor.in_progress -= self.is_counted
+            self.is_counted = False

@@ -1,0 +1,58 @@
+"""Reward from another model: any OpenAI-compatible URL says how good an answer is, from 0 to 10.
+
+    JUDGE_URL=http://127.0.0.1:8000/v1 bash run.sh math --task judge --train_data mine.jsonl --eval_data other.jsonl
+
+Data as for tasks/maths.py: a column `prompt` and, if there is something to compare with, `answer`. $JUDGE_KEY and
+$JUDGE_MODEL go to the judge, who is asked at most $JUDGE_BUDGET times (a million), AT_ONCE at a time. An answer without
+a number within SECONDS is asked for again; what has no verdict after TRIES is `unparsable`, and counted.
+"""
+
+import asyncio
+import itertools
+import os
+import re
+
+import aiohttp
+
+from tasks._data import column, rows
+
+SECONDS, TRIES, AT_ONCE = 60.0, 3, 64
+# a grade from here on is a success
+SUCCESS = 0.8
+ASK = "Question: {}\n{}Answer to be judged: {}\nHow good is it, from 0 to 10? Reply with the number only."
+CALLS, PLACES = itertools.count(1), asyncio.Semaphore(AT_ONCE)
+
+
+def problems(split, seed=0, data=""):
+    """Dicts with prompt and answer, "" if there is none. Raises ValueError."""
+    if "JUDGE_URL" not in os.environ:
+        raise ValueError("JUDGE_URL is not set: where is the judge?")
+    found = itertools.chain.from_iterable(map(rows, data.split(",")))
+    return [dict(prompt=column(r, "prompt", "question"), answer=r.get("answer")) for _, r in found]
+
+
+async def ask(text):
+    """The number in a judge's reply. Raises what goes wrong."""
+    if next(CALLS) > int(os.environ.get("JUDGE_BUDGET", 10**6)):
+        raise SystemExit("actor: tasks/judge.py: JUDGE_BUDGET is spent")
+    body = dict(model=os.environ.get("JUDGE_MODEL", "judge"), temperature=0, max_tokens=8)
+    body["messages"] = [dict(role="user", content=text)]
+    how = dict(headers={"Authorization": f"Bearer {os.environ.get('JUDGE_KEY', '')}"})
+    how["timeout"] = aiohttp.ClientTimeout(total=SECONDS)
+    async with PLACES, aiohttp.ClientSession(**how) as session:
+        async with session.post(f"{os.environ['JUDGE_URL']}/chat/completions", json=body) as reply:
+            said = (await reply.json())["choices"][0]["message"]["content"]
+    return float(re.search(r"\d+(\.\d+)?", said)[0])
+
+
+async def episode(problem, model):
+    """The judge's grade of one answer, 0 to 1."""
+    answer = await model(problem["prompt"])
+    known = f"Reference: {problem['answer']}\n" if problem["answer"] else ""
+    for k in range(TRIES):
+        try:
+            return min(await ask(ASK.format(problem["prompt"], known, answer)), 10) / 10
+        except (aiohttp.ClientError, TimeoutError, LookupError, TypeError, ValueError) as e:
+            why = f"the judge gives no number: {type(e).__name__}: {e}"
+            await asyncio.sleep(2**k)
+    raise RuntimeError(why)
