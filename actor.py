@@ -10,7 +10,6 @@ threads, several actors (one holds what some 240 H100s sample).
 """
 
 import asyncio
-import contextlib
 import functools
 import gc
 import random
@@ -25,7 +24,7 @@ import config as cfg
 from plumbing.checkpoints import last_state
 from plumbing.client import Engines
 from plumbing.endpoint import Endpoint
-from plumbing.episode import Attempt, Failed
+from plumbing.episode import Attempt
 from plumbing.ledger import InFlight
 from plumbing.problems import Prompter, load_problems
 from plumbing.queues import Queue, read_json
@@ -143,8 +142,7 @@ class Actor:
         """
         module = self.sandbox.tasks[task]
         attempt = Attempt(self, task, temperature, engine, seed)
-        with contextlib.suppress(Failed):
-            reply = await attempt.play(problem)
+        reply = await attempt.play(problem)
         self.endpoint.forget(attempt)
         # without a turn there is nothing to train
         if attempt.failed or not attempt.turns:

@@ -119,7 +119,7 @@ class Config:
     # vLLM's prefix caching, within one weight version: pays off for long prompts and many turns
     prefix_caching: Literal["on", "off"] = "off"
     # vLLM's --tool-call-parser and --reasoning-parser, for agents' own clients: hermes, qwen3, ...
-    tool_parser: str = ""
+    tool_parser: str = "hermes"
     reasoning_parser: str = ""
     # vLLM without CUDA graphs
     enforce_eager: bool = False

@@ -261,7 +261,7 @@ def micro_batch(model, batch, version, config, device):
     ref_logprobs = model.reference_logprobs(*inputs)[0] if config.kl_coef else None
     logprobs, entropy = model.token_logprobs(*inputs, entropy_grad=config.entropy_coef > 0)
     arrays = {k: v for k, v in batch.items() if isinstance(v, np.ndarray)}
-    arrays["sequence_ids"] = sequence_ids
+    arrays |= dict(sequence_ids=sequence_ids, positions=positions)
     tensors = to_device(device, *(torch.from_numpy(x) for x in arrays.values()))
     b = dict(zip(arrays, tensors))
 
@@ -300,10 +300,16 @@ def micro_batch(model, batch, version, config, device):
         # The engine's logprob is of this version's forward only if all of the sequence was: its KV
         # cache may be older.
         pure = mask & (lag == 0) & (b["num_versions"] == 1)[b["sequence_ids"]]
+        is_real = is_sample[b["sequence_ids"]]
+        # a turn begins with a sampled token after one that was sent
+        turns = (b["mask"][1:] & ~b["mask"][:-1]).sum()
+        segments = ((b["positions"] == 0) & is_real).sum()
         by_lag = [sum_by_lag(x, lag) for x in (mask, per_token, kl_behavior, w, w * w, clipped)]
         metrics = {
             "samples": (count, samples),
-            "tokens": (count, is_sample[b["sequence_ids"]].sum()),
+            "turns": (mean, turns, samples),
+            "segments": (mean, segments, samples),
+            "tokens": (count, is_real.sum()),
             "sampled_tokens": (count, tokens),
             "reward": (mean, b["reward"].sum(), samples),
             "success": (mean, (b["outcome"] == 0).sum(), samples),

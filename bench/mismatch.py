@@ -29,7 +29,7 @@ def tokens_of(run_dir):
     found = {name: [] for name in (*UPPER_EDGES, "difference")}
     for line in Path(run_dir, "samples.jsonl").read_text().splitlines():
         rollout = json.loads(line)
-        if any(version not in (-1, rollout["step"] - 1) for version, _ in rollout["spans"]):
+        if any(version not in (-1, rollout["step"] - 1) for version, *_ in rollout["spans"]):
             continue
         n = len(rollout["log_ratios"])
         found["place"] += range(1, n + 1)

@@ -22,14 +22,6 @@ RETRIES = 3
 BACK_OFF = 2.5
 
 
-class Refused(Exception):
-    """A request that cannot be answered; status: of HTTP."""
-
-    def __init__(self, status, words):
-        super().__init__(words)
-        self.status = status
-
-
 class Span(msgspec.Struct):
     """Tokens start .. end-1 were sampled by this version, a number as text."""
 
@@ -89,7 +81,7 @@ class Engines:
         self.config = config
         self.stop = sorted(stop)
         self.vocabulary = vocabulary
-        self.headers = secret_header(run_dir) if run_dir else None
+        self.headers = secret_header(run_dir) if run_dir else {}
         self.serving = []
         # by url: sequences in progress; before this time no work; HTTP connections
         self.load = Counter()
@@ -124,8 +116,9 @@ class Engines:
             timeout = aiohttp.ClientTimeout(total=self.config.stall_timeout / 3)
             # the server closes idle connections after 5 s: close them first
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
-            how = dict(headers=self.headers, timeout=timeout, connector=connector)
-            self.sessions[url] = aiohttp.ClientSession(**how)
+            how = dict(timeout=timeout, connector=connector)
+            headers = self.headers | {"Content-Type": "application/json"}
+            self.sessions[url] = aiohttp.ClientSession(headers=headers, **how)
         return self.sessions[url]
 
     async def close(self):
@@ -172,7 +165,7 @@ class Engines:
         while tries <= RETRIES:
             async with self._slot(engine) as url:
                 try:
-                    content = await self._post(url, msgspec.json.encode(body))
+                    content = await self._post(url, "/inference/v1/generate", body)
                     answer = read_answer(content, max_tokens, self.stop, self.vocabulary)
                     self.tokens += len(answer["tokens"])
                     self.in_vain = 0
@@ -186,30 +179,31 @@ class Engines:
         return None
 
     async def ask(self, path, question):
-        """vLLM's answer to a call of its own, JSON both; Refused with its words if it has none."""
+        """vLLM's answer to a call of its own, JSON both. Raises aiohttp.ClientResponseError with its words, or ConnectionError."""
         for _ in range(RETRIES):
             url = self.least_loaded()
             try:
-                async with self._session(url).post(url + path, json=question) as answer:
-                    found = await answer.json()
-                if answer.status == 200:
-                    return found
-                raise Refused(answer.status, found.get("error", {}).get("message", str(found)))
-            except (aiohttp.ClientError, TimeoutError, ValueError) as e:
+                return msgspec.json.decode(await self._post(url, path, question))
+            except aiohttp.ClientResponseError:
+                raise
+            except (aiohttp.ClientError, TimeoutError) as e:
                 self._note_failure("retried", url, e)
                 await asyncio.sleep(0.5)
-        raise Refused(503, f"no engine answers {path}")
+        raise ConnectionError(f"no engine answers {path}")
 
-    async def _post(self, url, body):
-        """One request -> its answer, bytes. Raises ValueError, and what aiohttp does."""
-        session = self._session(url)
-        async with session.post(url + "/inference/v1/generate", data=body) as answer:
+    async def _post(self, url, path, body):
+        """One request -> its answer, bytes. Raises what aiohttp does."""
+        body = msgspec.json.encode(body)
+        async with self._session(url).post(url + path, data=body) as answer:
             content = await answer.read()
-        if answer.status != 200:
-            # 503: it has been started again, and has no weights yet
-            kind = aiohttp.ClientConnectionError if answer.status == 503 else ValueError
-            raise kind(f"{answer.status} {content[:300].decode(errors='replace')}")
-        return content
+        if answer.status == 200:
+            return content
+        words = f"{answer.status} {content[:300].decode(errors='replace')}"
+        # 503: it has been started again, and has no weights yet
+        if answer.status == 503:
+            raise aiohttp.ClientConnectionError(words)
+        how = dict(status=answer.status, message=words)
+        raise aiohttp.ClientResponseError(answer.request_info, (), **how)
 
     def _note_failure(self, event, url, error):
         """Count an event; lines of the 1st, 2nd, 4th, 8th...: hundreds may fail at once."""

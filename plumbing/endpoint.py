@@ -14,23 +14,23 @@ import contextlib
 import json
 import secrets
 from collections import Counter
+from typing import NamedTuple
 
+import aiohttp
 from aiohttp import web
 
-from plumbing.client import Refused
-from plumbing.episode import CutOff, Failed
+from plumbing.episode import CutOff
 
 # what becomes part of a prompt, or of how an answer is sent
 PASSED = {"model", "messages", "tools", "tool_choice", "stream", "stream_options", "prompt"}
 PASSED |= {"max_tokens", "max_completion_tokens", "chat_template_kwargs", "parallel_tool_calls"}
 # what an answer would not be as the client expects it without
 REFUSED = {"n", "stop", "logit_bias", "logprobs", "echo", "best_of", "suffix"}
-ONE = (("n", 1), ("best_of", 1))
 # what engines call the model, see launch.py; of requests to vLLM's renderer, which samples nothing
 NAME = "policy"
 OWN = dict(model=NAME, stream=False, stream_options=None, max_tokens=1, max_completion_tokens=1)
-# a client may have as large a request as a long conversation is
-LARGEST = 64 << 20
+# of a request: whose it is
+ATTEMPT = web.RequestKey("attempt", object)
 
 
 def error(status, words, code):
@@ -55,24 +55,15 @@ def said(message):
     return message.get("role"), content, calls, message.get("tool_call_id")
 
 
-def is_same(message, other):
-    return said(message) == said(other)
-
-
-class Exchange:
+class Exchange(NamedTuple):
     """A request and its answer. rendered: token ids of its messages; exact: those that were sent and sampled."""
 
-    def __init__(self, messages, rendered, exact, answer, reply):
-        self.messages = messages
-        self.rendered = rendered
-        self.exact = exact
-        self.finished = answer["finished"]
-        self.reply = reply
-
-    def is_continued_by(self, messages):
-        """Do these messages begin with this exchange's, and what the model said to them?"""
-        past = [*self.messages, self.reply]
-        return len(messages) > len(past) and all(map(is_same, past, messages))
+    # its messages, the model's the last
+    said: list
+    thought: str
+    rendered: list
+    exact: list
+    finished: bool
 
 
 class Endpoint:
@@ -84,7 +75,12 @@ class Endpoint:
         self.attempts = {}
         self.url = None
         self.counts = Counter()
-        self.runner = None
+        # a request may be as large as a long conversation is
+        app = web.Application(client_max_size=64 << 20, middlewares=[self.guard])
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_post("/v1/chat/completions", self.chat)
+        app.router.add_post("/v1/completions", self.complete)
+        self.runner = web.AppRunner(app, access_log=None)
 
     def forget(self, attempt):
         """It is over: its key is good for nothing, and what is still sampled for it is ended."""
@@ -93,67 +89,54 @@ class Endpoint:
             running.cancel()
 
     async def start(self):
-        app = web.Application(client_max_size=LARGEST)
-        app.router.add_get("/v1/models", self.answer(self.models))
-        app.router.add_post("/v1/chat/completions", self.answer(self.chat))
-        app.router.add_post("/v1/completions", self.answer(self.complete))
-        self.runner = web.AppRunner(app, access_log=None)
         await self.runner.setup()
         # clients are processes of this machine
         await web.TCPSite(self.runner, "127.0.0.1", 0).start()
         self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}/v1"
 
     async def close(self):
-        if self.runner:
-            await self.runner.cleanup()
+        await self.runner.cleanup()
 
     # ---- requests
 
-    def answer(self, handle):
-        """An aiohttp handler: whose request it is, and errors in the client's shape."""
-
-        async def handler(request):
-            header = request.headers.get("Authorization", "").removeprefix("Bearer ")
-            attempt = self.attempts.get(header)
-            if attempt is None:
-                return error(401, "no attempt has this key, or it is over", "invalid_api_key")
-            try:
-                return await handle(attempt, request)
-            except CutOff as e:
-                return error(400, str(e), "context_length_exceeded")
-            except Failed as e:
-                return error(503, str(e), "no_engine")
-            except Refused as e:
-                return error(e.status, str(e), "invalid_request")
-            except (LookupError, TypeError, AttributeError) as e:
-                return error(400, f"not understood: {e!r}", "invalid_request")
-
-        return handler
-
-    async def once(self, attempt, request, work):
-        """What work(body) gives; a client's retry of a request gets the same."""
-        raw = await request.read()
+    @web.middleware
+    async def guard(self, request, handler):
+        """Whose request it is; errors in the client's shape."""
+        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if key not in self.attempts:
+            return error(401, "no attempt has this key, or it is over", "invalid_api_key")
+        request[ATTEMPT] = self.attempts[key]
         try:
-            body = json.loads(raw)
-        except ValueError as e:
-            raise Refused(400, f"no JSON: {e}") from None
-        if not isinstance(body, dict):
-            raise Refused(400, "the body is no JSON object")
+            return await handler(request)
+        except CutOff as e:
+            return error(400, str(e), "context_length_exceeded")
+        except ConnectionError as e:
+            return error(503, str(e), "no_engine")
+        except web.HTTPException as e:
+            return error(e.status, e.text, "invalid_request")
+        except aiohttp.ClientResponseError as e:
+            return error(e.status, e.message, "invalid_request")
+        except (LookupError, TypeError, AttributeError, ValueError) as e:
+            return error(400, f"not understood: {e!r}", "invalid_request")
+
+    async def once(self, request, work):
+        """The request's body, and what work(attempt, body) gives; a client's retry of a request gets the same."""
+        body = await request.json()
+        asked = request[ATTEMPT].requests
         digest = (request.path, json.dumps({**body, "stream": None}, sort_keys=True))
-        running = attempt.requests.get(digest)
-        if running is None or running.done() and running.exception():
-            running = attempt.requests[digest] = asyncio.ensure_future(
-                work(attempt, self.clean(body))
-            )
+        if digest not in asked or asked[digest].done() and asked[digest].exception():
+            answer = work(request[ATTEMPT], self.clean(body))
+            asked[digest] = asyncio.ensure_future(answer)
         # a client that hangs up does not end what its retry will ask for
-        return body, await asyncio.shield(running)
+        return body, await asyncio.shield(asked[digest])
 
     def clean(self, body):
-        """A request without what is the run's own to say. Raises Refused."""
+        """A request without what is the run's own to say."""
         kept = {}
         for name, value in body.items():
-            if name in REFUSED and value and (name, value) not in ONE:
-                raise Refused(400, f"{name} is not supported: sampling is the run's own")
+            if name in REFUSED and value and (name, value) != ("n", 1):
+                words = f"{name} is not supported: sampling is the run's own"
+                raise web.HTTPBadRequest(text=words)
             if name in PASSED and value is not None:
                 kept[name] = value
             elif value and name not in REFUSED:
@@ -172,12 +155,12 @@ class Endpoint:
         if self.counts[words] == 1:
             print(f"actor: endpoint: {words}: sampling is the run's own", flush=True)
 
-    async def models(self, attempt, request):
+    async def models(self, request):
         model = dict(id=NAME, object="model", created=0, owned_by="run")
         return web.json_response(dict(object="list", data=[model]))
 
-    async def chat(self, attempt, request):
-        body, (message, finish, usage) = await self.once(attempt, request, self.say)
+    async def chat(self, request):
+        body, (message, finish, usage) = await self.once(request, self.say)
         choice = dict(index=0, message=message, finish_reason=finish)
         calls = [dict(call, index=i) for i, call in enumerate(message.get("tool_calls") or [])]
         delta = message | dict(tool_calls=calls) if calls else message
@@ -185,8 +168,8 @@ class Endpoint:
         parts.append(dict(index=0, delta={}, finish_reason=finish))
         return await send(request, body, "chat.completion", choice, usage, parts)
 
-    async def complete(self, attempt, request):
-        body, (text, finish, usage) = await self.once(attempt, request, self.go_on)
+    async def complete(self, request):
+        body, (text, finish, usage) = await self.once(request, self.go_on)
         choice = dict(index=0, text=text, finish_reason=finish, logprobs=None)
         return await send(request, body, "text_completion", choice, usage, [choice])
 
@@ -194,15 +177,12 @@ class Endpoint:
 
     async def say(self, attempt, body):
         """A turn of a conversation: (message, finish_reason, usage)."""
-        messages = body.get("messages")
-        if not messages:
-            raise Refused(400, "messages are missing")
+        messages = [said(message) for message in body["messages"]]
         rendered = await self.render(body)
-        past = [x for x in attempt.exchanges if x.is_continued_by(messages)]
-        # the deepest first
-        past.sort(key=lambda exchange: -len(exchange.messages))
+        past = [x for x in attempt.exchanges if x.said == messages[: len(x.said)]]
         prompt = rendered
-        for exchange in past:
+        # the deepest first
+        for exchange in sorted(past, key=lambda x: -len(x.said)):
             spliced = await self.splice(exchange, body, rendered)
             if spliced is not None:
                 prompt = spliced
@@ -210,8 +190,11 @@ class Endpoint:
         limit = body.get("max_completion_tokens", body.get("max_tokens"))
         answer = await attempt.generate(prompt, limit)
         message = await self.derender(body, prompt, answer)
+        said_now = [*messages, said(message)]
+        thought = (message.get("reasoning") or "").strip()
         exact = prompt + answer["tokens"]
-        attempt.exchanges.append(Exchange(messages, rendered, exact, answer, message))
+        exchange = Exchange(said_now, thought, rendered, exact, answer["finished"])
+        attempt.exchanges.append(exchange)
         calls = message.get("tool_calls")
         finish = "length" if not answer["finished"] else "tool_calls" if calls else "stop"
         return message, finish, usage_of(prompt, answer)
@@ -220,17 +203,15 @@ class Endpoint:
         """The prompt of messages that continue an exchange: its exact tokens, and what the template adds. None if
         the template does not leave there what was said.
         """
-        n = len(exchange.messages) + 1
-        past = dict(body, messages=body["messages"][:n], add_generation_prompt=False)
-        past = await self.render(past)
+        messages = body["messages"][: len(exchange.said)]
+        past = await self.render(dict(body, messages=messages, add_generation_prompt=False))
         begin = len(exchange.rendered)
         if rendered[: len(past)] != past or past[:begin] != exchange.rendered:
             return None
         turn = past[begin:]
         text = self.actor.prompter.tokenizer.decode(turn)
-        thought = exchange.reply.get("reasoning") or ""
         ends = [i for i, token in enumerate(turn) if token in self.actor.prompter.stop]
-        if thought.strip() not in text or not ends:
+        if exchange.thought not in text or not ends:
             return None
         # after the end of the turn, which is there already if it was sampled
         separator = turn[ends[-1] + exchange.finished :]
@@ -244,14 +225,12 @@ class Endpoint:
             # of exchanges (text so far, its tokens), the longest
             past = [x for x in attempt.texts if given.startswith(x[0])]
             text, tokens = max(past, key=lambda x: len(x[0]), default=("", []))
-            prompt = (
-                tokens
-                + prompter.tokenizer(given[len(text) :], add_special_tokens=not tokens)["input_ids"]
-            )
+            more = prompter.tokenizer(given[len(text) :], add_special_tokens=not tokens)
+            prompt = tokens + more["input_ids"]
         elif isinstance(given, list) and all(isinstance(x, int) for x in given):
             prompt = given
         else:
-            raise Refused(400, "prompt must be one text, or one list of token ids")
+            raise web.HTTPBadRequest(text="prompt must be one text, or one list of token ids")
         answer = await attempt.generate(prompt, body.get("max_tokens"))
         text = prompter.decode(answer["tokens"])
         if isinstance(given, str):

@@ -32,8 +32,6 @@ from plumbing.plan import Plan
 from plumbing.queues import SECRET_HEADER, secret_header
 
 OPEN_CALLS = [("GET", "/health"), ("GET", "/metrics")]
-# vLLM's own, with the secret: chat templates and parsers of tool calls
-CHAT_CALLS = [("POST", f"/v1/chat/completions/{what}") for what in ("render", "derender")]
 # held while parts of a bucket are copied out: two groups' threads write into the same memory
 STAGING = threading.Lock()
 
@@ -57,6 +55,9 @@ class Contract:
             ("POST", "/inference/v1/generate"): self.generate,
             ("POST", "/init_process_group"): self.init_process_group,
             ("POST", "/request_weight_update"): self.request_weight_update,
+            # vLLM's own: chat templates and parsers of tool calls
+            ("POST", "/v1/chat/completions/render"): None,
+            ("POST", "/v1/chat/completions/derender"): None,
         }
 
     async def __call__(self, scope, receive, send):
@@ -71,19 +72,20 @@ class Contract:
         call = (scope.get("method"), scope["path"])
         if call in OPEN_CALLS:
             return self.app
-        if call not in self.handlers and call not in CHAT_CALLS:
+        if call not in self.handlers:
             return JSONResponse({"error": "an engine of a run: no such call"}, 404)
         given = dict(scope["headers"]).get(SECRET_HEADER.encode(), b"")
         if not hmac.compare_digest(given, self.secret):
             return JSONResponse({"error": f"{call[1]} needs the secret of this engine's run"}, 403)
-        if call in CHAT_CALLS:
-            return self.app
+        handler = self.handlers[call] or self.pass_on
         try:
-            engine = scope["app"].state.engine_client
-            return await self.handlers[call](Request(scope, receive), engine)
+            return await handler(Request(scope, receive), scope["app"].state.engine_client)
         except Exception as e:
             code = 400 if isinstance(e, (ValueError, VLLMClientError)) else 500
             return JSONResponse({"error": f"{call[1]}: {type(e).__name__}: {e}"}, code)
+
+    async def pass_on(self, request, engine):
+        return self.app
 
     async def generate(self, request, engine):
         if not self.has_weights:

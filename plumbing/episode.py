@@ -11,19 +11,15 @@ sample with one reward. Deliberately absent: states of the environment, which ar
 
 import asyncio
 import secrets
-import traceback
 
 import numpy as np
 
 from plumbing.samples import Transcript
+from plumbing.sandbox import last_words
 
 
 class CutOff(Exception):
     """The attempt has no tokens left for another turn."""
-
-
-class Failed(Exception):
-    """No engine answered: the attempt is no sample."""
 
 
 class Attempt:
@@ -59,13 +55,13 @@ class Attempt:
         self.requests = {}
 
     async def __call__(self, text):
-        """Continue the conversation with a text, the prompt first: the model's turn. Raises CutOff, Failed."""
+        """Continue the conversation with a text, the prompt first: the model's turn. Raises CutOff, ConnectionError."""
         prompter = self.actor.prompter
         more = prompter.more if self.conversation else prompter.start
         prompt = self.conversation + more(text)
         answer = await self.generate(prompt)
         self.conversation = prompt + answer["tokens"]
-        return self.turns[-1]
+        return prompter.decode(answer["tokens"])
 
     async def call(self, function, *args):
         """What a function of the task's file returns, a number or a text: called in a process of its own, with limits.
@@ -85,14 +81,15 @@ class Attempt:
         return sum(segment.sampled for segment in self.segments)
 
     async def generate(self, prompt, limit=None):
-        """Sample a turn after these token ids, of at most `limit` tokens: the engine's answer. Raises CutOff, Failed.
+        """Sample a turn after these token ids, of at most `limit` tokens: the engine's answer. Raises CutOff, ConnectionError.
 
         Until it is there, nothing changes: a client that gives up leaves no trace.
         """
         actor = self.actor
         c = actor.config
+        _, others = self.place(prompt)
         room = min(c.max_new_tokens - self.sampled, c.max_model_len - len(prompt))
-        room = min(room, c.row_tokens - self.length_with(prompt))
+        room = min(room, c.row_tokens - others - len(prompt))
         if room <= 0:
             self.finished = False
             raise CutOff(f"no tokens left after {self.sampled} sampled ones")
@@ -109,14 +106,13 @@ class Attempt:
             actor.in_progress -= self.counts
         if answer is None:
             self.failed = True
-            raise Failed("no engine answered")
-        if self.length_with(prompt) + len(answer["tokens"]) > c.row_tokens:
+            raise ConnectionError("no engine answered")
+        segment, others = self.place(prompt)
+        if others + len(prompt) + len(answer["tokens"]) > c.row_tokens:
             # other turns were sampled meanwhile
             raise CutOff(f"no tokens left after {self.sampled} sampled ones")
         self.engine = answer["engine"]
-        segment = self.segment_of(prompt)
-        if segment is None:
-            segment = Transcript([])
+        if not segment.tokens:
             self.segments.append(segment)
         segment.append(prompt[len(segment.tokens) :])
         segment.append(answer["tokens"], answer["behavior_logprobs"], answer["versions"])
@@ -124,18 +120,14 @@ class Attempt:
         self.finished = answer["finished"]
         return answer
 
-    def segment_of(self, prompt):
-        """The segment that a prompt continues, the longest of them; None: it begins another one, in which what an
-        earlier one has sampled is context, trained there alone.
+    def place(self, prompt):
+        """The segment that a prompt continues, the longest of them, and how many tokens all others have.
+
+        If there is none it begins another one, in which what an earlier one has sampled is context, trained there alone.
         """
         fits = [x for x in self.segments if x.tokens == prompt[: len(x.tokens)]]
-        return max(fits, key=lambda segment: len(segment.tokens), default=None)
-
-    def length_with(self, prompt):
-        """Tokens of all segments if this prompt is sent."""
-        segment = self.segment_of(prompt)
-        others = sum(len(x.tokens) for x in self.segments if x is not segment)
-        return others + len(prompt)
+        segment = max(fits, key=lambda x: len(x.tokens), default=Transcript())
+        return segment, sum(len(x.tokens) for x in self.segments if x is not segment)
 
     def fields(self):
         """The per-token fields of a sample, its segments one after the other, and num_versions."""
@@ -150,7 +142,7 @@ class Attempt:
     async def play(self, problem):
         """The episode: {"value": number or outcome}, {"limit": words} or {"error": words}, as Sandbox.call has them.
 
-        Raises Failed. A task with `reward` has one turn, which that function scores.
+        A task with `reward` has one turn, which that function scores.
         """
         module = self.actor.sandbox.tasks[self.task]
         try:
@@ -161,14 +153,12 @@ class Attempt:
             seconds = self.actor.config.episode_timeout
             value = await asyncio.wait_for(module.episode(problem, self), seconds)
             return {"value": value if isinstance(value, str) else float(value)}
-        except Failed:
-            raise
         except CutOff:
             return {"value": "no_answer"}
         except TimeoutError as e:
             return {"limit": str(e) or f"longer than {seconds} s"}
         except Exception:
-            return {"error": " ".join(traceback.format_exc(limit=-1).split()[4:])[-400:]}
+            return {"error": last_words()}
         finally:
             self.actor.in_progress -= self.is_counted
             self.is_counted = False

@@ -41,7 +41,9 @@ ENGINE_FLAGS = (
     "--worker-extension-cls plumbing.engine.WorkerExtension --middleware plumbing.engine.Contract "
     "--disable-uvicorn-access-log --no-enable-log-requests --disable-log-stats "
     # a prompt is never split between two steps, hence never between two versions
-    "--no-enable-chunked-prefill"
+    "--no-enable-chunked-prefill "
+    # chat templates and parsers of tool calls, for plumbing/endpoint.py
+    "--enable-scale-out --enable-auto-tool-choice"
 ).split()
 ENGINE_ENV = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -219,7 +221,10 @@ def engine_commands(c: Config, gpus: int, node=0, host="") -> list[tuple[str, di
             "--max-num-seqs": c.concurrency,
             # all that decode take one each: the longest prompt must still fit beside them
             "--max-num-batched-tokens": max(8192, c.max_model_len + c.concurrency),
+            "--tool-call-parser": c.tool_parser,
         }
+        if c.reasoning_parser:
+            options["--reasoning-parser"] = c.reasoning_parser
         if c.head_float32:
             options["--hf-overrides"] = '{"head_dtype": "float32"}'
         if gpus:
@@ -235,21 +240,11 @@ def engine_commands(c: Config, gpus: int, node=0, host="") -> list[tuple[str, di
         env["PIPELINE_RUN_DIR"] = str(Path(c.out, c.run).absolute())
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *ENGINE_FLAGS]
         command += [str(word) for option in options.items() for word in option]
-        command += chat_flags(c)
         command.append("--enable-prefix-caching" if caching else "--no-enable-prefix-caching")
         if c.enforce_eager:
             command.append("--enforce-eager")
         engines.append((f"engine{i}", env, command))
     return engines
-
-
-def chat_flags(c):
-    """Of vLLM's command: chat templates and parsers of tool calls, for clients in episodes (plumbing/endpoint.py)."""
-    tasks = map(cfg.load_task, cfg.task_weights(c.task))
-    flags = ["--enable-scale-out"] if any(hasattr(task, "episode") for task in tasks) else []
-    if c.tool_parser:
-        flags += ["--enable-auto-tool-choice", "--tool-call-parser", c.tool_parser]
-    return flags + (["--reasoning-parser", c.reasoning_parser] if c.reasoning_parser else [])
 
 
 def _cpu_build(c, i, threads, options):

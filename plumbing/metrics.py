@@ -180,11 +180,13 @@ class MetricsLog:
             tokens = batch["tokens"][own]
             mask = batch["mask"][own]
             versions = batch["versions"][own]
+            segment = batch["segment"][own]
             first = int(mask.argmax())
             # of a character that several tokens make up each is a mark of its own
             texts = self.tokenizer.batch_decode(tokens[:, None])
             # the prompt and the environment's texts are spans, too, of version -1
-            starts = np.flatnonzero(np.diff(versions, prepend=-2)).tolist()
+            starts = np.diff(versions, prepend=-2) | np.diff(segment, prepend=0)
+            starts = np.flatnonzero(starts).tolist()
             borders = zip(starts, [*starts[1:], len(texts)])
             line = {"step": version + 1, "task": self.tasks[batch["task"][i]]}
             line |= {k: batch[k][i].item() for k in ("sample_id", "problem", "reward", "advantage")}
@@ -193,7 +195,7 @@ class MetricsLog:
                 finished=bool(batch["finished"][i]),
                 prompt=self.tokenizer.decode(tokens[:first]),
                 completion=self.tokenizer.decode(tokens[first:], skip_special_tokens=True),
-                spans=[[int(versions[a]), texts[a:b]] for a, b in borders],
+                spans=[[int(versions[a]), texts[a:b], int(segment[a])] for a, b in borders],
             )
             for name in ("behavior_logprobs", "log_ratios"):
                 # JSON has no infinities

@@ -76,7 +76,7 @@ class Prompter:
             ends = [ends]
         self.stop = {*ends, self.tokenizer.eos_token_id} - {None}
         # all attempts at a problem begin alike
-        self._tokens = functools.lru_cache(1000)(self._tokens)
+        self.start = functools.lru_cache(1000)(self.start)
 
     def render(self, messages):
         """Messages as text, by the chat template, up to where the assistant speaks."""
@@ -89,9 +89,6 @@ class Prompter:
 
     def start(self, prompt):
         """Token ids of a problem's prompt."""
-        return self._tokens(prompt)
-
-    def _tokens(self, prompt):
         if not self.config.chat:
             return self.tokenizer(self.config.system_prompt + prompt)["input_ids"]
         messages = [{"role": "user", "content": prompt}]

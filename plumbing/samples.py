@@ -115,36 +115,25 @@ def check_record(record, file, **expected):
 
     expected: what stands beside the arrays and must be so, such as run_id=..., step=3, row=0.
     """
-    problem = next(_problems(record, expected), None)
-    if problem:
-        raise RuntimeError(f"{file}: {problem}; the same command continues the run")
-
-
-def _problems(record, expected):
-    """What is wrong with a record, one sentence at a time."""
-    for name, value in expected.items():
-        if record.get(name) != value:
-            yield f"{name} is {record.get(name)!r}, expected is {value!r}"
-    samples = len(record["lengths"])
-    tokens = int(record["lengths"].sum())
-    sizes = dict.fromkeys(TOKEN_FIELDS, tokens) | dict.fromkeys(SAMPLE_FIELDS, samples)
-    for name, dtype in (TOKEN_FIELDS | SAMPLE_FIELDS).items():
-        # preprocess.py adds it
-        if name == "advantage" and name not in record or not samples:
-            continue
-        values = record.get(name, np.zeros(0))
-        if values.dtype != dtype or values.shape != (sizes[name],):
-            yield f"{name} is {values.dtype} {values.shape} for {samples} samples, {tokens} tokens"
-        elif np.dtype(dtype).kind == "f" and not np.isfinite(values).all():
-            yield f"{name} has values that are not finite"
+    tokens = record["lengths"].sum()
+    problems = [
+        f"{name} is {record.get(name)!r}, expected is {value!r}"
+        for name, value in expected.items()
+        if record.get(name) != value
+    ]
+    for name in TOKEN_FIELDS:
+        n = len(record.get(name, ()))
+        if n != tokens:
+            problems.append(f"{name} has {n} values for {tokens} tokens")
+    if problems:
+        raise RuntimeError(f"{file}: {problems[0]}; the same command continues the run")
 
 
 class Transcript:
     """The tokens of one conversation: what was sent and what was sampled, never re-tokenised."""
 
-    def __init__(self, prompt):
+    def __init__(self, prompt=()):
         self.tokens = []
-        self.mask = []
         self.behavior_logprobs = []
         self.versions = []
         self.append(prompt)
@@ -155,22 +144,21 @@ class Transcript:
         """
         n = len(tokens)
         self.tokens += tokens
-        self.mask += [versions is not None] * n
         self.behavior_logprobs += [0.0] * n if behavior_logprobs is None else behavior_logprobs
-        self.versions += [-1] * n if versions is None else list(versions)
+        self.versions += [-1] * n if versions is None else list(map(int, versions))
 
     @property
     def sampled(self):
         """How many tokens were sampled."""
-        return sum(self.mask)
+        return sum(version >= 0 for version in self.versions)
 
     def fields(self):
         """Its per-token fields."""
-        mask = np.array(self.mask, bool)
+        versions = np.array(self.versions)
         return dict(
             tokens=np.array(self.tokens),
-            mask=mask,
+            mask=versions >= 0,
             behavior_logprobs=np.array(self.behavior_logprobs, np.float32),
-            versions=np.array(self.versions),
-            segment=np.zeros(len(mask), np.int16),
+            versions=versions,
+            segment=np.zeros(len(versions), np.int16),
         )

@@ -59,11 +59,6 @@ class Sandbox:
         except RuntimeError as e:
             raise RuntimeError(f"actor: {function} of task {task}, reward workers: {e!r}") from e
 
-    async def score(self, task, problem, completion, finished):
-        """The verdict of a task's reward function."""
-        reply = await self.call(task, "reward", problem, completion, finished)
-        return self.verdict(task, reply, finished)
-
     def verdict(self, task, reply, finished) -> dict:
         """Reward, success and outcome of an attempt from what `call` of its reward, or its episode, has given: a number
         or an outcome of the reward table.
@@ -98,6 +93,11 @@ class Sandbox:
             self.pool.join()
 
 
+def last_words():
+    """The place and the words of the exception that is being handled, one line."""
+    return " ".join(traceback.format_exc(limit=-1).split()[4:])[-400:]
+
+
 def prepare():
     """Limits of a new worker; what it prints goes nowhere."""
     # pebble's handler would have to wait for Python's next step
@@ -120,6 +120,6 @@ def run(task, function, args, alarm=0.0):
     except (MemoryError, RecursionError) as e:
         return {"limit": type(e).__name__}
     except BaseException:
-        return {"error": " ".join(traceback.format_exc(limit=-1).split()[4:])[-400:]}
+        return {"error": last_words()}
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -7,16 +7,14 @@ runs programs with the limits alone. Deliberately absent: other languages, packa
 """
 
 import asyncio
-import contextlib
 import functools
 import os
 import platform
-import resource
 import shutil
-import signal
 import struct
 import subprocess
 import sys
+import tempfile
 
 # bytes of memory, of all files together, of what is printed
 MEMORY, FILES, OUTPUT = 512 << 20, 16 << 20, 10_000
@@ -69,9 +67,11 @@ def filter_file():
 def command(filter_fd):
     """Of a jail with a Python in it, which runs what comes over stdin."""
     python = os.path.join(sys.base_prefix, "bin", f"python3.{sys.version_info.minor}")
+    limits = f"--as={MEMORY} --cpu={round(SECONDS) + 1} --fsize={FILES} --nofile=64 --core=0"
+    words = ["prlimit", *limits.split()]
     if os.environ.get("PIPELINE_NO_JAIL") == "1":
-        return [python, "-I", "-"]
-    words = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv"]
+        return [*words, python, "-I", "-"]
+    words += ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv"]
     for path in sorted({"/usr", "/lib", "/lib64", sys.base_prefix}):
         words += ["--ro-bind-try", path, path]
     for path in ("/dev/null", "/dev/zero", "/dev/urandom"):
@@ -80,54 +80,22 @@ def command(filter_fd):
     return [*words, "--cap-drop", "ALL", "--seccomp", str(filter_fd), "--", python, "-I", "-"]
 
 
-def limit(seconds):
-    """Of a new process."""
-    cpu = int(seconds) + 1
-    for what, most in [("AS", MEMORY), ("CPU", cpu), ("FSIZE", FILES), ("NOFILE", 64), ("CORE", 0)]:
-        resource.setrlimit(getattr(resource, f"RLIMIT_{what}"), (most, most))
-
-
 async def run_python(code, seconds=SECONDS):
-    """What a program prints, errors too, at most OUTPUT bytes of it; a last line in brackets says what limit ended it."""
+    """What a program prints, errors too, at most OUTPUT bytes of it; a last line in brackets says if its time was over."""
     async with PLACES:
-        with filter_file() as file:
-            process = await asyncio.create_subprocess_exec(
-                *command(file.fileno()),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=[file.fileno()],
-                start_new_session=True,
-                preexec_fn=functools.partial(limit, seconds),
-            )
-        printed = bytearray()
+        return await asyncio.to_thread(run, code, seconds)
+
+
+def run(code, seconds):
+    with filter_file() as file, tempfile.TemporaryFile() as printed:
+        how = dict(pass_fds=[file.fileno()], stdout=printed, stderr=printed)
         ended = ""
         try:
-            await asyncio.wait_for(talk(process, code, printed), seconds)
-        except TimeoutError:
+            subprocess.run(command(file.fileno()), input=code.encode(), timeout=seconds, **how)
+        except subprocess.TimeoutExpired:
             ended = f"\n[ended after {seconds:g} s]"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            # asyncio's wait does not return before all output is read
-            await process.stdout.read()
-            await process.wait()
-    if len(printed) > OUTPUT:
-        ended = f"\n[ended after {OUTPUT} bytes]"
-    return printed[:OUTPUT].decode(errors="replace") + ended
-
-
-async def talk(process, code, printed):
-    """Give it its program; collect what it prints until it ends, or has printed too much."""
-    with contextlib.suppress(ConnectionError):
-        process.stdin.write(code.encode(errors="replace"))
-        await process.stdin.drain()
-    process.stdin.close()
-    while len(printed) <= OUTPUT:
-        part = await process.stdout.read(4096)
-        if not part:
-            break
-        printed += part
+        printed.seek(0)
+        return printed.read(OUTPUT).decode(errors="replace") + ended
 
 
 @functools.cache

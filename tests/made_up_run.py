@@ -71,7 +71,8 @@ def made_up_rollout(rng, i, step):
     sample |= dict(completion="".join(text), reward=float(right), finished=True)
     sample |= dict(outcome="correct" if right else "wrong", advantage=right - 0.5)
     older = max(step - 2, 0)
-    sample["spans"] = [[-1, list(prompt)], [older, text[:first]], [step - 1, text[first:]]]
+    spans = [[-1, list(prompt)], [older, text[:first]], [step - 1, text[first:]]]
+    sample["spans"] = [[*span, 0] for span in spans]
     sample["behavior_logprobs"] = (-rng.exponential(0.5, n)).round(4).tolist()
     sample["log_ratios"] = rng.normal(0, 0.05, n).round(4).tolist()
     return sample

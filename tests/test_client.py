@@ -140,7 +140,7 @@ def test_an_engine_that_only_gives_bad_answers_costs_the_attempts(monkeypatch):
 
 
 def engines_of(urls, post, monkeypatch):
-    """Engines of 4 slots each, asked by post(url, body) instead of HTTP."""
+    """Engines of 4 slots each, asked by post(url, path, body) instead of HTTP."""
     monkeypatch.setattr(client.random, "uniform", lambda low, high: 0.0)
     engines = Engines(cfg.Config(concurrency=4), STOP, VOCABULARY)
     engines.set_engines(urls)
@@ -156,7 +156,7 @@ async def ask(engines, n, **where):
 
 
 def test_attempts_and_turns_prefer_the_engine_that_has_their_beginning(monkeypatch):
-    async def post(url, body):
+    async def post(url, path, body):
         await asyncio.sleep(0)
         return answer()
 
@@ -172,7 +172,7 @@ def test_attempts_and_turns_prefer_the_engine_that_has_their_beginning(monkeypat
 def test_an_engine_whose_every_answer_is_an_error_loses_no_attempt(monkeypatch):
     """It is the least loaded one all the time."""
 
-    async def post(url, body):
+    async def post(url, path, body):
         if url == "broken":
             raise ValueError("500 internal error")
         await asyncio.sleep(0.01)

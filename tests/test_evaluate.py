@@ -89,7 +89,7 @@ def test_tasks_train_together(mixture):
     # --samples_logged is the batch: every rollout is there
     shown = [json.loads(x) for x in (mixture / "samples.jsonl").read_text().splitlines()]
     assert sorted(x["step"] for x in shown) == [1] * 64 + [2] * 64 + [3] * 64 + [4] * 64
-    games = [x for x in shown if x["task"] == "guess" and len({v for v, _ in x["spans"]}) == 2]
+    games = [x for x in shown if x["task"] == "guess" and len({v for v, *_ in x["spans"]}) == 2]
     assert any(len(x["spans"]) > 2 for x in games)
     for game in games:
         assert {version for version, _ in game["spans"][::2]} == {-1}

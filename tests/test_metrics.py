@@ -66,6 +66,7 @@ def test_rollouts_are_written_as_text_with_what_the_trainer_knows(tmp_path, make
     log.rollouts(batch, torch.arange(18) / 10, 4)
     first, second = read_lines(tmp_path / "samples.jsonl")
     spans = [[-1, ["b", "a", "="]], [3, ["a", "b"]], [-1, ["b"]], [3, ["a"]], [4, ["<eos>"]]]
+    spans = [[*span, 0] for span in spans]
     expected = dict(step=5, sample_id=17, problem=6, task="toy", reward=1.0, outcome="correct")
     expected |= dict(prompt="ba=", completion="abba", spans=spans, advantage=0.25, finished=True)
     expected |= dict(behavior_logprobs=[-0.5] * 4, log_ratios=[0.8, 0.9, 1.1, 1.2])

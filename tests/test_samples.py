@@ -106,10 +106,6 @@ def test_what_no_stage_writes_ends_the_run_by_name():
             check_record(record | changed, "the file", run_id="abc")
 
     refused("run_id is 'xyz', expected is 'abc'", run_id="xyz")
-    refused("tokens is int32 .9,. for 2", tokens=record["tokens"].astype(np.int32))
-    refused("reward is float32 .1,. for 2 samples, 9 tok", reward=record["reward"][:1])
-    for value in (np.nan, np.inf):
-        values = np.full(9, value, np.float32)
-        refused("behavior_logprobs has values that are not finite", behavior_logprobs=values)
+    refused("tokens has 8 values for 9 tokens", tokens=record["tokens"][1:])
     del record["mask"]
-    refused("mask is float64 .0,.")
+    refused("mask has 0 values for 9 tokens")

@@ -71,6 +71,12 @@ def odd(tmp_path, monkeypatch):
     forkserver._forkserver._stop()
 
 
+async def score(sandbox, task, problem, completion, finished):
+    """The verdict on an attempt of one turn."""
+    reply = await sandbox.call(task, "reward", problem, completion, finished)
+    return sandbox.verdict(task, reply, finished)
+
+
 @pytest.fixture
 def sandboxed(odd):
     """Run a coroutine on a Sandbox; time limit 1 s."""
@@ -93,7 +99,7 @@ def sandboxed(odd):
 def test_numbers_and_outcomes(sandboxed):
     async def work(s):
         asked = (("number", True), ("one", False), ("outcome", True), ("outcome", False))
-        return [await s.score("odd", {}, *x) for x in asked]
+        return [await score(s, "odd", {}, *x) for x in asked]
 
     table = dict(reward_finished=(1.0, 0.0, -0.5, 0.0), reward_cut_off=(1.0, 0.0, -1.0, 0.0))
     number, one, ended, cut = sandboxed(work, **table)
@@ -105,13 +111,13 @@ def test_numbers_and_outcomes(sandboxed):
 @pytest.mark.parametrize("hostile", ["loop", "sleep", "memory", "deep", "C", "exit", "killed"])
 def test_a_hostile_answer_is_unparsable_and_costs_only_itself(sandboxed, hostile):
     async def work(s):
-        slow = asyncio.create_task(s.score("odd", {}, hostile, True))
+        slow = asyncio.create_task(score(s, "odd", {}, hostile, True))
         await asyncio.sleep(0)
-        others = [await s.score("odd", {}, "one", True) for _ in range(20)]
+        others = [await score(s, "odd", {}, "one", True) for _ in range(20)]
         # they did not wait for it
         assert not slow.done() or hostile in ("memory", "deep", "exit", "killed")
         assert (await slow)["outcome"] == "unparsable"
-        others += [await s.score("odd", {}, "one", True) for _ in range(4)]
+        others += [await score(s, "odd", {}, "one", True) for _ in range(4)]
         assert others == [RIGHT] * 24
         assert s.counts == {"verdicts": 25, "limit": 1}
 
@@ -124,14 +130,14 @@ def test_a_hostile_answer_is_unparsable_and_costs_only_itself(sandboxed, hostile
 def test_a_task_that_fails_for_most_answers_ends_the_run_and_is_named(sandboxed, way, kind):
     async def most(s):
         for _ in range(100):
-            await s.score("odd", {}, way, True)
+            await score(s, "odd", {}, way, True)
 
     with pytest.raises(RuntimeError, match=f"tasks/odd.py: most rewards fail, now by .*{kind}"):
         sandboxed(most)
 
     async def few(s):
         """One answer in three: counted, and survived."""
-        verdicts = [await s.score("odd", {}, w, True) for w in (way, "one", "one") * 20]
+        verdicts = [await score(s, "odd", {}, w, True) for w in (way, "one", "one") * 20]
         assert [v["success"] for v in verdicts] == [False, True, True] * 20
         assert s.counts == {"verdicts": 60, kind[:5]: 20}
 
@@ -144,12 +150,12 @@ NO_REWARDS = "nan word none large text nested object function".split()
 @pytest.mark.parametrize("wrong", NO_REWARDS)
 def test_what_is_no_reward_ends_the_run_and_is_named(sandboxed, wrong):
     with pytest.raises(RuntimeError, match="tasks/odd.py: reward returned") as e:
-        sandboxed(lambda s: s.score("odd", {}, wrong, True), reward_timeout=5.0)
+        sandboxed(lambda s: score(s, "odd", {}, wrong, True), reward_timeout=5.0)
     assert len(str(e.value)) < 600
 
 
 def test_what_a_reward_prints_goes_nowhere(sandboxed, capfd):
-    assert sandboxed(lambda s: s.score("odd", {}, "output", True)) == RIGHT
+    assert sandboxed(lambda s: score(s, "odd", {}, "output", True)) == RIGHT
     assert "much" not in "".join(capfd.readouterr())
 
 
@@ -160,12 +166,12 @@ def test_an_instant_task_needs_no_worker_and_is_checked_alike(odd, sandboxed):
 
     async def work(s):
         words = ["number", "one", "outcome", "bug", "deep", "memory"]
-        found = [await s.score("odd", {}, word, True) for word in words]
+        found = [await score(s, "odd", {}, word, True) for word in words]
         assert [verdict["reward"] for verdict in found] == [0.25, 1.0, 0.0, 0.0, 0.0, 0.0]
         assert [v["outcome"] for v in found[3:]] == ["unparsable"] * 3
         for wrong in NO_REWARDS:
             with pytest.raises(RuntimeError, match="tasks/odd.py: reward returned"):
-                await s.score("odd", {}, wrong, True)
+                await score(s, "odd", {}, wrong, True)
         assert s.counts == dict(verdicts=6 + len(NO_REWARDS), error=1, limit=1 + 1)
         assert s.pool is None
 
@@ -177,10 +183,10 @@ def test_each_answer_gets_its_own_reward(sandboxed):
 
     async def work(s):
         for _ in range(6):
-            gone = asyncio.create_task(s.score("odd", {}, "one", True))
+            gone = asyncio.create_task(score(s, "odd", {}, "one", True))
             await asyncio.sleep(0.0005)
             gone.cancel()
-        calls = [s.score("odd", {}, i / 100, True) for i in range(40)]
+        calls = [score(s, "odd", {}, i / 100, True) for i in range(40)]
         return [verdict["reward"] for verdict in await asyncio.gather(*calls)]
 
     assert sandboxed(work) == [i / 100 for i in range(40)]
@@ -190,7 +196,7 @@ def test_hostile_mathematics_and_ten_megabytes(sandboxed):
     async def work(s):
         texts = [f"\\boxed{{{a}}}" for a in ("(9999!)^{9999}", "9^{9^{9^9}}", "(" * 400, "7")]
         texts += [t + "\\boxed{7}" for t in ("x^{2}" * 2000000, "\\boxed{" * 1500000)]
-        calls = (s.score("maths", {"answer": "7"}, text, True) for text in texts)
+        calls = (score(s, "maths", {"answer": "7"}, text, True) for text in texts)
         return [verdict["outcome"] for verdict in await asyncio.gather(*calls)], s.counts
 
     outcomes, counts = sandboxed(work, task="maths", reward_timeout=3.0)
@@ -206,8 +212,10 @@ from plumbing.sandbox import Sandbox
 async def main():
     s = Sandbox(cfg.Config(task="odd", reward_timeout=3.0))
     await s.start()
-    print(await s.score("odd", {}, "one", True), flush=True)
-    calls = [asyncio.create_task(s.score("odd", {}, a, True)) for a in ("loop", "C")]
+    reply = await s.call("odd", "reward", {}, "one", True)
+    print(s.verdict("odd", reply, True), flush=True)
+    calls = [s.call("odd", "reward", {}, a, True) for a in ("loop", "C")]
+    calls = [asyncio.create_task(call) for call in calls]
     await asyncio.sleep(1)
     if sys.argv[1] == "close":
         s.close()

@@ -3,7 +3,8 @@
     python tools/show.py [out/toy] [--n 5] [--multi]      without a run: the newest
 
 Each version's tokens have a colour of their own, with |v12> where version 12 took over in the middle of the
-sequence; the prompt and an environment's texts are grey. --multi: only those that more than one version sampled.
+sequence; prompts, and what an environment or a tool said, are grey. An agent's segments stand one after the other.
+--multi: only those that more than one version sampled.
 """
 
 import argparse
@@ -60,7 +61,7 @@ def harmless(text):
 
 def versions_of(line):
     """Versions that sampled a rollout, in the order in which they did."""
-    return list(dict.fromkeys(version for version, _ in line["spans"] if version >= 0))
+    return list(dict.fromkeys(version for version, *_ in line["spans"] if version >= 0))
 
 
 def heading(line):
@@ -81,8 +82,12 @@ def show(line, answers, colour=True):
     """One line of samples.jsonl as text for a terminal; answers: see right_answers."""
     text = ""
     last = None
-    for version, tokens in line["spans"]:
+    current = 0
+    for version, tokens, segment in line["spans"]:
         part = harmless("".join(tokens))
+        if segment != current:
+            text += paint(BOLD, f"\n---- segment {segment + 1}\n", colour)
+            current, last = segment, None
         if version < 0:
             text += paint(GREY, part, colour)
             continue
