@@ -76,6 +76,7 @@ def test_an_honest_program_has_a_directory_and_threads():
 
 def test_where_there_is_no_jail_it_refuses_unless_told_otherwise(tmp_path, monkeypatch):
     _jail.require.cache_clear()
+    (tmp_path / "prlimit").symlink_to(shutil.which("prlimit"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="apt install bubblewrap; PIPELINE_NO_JAIL=1 runs"):
         python_tool.problems("train")
