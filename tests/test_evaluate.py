@@ -92,8 +92,8 @@ def test_tasks_train_together(mixture):
     games = [x for x in shown if x["task"] == "guess" and len({v for v, *_ in x["spans"]}) == 2]
     assert any(len(x["spans"]) > 2 for x in games)
     for game in games:
-        assert {version for version, _ in game["spans"][::2]} == {-1}
-        said = ["".join(texts) for _, texts in game["spans"][2::2]]
+        assert {version for version, *_ in game["spans"][::2]} == {-1}
+        said = ["".join(texts) for _, texts, _ in game["spans"][2::2]]
         assert all(text in ("higher\n", "lower\n") for text in said)
     text = tool("show", f"{mixture} --n {len(shown)}").stdout
     assert text.count("| reward ") == len(shown) and "of guess" in text

@@ -159,7 +159,7 @@ def test_the_pipeline_end_to_end(tmp_path, base_model):
     assert [s["step"] for s in samples] == [step for step in range(1, 21) for _ in range(2)]
     problems = load_problems(cfg.load(run_dir), "train")["toy"]
     for s in samples:
-        versions = [version for version, _ in s["spans"] if version >= 0]
+        versions = [version for version, *_ in s["spans"] if version >= 0]
         # sampled by what was there, and at lag 0 with the trainer's own probabilities
         assert max(versions) < s["step"] <= min(versions) + 4
         assert len(s["log_ratios"]) == len(s["behavior_logprobs"])
