@@ -9,14 +9,13 @@ def rows(path):
     path = Path(path).expanduser()
     if not path.is_file():
         raise ValueError(f"{path.absolute()}: no such file")
-    if path.suffix == ".parquet":
-        return _parquet(path)
-    if path.suffix in (".jsonl", ".json"):
-        return _json_lines(path)
-    raise ValueError(f"{path}: the name must end in .jsonl (a JSON object a line) or .parquet")
-
-
-def _parquet(path):
+    if path.suffix not in (".jsonl", ".json", ".parquet"):
+        raise ValueError(f"{path}: the name must end in .jsonl (a JSON object a line) or .parquet")
+    if path.suffix != ".parquet":
+        for n, line in enumerate(path.read_bytes().splitlines(), 1):
+            if line.strip():
+                yield f"{path}:{n}", _object(line, f"{path}:{n}")
+        return
     import pyarrow.parquet
 
     try:
@@ -28,19 +27,16 @@ def _parquet(path):
         yield f"{path}: row {n}", row
 
 
-def _json_lines(path):
-    for n, line in enumerate(path.read_bytes().splitlines(), 1):
-        if not line.strip():
-            continue
-        where = f"{path}:{n}"
-        try:
-            row = json.loads(line)
-        # UnicodeDecodeError is one
-        except ValueError as e:
-            raise ValueError(f"{where}: not valid JSON ({e})") from None
-        if not isinstance(row, dict):
-            raise ValueError(f"{where}: a line must be a JSON object, this is {type(row).__name__}")
-        yield where, row
+def _object(line, where):
+    """A line's JSON object; ValueError says where there is none."""
+    try:
+        row = json.loads(line)
+    # UnicodeDecodeError is one
+    except ValueError as e:
+        raise ValueError(f"{where}: not valid JSON ({e})") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: a line must be a JSON object, this is {type(row).__name__}")
+    return row
 
 
 def hub(name, config, split):

@@ -32,9 +32,10 @@ LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, ENOSYS, EPERM, KILL = 0x7FFF0000, 0x50000 | 38, 0x50000 | 1, 0x80000000
 
 
-@functools.cache
-def seccomp():
-    """The filter, struct sock_filter's: threads may be made, processes not. glibc goes from clone3 back to clone."""
+def filter_file():
+    """An open file with the seccomp filter, struct sock_filter's: threads may be made, processes not. glibc goes from
+    clone3 back to clone.
+    """
     architecture, clone, clone3, denied = CALLS[platform.machine()]
     # (code, value, instructions to skip if so, if not)
     program = [
@@ -52,14 +53,9 @@ def seccomp():
         program += [(EQUAL, call, 0, 1), (RETURN, EPERM, 0, 0)]
     program += [(EQUAL, clone, 0, 3), (LOAD, 16, 0, 0), (ANY_BIT, THREAD, 1, 0)]
     program += [(RETURN, EPERM, 0, 0), (RETURN, ALLOW, 0, 0)]
-    return b"".join(struct.pack("=HBBI", code, yes, no, k) for code, k, yes, no in program)
-
-
-def filter_file():
-    """An open file that holds the filter."""
     file = os.fdopen(os.memfd_create("seccomp"), "wb")
-    file.write(seccomp())
-    file.flush()
+    for code, value, yes, no in program:
+        file.write(struct.pack("=HBBI", code, yes, no, value))
     file.seek(0)
     return file
 

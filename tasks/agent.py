@@ -30,40 +30,40 @@ def problems(split, seed=0):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-class Agent:
-    """The process that makes all attempts; it ends with the run. asked: {key of an attempt: Future}."""
-
-    async def start(self):
-        self.asked = {}
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, limit=1 << 24)
-        self.process = await asyncio.create_subprocess_exec(*command("attempts"), **pipes)
-        asyncio.create_task(self.read()).add_done_callback(lambda _: agent.cache_clear())
-        return self
-
-    async def read(self):
-        async for line in self.process.stdout:
-            answer = json.loads(line)
-            future = self.asked.pop(answer["api_key"])
-            # the attempt may have been given up
-            if not future.done():
-                future.set_result(answer)
-        for future in self.asked.values():
-            future.set_exception(RuntimeError("$AGENT has ended"))
-
-
 @functools.cache
 def agent():
-    """The Agent, as a task that starts it: another one if it has ended."""
-    return asyncio.create_task(Agent().start())
+    """The process that makes all attempts, as a task that starts it; another one if it has ended."""
+    return asyncio.create_task(start())
+
+
+async def start():
+    """(the process, {key of an attempt: Future of its answer})."""
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, limit=1 << 24)
+    process = await asyncio.create_subprocess_exec(*command("attempts"), **pipes)
+    asked = {}
+    process.reader = asyncio.create_task(read(process, asked))
+    return process, asked
+
+
+async def read(process, asked):
+    async for line in process.stdout:
+        answer = json.loads(line)
+        # the attempt may have been given up
+        if not asked[answer["api_key"]].done():
+            asked[answer["api_key"]].set_result(answer)
+    agent.cache_clear()
+    for future in asked.values():
+        if not future.done():
+            future.set_result({"error": "it has ended"})
 
 
 async def episode(problem, model):
     """The agent's own reward."""
-    process = await agent()
+    process, asked = await agent()
     question = dict(base_url=model.base_url, api_key=model.api_key, problem=problem)
-    answer = process.asked[model.api_key] = asyncio.get_running_loop().create_future()
-    process.process.stdin.write(json.dumps(question).encode() + b"\n")
-    answer = await answer
+    asked[model.api_key] = asyncio.get_running_loop().create_future()
+    process.stdin.write(json.dumps(question).encode() + b"\n")
+    answer = await asked[model.api_key]
     if "reward" not in answer:
         raise RuntimeError(f"$AGENT: {answer.get('error')}")
     return answer["reward"]

@@ -3,16 +3,17 @@
     JUDGE_URL=http://127.0.0.1:8000/v1 bash run.sh math --task judge --train_data mine.jsonl --eval_data other.jsonl
 
 Data as for tasks/maths.py: a column `prompt` and, if there is something to compare with, `answer`. $JUDGE_KEY and
-$JUDGE_MODEL go to the judge, who is asked at most $JUDGE_BUDGET times (a million), AT_ONCE at a time. An answer without
-a number within SECONDS is asked for again; what has no verdict after TRIES is `unparsable`, and counted.
+$JUDGE_MODEL go to the judge, who is asked at most $JUDGE_BUDGET times (a million), AT_ONCE at a time, each time with
+TRIES and SECONDS to answer. Without a number from the judge an attempt is `unparsable`, and counted.
 """
 
 import asyncio
+import functools
 import itertools
 import os
 import re
 
-import aiohttp
+from openai import AsyncOpenAI
 
 from tasks._data import column, rows
 
@@ -31,28 +32,24 @@ def problems(split, seed=0, data=""):
     return [dict(prompt=column(r, "prompt", "question"), answer=r.get("answer")) for _, r in found]
 
 
-async def ask(text):
-    """The number in a judge's reply. Raises what goes wrong."""
-    if next(CALLS) > int(os.environ.get("JUDGE_BUDGET", 10**6)):
-        raise SystemExit("actor: tasks/judge.py: JUDGE_BUDGET is spent")
-    body = dict(model=os.environ.get("JUDGE_MODEL", "judge"), temperature=0, max_tokens=8)
-    body["messages"] = [dict(role="user", content=text)]
-    how = dict(headers={"Authorization": f"Bearer {os.environ.get('JUDGE_KEY', '')}"})
-    how["timeout"] = aiohttp.ClientTimeout(total=SECONDS)
-    async with PLACES, aiohttp.ClientSession(**how) as session:
-        async with session.post(f"{os.environ['JUDGE_URL']}/chat/completions", json=body) as reply:
-            said = (await reply.json())["choices"][0]["message"]["content"]
-    return float(re.search(r"\d+(\.\d+)?", said)[0])
+@functools.cache
+def client():
+    how = dict(api_key=os.environ.get("JUDGE_KEY", "none"), timeout=SECONDS, max_retries=TRIES - 1)
+    return AsyncOpenAI(base_url=os.environ["JUDGE_URL"], **how)
 
 
 async def episode(problem, model):
     """The judge's grade of one answer, 0 to 1."""
     answer = await model(problem["prompt"])
     known = f"Reference: {problem['answer']}\n" if problem["answer"] else ""
-    for k in range(TRIES):
-        try:
-            return min(await ask(ASK.format(problem["prompt"], known, answer)), 10) / 10
-        except (aiohttp.ClientError, TimeoutError, LookupError, TypeError, ValueError) as e:
-            why = f"the judge gives no number: {type(e).__name__}: {e}"
-            await asyncio.sleep(2**k)
-    raise RuntimeError(why)
+    asked = dict(role="user", content=ASK.format(problem["prompt"], known, answer))
+    if next(CALLS) > int(os.environ.get("JUDGE_BUDGET", 10**6)):
+        raise SystemExit("actor: tasks/judge.py: JUDGE_BUDGET is spent")
+    how = dict(model=os.environ.get("JUDGE_MODEL", "judge"), temperature=0, max_tokens=8)
+    async with PLACES:
+        reply = await client().chat.completions.create(messages=[asked], **how)
+    said = reply.choices[0].message.content
+    grade = re.search(r"\d+(\.\d+)?", said)
+    if not grade:
+        raise ValueError(f"the judge gives no number: {said!r:.200}")
+    return min(float(grade[0]), 10) / 10
