@@ -1,6 +1,8 @@
 """Where updates are received, on a small model with loaders like vLLM's: fused matrices and shards, in one bucket's memory."""
 
+import contextlib
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -188,8 +190,9 @@ def test_a_group_that_hangs_in_mid_broadcast_keeps_its_successor_waiting_for_not
     update = Update(layout, 1)
     new_store.set("update/0", "2")
     new_group.broadcast(update.buckets[0], 0).wait()
-    # now the old one goes on, after all
-    group.broadcast(old.buckets[1], 0).wait()
+    # now the old one goes on, after all; who receives it may have left already
+    with contextlib.suppress(RuntimeError):
+        group.broadcast(old.buckets[1], 0).wait(timedelta(seconds=3))
     for bucket in update.buckets[1:]:
         new_group.broadcast(bucket, 0).wait()
     new_store.wait(["ready/0/1"])
