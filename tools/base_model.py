@@ -25,6 +25,8 @@ DEFAULT = dict(
     hidden=128,
     # longest sequence, tokens
     positions=256,
+    # how clients' messages are written, as the teacher writes them
+    chat_template="",
 )
 # examples that are searched for characters
 SEARCHED = 2000
@@ -71,6 +73,7 @@ def make_tokenizer(tasks, seed=0):
         eos_token="<eos>",
         pad_token="<pad>",
     )
+    tokenizer.chat_template = merged["chat_template"] or None
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in merged["words"]])
     return tokenizer
 

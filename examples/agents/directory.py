@@ -1,9 +1,12 @@
-"""A little environment for agents: somebody's number is asked for, a tool knows it.
+"""A little environment for agents: somebody's number is asked for, and a tool knows it.
 
-Not a program: openai_tools.py and the others here share it. Names are letters, numbers three digits.
+The agents here share it. Names are letters, numbers three digits. `python examples/agents/directory.py out/models/agent`
+makes a tiny model that knows how to call a tool, but often copies a name or a number wrongly.
 """
 
 import random
+import sys
+from pathlib import Path
 
 TOOL = {
     "type": "function",
@@ -17,13 +20,18 @@ TOOL = {
         },
     },
 }
+LETTERS = "abcdefghij"
+
+
+def draw(rng):
+    name = "".join(rng.choices(LETTERS, k=rng.randint(3, 8)))
+    return {"prompt": f"{name}?", "name": name, "number": str(rng.randint(100, 999))}
 
 
 def problems(split, seed):
     rng = random.Random(f"{split}{seed}")
     for _ in range(500 if split == "test" else 5000):
-        name = "".join(rng.choices("abcdefghij", k=rng.randint(3, 8)))
-        yield {"prompt": f"{name}?", "name": name, "number": str(rng.randint(100, 999))}
+        yield draw(rng)
 
 
 def lookup(problem, name):
@@ -32,3 +40,46 @@ def lookup(problem, name):
 
 def reward(problem, said):
     return float(said is not None and said.strip() == problem["number"])
+
+
+# ---- the tiny model
+
+# chance that its teacher copies a character wrongly
+SLOPPINESS = 0.07
+CALL, END = '{"name": "lookup", "arguments": {"name": "', '"}}'
+# in Jinja; the model's turns end in <eos>, and a line begins
+TEMPLATE = """\
+{% for m in messages %}{% if m.role == 'assistant' %}<assistant>{{ m.content or '' }}\
+{% for c in m.tool_calls or [] %}<tool_call>{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}</tool_call>\
+{% endfor %}<eos>{% else %}<{{ m.role }}>{{ m.content }}{% endif %}{{ '\n' }}\
+{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+MARKS = ("<user>", "<system>", "<tool>", "<assistant>", "<tool_call>", "</tool_call>", "unknown")
+TINY = dict(words=(*MARKS, CALL, END), steps=900, layers=3, chat_template=TEMPLATE)
+
+
+def copied(text, rng, characters):
+    """As somebody writes it who is careless."""
+    wrong = [rng.choice(characters) if rng.random() < SLOPPINESS else x for x in text]
+    return "".join(wrong)
+
+
+def teacher(rng):
+    problem = draw(rng)
+    name = copied(problem["name"], rng, LETTERS)
+    known = lookup(problem, name)
+    said = known if known == "unknown" else copied(known, rng, "0123456789")
+    return [
+        (f"<user>{problem['prompt']}\n<assistant>", False),
+        (f"<tool_call>{CALL}{name}{END}</tool_call>", True),
+        (f"\n<tool>{known}\n<assistant>", False),
+        (said, True),
+    ]
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    import tasks
+    from tools import base_model
+
+    tasks.__path__.append(str(Path(__file__).parent))
+    base_model.make_model(["directory"], sys.argv[1], 0)
