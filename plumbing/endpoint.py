@@ -248,7 +248,11 @@ class Endpoint:
     async def derender(self, body, prompt, answer):
         """What was sampled as a message: text, reasoning, tool calls by the model's parsers."""
         finish = "stop" if answer["finished"] else "length"
-        choice = dict(index=0, token_ids=answer["tokens"], finish_reason=finish)
+        # a text has no stop token
+        tokens = answer["tokens"][: -1 if answer["finished"] else None]
+        if not tokens:
+            return dict(role="assistant", content="")
+        choice = dict(index=0, token_ids=tokens, finish_reason=finish)
         # its detokenizer reads the prompt's end, its reasoning parser all of it
         generated = dict(request_id="", choices=[choice], prompt_token_ids=prompt)
         question = dict(generate_response=generated, chat_request=body | OWN)

@@ -6,25 +6,28 @@ import directory
 from loop import main
 from openai import AsyncOpenAI
 
+# all attempts share its connections
+CLIENT = AsyncOpenAI(api_key="none")
+
 
 async def attempt(problem, base_url, api_key):
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        messages = [{"role": "user", "content": problem["prompt"]}]
-        for _ in range(4):
-            answer = await client.chat.completions.create(
-                model="policy", messages=messages, tools=[directory.TOOL]
-            )
-            message = answer.choices[0].message
-            if not message.tool_calls:
-                break
-            messages.append(message)
-            for call in message.tool_calls:
-                try:
-                    found = directory.lookup(problem, **json.loads(call.function.arguments))
-                except (ValueError, TypeError) as e:
-                    found = str(e)
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
-        return directory.reward(problem, message.content)
+    client = CLIENT.with_options(base_url=base_url, api_key=api_key)
+    messages = [{"role": "user", "content": problem["prompt"]}]
+    for _ in range(4):
+        answer = await client.chat.completions.create(
+            model="policy", messages=messages, tools=[directory.TOOL]
+        )
+        message = answer.choices[0].message
+        if not message.tool_calls:
+            break
+        messages.append(message)
+        for call in message.tool_calls:
+            try:
+                found = directory.lookup(problem, **json.loads(call.function.arguments))
+            except (ValueError, TypeError) as e:
+                found = str(e)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
+    return directory.reward(problem, message.content)
 
 
 if __name__ == "__main__":
