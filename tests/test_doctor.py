@@ -235,12 +235,12 @@ CHANGES = [
     ("engines", "run.config.dtype = 'bfloat16'; [worsen(run, k) for k in range(8, 16)]", "ynyy"),
     ("engines", "run.config.temperature = 0.6", "yyyn"),
     ("engines", "one['temperature'] = np.float32(0.70001)", "yyy-"),
-    ("texts", "", "y-y"),
-    ("texts", "run.groups[0]['problem'] = {'prompt': 'ba='}", "n-y"),
-    ("texts", "one['finished'] = not one['finished']", "y-n"),
-    ("texts", "one['tokens'][-3] = 1", "y-n"),
+    ("texts", "", "y-yy-"),
+    ("texts", "run.groups[0]['problem'] = {'prompt': 'ba='}", "n-yy-"),
+    ("texts", "one['finished'] = not one['finished']", "y-ny-"),
+    ("texts", "one['tokens'][-3] = 1", "y-ny-"),
     # the actor has asked for one token more
-    ("texts", "run.models[0].generation_config.eos_token_id = [9]", "y-n"),
+    ("texts", "run.models[0].generation_config.eos_token_id = [9]", "y-ny-"),
     ("draws", "", "yyyyy"),
     ("draws", "run.config.max_lag = 0", "nyyyy"),
     ("draws", f"{DROP}; [x.update(advantage=0.0) for x in run.groups[3]['samples']]", "ynyyy"),
@@ -329,7 +329,7 @@ def test_a_stale_cache_and_a_new_one_differ_after_an_update_alone(run):
 
 def test_an_episode_is_played_again(run, monkeypatch):
     """Too few turns, other texts than it says; what talks to a client cannot be."""
-    for says, expected in ([], "yny"), (["{}="], "yyy"), (["{}"], "yny"), (["{}=", ""], "yny"):
+    for says, expected in ([], "yn"), (["{}="], "yy"), (["{}"], "yn"), (["{}=", ""], "yn"):
 
         async def episode(problem, model):
             for text in says:
@@ -337,14 +337,46 @@ def test_an_episode_is_played_again(run, monkeypatch):
             return 1.0
 
         monkeypatch.setattr(toy, "episode", episode, raising=False)
-        assert said(checks.check_texts(run)) == expected
+        assert said(checks.check_texts(run)) == expected + "yy-"
 
     async def client(problem, model):
         return model.base_url
 
     monkeypatch.setattr(toy, "episode", client)
-    assert said(checks.check_texts(run))[1] == "y"
+    assert said(checks.check_texts(run)) == "y-yy-"
     assert said(checks.check_rewards(run)) == "-"
+
+
+def test_turns_of_a_client(run, monkeypatch):
+    """A retry that was sampled anew, a turn of two branches that is trained in both, a lost separator."""
+
+    async def client(problem, model):
+        return model.base_url
+
+    template = "{% for m in messages %}{{ m.content }}<eos>a{% endfor %}"
+    monkeypatch.setattr(toy, "episode", client, raising=False)
+    monkeypatch.setattr(run.prompter.tokenizer, "chat_template", template)
+    one = run.groups[0]["samples"][0]
+    end, a, b = run.prompter.tokenizer("<eos>ab")["input_ids"]
+
+    def found(*segments):
+        transcripts = []
+        for turns in segments:
+            transcript = Transcript()
+            for k, tokens in enumerate(turns):
+                versions = [0] * len(tokens) if k % 2 else None
+                transcript.append(tokens, [0.0] * len(tokens), versions)
+            transcripts.append(transcript.fields())
+        transcripts[-1]["segment"] += len(segments) - 1
+        for name in transcripts[0]:
+            one[name] = np.concatenate([x[name] for x in transcripts])
+        return said(checks.check_texts(run))[3:]
+
+    assert found([[b], [b, end], [a, b], [b, end]]) == "yy"
+    assert found([[b], [b, end], [b], [b, end]]) == "yn"
+    assert found([[b], [b, end]], [[b, b, end, a], [b, end]]) == "y-"
+    assert found([[b], [b, end]], [[b], [a, end]]) == "n-"
+    assert found([[b], [b, end]], [[b], [b, end], [a, b], [b, end]]) == "ny"
 
 
 @pytest.mark.parametrize("kind", ["loo", "mean", "mean_std", "none"])

@@ -63,7 +63,8 @@ def logprob_rows(run, who, origins, samples):
     some = np.random.default_rng(0).permutation(len(samples))[::every]
     by_origin = {origin: [] for origin in origins}
     tokens = surprise = variance = 0
-    for sample in sorted([samples[i] for i in some], key=lambda x: x["versions"].max()):
+    parts = [part for i in some for part in plain.segments(samples[i])]
+    for sample in sorted(parts, key=lambda x: x["versions"].max()):
         origin = origin_of(sample)
         if origin:
             logprobs, entropy, of_surprise = plain.expected(run, sample)
@@ -109,22 +110,39 @@ def check_engines(run):
 def check_texts(run):
     """What was sent is not the problem that is scored, in the template's form, or not what the environment replied: a
     separator is lost. Stop tokens are not trained, or there are too many; answers end for another reason than they say.
+    A turn of an attempt is there twice: a client's retry, or what its branches have in common.
     """
-    prompts = replies = wrong_replies = ends = 0
+    prompts = replies = wrong_replies = ends = asked = twice = followed = lost = 0
     samples = run.samples()
     stop = run.stop_tokens()
+    separator = run.separator()
     for draw, sample in samples:
         group = run.groups[draw]
         turns, (prompt, *between) = run.parts(sample)
-        prompts += prompt != run.prompt(group["problem"])
         task = sys.modules[f"tasks.{group['task']}"]
+        # of a client's episode only tokens are known
+        has_client = False
         if hasattr(task, "episode"):
             replayed = plain.Replayed(run, sample)
-            asyncio.run(replayed.play(task, group["problem"]))
+            has_client = asyncio.run(replayed.play(task, group["problem"])) is None
             wrong_replies += replayed.wrong
-            replies += len(turns)
+            replies += 0 if has_client else len(turns)
         else:
             ends += not stop.isdisjoint(sum(turns, [])[:-1])
+        contexts = []
+        for part in plain.segments(sample):
+            tokens = part["tokens"].tolist()
+            change = np.diff(part["mask"].astype(int))
+            contexts += [tuple(tokens[: k + 1]) for k in np.flatnonzero(change == 1)]
+            if separator and (run.config.chat or has_client):
+                after = [tokens[k + 1] for k in np.flatnonzero(change == -1) if tokens[k] in stop]
+                followed += len(after)
+                lost += len(after) - after.count(separator)
+        asked += len(contexts)
+        twice += len(contexts) - len(set(contexts))
+        if has_client:
+            continue
+        prompts += prompt != run.prompt(group["problem"])
         stops = int(sample["tokens"][-1]) in stop and sample["mask"][-1]
         full = sample["mask"].sum() >= run.config.max_new_tokens
         full |= len(sample["tokens"]) >= run.config.max_model_len - 1
@@ -133,6 +151,8 @@ def check_texts(run):
     yield none_differ("prompts are those of their problems", prompts, len(samples))
     yield none_differ("replies are the environment's", wrong_replies, replies)
     yield none_differ("answers end as they say, and the end is trained", ends, len(samples))
+    yield none_differ("turns are sampled once in an attempt", twice, asked)
+    yield none_differ("turns end as the template ends them", lost, followed)
 
 
 def check_draws(run):
@@ -192,6 +212,8 @@ def check_packing(run):
             changed += not all(np.array_equal(sample[name], drawn[name]) for name in KEPT)
             other += known and abs(sample["advantage"] - drawn["advantage"]) > 1e-4
         groups = [run.groups[int(draw)]["samples"] for draw in line["problems"]]
+        # an attempt is one sample, however many turns it has
+        changed += sum(len(group) > c.attempts for group in groups)
         # each as often as all others, and no others
         changed += len({x["sample_id"] for group in groups for x in group} ^ times.keys())
         changed += len(set(times.values())) > 1 or len(groups) != c.groups_per_step

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 import config as cfg
 from plumbing.episode import CutOff
 from plumbing.problems import Prompter, load_problems
-from plumbing.samples import split
+from plumbing.samples import TOKEN_FIELDS, split
 from tools import report
 
 # --steps of the first run, which is interrupted
@@ -115,6 +115,16 @@ class Recording:
         messages = [{"role": role, "content": text} for role, text in texts if text]
         return self.encode(self.prompter.render(messages))
 
+    def separator(self):
+        """The token that the chat template puts after the end of a turn; None without a template."""
+        if not self.prompter.tokenizer.chat_template:
+            return None
+        said = [dict(role=role, content="x") for role in ("user", "assistant", "user")]
+        ids = self.encode(self.prompter.render(said))
+        ends = [i for i, token in enumerate(ids) if token in self.stop_tokens()]
+        # of the assistant's turn, and of the user's after it
+        return ids[ends[-2] + 1] if len(ends) > 1 else ids[ends[-1] + 1]
+
     def encode(self, text):
         """Token ids of a text that is no beginning."""
         return self.prompter.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -170,6 +180,13 @@ def trainer_state(run, version):
         return torch.load(file, mmap=True, weights_only=True)
 
 
+def segments(sample):
+    """The segments of a sample, each as a sample of its own."""
+    borders = np.flatnonzero(np.diff(sample["segment"])) + 1
+    parts = [np.split(sample[name], borders) for name in TOKEN_FIELDS]
+    return [sample | dict(zip(TOKEN_FIELDS, part)) for part in zip(*parts)]
+
+
 # ---- what an engine reports
 
 
@@ -185,9 +202,22 @@ def forward(run, version, sample, positions, start=0, cache=None):
     return logp.gather(1, tokens[positions, None])[:, 0], entropy, variance
 
 
+def of_segments(run, version, sample, positions):
+    """`forward` of a sample, each segment by itself."""
+    found = []
+    begin = 0
+    for part in segments(sample):
+        own = positions - begin
+        own = own[(own >= 0) & (own < len(part["tokens"]))]
+        if len(own):
+            found.append(forward(run, version, part, own))
+        begin += len(part["tokens"])
+    return [torch.cat(x) for x in zip(*found)]
+
+
 @torch.no_grad()
 def expected(run, sample):
-    """What the engine should report of each sampled token, by the version that it says sampled it: `forward`, numpy.
+    """What the engine should report of each sampled token of a segment, by the version that it says sampled it: `forward`, numpy.
 
     An update in the middle of a sequence leaves the KV cache of all tokens before as it is, or, with
     --recompute_kv, has it computed again.
@@ -229,7 +259,7 @@ def learning_rate(run, version):
 def loss_of(run, sample, positions, version):
     """What a sample's tokens at these positions add to the loss of the step after a version; their weights pi / mu."""
     c = run.config
-    logprobs, entropy, _ = forward(run, version, sample, positions)
+    logprobs, entropy, _ = of_segments(run, version, sample, positions)
     log_w = logprobs - torch.as_tensor(sample["behavior_logprobs"][positions], device=run.device)
     weights = log_w.detach().exp()
     w = log_w.mean().exp() if c.loss == "gspo" else log_w.exp()
@@ -237,7 +267,7 @@ def loss_of(run, sample, positions, version):
     loss = LOSSES[c.loss](w, logprobs, advantage, c.clip_low, c.clip_high).sum()
     if c.kl_coef:
         with torch.no_grad():
-            reference = forward(run, 0, sample, positions)[0]
+            reference = of_segments(run, 0, sample, positions)[0]
         d = reference - logprobs
         loss = loss + c.kl_coef * (d.exp() - 1 - d).sum()
     loss = loss - c.entropy_coef * entropy.sum()

@@ -1,0 +1,29 @@
+"""openai-agents, a framework (pip install openai-agents): for tasks/agent.py."""
+
+import directory
+from agents import Agent, OpenAIChatCompletionsModel, RunContextWrapper, Runner, function_tool
+from agents import set_tracing_disabled
+from loop import main
+from openai import AsyncOpenAI
+
+# all attempts share its connections
+CLIENT = AsyncOpenAI(api_key="none")
+
+
+@function_tool
+def lookup(context: RunContextWrapper[dict], name: str) -> str:
+    """The number of a name."""
+    return directory.lookup(context.context, name)
+
+
+async def attempt(problem, base_url, api_key):
+    client = CLIENT.with_options(base_url=base_url, api_key=api_key)
+    model = OpenAIChatCompletionsModel(model="policy", openai_client=client)
+    agent = Agent(name="clerk", model=model, tools=[lookup])
+    done = await Runner.run(agent, problem["prompt"], context=problem, max_turns=4)
+    return directory.reward(problem, done.final_output)
+
+
+if __name__ == "__main__":
+    set_tracing_disabled(True)
+    main(directory.problems, attempt)
