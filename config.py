@@ -312,6 +312,17 @@ GUESS = TOY | dict(
     row_tokens=1024,
     eval_every=20,
 )
+# Any client of an OpenAI endpoint, see tasks/agent.py; the model is examples/agents/directory.py's.
+AGENT = TOY | dict(
+    task="agent",
+    model=str(ROOT / "out" / "models" / "agent"),
+    steps=60,
+    batch_size=128,
+    max_new_tokens=80,
+    max_model_len=200,
+    row_tokens=1024,
+    eval_every=20,
+)
 # The paper's headline run (arXiv 2509.19128, section 5), on 8 GPUs of 80 GB or more. max_new_tokens, attempts and
 # overlong_buffer are our choice: the paper does not say them.
 MATH = dict(
@@ -351,6 +362,7 @@ PRESETS = {
     "toy": TOY,
     "smol": SMOL,
     "guess": GUESS,
+    "agent": AGENT,
     "math": MATH,
     "math-1x80": MATH_1X80,
     "math-1x24": MATH_1X24,

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up .venv once, then hands over to plumbing/launch.py, which starts every process, watches and stops them.
 #
-#   bash run.sh [toy|smol|guess|math|math-1x80|math-1x24] [--knob value ...]     train; the same command continues a stopped run
+#   bash run.sh [toy|smol|guess|agent|math|math-1x80|math-1x24] [--knob value ...]     train; the same command continues a stopped run
 #   bash run.sh serve --run NAME [--engines N]    adds this machine's engines to a run in progress; Ctrl-C removes them
 #   bash run.sh status [out/toy]                  what a run is doing, or where it stopped; default: the newest
 #   bash run.sh [preset] --help                   every knob; bash run.sh help: this

@@ -184,9 +184,7 @@ class Engines:
             url = self.least_loaded()
             try:
                 return msgspec.json.decode(await self._post(url, path, question))
-            except aiohttp.ClientResponseError:
-                raise
-            except (aiohttp.ClientError, TimeoutError) as e:
+            except (aiohttp.ClientConnectionError, TimeoutError) as e:
                 self._note_failure("retried", url, e)
                 await asyncio.sleep(0.5)
         raise ConnectionError(f"no engine answers {path}")

@@ -190,10 +190,10 @@ class Endpoint:
         limit = body.get("max_completion_tokens", body.get("max_tokens"))
         answer = await attempt.generate(prompt, limit)
         message = await self.derender(body, prompt, answer)
-        said_now = [*messages, said(message)]
+        messages.append(said(message))
         thought = (message.get("reasoning") or "").strip()
         exact = prompt + answer["tokens"]
-        exchange = Exchange(said_now, thought, rendered, exact, answer["finished"])
+        exchange = Exchange(messages, thought, rendered, exact, answer["finished"])
         attempt.exchanges.append(exchange)
         calls = message.get("tool_calls")
         finish = "length" if not answer["finished"] else "tool_calls" if calls else "stop"
@@ -247,12 +247,11 @@ class Endpoint:
 
     async def derender(self, body, prompt, answer):
         """What was sampled as a message: text, reasoning, tool calls by the model's parsers."""
-        finish = "stop" if answer["finished"] else "length"
         # a text has no stop token
         tokens = answer["tokens"][: -1 if answer["finished"] else None]
         if not tokens:
             return dict(role="assistant", content="")
-        choice = dict(index=0, token_ids=tokens, finish_reason=finish)
+        choice = dict(index=0, token_ids=tokens, finish_reason="stop")
         # its detokenizer reads the prompt's end, its reasoning parser all of it
         generated = dict(request_id="", choices=[choice], prompt_token_ids=prompt)
         question = dict(generate_response=generated, chat_request=body | OWN)

@@ -77,15 +77,14 @@ class Contract:
         given = dict(scope["headers"]).get(SECRET_HEADER.encode(), b"")
         if not hmac.compare_digest(given, self.secret):
             return JSONResponse({"error": f"{call[1]} needs the secret of this engine's run"}, 403)
-        handler = self.handlers[call] or self.pass_on
+        if self.handlers[call] is None:
+            return self.app
         try:
-            return await handler(Request(scope, receive), scope["app"].state.engine_client)
+            engine = scope["app"].state.engine_client
+            return await self.handlers[call](Request(scope, receive), engine)
         except Exception as e:
             code = 400 if isinstance(e, (ValueError, VLLMClientError)) else 500
             return JSONResponse({"error": f"{call[1]}: {type(e).__name__}: {e}"}, code)
-
-    async def pass_on(self, request, engine):
-        return self.app
 
     async def generate(self, request, engine):
         if not self.has_weights:

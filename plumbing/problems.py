@@ -98,26 +98,18 @@ class Prompter:
 
     def more(self, text):
         """Token ids of the environment's answer to a turn, to be appended to what the engine has
-        sampled, its stop token included.
+        sampled, its stop token included; with what the template puts between two turns.
         """
         if self.config.chat:
-            text = self._between_turns(text)
+            turn = secrets.token_hex(8)
+            said = [("user", "x"), ("assistant", turn), ("user", text)]
+            messages = [{"role": role, "content": content} for role, content in said]
+            text = self.render(messages).partition(turn)[2]
+            # the engine has sampled the end of the turn already
+            for end in self.tokenizer.convert_ids_to_tokens(sorted(self.stop)):
+                if text.lstrip(" ").startswith(end):
+                    text = text.lstrip(" ").removeprefix(end)
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def _between_turns(self, text):
-        """What the template puts between the end of an assistant's turn and the next one's start."""
-        turn = secrets.token_hex(8)
-        messages = [
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "content": turn},
-            {"role": "user", "content": text},
-        ]
-        text = self.render(messages).partition(turn)[2]
-        # the engine has sampled the end of the turn already
-        for end in self.tokenizer.convert_ids_to_tokens(sorted(self.stop)):
-            if text.lstrip(" ").startswith(end):
-                text = text.lstrip(" ").removeprefix(end)
-        return text
 
     def decode(self, tokens):
         """Token ids as text, without special tokens."""

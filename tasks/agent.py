@@ -1,10 +1,11 @@
 """Agents in a program of their own: any client, framework or environment that takes an OpenAI URL, unchanged.
 
-    AGENT="python examples/agents/openai_tools.py" bash run.sh smol --task agent --tool_parser hermes
+    AGENT="/path/to/python /path/to/my_agent.py" bash run.sh smol --task agent
 
 $AGENT, which may have a virtual environment of its own, is started twice: with `problems train SEED` it prints its
 problems, a JSON object with "prompt" each; with `attempts` it reads {"base_url", "api_key", "problem"}, a line each,
-and answers {"api_key", "reward" or "error"}, in any order (examples/agents/loop.py does that).
+and answers {"api_key", "reward" or "error"}, in any order (examples/agents/loop.py does that). Without $AGENT it is
+examples/agents/openai_tools.py, which `bash run.sh agent` trains.
 """
 
 import asyncio
@@ -13,12 +14,14 @@ import json
 import os
 import shlex
 import subprocess
+import sys
+
+import config as cfg
 
 
 def command(*words):
-    if "AGENT" not in os.environ:
-        raise ValueError("AGENT is not set: which command is the agent?")
-    return [*shlex.split(os.environ["AGENT"]), *words]
+    example = f"{sys.executable} {cfg.ROOT}/examples/agents/openai_tools.py"
+    return [*shlex.split(os.environ.get("AGENT", example)), *words]
 
 
 @functools.cache
@@ -37,7 +40,7 @@ def agent():
 
 
 async def start():
-    """(the process, {key of an attempt: Future of its answer})."""
+    """(the process, {key of an attempt: Queue of its answer})."""
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, limit=1 << 24)
     process = await asyncio.create_subprocess_exec(*command("attempts"), **pipes)
     asked = {}
@@ -48,22 +51,19 @@ async def start():
 async def read(process, asked):
     async for line in process.stdout:
         answer = json.loads(line)
-        # the attempt may have been given up
-        if not asked[answer["api_key"]].done():
-            asked[answer["api_key"]].set_result(answer)
+        asked.pop(answer["api_key"]).put_nowait(answer)
     agent.cache_clear()
-    for future in asked.values():
-        if not future.done():
-            future.set_result({"error": "it has ended"})
+    for queue in asked.values():
+        queue.put_nowait({"error": "it has ended"})
 
 
 async def episode(problem, model):
     """The agent's own reward."""
     process, asked = await agent()
     question = dict(base_url=model.base_url, api_key=model.api_key, problem=problem)
-    asked[model.api_key] = asyncio.get_running_loop().create_future()
+    queue = asked[model.api_key] = asyncio.Queue()
     process.stdin.write(json.dumps(question).encode() + b"\n")
-    answer = await asked[model.api_key]
+    answer = await queue.get()
     if "reward" not in answer:
         raise RuntimeError(f"$AGENT: {answer.get('error')}")
     return answer["reward"]

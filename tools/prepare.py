@@ -7,6 +7,7 @@ so many CHECKPOINTS more may not go into OUT. Exit code 1 if there is no model.
 """
 
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -24,6 +25,9 @@ def bring_model(model, task):
     if Path(model).parent == launch.MODELS and not Path(model, "config.json").exists():
         if model == cfg.SMOL["model"]:
             smol.make_model(model)
+        elif model == cfg.AGENT["model"]:
+            program = cfg.ROOT / "examples" / "agents" / "directory.py"
+            subprocess.run([sys.executable, program, model], check=True)
         else:
             seed = int(model.rpartition("-seed")[2])
             base_model.make_model(list(cfg.task_weights(task)), model, seed)

@@ -6,20 +6,19 @@ import json
 import os
 import sys
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import directory
 import verifiers.v1 as vf
 from loop import main
 from openai import AsyncOpenAI
-from verifiers.v1.harnesses.null import NullHarness
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.mcp import serve_shared
 
-# of the plugin `__name__`, which an AgentConfig asks for
-__all__ = ["InProcess"]
-CLIENT = AsyncOpenAI(api_key="none")
-STACK = AsyncExitStack()
+# what verifiers looks for in a module that is a harness's id
+__all__ = ["Loop"]
+# an attempt has three HTTP clients: each would read a file of certificates, for 20 ms
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ.setdefault("SSL_CERT_DIR", "/etc/ssl/certs")
 
 
 class Data(vf.TaskData):
@@ -30,7 +29,7 @@ class State(vf.State):
     problem: dict = {}
 
 
-class Task(vf.Task[Data, State]):
+class Clerk(vf.Task[Data, State]):
     async def setup(self, trace):
         trace.state.problem = self.data.problem
 
@@ -40,9 +39,9 @@ class Task(vf.Task[Data, State]):
 
 
 class Tools(vf.Toolset[vf.SharedToolsetConfig, State]):
+    # a program of its own, `python -m verifiers_env`, which asks for the state of an attempt
+    __module__ = "verifiers_env"
     TOOL_PREFIX = None
-    # what `python -m` runs for its server
-    __module__ = Path(__file__).stem
 
     @vf.tool
     def lookup(self, name: str) -> str:
@@ -50,22 +49,18 @@ class Tools(vf.Toolset[vf.SharedToolsetConfig, State]):
         return directory.lookup(self.state.problem, name)
 
 
-class InProcess(NullHarness):
-    """The loop of verifiers' null harness, which itself takes uv, the internet, and a process for each attempt."""
+class Loop(vf.Harness[vf.HarnessConfig]):
+    """As verifiers' "null", which takes uv, the internet, and a process for each attempt."""
 
-    async def setup(self, runtime):
-        pass
+    SUPPORTS_MCP, NEEDS_CONTAINER = True, False
 
-    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, _=None):
-        client = CLIENT.with_options(base_url=endpoint, api_key=secret)
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
         messages = [{"role": "user", "content": data.prompt}]
-        config = {"mcpServers": {name: {"url": url} for name, url in mcp_urls.items()}}
-        async with AsyncExitStack() as stack:
-            tools, names, servers = await connect_mcp(config, stack)
+        urls = {"mcpServers": {name: {"url": url} for name, url in mcp_urls.items()}}
+        async with AsyncOpenAI(base_url=endpoint, api_key=secret) as client, AsyncExitStack() as stack:
+            tools, names, servers = await connect_mcp(urls, stack)
             while True:
-                answer = await client.chat.completions.create(
-                    model=ctx.model, messages=messages, tools=tools
-                )
+                answer = await client.chat.completions.create(model=ctx.model, messages=messages, tools=tools)
                 message = answer.choices[0].message
                 if not message.tool_calls:
                     return vf.ProgramResult(0, "", "")
@@ -81,27 +76,23 @@ class InProcess(NullHarness):
 
 @functools.cache
 def tools():
-    """The tools' server, one for all attempts, as a task that starts it."""
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     return asyncio.create_task(
         STACK.enter_async_context(serve_shared([Tools(vf.SharedToolsetConfig())]))
     )
 
+STACK = AsyncExitStack()
+
 
 async def attempt(problem, base_url, api_key):
-    # verifiers takes a key from the environment alone
+    # verifiers reads keys from there alone
     os.environ[api_key] = api_key
-    agent = vf.Agent(
-        vf.AgentConfig(
-            model="policy",
-            client=vf.EvalClientConfig(base_url=base_url, api_key_var=api_key),
-            harness={"id": __name__},
-            runtime=vf.SubprocessConfig(),
-            max_turns=4,
-        )
-    )
+    client = vf.EvalClientConfig(base_url=base_url, api_key_var=api_key)
+    how = dict(model="policy", client=client, runtime=vf.SubprocessConfig(), max_turns=4)
+    agent = vf.Agent(vf.AgentConfig(harness={"id": __name__}, **how))
+    task = Clerk(Data(prompt=problem["prompt"], problem=problem))
     try:
-        trace = await agent.run(Task(Data(prompt=problem["prompt"], problem=problem)), tools=await tools())
+        trace = await agent.run(task, tools=await tools())
     finally:
         del os.environ[api_key]
     if not trace.ok:
@@ -110,7 +101,4 @@ async def attempt(problem, base_url, api_key):
 
 
 if __name__ == "__main__":
-    if "VF_CONFIG" in os.environ:
-        Tools.run()
-    else:
-        main(directory.problems, attempt)
+    Tools.run() if "VF_CONFIG" in os.environ else main(directory.problems, attempt)
