@@ -123,7 +123,8 @@ class Endpoint:
         """The request's body, and what work(attempt, body) gives; a client's retry of a request gets the same."""
         body = await request.json()
         asked = request[ATTEMPT].requests
-        digest = (request.path, json.dumps({**body, "stream": None}, sort_keys=True))
+        unsent = dict(stream=None, stream_options=None)
+        digest = (request.path, json.dumps(body | unsent, sort_keys=True))
         if digest not in asked or asked[digest].done() and asked[digest].exception():
             answer = work(request[ATTEMPT], self.clean(body))
             asked[digest] = asyncio.ensure_future(answer)
