@@ -17,9 +17,8 @@ import subprocess
 import sys
 import tempfile
 
-# bytes of memory, of all files together, of what is printed
-MEMORY, FILES, OUTPUT = 512 << 20, 16 << 20, 10_000
-SECONDS = 5.0
+# bytes of memory, of all files together, of what is printed; time limit
+MEMORY, FILES, OUTPUT, SECONDS = 512 << 20, 16 << 20, 10_000, 5.0
 # programs at the same time: others wait
 PLACES = asyncio.Semaphore(2 * len(os.sched_getaffinity(0)))
 # system calls that a program may not make

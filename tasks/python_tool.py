@@ -13,9 +13,10 @@ from tasks import _jail
 # digits of the numbers; the model's turns
 DIGITS, TURNS = 5, 3
 ASK = {
-    "alone": "Answer with the number only.",
-    "tool": "Write one ```python block that prints it; its output will be sent to you. Then answer with the number only.",
+    "alone": "What is {} + {}? Answer with the number only.",
+    "tool": "Write a short Python program that prints {} + {}. Its output will be sent to you.",
 }
+TELL = "Output:\n{}\nAnswer with the number only."
 
 
 def problems(split, seed=0, data="tool"):
@@ -28,7 +29,7 @@ def problems(split, seed=0, data="tool"):
     found = []
     for _ in range(500 if split == "test" else 5000):
         a, b = (rng.randrange(10 ** (DIGITS - 1), 10**DIGITS) for _ in range(2))
-        prompt = f"What is {a} + {b}? {ASK[data]}"
+        prompt = ASK[data].format(a, b)
         found.append(dict(prompt=prompt, answer=a + b, turns=TURNS if data == "tool" else 1))
     return found
 
@@ -47,6 +48,6 @@ async def episode(problem, model):
         code = program(text)
         if code is None or turn == problem["turns"] - 1:
             break
-        said = f"Output:\n{(await _jail.run_python(code)).strip()[:200]}"
+        said = TELL.format((await _jail.run_python(code)).strip()[:200])
     numbers = re.findall(r"-?\d+", text.replace(",", ""))
     return float(bool(numbers) and int(numbers[-1]) == problem["answer"] and code is None)

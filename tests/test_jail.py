@@ -116,4 +116,4 @@ def test_a_sum_by_hand(monkeypatch):
         (["```python\nprint(3)", "none"], 0.0),
     ]:
         assert asyncio.run(python_tool.episode(problem, model_that_says(*turns))) == reward
-    assert heard[:2] == ["1 + 2?", "Output:\n3"]
+    assert heard[:2] == ["1 + 2?", "Output:\n3\nAnswer with the number only."]
