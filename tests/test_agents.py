@@ -4,22 +4,32 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import numpy as np
+import pytest
+import requests
 
 from conftest import ROOT
+from plumbing.launch import ENGINE_ENV
 
 KNOBS = """--steps 2 --batch_size 32 --attempts 8 --max_new_tokens 120 --max_model_len 250 --eval_problems 8 --eval_attempts 1
 --samples_logged 100 --save_every 0 --port 9470"""
 
 
-def test_a_client_of_every_kind_of_request(tmp_path):
+def make_model(path, folder, name, steps):
+    """The tiny model of a teacher who is no task."""
     make = (
-        "import sys, tasks; tasks.__path__.append('examples/agents'); from tools import base_model; "
-        "base_model.make_model(['directory'], sys.argv[1], 0, steps=250)"
+        "import sys, tasks; tasks.__path__.append(sys.argv[2]); from tools import base_model; "
+        "base_model.make_model([sys.argv[3]], sys.argv[1], 0, steps=int(sys.argv[4]))"
     )
+    words = [sys.executable, "-c", make, str(path), folder, name, str(steps)]
+    subprocess.run(words, cwd=ROOT, check=True)
+
+
+def test_a_client_of_every_kind_of_request(tmp_path):
     model = tmp_path / "model"
-    subprocess.run([sys.executable, "-c", make, str(model)], cwd=ROOT, check=True)
+    make_model(model, "examples/agents", "directory", 250)
     words = f"bash run.sh agent --model {model} --out {tmp_path} --run a {KNOBS}".split()
     env = os.environ | {"AGENT": f"{sys.executable} {ROOT}/tests/client_agent.py"}
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
@@ -48,3 +58,45 @@ def test_a_client_of_every_kind_of_request(tmp_path):
         **dict(cwd=ROOT, capture_output=True, text=True, check=True, env=env),
     )
     assert shown.stdout.count("---- segment 2") == 5
+
+
+@pytest.mark.slow
+def test_a_second_vllm_judges(tmp_path, base_model):
+    """It likes an `a`, most of the time; what it is asked more often than it may be ends the run by name."""
+    make_model(tmp_path / "judge", "tests", "grader", 400)
+    for split, letters in ("train", "xbaqcf"), ("test", "gbaqci"):
+        prompts = [json.dumps(dict(prompt=f"{letters[k:]}{letters[:k]}=")) for k in range(6)]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(prompts))
+    words = (
+        f"-m vllm.entrypoints.openai.api_server --model {tmp_path}/judge --served-model-name judge"
+    )
+    words += " --port 9480 --max-model-len 200 --dtype float32 --enforce-eager"
+    env = os.environ | ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
+    with open(tmp_path / "judge.log", "w") as log:
+        judge = subprocess.Popen([sys.executable, *words.split()], env=env, stdout=log, stderr=log)
+    url = "http://127.0.0.1:9480"
+    words = f"bash run.sh toy --task judge --model {base_model} --out {tmp_path} --run j --port 9485 --steps 2 --batch_size 32"
+    words += f" --attempts 8 --train_data {tmp_path}/train.jsonl --eval_data {tmp_path}/test.jsonl"
+    words = (words + " --eval_every 0 --samples_logged 100 --save_every 0").split()
+    how = dict(cwd=ROOT, capture_output=True, text=True, timeout=400)
+    try:
+        deadline = time.monotonic() + 200
+        while time.monotonic() < deadline:
+            try:
+                requests.get(f"{url}/health", timeout=3)
+                break
+            except requests.RequestException:
+                time.sleep(1)
+        env = os.environ | {"JUDGE_URL": f"{url}/v1"}
+        done = subprocess.run(words, env=env, **how)
+        assert done.returncode == 0, done.stdout[-3000:]
+        spent = subprocess.run([*words, "--fresh", "True"], env=env | {"JUDGE_BUDGET": "3"}, **how)
+    finally:
+        judge.kill()
+        judge.wait()
+    samples = (tmp_path / "j.1" / "samples.jsonl").read_text().splitlines()
+    samples = [json.loads(x) for x in samples]
+    assert {x["reward"] for x in samples} <= {0.1, 0.9}
+    right = [(x["reward"] == 0.9) == ("a" in x["completion"]) for x in samples]
+    assert np.mean(right) > 0.9 and {x["reward"] for x in samples} == {0.1, 0.9}
+    assert spent.returncode and "JUDGE_BUDGET is spent" in spent.stdout

@@ -23,7 +23,7 @@ from tools import serve
         ("toy --stepz 3", "Unrecognized options: --stepz, 3 Perhaps you meant: --steps"),
         ("toy --steps many", "--steps: invalid literal for int"),
         ("toy --loss mse", "--loss"),
-        ("chess", "unknown preset 'chess': choose from toy, smol, guess, math"),
+        ("chess", "unknown preset 'chess': choose from toy, smol, guess, agent, math"),
         (
             "toy --task chess",
             "No module named 'tasks.chess'; tasks here: agent, guess, gym, judge, maths, python_tool, tail",
