@@ -96,7 +96,7 @@ def test_a_second_vllm_judges(tmp_path, base_model):
         judge.wait()
     samples = (tmp_path / "j.1" / "samples.jsonl").read_text().splitlines()
     samples = [json.loads(x) for x in samples]
-    assert {x["reward"] for x in samples} <= {0.1, 0.9}
-    right = [(x["reward"] == 0.9) == ("a" in x["completion"]) for x in samples]
-    assert np.mean(right) > 0.9 and {x["reward"] for x in samples} == {0.1, 0.9}
+    rewards = [round(x["reward"], 3) for x in samples]
+    right = [(reward == 0.9) == ("a" in x["completion"]) for reward, x in zip(rewards, samples)]
+    assert np.mean(right) > 0.9 and set(rewards) == {0.1, 0.9}
     assert spent.returncode and "JUDGE_BUDGET is spent" in spent.stdout
