@@ -74,7 +74,7 @@ def copy_sources(folder):
     """The sources in this folder, anew, for what changes them; it shares the models. Returns it."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    for part in ("plumbing", "tasks", "tools"):
+    for part in ("examples", "plumbing", "tasks", "tools"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     top = [ROOT / name for name in ("run.sh", "pyproject.toml", "requirements.txt")]
     for path in (*ROOT.glob("*.py"), *top):

@@ -1,6 +1,6 @@
 """What a sample costs in CPU, in whole runs of this checkout, and of another one in turn.
 
-    python bench/cost.py [--tasks toy,tail,guess] [--against DIR] [--rounds 3] [--steps 60]
+    python bench/cost.py [--tasks toy,tail,guess,agent] [--against DIR] [--rounds 3] [--steps 60]
 
 Runs `bash run.sh` of this checkout and of DIR (an older commit's, `git worktree add DIR COMMIT`, with its
 own out/models). Milliseconds of CPU a sample are of all processes
@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import config as cfg
 from bench import common
 from bench.common import ROOT, WORK
 from bench.runs import COMMON, PIPELINE, make_model, run_to_its_end
@@ -30,9 +31,11 @@ TASKS = {
     "toy": {},
     "tail": COMMON | PIPELINE | dict(save_every=0),
     "guess": dict(task="guess", max_new_tokens=90, max_model_len=256),
+    # turns through an OpenAI endpoint; the client has a process
+    "agent": cfg.AGENT,
 }
-# of run.sh's processes; whatever is none of these belongs to the engines
-STAGES = ("actor", "preprocess", "train")
+# of run.sh's processes, and a client of the actor's; whatever is none of these belongs to the engines
+STAGES = ("actor", "preprocess", "train", "openai_tools")
 PARTS = (*STAGES, "engines")
 
 
@@ -87,6 +90,7 @@ def measure(name, knobs, port, root=ROOT):
     seconds = steps[-1]["wall_s"] - steps[FIRST - 1]["wall_s"]
     found = watch.cpu(steps)
     found["samples_s"] = (steps[-1]["samples"] - steps[FIRST - 1]["samples"]) / seconds
+    found["turns"] = sum(step.get("turns", 1) for step in steps[FIRST:]) / len(steps[FIRST:])
     for key in ("wait_data_s", "wait_sync_s", "pause_s"):
         found[key] = sum(step[key] for step in steps[FIRST:]) / seconds
     return found
@@ -105,17 +109,21 @@ def show(results):
         for name, rounds in by_checkout.items():
             medians = {k: float(np.median([r[k] for r in rounds])) for k in rounds[0]}
             parts = [medians[part] for part in PARTS]
-            cells = [f"{1000 * x:.2f}" for x in (*parts, sum(parts))]
+            cells = [f"{1000 * x:.2f}" for x in (*parts, sum(parts))] + [f"{medians['turns']:.1f}"]
             shares = [f"{medians[k]:.2%}" for k in ("wait_data_s", "wait_sync_s", "pause_s")]
             rows.append([f"{task}, {name}", *cells, f"{medians['samples_s']:.0f}", *shares])
         if len(by_checkout) == 2:
             pairs = list(zip(by_checkout["other"], by_checkout["here"]))
             cpu = [sum(a[k] for k in PARTS) / sum(b[k] for k in PARTS) for a, b in pairs]
             speed = [b["samples_s"] / a["samples_s"] for a, b in pairs]
-            ratios = map(common.median_and_range, (cpu, speed))
-            rows.append([f"{task}, ratio", *[""] * len(PARTS), *ratios, "", "", ""])
+            ratios = [common.median_and_range(x) for x in (cpu, speed)]
+            rows.append(
+                [f"{task}, ratio", *[""] * len(PARTS), ratios[0], "", ratios[1], "", "", ""]
+            )
     columns = [f"{part} ms" for part in (*PARTS, "all")]
-    common.table(["", *columns, "samples/s", "waits: data", "updates", "engines pause"], rows)
+    common.table(
+        ["", *columns, "turns", "samples/s", "waits: data", "updates", "engines pause"], rows
+    )
 
 
 def main(argv=None):

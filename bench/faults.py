@@ -15,14 +15,19 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import config as cfg
 from bench.common import WORK, copy_sources, measured, parser, result_file, table
 from tools import report
 from tools.status import alarms
 
 GUESS = "--task guess --max_new_tokens 90 --max_model_len 256 --row_tokens 1024 --prefix_caching on"
+AGENT = f"--task agent --model {cfg.AGENT['model']} --max_new_tokens 80 --max_model_len 200 --row_tokens 1024"
 KL, PENALTY, CUT = "--kl_coef 0.1", "--overlong_buffer 20", "--max_new_tokens 12"
 CHECKPOINTS, CLIENT, LEDGER = "plumbing/checkpoints.py", "plumbing/client.py", "plumbing/ledger.py"
-PROBLEMS = "plumbing/problems.py"
+PROBLEMS, ENDPOINT, EPISODE = (f"plumbing/{x}.py" for x in ("problems", "endpoint", "episode"))
+TURN = "answer = await attempt.generate(prompt, limit)"
+A_TURN = "join([s for s in samples for _ in s['completion']])"
+ANEW = "        segment = __import__('copy').deepcopy(segment)\n"
 FEWER = "s >= self.config.groups_per_step - 1"
 AGAIN = "zers, sums, version % 3, config)\n            "
 SHARES, MIXTURE = "task, share in zip(shares, [*shares.values()][::-1])}", "--task toy:0.8,tail:0.2"
@@ -33,6 +38,7 @@ FAULTS = {
     "clean": ("", "", ""),
     "clean guess": ("", "", "", GUESS),
     "clean two engines": ("", "", "", "--engines 2"),
+    "clean agent": ("", "", "", AGENT),
     # ---- an audit's
     "weights of 1": ("train.py", "w = log_w.exp()\n", "w = torch.ones_like(log_w)\n"),
     "clipping off": ("train.py", "config.max_grad_norm", "1e9"),
@@ -94,6 +100,12 @@ FAULTS = {
     "threshold of success": ("plumbing/sandbox.py", '"SUCCESS", 1.0)', '"SUCCES", 1.0)', GUESS),
     "shares of other tasks": ("actor.py", "task, share in shares.items()}", SHARES, MIXTURE),
     "lag one too high": ("train.py", "lag = version - b", "lag = 1 + version - b"),
+    # ---- of agents
+    "separator lost": (ENDPOINT, "exact + separator +", "exact +", AGENT),
+    "retried turn twice": (ENDPOINT, TURN, f"{TURN}\n        {TURN}", AGENT),
+    "shared tokens twice": (EPISODE, "        if not segment.tokens:\n    ", ANEW, AGENT),
+    "constrained sample": (CLIENT, "seed=seed)", "seed=seed, top_k=5)", AGENT),
+    "reward per turn": ("actor.py", "join(samples)", A_TURN, AGENT),
 }
 
 
