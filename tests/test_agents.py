@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -73,7 +74,8 @@ def test_a_second_vllm_judges(tmp_path, base_model):
     words += " --port 9480 --max-model-len 200 --dtype float32 --enforce-eager"
     env = os.environ | ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
     with open(tmp_path / "judge.log", "w") as log:
-        judge = subprocess.Popen([sys.executable, *words.split()], env=env, stdout=log, stderr=log)
+        how = dict(env=env, stdout=log, stderr=log, start_new_session=True)
+        judge = subprocess.Popen([sys.executable, *words.split()], **how)
     url = "http://127.0.0.1:9480"
     words = f"bash run.sh toy --task judge --model {base_model} --out {tmp_path} --run j --port 9485 --steps 2 --batch_size 32"
     words += f" --attempts 8 --train_data {tmp_path}/train.jsonl --eval_data {tmp_path}/test.jsonl"
@@ -92,7 +94,8 @@ def test_a_second_vllm_judges(tmp_path, base_model):
         assert done.returncode == 0, done.stdout[-3000:]
         spent = subprocess.run([*words, "--fresh", "True"], env=env | {"JUDGE_BUDGET": "3"}, **how)
     finally:
-        judge.kill()
+        # its worker has a process of its own
+        os.killpg(judge.pid, signal.SIGKILL)
         judge.wait()
     samples = (tmp_path / "j.1" / "samples.jsonl").read_text().splitlines()
     samples = [json.loads(x) for x in samples]
