@@ -15,13 +15,13 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import config as cfg
 from bench.common import WORK, copy_sources, measured, parser, result_file, table
 from tools import report
 from tools.status import alarms
 
 GUESS = "--task guess --max_new_tokens 90 --max_model_len 256 --row_tokens 1024 --prefix_caching on"
-AGENT = f"--task agent --model {cfg.AGENT['model']} --max_new_tokens 80 --max_model_len 200 --row_tokens 1024"
+# a preset of its own
+AGENT = "agent"
 KL, PENALTY, CUT = "--kl_coef 0.1", "--overlong_buffer 20", "--max_new_tokens 12"
 CHECKPOINTS, CLIENT, LEDGER = "plumbing/checkpoints.py", "plumbing/client.py", "plumbing/ledger.py"
 PROBLEMS, ENDPOINT, EPISODE = (f"plumbing/{x}.py" for x in ("problems", "endpoint", "episode"))
@@ -147,11 +147,13 @@ def reason(printed):
 def try_out(name, steps, port):
     """{doctor: rows that FAIL, guards: [(what was said, step)] of a run of so many steps, seconds of the doctor}."""
     folder = copy_with(name, FAULTS[name])
-    knobs = [*" ".join(FAULTS[name][3:]).split(), "--port", str(port)]
+    knobs = " ".join(FAULTS[name][3:]).split()
+    preset = knobs.pop() if knobs == [AGENT] else "toy"
+    knobs += ["--port", str(port)]
     start = time.monotonic()
-    _, printed = run(folder, ["doctor", "toy", *knobs])
+    _, printed = run(folder, ["doctor", preset, *knobs])
     seconds = time.monotonic() - start
-    saved = folder / "out" / "doctor-toy" / "doctor.json"
+    saved = folder / "out" / f"doctor-{preset}" / "doctor.json"
     if saved.exists():
         findings = json.loads(saved.read_text())["findings"]
         failed = [row["check"] for row in findings if row["ok"] is False]
@@ -160,7 +162,7 @@ def try_out(name, steps, port):
     if not steps:
         return dict(doctor=failed, guards=[], seconds=seconds)
     own = ["--run", "guards", "--steps", str(steps), "--eval_every", "0", "--eval_problems", "8"]
-    code, printed = run(folder, ["toy", *knobs, *own])
+    code, printed = run(folder, [preset, *knobs, *own])
     done = []
     if (folder / "out" / "guards" / "metrics.jsonl").exists():
         [done] = report.read(folder / "out" / "guards", "step")
