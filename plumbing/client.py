@@ -179,15 +179,15 @@ class Engines:
         return None
 
     async def ask(self, path, question):
-        """vLLM's answer to a call of its own, JSON both. Raises aiohttp.ClientResponseError with its words, or ConnectionError."""
-        for _ in range(RETRIES):
+        """vLLM's answer to a call of its own, JSON both; waits for an engine. Raises aiohttp.ClientResponseError with its words."""
+        while True:
             url = self.least_loaded()
             try:
-                return msgspec.json.decode(await self._post(url, path, question))
+                if url:
+                    return msgspec.json.decode(await self._post(url, path, question))
             except (aiohttp.ClientConnectionError, TimeoutError) as e:
-                self._note_failure("retried", url, e)
-                await asyncio.sleep(0.5)
-        raise ConnectionError(f"no engine answers {path}")
+                self._note_failure("moved", url, e)
+            await asyncio.sleep(0.5)
 
     async def _post(self, url, path, body):
         """One request -> its answer, bytes. Raises what aiohttp does."""

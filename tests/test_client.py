@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections import Counter
 
+import aiohttp
 import pytest
 from aiohttp import web
 from test_actor import FakeEngine
@@ -213,3 +214,25 @@ def test_requests_of_an_engine_that_is_dropped_move_and_new_ones_wait_for_one_th
         assert engines.pace["gen_tok_s"] > 0
 
     asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_what_vllm_itself_is_asked_waits_for_an_engine(monkeypatch):
+    """An agent's request is none of its own failures while the only engine is started again."""
+
+    async def post(url, path, body):
+        if url == "dying":
+            engines.set_engines([])
+            raise aiohttp.ClientConnectionError("gone")
+        return b'{"token_ids": [5]}'
+
+    engines = engines_of(["dying"], post, monkeypatch)
+
+    async def run():
+        asked = asyncio.create_task(engines.ask("/v1/chat/completions/render", {}))
+        await asyncio.sleep(0.6)
+        assert not asked.done() and not engines.serving
+        engines.set_engines(["well"])
+        assert await asked == {"token_ids": [5]}
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert engines.counts == {"moved": 1}
