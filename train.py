@@ -207,15 +207,10 @@ def kl(logprobs, other):
     return d.exp() - 1 - d
 
 
-def ess(ratios):
-    """Normalised effective sample size (sum w)^2 / (N sum w^2) of the unclipped importance weights
-    w [N], in (0, 1].
+def ess(w, w2, n):
+    """Normalised effective sample size (sum w)^2 / (N sum w^2) of the unclipped importance weights, in (0, 1],
+    from sums, which add up over micro-batches and ranks; 1 of nothing.
     """
-    return ess_of_sums(float(ratios.sum()), float((ratios**2).sum()), len(ratios))
-
-
-def ess_of_sums(w, w2, n):
-    """ess from sum w, sum w^2 and N, which add up over micro-batches and ranks; 1 of nothing."""
     return w**2 / (n * w2) if w2 else 1.0
 
 
@@ -316,7 +311,7 @@ def micro_batch(model, batch, version, config, device):
             "cut_off": (mean, (~b["finished"] & is_sample).sum(), samples),
             "loss": (mean, loss, samples),
             "entropy": (mean, (entropy * mask).sum(), tokens),
-            "ess": (ess_of_sums, w.sum(), (w * w).sum(), tokens),
+            "ess": (ess, w.sum(), (w * w).sum(), tokens),
             "kl_behavior": (mean, kl_behavior.sum(), tokens),
             "kl_ref": (mean, (kl_ref * mask).sum(), tokens),
             "mismatch": (mean_if_any, (log_w.abs() * pure).sum(), pure.sum()),
@@ -348,7 +343,7 @@ def lag_table(*sums):
                 "tokens": int(tokens),
                 "loss": loss / tokens,
                 "kl": kl / tokens,
-                "ess": ess_of_sums(w, w2, tokens),
+                "ess": ess(w, w2, tokens),
                 "clip_frac": clipped / tokens,
             }
     return table
