@@ -145,7 +145,9 @@ class Config:
     advantage: Literal["loo", "mean", "mean_std", "none"] = "loo"
     # see train.policy_loss
     loss: Literal["reinforce", "ppo", "cispo", "gspo", "icepop"] = "reinforce"
-    # lower bound of the importance weight; negative: the loss's own (config.CLIP)
+    # an importance weight for each token, or one for a sequence; "": the loss's own (config.LOSSES)
+    ratio: Literal["", "token", "sequence"] = ""
+    # lower bound of the importance weight; negative: the loss's own
     clip_low: float = -1.0
     # upper bound of the importance weight (reinforce c, ppo 1 + epsilon); negative: the loss's own
     clip_high: float = -1.0
@@ -245,14 +247,17 @@ class Config:
         return self.mismatch_limit or {"float32": 1e-3, "bfloat16": 0.2}[self.dtype]
 
 
-# Bounds [clip_low, clip_high] of the importance weight, by loss; train.policy_loss says what each does with them.
-CLIP = {
-    "reinforce": (0.0, 5.0),
-    "ppo": (0.8, 1.2),
-    "cispo": (0.0, 5.0),
-    "gspo": (1 - 3e-4, 1 + 4e-4),
-    "icepop": (0.5, 5.0),
+# By loss: ratio, and bounds [clip_low, clip_high] of the importance weight; train.policy_loss says what it does with them.
+LOSSES = {
+    "reinforce": ("token", 0.0, 5.0),
+    "ppo": ("token", 0.8, 1.2),
+    "cispo": ("token", 0.0, 5.0),
+    "gspo": ("sequence", 1 - 3e-4, 1 + 4e-4),
+    "icepop": ("token", 0.5, 5.0),
 }
+# vLLM's knobs that make what is sampled another distribution than what is trained
+MASKS = {"__top_p", "__top_k", "__min_p"}
+MASKS |= {f"__{what}_penalty" for what in ("repetition", "presence", "frequency")}
 OUTCOMES = ("correct", "wrong", "no_answer", "unparsable")  # columns of the reward table
 
 # Tuned on 2 cores: sequences live longer than a step, so that most updates land in the middle of some.
@@ -411,6 +416,9 @@ def parse(argv: list[str], default: Config | None = None, about: str = "") -> Co
         # `| head` ends it without a word
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         print(about)
+    words = "sampling from a part of the distribution is not supported: ratios would lack the mass left out"
+    for word in argv:
+        require(word.partition("=")[0].replace("-", "_") not in MASKS, f"{word}: {words}")
     default = default or Config(run=name, **PRESETS[name])
     captured = io.StringIO()
     try:
@@ -466,7 +474,8 @@ def check(c: Config) -> Config:
         for x in value if isinstance(value, tuple) else [value]:
             must = f"must be from {least:g} to {most:g}"
             require(isinstance(x, str) or least <= x <= most, f"--{name} {x}: {must}")
-    low, high = CLIP[c.loss]
+    ratio, low, high = LOSSES[c.loss]
+    c.ratio = c.ratio or ratio
     c.clip_low = low if c.clip_low < 0 else c.clip_low
     c.clip_high = high if c.clip_high < 0 else c.clip_high
     relations = {

@@ -165,36 +165,35 @@ def policy_loss(kind, logprobs, behavior_logprobs, advantages, sequence_ids, con
 
     logprobs under the policy being trained (pi), behavior_logprobs as the engine reported them (mu),
     sequence_ids >= 0 for sampled tokens. w = pi/mu is the importance weight, [low, high] the knobs
-    clip_low and clip_high, A the advantage; sg() stops the gradient.
+    clip_low and clip_high, A the advantage; sg() stops the gradient. With --ratio sequence w is the
+    geometric mean over a sequence, and the loss is divided by its length |y|, so that its tokens add up
+    to one term.
 
     reinforce  -sg(min(w, high)) A log pi; truncated importance sampling, PipelineRL eq. 5
                (arXiv 2509.19128), token by token, A from the group instead of a learned baseline
     ppo        -min(w A, clip(w, low, high) A); Schulman et al. 2017 (arXiv 1707.06347) eq. 7
     cispo      -sg(clip(w, low, high)) A log pi; MiniMax-M1 2025 (arXiv 2506.13585) eq. 4
-    gspo       -min(s A, clip(s, low, high) A) / |y|, s the sequence's geometric-mean ratio; GSPO 2025
-               (arXiv 2507.18071) eq. 5. Divided by the length, so that a sequence's tokens add up to
-               its one term.
+    gspo       ppo with --ratio sequence; GSPO 2025 (arXiv 2507.18071) eq. 5
     icepop     -sg(w 1[low <= w <= high]) A log pi; tokens outside are left out; IcePop 2025
     """
     low = config.clip_low
     high = config.clip_high
     log_w = logprobs - behavior_logprobs
-    w = log_w.exp()
+    w, length = log_w.exp(), 1
+    if config.ratio == "sequence":
+        w, length = sequence_ratio(log_w, sequence_ids)
     if kind == "reinforce":
         loss = -w.clamp(max=high).detach() * advantages * logprobs
-    elif kind == "ppo":
+    elif kind in ("ppo", "gspo"):
         loss = -torch.minimum(w * advantages, w.clamp(low, high) * advantages)
     elif kind == "cispo":
         loss = -w.clamp(low, high).detach() * advantages * logprobs
-    elif kind == "gspo":
-        w, length = sequence_ratio(log_w, sequence_ids)
-        loss = -torch.minimum(w * advantages, w.clamp(low, high) * advantages) / length
     elif kind == "icepop":
         kept = torch.where((w >= low) & (w <= high), w, 0.0)
         loss = -kept.detach() * advantages * logprobs
     else:
         raise ValueError(f"unknown loss '{kind}'")
-    return loss, (w < low) | (w > high)
+    return loss / length, (w < low) | (w > high)
 
 
 def kl(logprobs, other):
@@ -208,15 +207,10 @@ def kl(logprobs, other):
     return d.exp() - 1 - d
 
 
-def ess(ratios):
-    """Normalised effective sample size (sum w)^2 / (N sum w^2) of the unclipped importance weights
-    w [N], in (0, 1].
+def ess(w, w2, n):
+    """Normalised effective sample size (sum w)^2 / (N sum w^2) of the unclipped importance weights, in (0, 1],
+    from sums, which add up over micro-batches and ranks; 1 of nothing.
     """
-    return ess_of_sums(float(ratios.sum()), float((ratios**2).sum()), len(ratios))
-
-
-def ess_of_sums(w, w2, n):
-    """ess from sum w, sum w^2 and N, which add up over micro-batches and ranks; 1 of nothing."""
     return w**2 / (n * w2) if w2 else 1.0
 
 
@@ -317,7 +311,7 @@ def micro_batch(model, batch, version, config, device):
             "cut_off": (mean, (~b["finished"] & is_sample).sum(), samples),
             "loss": (mean, loss, samples),
             "entropy": (mean, (entropy * mask).sum(), tokens),
-            "ess": (ess_of_sums, w.sum(), (w * w).sum(), tokens),
+            "ess": (ess, w.sum(), (w * w).sum(), tokens),
             "kl_behavior": (mean, kl_behavior.sum(), tokens),
             "kl_ref": (mean, (kl_ref * mask).sum(), tokens),
             "mismatch": (mean_if_any, (log_w.abs() * pure).sum(), pure.sum()),
@@ -349,7 +343,7 @@ def lag_table(*sums):
                 "tokens": int(tokens),
                 "loss": loss / tokens,
                 "kl": kl / tokens,
-                "ess": ess_of_sums(w, w2, tokens),
+                "ess": ess(w, w2, tokens),
                 "clip_frac": clipped / tokens,
             }
     return table

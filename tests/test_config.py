@@ -34,6 +34,11 @@ from tools import serve
         ("toy --row_tokens 100", "--row_tokens must hold a sample"),
         ("toy --overlong_buffer 41", "--overlong_buffer must not exceed"),
         ("toy --late wait --on_full drop_oldest", "--late wait needs --on_full block"),
+        (
+            "toy --top_p 0.9",
+            "--top_p: sampling from a part of the distribution is not supported: ratios",
+        ),
+        ("toy --repetition-penalty=1.1", "--repetition-penalty=1.1: sampling from a part"),
         ("toy --clip_low 6", "--clip_low must be below --clip_high; now clip_low 6.0"),
         ("toy --max_lag -1", "--max_lag -1: must be from 0 to 1e+09"),
         ("toy --temperature 0", "--temperature 0.0: must be from 0.01 to 100"),

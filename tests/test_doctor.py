@@ -166,6 +166,7 @@ def trained_rows(run, monkeypatch):
         (dict(loss="cispo", entropy_coef=0.1), {}, "yyyyyyy"),
         (dict(loss="gspo", normalizer="sequence"), {}, "yyyyyyy"),
         (dict(loss="icepop", clip_low=0.9, clip_high=1.1), {}, "yyyyyyy"),
+        (dict(loss="cispo", ratio="sequence", clip_low=0.9, clip_high=1.1), {}, "yyyyyyy"),
         (dict(late="mask", max_lag=0), {}, "yyyyyyy"),
         # weights that are always 1, or 1 at most
         ({}, dict(loss="cispo", clip_low=1.0, clip_high=1.0), "yyyyynn"),

@@ -76,14 +76,14 @@ assert gradient == [-1.0, -1.0] and clipped == [False, True], (gradient, clipped
 
 
 def test_a_loss_is_what_the_readme_says(tmp_path, base_model):
-    """A branch of policy_loss, its name in Config.loss, its clip range in config.CLIP: no more."""
+    """A branch of policy_loss, its name in Config.loss, its clip range in config.LOSSES: no more."""
     folder = copy_of_the_repository(tmp_path / "copy", base_model)
-    bounds = '    "icepop": (0.5, 5.0),\n'
+    bounds = '    "icepop": ("token", 0.5, 5.0),\n'
     branch = '    elif kind == "mine":\n        loss = -advantages * logprobs\n'
     refusal = "    else:\n        raise"
     for file, old, new in [
         ("config.py", '"icepop"]', '"icepop", "mine"]'),
-        ("config.py", bounds, f'{bounds}    "mine": (0.0, 2.0),\n'),
+        ("config.py", bounds, f'{bounds}    "mine": ("token", 0.0, 2.0),\n'),
         ("train.py", refusal, branch + refusal),
     ]:
         text = (folder / file).read_text()

@@ -13,7 +13,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import train
-from config import CLIP, Config, check
+from config import LOSSES, Config, check
 from conftest import ROOT
 from plumbing import mismatch, queues
 from plumbing.metrics import Sums
@@ -110,6 +110,21 @@ def test_gspo_by_hand():
     assert grad == pytest.approx([2.0, 2.0])
 
 
+def test_a_weight_for_each_sequence_by_hand():
+    # TIS and MIS of sequences: ratios 2 and 18 have the geometric mean 6, two tokens share one term
+    rows = dict(w=[2.0, 18.0, 1.0], advantages=[1.0, 1.0, 1.0], ids=[0, 0, 1], ratio="sequence")
+    assert loss_of("reinforce", **rows)[1:] == (
+        pytest.approx([-2.5, -2.5, -1.0]),
+        [True, True, False],
+    )
+    assert loss_of("icepop", **rows)[1] == pytest.approx([0.0, 0.0, -1.0])
+    # gspo is ppo so
+    rows["w"] = [1.1, 1.1, 0.5]
+    knobs = dict(clip_low=0.9, clip_high=1.2)
+    assert loss_of("ppo", **rows, **knobs) == loss_of("gspo", **rows, **knobs)
+    assert loss_of("ppo", **rows, **knobs)[1] == pytest.approx([-0.55, -0.55, -0.5])
+
+
 def test_icepop_by_hand():
     loss, grad, clipped = loss_of("icepop", [0.4, 0.5, 1.0, 5.0, 6.0], [1.0, 1.0, -2.0, 1.0, 1.0])
     assert loss == pytest.approx([0.0, 0.5, -2.0, 5.0, 0.0])
@@ -127,9 +142,8 @@ def test_kl_by_hand():
 
 
 def test_ess_by_hand():
-    assert ess(torch.ones(10)) == pytest.approx(1.0)
-    assert ess(torch.tensor([1.0, 3.0])) == pytest.approx(16 / 20)
-    assert ess(torch.tensor([1.0, 0.0, 0.0, 0.0])) == pytest.approx(0.25)
+    # of weights all 1; 1 and 3; 1, 0, 0, 0; none
+    assert [ess(10, 10, 10), ess(4, 10, 2), ess(1, 1, 4), ess(0, 0, 0)] == [1, 16 / 20, 1 / 4, 1]
 
 
 def test_learning_rate():
@@ -352,7 +366,7 @@ def test_late_tokens_are_masked_and_counted(model):
     assert masked.item() != pytest.approx(kept.item())
 
 
-@pytest.mark.parametrize("loss", CLIP)
+@pytest.mark.parametrize("loss", LOSSES)
 def test_what_was_not_sampled_contributes_nothing(model, loss):
     """A filler, and tokens, not even where their ratio would be infinite."""
     config = knobs(loss=loss, entropy_coef=0.1, kl_coef=0.1, normalizer="sequence")

@@ -28,14 +28,14 @@ ADVANTAGES = {
     "mean_std": lambda r: (r - r.mean()) / (r.std() + 1e-6),
     "none": lambda r: r,
 }
-# of a sample's tokens [N] with weights w [N] = pi / mu, of gspo their geometric mean alone, and advantage A
+# of a sample's tokens [N] with weights w [N] = pi / mu, or their geometric mean N times, and advantage A
 LOSSES = {
     "reinforce": lambda w, logp, A, low, high: -w.clamp(max=high).detach() * A * logp,
     "ppo": lambda w, logp, A, low, high: -torch.minimum(w * A, w.clamp(low, high) * A),
     "cispo": lambda w, logp, A, low, high: -w.clamp(low, high).detach() * A * logp,
-    "gspo": lambda w, logp, A, low, high: -torch.minimum(w * A, w.clamp(low, high) * A),
     "icepop": lambda w, logp, A, low, high: -(w * (low <= w) * (w <= high)).detach() * A * logp,
 }
+LOSSES["gspo"] = LOSSES["ppo"]
 NORMALIZERS = ("samples", "tokens", "sequence")
 # share of --lr after the warm-up, by the share of the run that is done
 SCHEDULES = {"constant": lambda done: 1.0, "linear": lambda done: 1 - 0.9 * done}
@@ -262,9 +262,11 @@ def loss_of(run, sample, positions, version):
     logprobs, entropy, _ = of_segments(run, version, sample, positions)
     log_w = logprobs - torch.as_tensor(sample["behavior_logprobs"][positions], device=run.device)
     weights = log_w.detach().exp()
-    w = log_w.mean().exp() if c.loss == "gspo" else log_w.exp()
+    by_sequence = c.ratio == "sequence"
+    w = log_w.mean().exp().expand(len(log_w)) if by_sequence else log_w.exp()
     advantage = float(sample["advantage"])
     loss = LOSSES[c.loss](w, logprobs, advantage, c.clip_low, c.clip_high).sum()
+    loss = loss / len(positions) if by_sequence else loss
     if c.kl_coef:
         with torch.no_grad():
             reference = of_segments(run, 0, sample, positions)[0]

@@ -174,8 +174,8 @@ def main(argv=None):
     run_dir = find_run(a.run_dir)
     config = cfg.load(run_dir)
     try:
-        # the loss's own bounds, unless they are given
-        own = dict(clip_low=-1.0, clip_high=-1.0) if "--loss" in knobs else {}
+        # the loss's own ratio and bounds, unless they are given
+        own = dict(ratio="", clip_low=-1.0, clip_high=-1.0) if "--loss" in knobs else {}
         other = cfg.check(cfg.parse(knobs, dataclasses.replace(config, **own)))
         batches = report.batches(run_dir, a.step)
         if not gpu_count():
