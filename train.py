@@ -179,7 +179,8 @@ def policy_loss(kind, logprobs, behavior_logprobs, advantages, sequence_ids, con
     low = config.clip_low
     high = config.clip_high
     log_w = logprobs - behavior_logprobs
-    w, length = log_w.exp(), 1
+    w = log_w.exp()
+    length = 1
     if config.ratio == "sequence":
         w, length = sequence_ratio(log_w, sequence_ids)
     if kind == "reinforce":

@@ -88,8 +88,8 @@ FAULTS = {
     "reference is the policy": ("train.py", "()(reference.tok", "()(model.tok", KL),
     "clip range of another": (
         "config.py",
-        '"token", 0.0, 5.0),\n    "ppo',
-        '"token", 0.0, 1.0),\n    "ppo',
+        '"token", 0.0, 5.0),\n    "p',
+        '"token", 0.0, 1.0),\n    "p',
     ),
     "steps of fewer groups": ("preprocess.py", "s == self.config.groups_per_step", FEWER),
     "late tokens masked though kept": ("train.py", '.late == "mask"', '.late != "wait"'),
