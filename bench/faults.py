@@ -86,11 +86,7 @@ FAULTS = {
     # ---- devised when what that had missed was mended
     "head rounded": ("train.py", "(hidden, weight)  #", "(hidden, weight).bfloat16().float()  #"),
     "reference is the policy": ("train.py", "()(reference.tok", "()(model.tok", KL),
-    "clip range of another": (
-        "config.py",
-        '"token", 0.0, 5.0),\n    "p',
-        '"token", 0.0, 1.0),\n    "p',
-    ),
+    "clip range of another": ("config.py", '5.0),\n    "ppo', '1.0),\n    "ppo'),
     "steps of fewer groups": ("preprocess.py", "s == self.config.groups_per_step", FEWER),
     "late tokens masked though kept": ("train.py", '.late == "mask"', '.late != "wait"'),
     "warm-up at a continuation": ("train.py", "zers, sums, version, config)\n            ", AGAIN),
