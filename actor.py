@@ -98,7 +98,8 @@ def overlong_penalty(length, config):
     if not config.overlong_buffer:
         return 0.0
     free = config.max_new_tokens - config.overlong_buffer
-    return -max(0.0, length - free) / config.overlong_buffer
+    # turns that were sampled at once may be longer together
+    return -min(1.0, max(0.0, length - free) / config.overlong_buffer)
 
 
 class Actor:
@@ -117,6 +118,8 @@ class Actor:
         self.evals = Queue(self.queues / "evals")
         # attempts that are sampled or wait for a place in an engine
         self.in_progress = 0
+        # attempts in a row of which there is nothing to train
+        self.in_vain = 0
         self.version = -1
 
     @functools.cached_property
@@ -143,10 +146,15 @@ class Actor:
         module = self.sandbox.tasks[task]
         attempt = Attempt(self, task, temperature, engine, seed)
         reply = await attempt.play(problem)
-        self.endpoint.forget(attempt)
+        self.in_vain += 1
         # without a turn there is nothing to train
         if attempt.failed or not attempt.turns:
+            words = f"tasks/{task}.py: an attempt failed: {reply}"
+            if self.in_vain == 1:
+                print(f"actor: {words}", flush=True)
+            cfg.require(self.in_vain < 100, f"{words}; so did 100 in a row, see above")
             return None
+        self.in_vain = 0
         verdict = self.sandbox.verdict(task, reply, attempt.finished)
         reward = verdict["reward"] + overlong_penalty(attempt.sampled, self.config)
         return attempt.fields() | dict(

@@ -96,11 +96,11 @@ def side_by_side(samples, most):
         if found:
             tokens, together = found[-1]
             before = together[-1]
-            more = tokens + computed([before, sample]) - len(before["tokens"])
+            more = tokens + computed([before, sample]) - computed([before])
             if more <= most:
                 found[-1] = (more, [*together, sample])
                 continue
-        found.append((len(sample["tokens"]), [sample]))
+        found.append((computed([sample]), [sample]))
     return found
 
 

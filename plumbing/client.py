@@ -90,7 +90,6 @@ class Engines:
         self.slot_is_free = asyncio.Condition()
         # events that are not errors but worth a line: retried, moved, failed
         self.counts = Counter()
-        self.in_vain = 0
         # tokens sampled since the pace was measured
         self.tokens = 0
         self.measured_at = time.monotonic()
@@ -168,7 +167,6 @@ class Engines:
                     content = await self._post(url, "/inference/v1/generate", body)
                     answer = read_answer(content, max_tokens, self.stop, self.vocabulary)
                     self.tokens += len(answer["tokens"])
-                    self.in_vain = 0
                     return answer | dict(engine=url)
                 except aiohttp.ClientConnectionError as e:
                     self._note_failure("moved", url, e)
@@ -185,7 +183,7 @@ class Engines:
             try:
                 if url:
                     return msgspec.json.decode(await self._post(url, path, question))
-            except (aiohttp.ClientConnectionError, TimeoutError) as e:
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as e:
                 self._note_failure("moved", url, e)
             await asyncio.sleep(0.5)
 
@@ -207,11 +205,8 @@ class Engines:
         """Count an event; lines of the 1st, 2nd, 4th, 8th...: hundreds may fail at once."""
         self.backs_off_until[url] = time.monotonic() + BACK_OFF
         self.counts[event] += 1
-        self.in_vain += event == "failed"
         why = f"{type(error).__name__}: {' '.join(str(error)[:200].split())}"
         words = f"actor: request to {url} {event} ({self.counts[event]} so far): {why}"
-        if self.in_vain == 100:
-            raise RuntimeError(f"{words}; 100 attempts in a row have failed")
         if self.counts[event].bit_count() == 1:
             print(words, flush=True)
 

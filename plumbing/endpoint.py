@@ -11,6 +11,7 @@ Deliberately absent: stop strings, several choices, logprobs, images.
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import secrets
 from collections import Counter
@@ -67,11 +68,10 @@ class Exchange(NamedTuple):
 
 
 class Endpoint:
-    """The server. actor: actor.Actor; url: where it listens, once it is started."""
+    """The server. actor: actor.Actor; attempts: by key; url: where it listens, once it is started."""
 
     def __init__(self, actor):
         self.actor = actor
-        # by key
         self.attempts = {}
         self.url = None
         self.counts = Counter()
@@ -115,6 +115,9 @@ class Endpoint:
         except web.HTTPException as e:
             return error(e.status, e.text, "invalid_request")
         except aiohttp.ClientResponseError as e:
+            # vLLM's words for a prompt that is too long
+            if "maximum context length" in e.message:
+                request[ATTEMPT].cut()
             return error(e.status, e.message, "invalid_request")
         except (LookupError, TypeError, AttributeError, ValueError) as e:
             return error(400, f"not understood: {e!r}", "invalid_request")
@@ -123,8 +126,8 @@ class Endpoint:
         """The request's body, and what work(attempt, body) gives; a client's retry of a request gets the same."""
         body = await request.json()
         asked = request[ATTEMPT].requests
-        unsent = dict(stream=None, stream_options=None)
-        digest = (request.path, json.dumps(body | unsent, sort_keys=True))
+        words = json.dumps(body | dict(stream=None, stream_options=None), sort_keys=True)
+        digest = hashlib.sha256(f"{request.path} {words}".encode()).digest()
         if digest not in asked or asked[digest].done() and asked[digest].exception():
             answer = work(request[ATTEMPT], self.clean(body))
             asked[digest] = asyncio.ensure_future(answer)
@@ -133,7 +136,7 @@ class Endpoint:
 
     def clean(self, body):
         """A request without what is the run's own to say."""
-        kept = {}
+        kept = {"chat_template_kwargs": self.actor.prompter.thinking}
         for name, value in body.items():
             if name in REFUSED and value and (name, value) != ("n", 1):
                 words = f"{name} is not supported: sampling is the run's own"
@@ -182,8 +185,8 @@ class Endpoint:
         rendered = await self.render(body)
         past = [x for x in attempt.exchanges if x.said == messages[: len(x.said)]]
         prompt = rendered
-        # the deepest first
-        for exchange in sorted(past, key=lambda x: -len(x.said)):
+        # the deepest first, of which each costs a rendering
+        for exchange in sorted(past, key=lambda x: -len(x.said))[:3]:
             spliced = await self.splice(exchange, body, rendered)
             if spliced is not None:
                 prompt = spliced
@@ -210,9 +213,9 @@ class Endpoint:
         if rendered[: len(past)] != past or past[:begin] != exchange.rendered:
             return None
         turn = past[begin:]
-        text = self.actor.prompter.tokenizer.decode(turn)
+        text = self.actor.prompter.tokenizer.decode(turn, clean_up_tokenization_spaces=False)
         ends = [i for i, token in enumerate(turn) if token in self.actor.prompter.stop]
-        if exchange.thought not in text or not ends:
+        if not ends or any(x not in text for x in (exchange.thought, exchange.said[-1][1].strip())):
             return None
         # after the end of the turn, which is there already if it was sampled
         separator = turn[ends[-1] + exchange.finished :]
@@ -222,6 +225,7 @@ class Endpoint:
         """A completion of a text, or of token ids: (text, finish_reason, usage)."""
         given = body.get("prompt")
         prompter = self.actor.prompter
+        prompt = []
         if isinstance(given, str):
             # of exchanges (text so far, its tokens), the longest
             past = [x for x in attempt.texts if given.startswith(x[0])]
@@ -230,7 +234,7 @@ class Endpoint:
             prompt = tokens + more["input_ids"]
         elif isinstance(given, list) and all(isinstance(x, int) for x in given):
             prompt = given
-        else:
+        if not prompt:
             raise web.HTTPBadRequest(text="prompt must be one text, or one list of token ids")
         answer = await attempt.generate(prompt, body.get("max_tokens"))
         text = prompter.decode(answer["tokens"])
@@ -256,7 +260,11 @@ class Endpoint:
         # its detokenizer reads the prompt's end, its reasoning parser all of it
         generated = dict(request_id="", choices=[choice], prompt_token_ids=prompt)
         question = dict(generate_response=generated, chat_request=body | OWN)
-        answer = await self.actor.engines.ask("/v1/chat/completions/derender", question)
+        try:
+            answer = await self.actor.engines.ask("/v1/chat/completions/derender", question)
+        except aiohttp.ClientResponseError:
+            # what no parser takes, and JSON does not, such as half a character
+            return dict(role="assistant", content=self.actor.prompter.decode(tokens))
         message = answer["choices"][0]["message"]
         return {k: v for k, v in message.items() if v or k == "content"}
 

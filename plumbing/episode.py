@@ -1,9 +1,5 @@
 """One attempt as an episode sees it: `await model(text)`, and an endpoint for clients of any kind (plumbing/endpoint.py).
 
-    async def episode(problem, model):          # in a task file: a number, or an outcome of the reward table
-        guess = await model(problem["prompt"])  # the model's turn
-        ...                                     # anything may be awaited; blocking work: await model.call("function", ...)
-
 What the engines sampled is kept as it was sampled. An attempt has one segment of tokens, or several where what was
 sent does not continue what is there: other conversations, branches, a template that drops old thinking. It stays one
 sample with one reward. Deliberately absent: states of the environment, which are the episode's own.
@@ -41,7 +37,9 @@ class Attempt:
         self.segments = []
         self.turns = []
         self.finished = False
-        self.failed = False
+        self.failed = self.cut_off = False
+        # turns that engines have not answered
+        self.asking = 0
         # token ids of the conversation of __call__
         self.conversation = []
         # among the actor's attempts in progress: it is when it is chosen; evaluations are not
@@ -91,26 +89,28 @@ class Attempt:
         room = min(c.max_new_tokens - self.sampled, c.max_model_len - len(prompt))
         room = min(room, c.row_tokens - others - len(prompt))
         if room <= 0:
-            self.finished = False
-            raise CutOff(f"no tokens left after {self.sampled} sampled ones")
+            raise self.cut()
+        if limit and limit > 0:
+            room = min(room, limit)
         seed = None if self.seed is None else self.seed + len(self.turns)
         salt = None if self.version is None else str(self.version)
+        how = (self.temperature, room, seed, salt, self.engine)
         actor.in_progress += self.counts and not self.is_counted
         self.is_counted = False
+        self.asking += 1
         try:
-            answer = await actor.engines.generate(
-                prompt, self.temperature, min(room, limit or room), seed, salt, self.engine
-            )
+            answer = await actor.engines.generate(prompt, *how)
         finally:
             # its place is free while something else is awaited
             actor.in_progress -= self.counts
+        self.asking -= 1
         if answer is None:
             self.failed = True
             raise ConnectionError("no engine answered")
         segment, others = self.place(prompt)
         if others + len(prompt) + len(answer["tokens"]) > c.row_tokens:
             # other turns were sampled meanwhile
-            raise CutOff(f"no tokens left after {self.sampled} sampled ones")
+            raise self.cut()
         self.engine = answer["engine"]
         if not segment.tokens:
             self.segments.append(segment)
@@ -119,6 +119,12 @@ class Attempt:
         self.turns.append(actor.prompter.decode(answer["tokens"]))
         self.finished = answer["finished"]
         return answer
+
+    def cut(self):
+        """The attempt has no room for another turn: CutOff, to be raised."""
+        self.finished = False
+        self.cut_off = True
+        return CutOff(f"no tokens left after {self.sampled} sampled ones")
 
     def place(self, prompt):
         """The segment that a prompt continues, the longest of them, and how many tokens all others have.
@@ -153,12 +159,16 @@ class Attempt:
             seconds = self.actor.config.episode_timeout
             value = await asyncio.wait_for(module.episode(problem, self), seconds)
             return {"value": value if isinstance(value, str) else float(value)}
-        except CutOff:
-            return {"value": "no_answer"}
+        except ConnectionError:
+            # no fault of the model's, nor is one of engines that it waits for
+            self.failed = True
+            return {"error": last_words()}
         except TimeoutError as e:
+            self.failed |= self.asking > 0
             return {"limit": str(e) or f"longer than {seconds} s"}
         except Exception:
-            return {"error": last_words()}
+            return {"value": "no_answer"} if self.cut_off else {"error": last_words()}
         finally:
+            self.actor.endpoint.forget(self)
             self.actor.in_progress -= self.is_counted
             self.is_counted = False

@@ -188,11 +188,9 @@ def resolve(config: Config, gpus: int, training: bool = True) -> Config:
 def _tiny_model(c):
     tasks = cfg.task_weights(c.task)
     for task in tasks:
-        require(
-            hasattr(cfg.load_task(task), "teacher"),
-            f"--model is empty and task {task} has no teacher for a tiny base model: "
-            "give a model directory or hub name",
-        )
+        words = f"--model is empty and task {task} has no teacher for a tiny base model"
+        has_teacher = hasattr(cfg.load_task(task), "teacher")
+        require(has_teacher, f"{words}: give a model directory or hub name")
     return str(MODELS / f"{'+'.join(tasks)}-seed{c.seed}")
 
 
@@ -364,10 +362,9 @@ def open_run(c: Config) -> str:
     knobs = {k: v for k, v in asdict(c).items() if k not in FILLED_IN}
     changed = {k: (before[k], v) for k, v in knobs.items() if v != before[k]}
     words = ", ".join(f"{name} ({was} -> {is_})" for name, (was, is_) in changed.items())
-    require(
-        not changed.keys() & FIXED,
-        f"{words}: {', '.join(sorted(FIXED))} cannot change within a run: choose another --run name, or --fresh True",
-    )
+    fixed = f"{', '.join(sorted(FIXED))} cannot change within a run"
+    refusal = f"{words}: {fixed}: choose another --run name, or --fresh True"
+    require(not changed.keys() & FIXED, refusal)
     c.run_id = old.run_id
     # what was sampled but not trained is drawn again
     for folder in ("queues", "engines"):
@@ -428,10 +425,9 @@ def wait_for_node_0(c):
         written = read_json(run_dir / "config.json").get("start")
         if start and before == start == written:
             return cfg.load(str(run_dir)), start
-        require(
-            time.monotonic() < deadline,
-            f"node 0 has not started {run_dir} within {c.start_timeout:.0f} s: does it run, and do all nodes see the same --out?",
-        )
+        words = f"node 0 has not started {run_dir} within {c.start_timeout:.0f} s"
+        words += ": does it run, and do all nodes see the same --out?"
+        require(time.monotonic() < deadline, words)
         time.sleep(0.5)
 
 

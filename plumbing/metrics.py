@@ -159,10 +159,8 @@ class MetricsLog:
             scores = {f"eval/{name}": score for name, score in line["eval"].items()}
             self.wandb.log(scores | {"version": line["version"]})
             words = " | ".join(f"{name} {score:.3f}" for name, score in line["eval"].items())
-            print(
-                f"eval: version {line['version']} | {words} | {line['problems']} held-out problems",
-                flush=True,
-            )
+            words = f"{words} | {line['problems']} held-out problems"
+            print(f"eval: version {line['version']} | {words}", flush=True)
 
     def rollouts(self, batch, logprobs, version):
         """Write the first `samples_logged` rollouts of a step, decoded, to samples.jsonl.

@@ -75,9 +75,8 @@ class Guards:
         if not found <= self.config.highest_mismatch:
             raise RuntimeError(
                 f"train: mismatch of {model.config.model_type} is above {self.config.highest_mismatch:g} nats at version "
-                f"{version}: {found:.1e}; engine and trainer logprobs differ. Does plumbing/model.py "
-                "know this family? Else look at --dtype, --head_float32, logs/engine*.log; --mismatch_limit moves the limit; "
-                "`bash run.sh doctor` looks closer"
+                f"{version}: {found:.1e}; engine and trainer logprobs differ. Does plumbing/model.py know this family? Else "
+                "--dtype, --head_float32, logs/engine*.log; --mismatch_limit moves it; `bash run.sh doctor` looks closer"
             )
         return {"mismatch": found, "tokens": len(differences)}
 
@@ -104,9 +103,8 @@ class Guards:
         if not_finite:
             print(f"train: step {version}: gradient not finite, weights stay", flush=True)
         if self._lasts("not_finite", not_finite):
-            raise RuntimeError(
-                f"train: {IN_A_ROW} steps in a row had gradients that are not finite: lower --lr, or look at the samples"
-            )
+            words = "had gradients that are not finite: lower --lr, or look at the samples"
+            raise RuntimeError(f"train: {IN_A_ROW} steps in a row {words}")
 
     def _lasts(self, name, is_wrong):
         """Has it been wrong IN_A_ROW times in a row by now?"""

@@ -75,17 +75,17 @@ class Prompter:
         if not isinstance(ends, list):
             ends = [ends]
         self.stop = {*ends, self.tokenizer.eos_token_id} - {None}
+        # what chat templates are told
+        self.thinking = {}
+        if config.thinking != "auto":
+            self.thinking = {"enable_thinking": config.thinking == "on"}
         # all attempts at a problem begin alike
         self.start = functools.lru_cache(1000)(self.start)
 
     def render(self, messages):
         """Messages as text, by the chat template, up to where the assistant speaks."""
-        thinking = {}
-        if self.config.thinking != "auto":
-            thinking = {"enable_thinking": self.config.thinking == "on"}
-        return self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **thinking
-        )
+        how = dict(tokenize=False, add_generation_prompt=True)
+        return self.tokenizer.apply_chat_template(messages, **how, **self.thinking)
 
     def start(self, prompt):
         """Token ids of a problem's prompt."""
@@ -121,8 +121,9 @@ class Prompter:
         for task, of_task in problems.items():
             for n, problem in enumerate(of_task, 1):
                 length = len(self.start(problem["prompt"]))
-                require(
-                    0 < length <= room,
-                    f"{problem.get('where', f'task {task}, problem {n}')}: the prompt {problem['prompt'][:50]!r} has {length} "
-                    f"tokens, there may be 1 to {room}: raise --max_model_len or take the problem out",
+                where = problem.get("where", f"task {task}, problem {n}")
+                words = f"{where}: the prompt {problem['prompt'][:50]!r} has {length} tokens"
+                words += (
+                    f", there may be 1 to {room}: raise --max_model_len or take the problem out"
                 )
+                require(0 < length <= room, words)

@@ -109,9 +109,8 @@ def _write_record(record: dict, file: Path) -> None:
         os.rename(temporary, file)
     # the first of the library's, which says no more than what the system said
     except (SafetensorError, OSError) as e:
-        raise OSError(
-            f"{file} cannot be written ({e}): free space, or mount it again; the same command continues"
-        ) from None
+        words = "free space, or mount it again; the same command continues"
+        raise OSError(f"{file} cannot be written ({e}): {words}") from None
 
 
 def read_record(file: Path) -> dict:
@@ -121,9 +120,8 @@ def read_record(file: Path) -> dict:
         return record | json.loads(record.pop("json").tobytes())
     # a data type that numpy lacks is a KeyError
     except (SafetensorError, ValueError, KeyError, TypeError, OSError) as e:
-        raise RuntimeError(
-            f"{file} cannot be read ({type(e).__name__}: {e}); the same command continues the run"
-        ) from None
+        words = f"{type(e).__name__}: {e}); the same command continues the run"
+        raise RuntimeError(f"{file} cannot be read ({words}") from None
 
 
 def publish_json(path, **values) -> None:

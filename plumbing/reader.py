@@ -65,9 +65,8 @@ class Reader:
             except TimeoutError:
                 self.check()
             if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"train: {complaint} {queue.path} within {self.config.stall_timeout:.0f} s"
-                )
+                words = f"{queue.path} within {self.config.stall_timeout:.0f} s"
+                raise TimeoutError(f"train: {complaint} {words}")
         return None
 
     def evaluations(self, until=-1):

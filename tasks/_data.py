@@ -48,10 +48,8 @@ def hub(name, config, split):
     # the library raises dozens of kinds
     except Exception as e:
         why = f"{type(e).__name__}: {str(e).partition(chr(10))[0][:200]}"
-        raise ValueError(
-            f"data set {name} ({config}), split {split}, cannot be loaded ({why}); "
-            "without a connection give a local .jsonl or .parquet file"
-        ) from None
+        words = f"data set {name} ({config}), split {split}, cannot be loaded ({why})"
+        raise ValueError(f"{words}; without a connection give a local file") from None
     for n, row in enumerate(found, 1):
         yield f"{name}: row {n}", row
 

@@ -3,12 +3,12 @@
     AGENT="/path/to/python /path/to/my_agent.py" bash run.sh smol --task agent
 
 $AGENT, which may have a virtual environment of its own, is started twice: with `problems train SEED` it prints its
-problems, a JSON object with "prompt" each; with `attempts` it reads {"base_url", "api_key", "problem"}, a line each,
-and answers {"api_key", "reward" or "error"}, in any order (examples/agents/loop.py does that). Without $AGENT it is
-examples/agents/openai_tools.py, which `bash run.sh agent` trains.
+problems, JSON with "prompt" each; with `attempts` it reads {"base_url", "api_key", "problem"}, a line each, and answers
+{"api_key", "reward" or "error"}, in any order (examples/agents/loop.py does that; openai_tools.py is the default).
 """
 
 import asyncio
+import contextlib
 import functools
 import json
 import os
@@ -26,8 +26,9 @@ def command(*words):
 
 @functools.cache
 def problems(split, seed=0):
-    """What the agent says. Raises ValueError with its last words."""
-    done = subprocess.run(command("problems", split, str(seed)), capture_output=True, text=True)
+    """Raises ValueError with the agent's last words."""
+    how = dict(capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command("problems", split, str(seed)), **how)
     if done.returncode:
         raise ValueError(f"$AGENT: {' '.join(done.stderr.split())[-300:]}")
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -49,12 +50,14 @@ async def start():
 
 
 async def read(process, asked):
+    """Hands out answers; whatever else an agent prints, and second answers, are passed over."""
     async for line in process.stdout:
-        answer = json.loads(line)
-        asked.pop(answer["api_key"]).put_nowait(answer)
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            answer = json.loads(line)
+            asked.pop(answer["api_key"]).put_nowait(answer)
     agent.cache_clear()
     for queue in asked.values():
-        queue.put_nowait({"error": "it has ended"})
+        queue.put_nowait({})
 
 
 async def episode(problem, model):
@@ -65,5 +68,6 @@ async def episode(problem, model):
     process.stdin.write(json.dumps(question).encode() + b"\n")
     answer = await queue.get()
     if "reward" not in answer:
-        raise RuntimeError(f"$AGENT: {answer.get('error')}")
+        kind = RuntimeError if answer else ConnectionError
+        raise kind(f"$AGENT: {answer.get('error', 'it has ended')}")
     return answer["reward"]

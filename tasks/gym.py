@@ -15,9 +15,8 @@ import zlib
 try:
     import reasoning_gym
 except ImportError as e:
-    raise ImportError(
-        f"{e}: pip install -r requirements-smol.txt, as `bash run.sh smol` does"
-    ) from e
+    words = "pip install -r requirements-smol.txt, as `bash run.sh smol` does"
+    raise ImportError(f"{e}: {words}") from e
 
 # questions drawn, before those of the other split and those that are there twice are left out
 DRAWN = 5000
@@ -68,9 +67,8 @@ def answer(problem, completion):
 
 def reward(problem, completion, finished):
     """The verifier's score, 0 to 1; the answer must have ended by itself."""
-    return (
-        float(scorer(problem["source"])(answer(problem, completion), problem)) if finished else 0.0
-    )
+    score = scorer(problem["source"])(answer(problem, completion), problem)
+    return float(score) if finished else 0.0
 
 
 scorer = functools.cache(reasoning_gym.get_score_answer_fn)

@@ -75,9 +75,7 @@ def problems(split, seed=0, data_names=""):
     for name in data_names.split(","):
         source = name if name in SETS else Path(name).stem
         if source in sources:
-            raise ValueError(
-                f"{name}: there is a set called {source} already: give it another name"
-            )
+            raise ValueError(f"{name}: another set is called {source}: give it another name")
         sources[source] = _read(name)
         if not sources[source]:
             raise ValueError(f"{name}: no problems in it")

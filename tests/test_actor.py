@@ -47,7 +47,8 @@ def test_gate_of_conventional_rl():
 
 def test_overlong_penalty_by_hand():
     c = SimpleNamespace(max_new_tokens=100, overlong_buffer=20)
-    assert [overlong_penalty(n, c) for n in (1, 80, 85, 100)] == [0, 0, -0.25, -1]
+    # the last one: several turns that were sampled at once
+    assert [overlong_penalty(n, c) for n in (1, 80, 85, 100, 300)] == [0, 0, -0.25, -1, -1]
     c.overlong_buffer = 0
     assert overlong_penalty(100, c) == 0
 

@@ -133,8 +133,6 @@ def test_an_engine_that_only_gives_bad_answers_costs_the_attempts(monkeypatch):
     engines, completions = generate_from([dict(body=b"{}")] * 8, monkeypatch, n=2)
     assert completions == [None, None]
     assert engines.counts == {"retried": 6, "failed": 2}
-    with pytest.raises(RuntimeError, match="100 attempts in a row have failed"):
-        generate_from([dict(body=b"{}")] * 400, monkeypatch, n=100)
 
 
 # ---- several engines

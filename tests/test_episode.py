@@ -15,6 +15,7 @@ from aiohttp import web
 from test_actor import FakeEngine, choice, with_fake_engine
 from test_tasks import prompter
 
+import config as cfg
 from plumbing import client
 from tasks import guess as task
 
@@ -26,7 +27,9 @@ TOOLS = (
 
 
 class ChatEngine(FakeEngine):
-    """With vLLM's two calls for chats."""
+    """With vLLM's two calls for chats; has_parser: of thoughts."""
+
+    has_parser = True
 
     def __init__(self, answer, tokenizer):
         super().__init__(answer)
@@ -53,7 +56,9 @@ class ChatEngine(FakeEngine):
         body = await request.json()
         [choice] = body["generate_response"]["choices"]
         text = self.tokenizer.decode(choice["token_ids"], skip_special_tokens=True)
-        thought, _, text = text.rpartition("</think>")
+        thought = ""
+        if self.has_parser:
+            thought, _, text = text.rpartition("</think>")
         calls = re.findall(r"<call>(\w+) (.*?)</call>", text)
         calls = [
             dict(id="1", type="function", function=dict(name=a, arguments=b)) for a, b in calls
@@ -168,6 +173,21 @@ def test_a_template_that_drops_old_thoughts_begins_a_new_segment(tmp_path):
     # each turn is trained once, in its segment
     masks = [sample["mask"][sample["segment"] == k].sum() for k in (0, 1)]
     assert masks == [len("<think>hm</think>A") + 1, 2]
+
+
+def test_without_a_parser_of_thoughts_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(ChatEngine, "has_parser", False)
+    dropping = TOOLS.replace("m.content or ''", "(m.content or '').split('</think>')[-1]")
+
+    async def episode(problem, model):
+        first = await Client(model).chat(user("Hi"))
+        assert first["content"] == "<think>hm</think>A"
+        await Client(model).chat(user("Hi"), first, user("B"))
+        return 0.5
+
+    [sample], prompts, _ = play(tmp_path, ["<think>hm</think>A", "C"], episode, dropping)
+    assert set(sample["segment"]) == {0, 1}
+    assert "hm" not in text_of(tmp_path, prompts[1])
 
 
 def test_branches_and_other_conversations_are_one_sample(tmp_path):
@@ -303,6 +323,24 @@ def test_errors_have_the_clients_shape(tmp_path):
     assert not sample["finished"]
 
 
+def test_what_no_parser_takes_comes_back_as_text_and_is_trained_once(tmp_path):
+    async def fails(self, request):
+        return web.json_response({"error": {"message": "surrogates"}}, status=500)
+
+    async def episode(problem, model):
+        message = await Client(model).chat(user("Hi"))
+        assert message == dict(role="assistant", content="A")
+        assert await Client(model).chat(user("Hi")) == message
+        return 1.0
+
+    derender, ChatEngine.derender = ChatEngine.derender, fails
+    try:
+        [sample], prompts, _ = play(tmp_path, ["A"], episode)
+    finally:
+        ChatEngine.derender = derender
+    assert len(prompts) == 1 and sample["mask"].sum() == 2
+
+
 @pytest.mark.parametrize(
     "way,counted,outcome",
     [
@@ -310,11 +348,17 @@ def test_errors_have_the_clients_shape(tmp_path):
         ("await asyncio.sleep(100)", "limit", "unparsable"),
         ("return 'no_answer'", None, "no_answer"),
         ("await model('x' * 5000)", None, "no_answer"),
+        # an agent, to whom it is a client's error
+        (
+            "assert (await Client(model).post('completions', prompt='x' * 5000))[0] == 200",
+            None,
+            "no_answer",
+        ),
     ],
 )
 def test_an_episode_that_fails_is_counted_by_name(tmp_path, way, counted, outcome, capsys):
     found = {}
-    exec(f"async def end(model):\n    {way}", dict(asyncio=asyncio), found)
+    exec(f"async def end(model):\n    {way}", dict(asyncio=asyncio, Client=Client), found)
 
     async def episode(problem, model):
         await model(problem["prompt"])
@@ -335,4 +379,31 @@ def test_without_an_engine_there_is_no_sample(tmp_path, monkeypatch):
         return 1.0
 
     samples, _, _ = play(tmp_path, [], episode)
+    assert samples == [None]
+
+
+def test_what_is_no_fault_of_the_models_is_no_sample(tmp_path, capsys):
+    """An agent's process that has ended; a hundred in a row, and the run ends."""
+
+    async def episode(problem, model):
+        await model(problem["prompt"])
+        raise ConnectionError("$AGENT has ended")
+
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    with pytest.raises(cfg.ConfigError, match="has ended.*so did 100 in a row"):
+        play(tmp_path / "a", ["A"] * 100, episode, attempts=100)
+    assert capsys.readouterr().out.count("an attempt failed") == 1
+    samples, _, _ = play(tmp_path / "b", ["A"] * 99, episode, attempts=99)
+    assert samples == [None] * 99
+
+
+def test_the_time_that_engines_take_is_no_fault_of_the_models(tmp_path):
+    async def episode(problem, model):
+        await model(problem["prompt"])
+        waiting = asyncio.Event()
+        model.actor.engines.generate = lambda *_: waiting.wait()
+        return await model("more")
+
+    samples, _, _ = play(tmp_path, ["A"], episode, episode_timeout=0.3)
     assert samples == [None]

@@ -17,7 +17,7 @@ from plumbing import launch
 from plumbing.ledger import Ledger
 from plumbing.queues import Queue, publish_json, read_json
 from plumbing.samples import split
-from preprocess import GroupBuffer, Packer, advantages, computed, pack
+from preprocess import GroupBuffer, Packer, advantages, computed, pack, side_by_side
 
 PACE = {"gen_tok_s": 10.0, "gen_idle": 0.25}
 
@@ -145,6 +145,19 @@ def test_attempts_at_a_problem_share_a_row_and_their_prompt(tmp_path):
     [record] = read_step(queue)
     assert record["sample_id"].tolist() == [0, 1, 2, 3, 6, 7, 8, 9, 4, 5, 10, 11]
     assert computed(split(record)) == 2 * (8 + 4 * 2) + 2 * (8 + 2 * 2)
+
+
+def test_segments_that_begin_alike_are_computed_once_and_counted_so():
+    """An attempt whose every turn is a segment of its own, as where a template drops old thoughts."""
+    turns = [np.arange(20 + 10 * k) for k in range(6)]
+    own = dict(
+        tokens=np.concatenate(turns), segment=np.repeat(np.arange(6), [len(x) for x in turns])
+    )
+    samples = [make_sample(len(own["tokens"]), prompt=20) | own for _ in range(8)]
+    found = side_by_side(samples, 300)
+    assert sum(len(together) for _, together in found) == 8 and len(found) > 1
+    for tokens, together in found:
+        assert tokens == computed(together) <= 300
 
 
 def test_rows_of_a_round_take_equally_long(tmp_path):

@@ -256,7 +256,7 @@ def test_parquet_and_several_files(tmp_path):
     (tmp_path / "other").mkdir()
     shutil.copy(MATHS, tmp_path / "other")
     c = cfg.Config(task="maths", eval_data=f"{MATHS},{tmp_path}/other/maths.jsonl")
-    with pytest.raises(cfg.ConfigError, match="there is a set called maths already"):
+    with pytest.raises(cfg.ConfigError, match="another set is called maths"):
         load_problems(c, "test")
     with pytest.raises(cfg.ConfigError, match="task maths needs --train_data"):
         load_problems(cfg.Config(task="maths"), "train")

@@ -5,6 +5,7 @@ problems(split, seed) -> dicts with "prompt"; async attempt(problem, base_url, a
 
 import asyncio
 import json
+import os
 import sys
 
 
@@ -13,8 +14,9 @@ def main(problems, attempt):
         for problem in problems(sys.argv[2], int(sys.argv[3])):
             print(json.dumps(problem))
     else:
-        # what somebody prints must not come between the answers
-        answers, sys.stdout = sys.stdout, sys.stderr
+        # what somebody prints, and what an agent starts, must not come between the answers
+        answers = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
         asyncio.run(serve(attempt, answers))
 
 
@@ -22,9 +24,11 @@ async def serve(attempt, answers):
     async def answer(problem, base_url, api_key):
         try:
             found = {"reward": await attempt(problem, base_url, api_key)}
-        except Exception as e:
+        except (Exception, asyncio.CancelledError) as e:
             found = {"error": f"{type(e).__name__}: {e}"}
-        print(json.dumps({"api_key": api_key, **found}), file=answers, flush=True)
+        # of any kind of number
+        line = json.dumps({"api_key": api_key, **found}, default=float)
+        print(line, file=answers, flush=True)
 
     reader = asyncio.StreamReader(limit=1 << 24)
     loop = asyncio.get_running_loop()

@@ -1,8 +1,14 @@
 """openai-agents, a framework (pip install openai-agents): for tasks/agent.py."""
 
 import directory
-from agents import Agent, OpenAIChatCompletionsModel, RunContextWrapper, Runner, function_tool
-from agents import set_tracing_disabled
+from agents import (
+    Agent,
+    OpenAIChatCompletionsModel,
+    RunContextWrapper,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
 from loop import main
 from openai import AsyncOpenAI
 
