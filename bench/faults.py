@@ -52,7 +52,7 @@ FAULTS = {
     "moments lost on resume": (CHECKPOINTS, RESTORE, f"{RESTORE}    [x.zero_() {MOMENTS}]\n"),
     "stop token too many": (PROBLEMS, "token_id} - {", "token_id, 10} - {"),
     "evaluation on training problems": ("tasks/toy.py", "return test", 'return problems("train")'),
-    "sign of the length penalty": ("actor.py", "return -max(", "return max(", PENALTY),
+    "sign of the length penalty": ("actor.py", "return -min(", "return min(", PENALTY),
     "threshold of no_signal": ("preprocess.py", "> 1e-6", "> 0.8", "--no_signal drop"),
     # ---- devised when the doctor was finished: those that it missed, and one; all are in results/faults.json
     "no weight decay": ("train.py", "config.weight_decay", "0.0", "--weight_decay 0.1"),

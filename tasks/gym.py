@@ -67,8 +67,9 @@ def answer(problem, completion):
 
 def reward(problem, completion, finished):
     """The verifier's score, 0 to 1; the answer must have ended by itself."""
-    score = scorer(problem["source"])(answer(problem, completion), problem)
-    return float(score) if finished else 0.0
+    if not finished:
+        return 0.0
+    return float(scorer(problem["source"])(answer(problem, completion), problem))
 
 
 scorer = functools.cache(reasoning_gym.get_score_answer_fn)

@@ -301,7 +301,7 @@ def check_rewards(run):
             reward, outcome = plain.verdict(c, task, reply, finished)
             # less the soft penalty of DAPO (arXiv 2503.14476) eq. 13
             over = sample["mask"].sum() - (c.max_new_tokens - c.overlong_buffer)
-            reward -= max(over, 0) / max(c.overlong_buffer, 1)
+            reward -= min(max(over, 0) / max(c.overlong_buffer, 1), 1)
             same = cfg.OUTCOMES[sample["outcome"]] == outcome
             differ += abs(reward - sample["reward"]) > 1e-5 or not same
     yield none_differ("rewards, scored again", differ, judged)
