@@ -117,7 +117,7 @@ class Endpoint:
         except aiohttp.ClientResponseError as e:
             # vLLM's words for a prompt that is too long
             if "maximum context length" in e.message:
-                request[ATTEMPT].cut()
+                return error(400, str(request[ATTEMPT].cut()), "context_length_exceeded")
             return error(e.status, e.message, "invalid_request")
         except (LookupError, TypeError, AttributeError, ValueError) as e:
             return error(400, f"not understood: {e!r}", "invalid_request")

@@ -38,7 +38,7 @@ class Attempt:
         self.turns = []
         self.finished = False
         self.failed = self.cut_off = False
-        # turns that engines have not answered
+        # turns that engines have not answered, cancelled ones among them
         self.asking = 0
         # token ids of the conversation of __call__
         self.conversation = []

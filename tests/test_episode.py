@@ -47,6 +47,9 @@ class ChatEngine(FakeEngine):
         body = await request.json()
         if body["messages"] == "wrong":
             return web.json_response({"error": {"message": "no messages"}}, status=400)
+        if body["messages"][-1]["content"] == "too long":
+            words = "This model's maximum context length is 5 tokens"
+            return web.json_response({"error": {"message": words}}, status=400)
         wanted = body.get("add_generation_prompt", True)
         how = dict(tokenize=False, add_generation_prompt=wanted)
         text = self.tokenizer.apply_chat_template(body["messages"], **how)
@@ -314,8 +317,13 @@ def test_errors_have_the_clients_shape(tmp_path):
             status, text = await c.post("chat/completions", **body)
             assert status == 400 and json.loads(text)["error"]["type"] == "invalid_request_error"
         await c.chat(user("Hi"))
-        status, text = await c.post("chat/completions", messages=[user("x" * 3000)])
-        assert status == 400 and json.loads(text)["error"]["code"] == "context_length_exceeded"
+        # by the engine's own words, and by what it would be
+        for words in ("too long", "x" * 3000):
+            status, text = await c.post("chat/completions", messages=[user(words)])
+            assert status == 400 and json.loads(text)["error"]["code"] == "context_length_exceeded"
+            assert model.cut_off and not model.finished
+            model.cut_off, model.finished = False, True
+        model.cut()
         return 0.0
 
     [sample], _, _ = play(tmp_path, ["A"], episode)
