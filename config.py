@@ -184,6 +184,11 @@ class Config:
     # torch.compile for the trainer's layers and head: less memory traffic, minutes more to start
     compile: bool = False
 
+    # train adapters of this rank (LoRA) of all linear layers but the head; 0: all of the weights
+    lora_rank: CountOr0 = 0
+    # adapters are scaled by it / lora_rank; their learning rate is ten times --lr
+    lora_alpha: Positive = 32.0
+
     # ---- weight updates
 
     # False: requests in progress keep their stale KV cache (the paper); True: recompute it

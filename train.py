@@ -28,10 +28,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 import config as cfg
-from plumbing import checkpoints
+from plumbing import checkpoints, lora
 from plumbing.metrics import MetricsLog, Sums, largest
 from plumbing.mismatch import Guards
-from plumbing.model import empty_model, finish_logits, hand_out, to_device
+from plumbing.model import empty_model, finish_logits, hand_out, to_device, whole
 from plumbing.ranks import Ranks, Stopped
 from plumbing.reader import Reader
 from plumbing.samples import layout, share
@@ -362,8 +362,7 @@ def optimizer_step(model, optimizers, sums, version, config):
         if p.grad is not None:
             p.grad /= max(n, 1)
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-    if hasattr(grad_norm, "full_tensor"):
-        grad_norm = grad_norm.full_tensor()
+    grad_norm = whole(grad_norm)
     lr = learning_rate(config, version)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -390,18 +389,22 @@ def make_optimizers(model, config, device):
     """The optimizers of the model's parameters, a list. Each group's learning rate is the schedule's
     times its lr_scale.
     """
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.dim() > 1]
+    vectors = [p for p in trained if p.dim() <= 1]
+    lr_scale = 10.0 if config.lora_rank else 1.0
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay, "lr_scale": 1.0},
-        {"params": vectors, "weight_decay": 0.0, "lr_scale": 1.0},
+        {"params": matrices, "weight_decay": config.weight_decay, "lr_scale": lr_scale},
+        {"params": vectors, "weight_decay": 0.0, "lr_scale": lr_scale},
     ]
     fused = device.type == "cuda"
     return [torch.optim.AdamW(groups, lr=config.lr, betas=tuple(config.betas), fused=fused)]
 
 
-def load_sharded(config, dtype, device, world):
-    """load_model on all ranks, with `token_logprobs`: rank 0 alone loads it, and it is sharded."""
+def load_sharded(config, dtype, device, world, trained=False):
+    """load_model on all ranks, with `token_logprobs`: rank 0 alone loads it, and it is sharded. What is
+    trained with --lora_rank gets adapters.
+    """
     sharded = world > 1 or config.dtype != "float32"
     # it stays in eval mode, so that no dropout comes between what samples and what is trained
     if sharded and dist.get_rank() > 0:
@@ -409,6 +412,8 @@ def load_sharded(config, dtype, device, world):
     else:
         model = load_model(config, dtype)
     model.token_logprobs = types.MethodType(token_logprobs, model)
+    if trained and config.lora_rank:
+        lora.add(model, config)
     layers = [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
     if config.checkpointed_layers:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -434,12 +439,16 @@ def load_sharded(config, dtype, device, world):
 
 
 def build(config, device, world):
-    """The policy, a Hugging Face causal LM with float32 master weights, and its optimizers; with kl_coef
+    """The policy, a Hugging Face causal LM, and its optimizers. What is trained is in float32. With kl_coef
     it has `reference_logprobs`, token_logprobs of the frozen base model.
     """
-    model = load_sharded(config, torch.float32, device, world)
-    if config.kl_coef:
-        reference = load_sharded(config, getattr(torch, config.dtype), device, world)
+    compute = getattr(torch, config.dtype)
+    dtype = compute if config.lora_rank else torch.float32
+    model = load_sharded(config, dtype, device, world, trained=True)
+    if config.kl_coef and config.lora_rank:
+        model.reference_logprobs = functools.partial(lora.base_logprobs, model)
+    elif config.kl_coef:
+        reference = load_sharded(config, compute, device, world)
         model.reference_logprobs = torch.no_grad()(reference.token_logprobs)
     return model, make_optimizers(model, config, device)
 

@@ -25,7 +25,9 @@ from pathlib import Path
 
 import torch
 
+from plumbing import lora
 from plumbing.group import Engines, Group
+from plumbing.model import whole
 from plumbing.queues import publish_json
 from plumbing.transport import bucket_ranges, synchronize
 
@@ -41,15 +43,15 @@ class Sender:
         self.config = config
         self.ranks = ranks
         self.version_file = Path(run_dir, "queues", "version.json")
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self.parameters = [p for _, p in named]
+        served = lora.served(model)
+        self.parameters = list(served.values())
         self.dtype = getattr(torch, config.dtype)
         self.layout = dict(
-            names=[name for name, _ in named],
-            shapes=[list(p.shape) for p in self.parameters],
+            names=list(served),
+            shapes=[list(tensors[0].shape) for _, tensors in self.parameters],
             dtype=config.dtype,
             bucket_bytes=config.bucket_mb << 20,
-            whole=len(named) == len(list(model.parameters())),
+            whole=len(served) == len(list(model.parameters())),
         )
         self.ranges = bucket_ranges(self.layout)
         self.timing = dict.fromkeys(TIMES, 0.0)
@@ -90,11 +92,13 @@ class Sender:
         waited = time.monotonic() - start
         for k, (first, last, _) in enumerate(self.ranges):
             # the all-gathers, on every rank in this order
-            parts = [p.to(self.dtype) for p in self.parameters[first:last]]
-            parts = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in parts]
+            parts = [
+                function(*(whole(x.to(self.dtype)) for x in tensors))
+                for function, tensors in self.parameters[first:last]
+            ]
             if self.ranks.rank == 0:
-                whole = torch.cat([p.reshape(-1) for p in parts])
-                self.buckets[k].copy_(whole, non_blocking=True)
+                flat = torch.cat([p.reshape(-1) for p in parts])
+                self.buckets[k].copy_(flat, non_blocking=True)
         if self.ranks.rank != 0:
             return
         # the copies to host memory must have ended before the thread reads it

@@ -61,6 +61,8 @@ def save(config, run_dir, model, optimizers, ranks, state, before=None):
     import torch
     from torch.distributed.checkpoint import staging, state_dict
 
+    from plumbing import lora
+
     start = time.monotonic()
     check(before, until_whole=True)
     # now: the actor forgets what later steps have trained
@@ -71,11 +73,13 @@ def save(config, run_dir, model, optimizers, ranks, state, before=None):
     shards = stager.stage({"model": weights, "optimizer": moments})
     options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
     whole = state_dict.get_model_state_dict(model, options=options)
+    # rank 0 alone gets it
+    adapters = lora.split(model, whole) if whole else {}
     # a tied head is in the state dict twice, and is to be written once
     named = dict(model.named_parameters()) | dict(model.named_buffers())
     dtype = getattr(torch, config.dtype)
     whole = {name: x.to(dtype, copy=True) for name, x in whole.items() if name in named}
-    what = (config, run_dir, model, ranks, state, shards, whole)
+    what = (config, run_dir, model, ranks, state, shards, adapters, whole)
     return ThreadPoolExecutor(1).submit(_write, *what), time.monotonic() - start
 
 
@@ -85,11 +89,13 @@ def check(writing, until_whole=False):
         writing.result()
 
 
-def _write(config, run_dir, model, ranks, state, shards, whole):
+def _write(config, run_dir, model, ranks, state, shards, adapters, whole):
     """The thread, on every rank: write what was copied and drop old checkpoints."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from transformers import AutoTokenizer
+
+    from plumbing import lora
 
     final = Path(run_dir, "checkpoints", f"step_{state['version']:06d}")
     temporary = final.with_name(final.name + ".tmp")
@@ -106,6 +112,8 @@ def _write(config, run_dir, model, ranks, state, shards, whole):
         if ranks.rank > 0:
             return
         model.save_pretrained(temporary, state_dict=whole)
+        if adapters:
+            lora.save(temporary / "adapter", adapters, config)
         # what is in the file, not what the master weights are
         model.config.dtype = config.dtype
         model.config.save_pretrained(temporary)

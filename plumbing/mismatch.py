@@ -13,6 +13,7 @@ import numpy as np
 import requests
 import torch
 
+from plumbing import lora
 from plumbing.queues import read_json, secret_header
 from plumbing.samples import layout
 from plumbing.supervise import DIRECT
@@ -45,7 +46,8 @@ class Guards:
 
     @torch.no_grad()
     def measure(self, model, batch, sender, version):
-        """{mismatch, tokens} of this version, which was just pushed; {} on other ranks, and if no engine answers.
+        """{mismatch, tokens} of this version, which was just pushed, and merge_survival of adapters; {} on other ranks, and if
+        no engine answers.
 
         batch: a micro-batch whose first sequences are compared. Collective. Raises RuntimeError above the limit.
         """
@@ -54,6 +56,7 @@ class Guards:
         positions, _ = layout(lengths, batch["segment"][: len(tokens)])
         # engines tell logprobs of prompts at temperature 1, whatever the run's is
         logprobs = model.token_logprobs(tokens, positions, 1.0)[0].cpu().numpy()
+        of_adapters = lora.survival(model)
         if self.ranks.rank != 0:
             return {}
         sender.wait()
@@ -78,7 +81,7 @@ class Guards:
                 f"{version}: {found:.1e}; engine and trainer logprobs differ. Does plumbing/model.py know this family? Else "
                 "--dtype, --head_float32, logs/engine*.log; --mismatch_limit moves it; `bash run.sh doctor` looks closer"
             )
-        return {"mismatch": found, "tokens": len(differences)}
+        return {"mismatch": found, "tokens": len(differences)} | of_adapters
 
     def _engine_logprobs(self, ids, version):
         """Logprobs [T-1] of a sequence as an engine's prompt; the engines take turns. RuntimeError if its version is another."""

@@ -90,6 +90,11 @@ def finish_logits(logits, model_config):
     return logits
 
 
+def whole(tensor):
+    """A tensor with the shards of all ranks. Collective if it has shards."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def to_device(device, *tensors):
     """CPU tensors on `device`, without waiting for what it is doing."""
     if device.type != "cuda":
