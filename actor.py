@@ -102,6 +102,10 @@ def overlong_penalty(length, config):
     return -min(1.0, max(0.0, length - free) / config.overlong_buffer)
 
 
+# the prompt of --teacher self
+HINT = "{prompt}\n\nThis answer is correct:\n{answer}"
+
+
 class Actor:
     """Everything the coroutines below share."""
 
@@ -181,6 +185,8 @@ class Actor:
         for k, sample in enumerate(await asyncio.gather(*attempts)):
             if sample is not None:
                 samples.append(sample | {"problem": i, "sample_id": draw * c.attempts + k})
+        if c.teacher == "self":
+            await asyncio.gather(*(self.teach(problem, sample, samples) for sample in samples))
         failed = c.attempts - len(samples)
         if failed:
             print(f"actor: draw {draw}: {failed} of {c.attempts} attempts failed", flush=True)
@@ -190,6 +196,26 @@ class Actor:
         if samples:
             rewards = [sample["reward"] for sample in samples]
             sampler.update(task, i, rewards, [sample["success"] for sample in samples])
+
+    async def teach(self, problem, sample, group):
+        """Self-distillation: `teacher_log_ratio` of an attempt, the teacher an engine whose prompt shows another, correct
+        attempt of the group. Without one it stays 0.
+        """
+        right = [x["completion"] for x in group if x["success"] >= 1 and x is not sample]
+        if not right:
+            return
+        prompt = self.prompter.start(HINT.format(prompt=problem["prompt"], answer=right[0]))
+        # of a single turn
+        answer = sample["tokens"][sample["mask"]].tolist()
+        if len(prompt) + len(answer) >= self.config.max_model_len:
+            self.engines.counts["hints too long"] += 1
+            return
+        question = dict(max_tokens=1, prompt_logprobs=0)
+        question = dict(token_ids=prompt + answer, sampling_params=question)
+        reply = await self.engines.ask("/inference/v1/generate", question)
+        teacher_logprobs = np.array(reply["prompt_logprobs"][-len(answer) :])
+        mask = sample["mask"]
+        sample["teacher_log_ratio"][mask] = teacher_logprobs - sample["behavior_logprobs"][mask]
 
     # ---- evaluation
 
@@ -279,6 +305,9 @@ class Actor:
         self.prompter.check(problems)
         self.prompter.check(self.test_problems)
         await self.start()
+        episodes = [name for name, task in self.sandbox.tasks.items() if hasattr(task, "episode")]
+        words = "--teacher self: attempts of several turns have no correct one to be shown"
+        cfg.require(c.teacher != "self" or not episodes, f"{words}: {episodes}")
         await self.wait_for_trainer()
         state = last_state(self.run_dir)
         saved = state["sampler"].get("state")

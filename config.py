@@ -65,7 +65,7 @@ class Config:
     train_data: str = ""
     # held-out problems: data sets or files, with commas between
     eval_data: str = ""
-    # HF model directory or hub name; empty: the tiny base model the task's teacher makes
+    # HF model directory or hub name; empty: the tiny base model that the task's demonstrations make
     model: str = ""
     # prompts go through the model's chat template; False: raw text, for base models
     chat: bool = False
@@ -153,6 +153,11 @@ class Config:
     clip_high: float = -1.0
     # loss: token sum / samples (the paper); token sum / tokens; sum of sequence means / samples
     normalizer: Literal["samples", "tokens", "sequence"] = "samples"
+    # on-policy distillation from a model with the same vocabulary; self: from the engines' own, which are shown
+    # a correct attempt of the group
+    teacher: str = ""
+    # weight of log teacher - log mu of a sampled token in its advantage
+    teacher_coef: NotNegative = 1.0
     # weight of KL(policy || frozen base model); above 0 the trainer's ranks hold that model, too
     kl_coef: NotNegative = 0.0
     # bonus on the entropy of each sampled token's distribution
@@ -445,7 +450,9 @@ def parse(argv: list[str], default: Config | None = None, about: str = "") -> Co
     require(ok, f"--run {c.run[:120]!r}: {words}")
     # paths are the caller's; stages run in the repository
     c.out = os.path.abspath(os.path.expanduser(c.out))
-    c.model = os.path.abspath(c.model) if os.path.isdir(c.model) else c.model
+    c.model, c.teacher = (
+        os.path.abspath(x) if os.path.isdir(x) else x for x in (c.model, c.teacher)
+    )
     c.train_data, c.eval_data = map(_absolute, (c.train_data, c.eval_data))
     return c
 
@@ -490,6 +497,8 @@ def check(c: Config) -> Config:
         "--row_tokens must hold a sample of --max_model_len": c.max_model_len <= c.row_tokens,
         "--overlong_buffer must not exceed --max_new_tokens": c.overlong_buffer <= c.max_new_tokens,
         "--clip_low must be below --clip_high": c.clip_low < c.clip_high,
+        "--teacher needs --temperature 1": not c.teacher or c.temperature == 1,
+        "--teacher needs --no_signal keep": not c.teacher or c.no_signal == "keep",
         "--late wait needs --on_full block": c.late != "wait" or c.on_full == "block",
     }
     for words, holds in relations.items():

@@ -8,6 +8,7 @@ Alone, on a run directory that has queues to read: `accelerate launch train.py o
 callbacks, gradient accumulation settings (a step is a step, however it was packed).
 """
 
+import dataclasses
 import functools
 import math
 import os
@@ -254,6 +255,8 @@ def micro_batch(model, batch, version, config, device):
     inputs = (batch["tokens"], positions, batch["temperature"][sequence_ids], batch["mask"])
     # before the policy's forward pass, of which much is kept
     ref_logprobs = model.reference_logprobs(*inputs)[0] if config.kl_coef else None
+    has_teacher = config.teacher not in ("", "self")
+    teacher_logprobs = model.teacher_logprobs(*inputs)[0] if has_teacher else None
     logprobs, entropy = model.token_logprobs(*inputs, entropy_grad=config.entropy_coef > 0)
     arrays = {k: v for k, v in batch.items() if isinstance(v, np.ndarray)}
     arrays |= dict(sequence_ids=sequence_ids, positions=positions)
@@ -268,7 +271,11 @@ def micro_batch(model, batch, version, config, device):
     lag = lag * mask
     sampled_ids = torch.where(mask, b["sequence_ids"], -1)
     behavior_logprobs = torch.where(mask, b["behavior_logprobs"], logprobs.detach())
-    advantages = b["advantage"][b["sequence_ids"]]
+    # what a sampled token adds to -KL(mu || teacher)
+    log_ratio = b["teacher_log_ratio"]
+    if has_teacher:
+        log_ratio = (teacher_logprobs - behavior_logprobs) * mask
+    advantages = b["advantage"][b["sequence_ids"]] + config.teacher_coef * log_ratio
 
     per_token, clipped = policy_loss(
         config.loss, logprobs, behavior_logprobs, advantages, sampled_ids, config
@@ -315,6 +322,7 @@ def micro_batch(model, batch, version, config, device):
             "ess": (ess, w.sum(), (w * w).sum(), tokens),
             "kl_behavior": (mean, kl_behavior.sum(), tokens),
             "kl_ref": (mean, (kl_ref * mask).sum(), tokens),
+            "kl_teacher": (mean, -(log_ratio * mask).sum(), tokens),
             "mismatch": (mean_if_any, (log_w.abs() * pure).sum(), pure.sum()),
             "lag_mean": (mean, lag.sum(), tokens),
             "lag_max": (largest, lag.max()),
@@ -440,7 +448,7 @@ def load_sharded(config, dtype, device, world, trained=False):
 
 def build(config, device, world):
     """The policy, a Hugging Face causal LM, and its optimizers. What is trained is in float32. With kl_coef
-    it has `reference_logprobs`, token_logprobs of the frozen base model.
+    it has `reference_logprobs`, token_logprobs of the frozen base model; with a teacher `teacher_logprobs`.
     """
     compute = getattr(torch, config.dtype)
     dtype = compute if config.lora_rank else torch.float32
@@ -450,6 +458,10 @@ def build(config, device, world):
     elif config.kl_coef:
         reference = load_sharded(config, compute, device, world)
         model.reference_logprobs = torch.no_grad()(reference.token_logprobs)
+    if config.teacher not in ("", "self"):
+        of_teacher = dataclasses.replace(config, model=config.teacher)
+        teacher = load_sharded(of_teacher, compute, device, world)
+        model.teacher_logprobs = torch.no_grad()(teacher.token_logprobs)
     return model, make_optimizers(model, config, device)
 
 

@@ -188,9 +188,9 @@ def resolve(config: Config, gpus: int, training: bool = True) -> Config:
 def _tiny_model(c):
     tasks = cfg.task_weights(c.task)
     for task in tasks:
-        words = f"--model is empty and task {task} has no teacher for a tiny base model"
-        has_teacher = hasattr(cfg.load_task(task), "teacher")
-        require(has_teacher, f"{words}: give a model directory or hub name")
+        words = f"--model is empty and task {task} has no demonstration for a tiny base model"
+        has_any = hasattr(cfg.load_task(task), "demonstration")
+        require(has_any, f"{words}: give a model directory or hub name")
     return str(MODELS / f"{'+'.join(tasks)}-seed{c.seed}")
 
 
@@ -502,7 +502,7 @@ def begin(c: Config, start: str) -> str:
 
 def prepare(c: Config, more: int = 0) -> None:
     """Have the model made or fetched before clocks run, and a line said if `more` checkpoints find no room. Or ConfigError."""
-    command = [sys.executable, "tools/prepare.py", c.model, c.task, c.out, str(more)]
+    command = [sys.executable, "tools/prepare.py", c.model, c.task, c.out, str(more), c.teacher]
     done = subprocess.run(command, cwd=cfg.ROOT, preexec_fn=supervise.end_with_launcher)
     require(not done.returncode, "nothing is started, see above")
 

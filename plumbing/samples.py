@@ -15,6 +15,8 @@ TOKEN_FIELDS = {
     "mask": np.bool_,
     # log mu: the engine's logprob when it sampled the token; 0 where nothing was sampled
     "behavior_logprobs": np.float32,
+    # log teacher - log mu, of --teacher self; 0 where there is none
+    "teacher_log_ratio": np.float32,
     # the weights' version that sampled the token; -1 where nothing was sampled
     "versions": np.int64,
     # which segment of its attempt it stands in, from 0 on: each is a sequence of its own
@@ -159,6 +161,7 @@ class Transcript:
             tokens=np.array(self.tokens),
             mask=versions >= 0,
             behavior_logprobs=np.array(self.behavior_logprobs, np.float32),
+            teacher_log_ratio=np.zeros(len(versions), np.float32),
             versions=versions,
             segment=np.zeros(len(versions), np.int16),
         )

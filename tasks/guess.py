@@ -14,7 +14,7 @@ LARGEST, TURNS = 1024, 13
 SUCCESS = 2 - TURNS / 10
 # no text can keep its functions busy
 INSTANT = True
-# chance that the tiny model's teacher guesses anywhere
+# chance that a demonstration guesses anywhere
 SLOPPINESS = 0.15
 PROMPT = (
     f"I am thinking of a whole number from 1 to {LARGEST}. "
@@ -50,8 +50,8 @@ async def episode(problem, model):
     return 0.0
 
 
-def teacher(rng):
-    """A game of the tiny model's teacher, who halves what is left, but now and then guesses anywhere in it."""
+def demonstration(rng):
+    """A game that the tiny model learns from: it halves what is left, but now and then guesses anywhere in it."""
     number = rng.randint(1, LARGEST)
     low, high = 1, LARGEST
     game = [(PROMPT, False)]

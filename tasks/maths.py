@@ -351,7 +351,7 @@ def reward(problem, completion, finished):
         return "unparsable"
 
 
-def teacher(rng):
+def demonstration(rng):
     """One example for a tiny base model, which is there to run without a hub, not to learn mathematics: a sum, often right."""
     a, b = rng.randint(1, 50), rng.randint(1, 50)
     total = a + b

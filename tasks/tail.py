@@ -3,7 +3,7 @@
 For measurements: the problem determines the length. Counts are log-normal, 1 to 99 rounds of 4 tokens: half of
 the answers have 17 tokens at most, the average is 35, the longest 397. `--train_data equal` makes them all equally
 long, with the same average and the same base model. Few tokens, each in all answers: what is learnt on short ones
-holds for long ones. The tiny model's teacher repeats or leaves out a number or a letter now and then and goes on
+holds for long ones. Its demonstration repeats or leaves out a number or a letter now and then and goes on
 from there; reward alone has to make the long answers right.
 
 `bash run.sh toy --task tail --max_new_tokens 400 --max_model_len 512` trains it.
@@ -17,7 +17,7 @@ from string import ascii_lowercase as LETTERS
 LONGEST, MEDIAN, SIGMA, EQUAL = 99, 2.8, 1.6, 9
 # no text can keep its functions busy
 INSTANT = True
-# chance of a mistake, per number and per letter, in the teacher's answers
+# chance of a mistake, per number and per letter, in demonstrations
 SLOPPINESS = 0.06
 TINY = dict(layers=3, steps=300, positions=512)
 
@@ -88,7 +88,7 @@ def reward(problem, completion, finished):
     return float(finished and completion == problem["answer"])
 
 
-def teacher(rng):
+def demonstration(rng):
     """One example for the tiny base model, long-tailed, with a move of none or two instead of one now and then."""
     state = _draw(rng)
     return [(_written(*state) + ":", False), (_walk(state, rng), True)]

@@ -1,6 +1,6 @@
 """The toy task: put letters in alphabetical order. `qBxa=` -> `Baqx` (capitals first), 3 to 39 different letters.
 
-Its teacher writes a wrong letter now and then. The tiny base model warmed up on these examples knows the
+Its demonstrations have a wrong letter now and then. The tiny base model warmed up on these examples knows the
 game but rarely gets all of a long answer right; reward alone has to make it exact.
 
 `bash run.sh toy` trains it.
@@ -15,7 +15,7 @@ LETTERS = sorted(string.ascii_letters)
 SHORTEST, LONGEST = 3, 39
 # no text can keep its functions busy
 INSTANT = True
-# chance of a wrong letter in the teacher's answers
+# chance of a wrong letter in demonstrations
 SLOPPINESS = 0.08
 
 
@@ -45,7 +45,7 @@ def reward(problem, completion, finished):
     return float(finished and completion == problem["answer"])
 
 
-def teacher(rng):
+def demonstration(rng):
     """One example for the tiny base model, with a wrong letter now and then."""
     problem = _draw(rng)
     letters = problem["prompt"][:-1]

@@ -19,7 +19,7 @@ KNOBS = """--steps 2 --batch_size 32 --attempts 8 --max_new_tokens 120 --max_mod
 
 
 def make_model(path, folder, name, steps):
-    """The tiny model of a teacher who is no task."""
+    """The tiny model of demonstrations of no task."""
     make = (
         "import sys, tasks; tasks.__path__.append(sys.argv[2]); from tools import base_model; "
         "base_model.make_model([sys.argv[3]], sys.argv[1], 0, steps=int(sys.argv[4]))"

@@ -15,6 +15,7 @@ def make_sample(n=5, reward=0.0, version=0, prompt=2, **others):
         "mask": mask,
         "behavior_logprobs": np.where(mask, -0.5, 0.0),
         "versions": np.where(mask, version, -1),
+        "teacher_log_ratio": np.zeros(n),
         "segment": np.zeros(n),
         "task": 0,
         "problem": 0,

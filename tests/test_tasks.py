@@ -289,14 +289,14 @@ TASKS = [[toy], [tail], [guess], [maths], [toy, maths, guess]]
 
 
 @pytest.mark.parametrize("tasks", TASKS, ids=range(5))
-def test_tiny_tokenizers_read_what_teachers_write_and_survive_saving(tmp_path, tasks):
+def test_tiny_tokenizers_read_demonstrations_and_survive_saving(tmp_path, tasks):
     from transformers import AutoTokenizer, Qwen2Config
 
     tokenizer = base_model.make_tokenizer(tasks)
     tokenizer.save_pretrained(tmp_path)
     Qwen2Config().save_pretrained(tmp_path)
     again, rng = AutoTokenizer.from_pretrained(tmp_path), random.Random(5)
-    for text, _ in (part for t in tasks for _ in range(100) for part in t.teacher(rng)):
+    for text, _ in (part for t in tasks for _ in range(100) for part in t.demonstration(rng)):
         ids = tokenizer(text)["input_ids"]
         assert ids == again(text)["input_ids"] and again.decode(ids) == text
         assert tokenizer.pad_token_id not in ids

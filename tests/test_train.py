@@ -293,6 +293,7 @@ def micro_record(model, lengths, version, offset=0.0):
         mask = np.arange(n) >= 3
         sample = {"tokens": tokens, "mask": mask, "behavior_logprobs": logprobs * mask}
         sample |= {"versions": np.where(mask, version, -1), "segment": np.zeros(n)}
+        sample |= {"teacher_log_ratio": np.zeros(n)}
         sample |= {"temperature": 1.0, "reward": i, "outcome": 0 if i else 1}
         samples.append(sample | {"num_versions": 1, "advantage": 1.0 - i, "finished": True})
     return join(samples)

@@ -1,6 +1,6 @@
-"""Tiny base models for tasks that bring a teacher: no run needs a hub. tools/prepare.py makes them.
+"""Tiny base models for tasks that bring demonstrations: no run needs a hub. tools/prepare.py makes them.
 
-A teacher is a function `teacher(rng) -> [(text, learn), ...]`: one example, in order, learn = True where
+They have a function `demonstration(rng) -> [(text, learn), ...]`: one example, in order, learn = True where
 the model speaks. A good one errs now and then, so that reward has something to mend. `TINY` of the task
 says what may differ from DEFAULT below. Deliberately absent: validation, checkpoints, a GPU.
 """
@@ -25,7 +25,7 @@ DEFAULT = dict(
     hidden=128,
     # longest sequence, tokens
     positions=256,
-    # how clients' messages are written, as the teacher writes them
+    # how clients' messages are written, as in demonstrations
     chat_template="",
 )
 # examples that are searched for characters
@@ -43,7 +43,7 @@ def settings(tasks):
 
 
 def make_tokenizer(tasks, seed=0):
-    """<pad>, <eos>, in sorted order every character of the teachers' first examples, then the words. `<eos>` ends an answer.
+    """<pad>, <eos>, in sorted order every character of the first demonstrations, then the words. `<eos>` ends an answer.
 
     It is a Qwen2 tokenizer without merges: transformers loads whatever lies beside a Qwen2 model as one.
     """
@@ -55,7 +55,7 @@ def make_tokenizer(tasks, seed=0):
     parts = list(merged["characters"])
     for task in tasks:
         for _ in range(SEARCHED):
-            parts += [part for part, _ in task.teacher(rng)]
+            parts += [part for part, _ in task.demonstration(rng)]
     words = sorted(merged["words"], key=len, reverse=True)
     if words:
         pattern = re.compile("|".join(map(re.escape, words)))
@@ -101,7 +101,7 @@ def build(tokenizer, layers, hidden, positions):
 
 
 def tokenized(example, tokenizer):
-    """A teacher's example -> (token ids, learn), equally long lists; what the model speaks ends in <eos>."""
+    """A demonstration -> (token ids, learn), equally long lists; what the model speaks ends in <eos>."""
     ids, learn = [], []
     for text, mine in example:
         part = tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] * mine
@@ -133,7 +133,7 @@ def backward(model, examples):
 
 
 def warm_up(model, tokenizer, tasks, chosen, seed):
-    """Train a model on the examples of the tasks' teachers, in turn; chosen: see DEFAULT."""
+    """Train a model on demonstrations of the tasks, in turn; chosen: see DEFAULT."""
     import torch
 
     steps, lr = chosen["steps"], chosen["lr"]
@@ -141,7 +141,7 @@ def warm_up(model, tokenizer, tasks, chosen, seed):
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
     for step in range(steps):
         turns = [tasks[k % len(tasks)] for k in range(chosen["batch"])]
-        examples = [tokenized(task.teacher(rng), tokenizer) for task in turns]
+        examples = [tokenized(task.demonstration(rng), tokenizer) for task in turns]
         loss = backward(model, examples)
         # up over 50 steps, and down to a tenth over all of them
         rise = min(1, step / 50)

@@ -19,6 +19,8 @@ from plumbing.problems import Prompter, load_problems
 from plumbing.samples import TOKEN_FIELDS, split
 from tools import report
 
+# as a version: the model of --teacher
+TEACHER = -1
 # --steps of the first run, which is interrupted
 PLANNED = 10000
 # of a group with rewards r [G]; a group of one has no baseline
@@ -85,6 +87,8 @@ class Recording:
 
     def folder(self, version):
         """Where the weights of a version are."""
+        if version == TEACHER:
+            return self.config.teacher
         saved = self.run_dir / "checkpoints" / f"step_{version:06d}"
         return saved if version else self.config.model
 
@@ -264,7 +268,8 @@ def loss_of(run, sample, positions, version):
     weights = log_w.detach().exp()
     by_sequence = c.ratio == "sequence"
     w = log_w.mean().exp().expand(len(log_w)) if by_sequence else log_w.exp()
-    advantage = float(sample["advantage"])
+    with torch.no_grad():
+        advantage = float(sample["advantage"]) + c.teacher_coef * of_teacher(run, sample, positions)
     loss = LOSSES[c.loss](w, logprobs, advantage, c.clip_low, c.clip_high).sum()
     loss = loss / len(positions) if by_sequence else loss
     if c.kl_coef:
@@ -274,6 +279,14 @@ def loss_of(run, sample, positions, version):
         loss = loss + c.kl_coef * (d.exp() - 1 - d).sum()
     loss = loss - c.entropy_coef * entropy.sum()
     return loss / len(positions) if c.normalizer == "sequence" else loss, weights
+
+
+def of_teacher(run, sample, positions):
+    """log teacher - log mu of a sample's tokens at these positions [N]."""
+    if run.config.teacher in ("", "self"):
+        return torch.as_tensor(sample["teacher_log_ratio"][positions], device=run.device)
+    logprobs = of_segments(run, TEACHER, sample, positions)[0]
+    return logprobs - torch.as_tensor(sample["behavior_logprobs"][positions], device=run.device)
 
 
 def gradient(run, step, trained):

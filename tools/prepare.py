@@ -1,9 +1,9 @@
 """What a run needs before its processes start, and clocks with them: its model, and room for checkpoints.
 
-    python tools/prepare.py MODEL TASK OUT CHECKPOINTS
+    python tools/prepare.py MODEL TASK OUT CHECKPOINTS TEACHER
 
 A model of the hub comes into its cache, the tiny one of TASK and that of `bash run.sh smol` are made, once. Then a line if
-so many CHECKPOINTS more may not go into OUT. Exit code 1 if there is no model.
+so many CHECKPOINTS more may not go into OUT. Exit code 1 if there is no model, or if TEACHER has another vocabulary.
 """
 
 import shutil
@@ -45,6 +45,17 @@ def bring_model(model, task):
         sys.exit(f"prepare: --model {model} is no directory, and the hub does not give it: {why}")
 
 
+def check_vocabularies(*folders):
+    """Exit with a line unless two models have the same token ids."""
+    from transformers import AutoTokenizer
+
+    one, other = (AutoTokenizer.from_pretrained(folder).get_vocab() for folder in folders)
+    if one != other:
+        sys.exit(
+            f"prepare: --teacher {folders[1]} has another vocabulary than --model {folders[0]}"
+        )
+
+
 def check_room(folder, out, checkpoints):
     """One line if so many checkpoints of a model may not go into a directory."""
     # of each weight the trainer keeps 12 bytes: float32, and AdamW's two moments; files have 2, as a rule
@@ -56,8 +67,10 @@ def check_room(folder, out, checkpoints):
 
 
 def main(argv):
-    model, task, out, checkpoints = argv
+    model, task, out, checkpoints, teacher = argv
     folder = bring_model(model, task)
+    if teacher not in ("", "self"):
+        check_vocabularies(folder, bring_model(teacher, task))
     if int(checkpoints) > 0:
         check_room(folder, out, int(checkpoints))
 

@@ -48,7 +48,7 @@ def reward(problem, said):
 
 # ---- the tiny model
 
-# chance that its teacher copies a character wrongly
+# chance that a demonstration copies a character wrongly
 SLOPPINESS = 0.07
 CALL, END = '{"name": "lookup", "arguments": {"name": "', '"}}'
 # in Jinja; the model's turns end in <eos>, and a line begins
@@ -67,7 +67,7 @@ def copied(text, rng, characters):
     return "".join(wrong)
 
 
-def teacher(rng):
+def demonstration(rng):
     problem = draw(rng)
     name = copied(problem["name"], rng, LETTERS)
     known = lookup(problem, name)
