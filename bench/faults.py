@@ -23,6 +23,10 @@ GUESS = "--task guess --max_new_tokens 90 --max_model_len 256 --row_tokens 1024 
 # a preset of its own
 AGENT = "agent"
 KL, PENALTY, CUT = "--kl_coef 0.1", "--overlong_buffer 20", "--max_new_tokens 12"
+ADAPTERS, IN_16_BITS = "--lora_rank 8", "--lora_rank 8 --dtype bfloat16"
+TAUGHT = "--teacher self"
+LORA, BASE = "plumbing/lora.py", "(torch.detach, [x.weight])"
+UNROUNDED = "linear(x, self.weight, self.bias) + self.scale * (x @ self.lora_A.T) @ self.lora_B.T"
 CHECKPOINTS, CLIENT, LEDGER = "plumbing/checkpoints.py", "plumbing/client.py", "plumbing/ledger.py"
 PROBLEMS, ENDPOINT, EPISODE = (f"plumbing/{x}.py" for x in ("problems", "endpoint", "episode"))
 TURN = "answer = await attempt.generate(prompt, limit)"
@@ -68,7 +72,11 @@ FAULTS = {
         "betas=tuple(config.betas)",
         "eps=1e-3, betas=tuple(config.betas)",
     ),
-    "vectors at a tenth of the rate": ("train.py", '0.0, "lr_scale": 1.0', '0.0, "lr_scale": 0.1'),
+    "vectors at a tenth of the rate": (
+        "train.py",
+        '0.0, "lr_scale": lr_scale',
+        '0.0, "lr_scale": 0.1',
+    ),
     "cut-off attempts fail": (
         "actor.py",
         "sample is not None:\n                samples",
@@ -86,6 +94,12 @@ FAULTS = {
     # ---- devised when what that had missed was mended
     "head rounded": ("train.py", "(hidden, weight)  #", "(hidden, weight).bfloat16().float()  #"),
     "reference is the policy": ("train.py", "()(reference.tok", "()(model.tok", KL),
+    # ---- of adapters and teachers
+    "base weights are served": (LORA, "(x.merged, [x.weight, x.lora_A, x.lora_B])", BASE, ADAPTERS),
+    "merge not rounded": (LORA, "linear(x, weight, self.bias)", UNROUNDED, IN_16_BITS),
+    "reference has adapters": (LORA, "Adapted.on = False", "Adapted.on = True", f"{ADAPTERS} {KL}"),
+    "scale of adapters": (LORA, "alpha / config.lora_rank", "alpha", f"{ADAPTERS} --lora_alpha 8"),
+    "teacher left out": ("train.py", "config.teacher_coef * log_ratio", "0.0 * log_ratio", TAUGHT),
     "clip range of another": ("config.py", '5.0),\n    "ppo', '1.0),\n    "ppo'),
     "steps of fewer groups": ("preprocess.py", "s == self.config.groups_per_step", FEWER),
     "late tokens masked though kept": ("train.py", '.late == "mask"', '.late != "wait"'),

@@ -74,7 +74,7 @@ def split(model, state):
     """Take the adapters out of a state dict, {name: tensor}, and put what is served in its weights' place."""
     adapters = {}
     for name, x in of(model).items():
-        pair = {f"{name}.lora_{what}": state.pop(f"{name}.lora_{what}") for what in "AB"}
+        pair = {f"{name}.lora_{what}": state.pop(f"{name}.lora_{what}").clone() for what in "AB"}
         state[f"{name}.weight"] = x.merged(state[f"{name}.weight"], *pair.values())
         adapters |= pair
     return adapters

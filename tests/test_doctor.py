@@ -17,6 +17,7 @@ import preprocess
 import train
 from actor import overlong_penalty
 from bench import faults
+from plumbing import lora
 from plumbing.metrics import Sums
 from plumbing.problems import Prompter, load_problems
 from plumbing.queues import Queue
@@ -46,7 +47,9 @@ class Run(plain.Recording):
         self.test_problems = load_problems(c, "test")
         of_trainer = dataclasses.replace(c, **of_trainer)
         torch.manual_seed(0)
-        self.policy, self.optimizers = train.build(of_trainer, self.device, 1)
+        # what is sampled does not depend on it
+        with torch.random.fork_rng():
+            self.policy, self.optimizers = train.build(of_trainer, self.device, 1)
         self.groups, self.steps, self.batches, self.models, self.states = {}, {}, {}, {}, {}
         self.keep(0)
         for step in range(1, 5):
@@ -111,10 +114,12 @@ class Run(plain.Recording):
         kept = {"model": model, "optimizer": {"state": state, "param_groups": groups}}
         self.states[version] = copy.deepcopy(kept)
         self.models[version] = copy.deepcopy(super().model(0))
+        model = dict(model)
+        lora.split(self.policy, model)
         self.models[version].load_state_dict(model)
 
     def model(self, version):
-        return self.models[version]
+        return self.models[0 if version == plain.TEACHER else version]
 
     def trained(self, step):
         return split(self.batches[step])
@@ -168,6 +173,10 @@ def trained_rows(run, monkeypatch):
         (dict(loss="icepop", clip_low=0.9, clip_high=1.1), {}, "yyyyyyy"),
         (dict(loss="cispo", ratio="sequence", clip_low=0.9, clip_high=1.1), {}, "yyyyyyy"),
         (dict(late="mask", max_lag=0), {}, "yyyyyyy"),
+        # adapters, also with another scale or rate in the trainer
+        (dict(lora_rank=4, weight_decay=0.1), {}, "yyyyyyy"),
+        (dict(lora_rank=4), dict(lora_alpha=8.0), "ynyyyny"),
+        (dict(lora_rank=4), dict(lr=1e-4), "nyynnyy"),
         # weights that are always 1, or 1 at most
         ({}, dict(loss="cispo", clip_low=1.0, clip_high=1.0), "yyyyynn"),
         ({}, dict(clip_high=1.0), "yyyyynn"),
@@ -182,6 +191,13 @@ def trained_rows(run, monkeypatch):
 )
 def test_the_trainers_steps(knobs, of_trainer, expected, base_model, monkeypatch):
     assert trained_rows(Run(base_model, knobs, of_trainer), monkeypatch) == expected
+
+
+@pytest.mark.parametrize("coef,expected", [(0.5, "yyyyyyy"), (0.0, "yyyyynn")])
+def test_the_teachers_part_of_the_loss(coef, expected, base_model, monkeypatch):
+    # at version 0 it is the policy
+    knobs = dict(teacher=str(base_model), teacher_coef=0.5, temperature=1.0)
+    assert trained_rows(Run(base_model, knobs, dict(teacher_coef=coef)), monkeypatch) == expected
 
 
 def adamw(parameters, eps=1e-8, decay=0.0):

@@ -46,7 +46,7 @@ def whole(gradient):
 def clip_and_keep(path, parameters, max_norm):
     """clip_grad_norm_, that writes down the first step's gradients, whole, before they are clipped."""
     parameters = list(parameters)
-    gradients = {str(i): whole(p.grad) for i, p in enumerate(parameters)}
+    gradients = {str(i): whole(p.grad) for i, p in enumerate(parameters) if p.grad is not None}
     if os.environ.get("RANK", "0") == "0" and not path.exists():
         save_file(gradients, path)
     return clip(parameters, max_norm)

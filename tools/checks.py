@@ -242,17 +242,18 @@ def check_trainer(run):
         # tokens of older versions are trained from the second step on, in each of the two runs
         if known and version != run.continued:
             given = {name: gradient for name, gradient, *_ in steps}
-            yield from gradient_rows(run, version + 1, given, after["optimizer"]["state"])
+            yield from gradient_rows(run, version + 1, given, after, before["model"])
 
 
-def gradient_rows(run, step, given, trained):
-    """The rows of a step's gradient. given: what Adam got, clipped; trained: names of parameters."""
+def gradient_rows(run, step, given, after, before):
+    """The rows of a step's gradient. given: what Adam got, clipped; after: the trainer's state; before: the model's."""
     c = run.config
     name = f"gradient of step {step}"
     if c.loss not in plain.LOSSES or c.normalizer not in plain.NORMALIZERS:
         yield name, None, f"--loss {c.loss} --normalizer {c.normalizer}: not known to the doctor"
         return
-    gradients, older, ess = plain.gradient(run, step, trained)
+    trained = after["optimizer"]["state"]
+    gradients, older, ess = plain.gradient(run, step, trained, before)
     norm = float(get_total_norm(gradients.values()))
     full = run.steps[step]["grad_norm"]
     limit = RELATIVE[c.dtype]

@@ -177,7 +177,14 @@ def trainer_state(run, version):
     """What a checkpoint keeps of the trainer: {"model": ..., "optimizer": {"state": ..., "param_groups": ...}}."""
     if version == 0:
         model = AutoModelForCausalLM.from_pretrained(run.folder(0), dtype=torch.float32)
-        return {"model": model.state_dict(), "optimizer": {"state": {}}}
+        state = model.state_dict()
+        if run.config.lora_rank:
+            # B begins at 0, and in the first step A has no gradient
+            first = trainer_state(run, 1)["model"]
+            kept = 1 - learning_rate(run, 0) * run.config.weight_decay
+            state |= {name: x / kept for name, x in first.items() if name.endswith(".lora_A")}
+            state |= {name: 0 * x for name, x in first.items() if name.endswith(".lora_B")}
+        return {"model": state, "optimizer": {"state": {}}}
     with tempfile.TemporaryDirectory(dir=run.folder(version)) as folder:
         file = Path(folder, "state.pt")
         dcp_to_torch_save(run.folder(version) / "trainer", file)
@@ -257,7 +264,8 @@ def learning_rate(run, version):
     steps = c.steps if version >= run.continued else PLANNED
     rise = min(1.0, (version + 1) / max(c.warmup_steps, 1))
     schedule = SCHEDULES.get(c.lr_schedule)
-    return c.lr * rise * schedule(version / steps) if schedule else run.steps[version + 1]["lr"]
+    rate = c.lr * rise * schedule(version / steps) if schedule else run.steps[version + 1]["lr"]
+    return rate * (10 if c.lora_rank else 1)
 
 
 def loss_of(run, sample, positions, version):
@@ -289,9 +297,20 @@ def of_teacher(run, sample, positions):
     return logprobs - torch.as_tensor(sample["behavior_logprobs"][positions], device=run.device)
 
 
-def gradient(run, step, trained):
+def adapters_gradients(config, of_weights, state):
+    """{parameter: gradient} of adapters, by those of the weights W + scale B A; state: {name: tensor} with the adapters."""
+    found = {}
+    for name in [x for x in state if x.endswith(".lora_A")]:
+        layer = name.removesuffix(".lora_A")
+        scaled = of_weights[f"{layer}.weight"] * config.lora_alpha / config.lora_rank
+        found[name] = state[f"{layer}.lora_B"].T @ scaled
+        found[f"{layer}.lora_B"] = scaled @ state[name].T
+    return found
+
+
+def gradient(run, step, trained, state):
     """({parameter: gradient} of the step that made version `step`; share of its tokens that older versions have sampled;
-    their effective sample size). trained: names of the parameters that were trained.
+    their effective sample size). trained: names of the parameters that were trained; state: the model's before it.
     """
     c = run.config
     samples = run.trained(step)
@@ -309,7 +328,9 @@ def gradient(run, step, trained):
             older += (lag[positions] > 0).sum()
     n = tokens if c.normalizer == "tokens" else len(samples)
     named = dict(run.model(step - 1).named_parameters())
-    gradients = {name: named[name].grad.float().cpu() / n for name in trained}
+    of_weights = {name: p.grad.float().cpu() / n for name, p in named.items()}
+    of_weights |= adapters_gradients(c, of_weights, state)
+    gradients = {name: of_weights[name] for name in trained}
     run.model(step - 1).zero_grad()
     w = torch.cat(weights or [torch.ones(1)])
     return gradients, older / max(tokens, 1), float(w.sum() ** 2 / (w**2).sum() / len(w))
