@@ -186,6 +186,8 @@ class Config:
     trainers: CountOr0 = 0
     # activation checkpointing of the first so many layers: less memory; all of them: ~30% slower
     checkpointed_layers: CountOr0 = 0
+    # what checkpointed layers keep waits in host memory
+    offload_activations: bool = False
     # torch.compile for the trainer's layers and head: less memory traffic, minutes more to start
     compile: bool = False
 
@@ -366,13 +368,13 @@ MATH = dict(
     save_every=50,
     stop_timeout=300.0,
 )
-# The same on less: what one GPU of 80 GB, and of 24, holds of both engine and trainer, with 3 GB or more for what
-# tools/memory.py does not know. vLLM would measure what is left for its KV cache while the trainer takes its share.
+# The same on less, with adapters: what one GPU of 80 GB, and of 24, holds of both engine and trainer, with 2.5 GB or more
+# for what tools/memory.py does not know. vLLM would measure what is left for its KV cache while the trainer takes its share.
 # Samples that are dropped would have taken the trainer's time: engines wait instead.
-MATH_1X80 = MATH | dict(model="Qwen/Qwen2.5-1.5B", batch_size=256, max_lag=2, on_full="block")
-MATH_1X80 |= dict(concurrency=256, kv_cache_gb=12.0)
-MATH_1X24 = MATH_1X80 | dict(model="Qwen/Qwen2.5-0.5B", row_tokens=10240)
-MATH_1X24 |= dict(concurrency=64, kv_cache_gb=2.0)
+MATH_1X80 = MATH | dict(lora_rank=32, batch_size=256, max_lag=2, on_full="block")
+MATH_1X80 |= dict(concurrency=96, kv_cache_gb=10.0)
+MATH_1X24 = MATH_1X80 | dict(model="Qwen/Qwen2.5-1.5B", row_tokens=10240)
+MATH_1X24 |= dict(concurrency=32, kv_cache_gb=2.0)
 PRESETS = {
     "toy": TOY,
     "smol": SMOL,
@@ -497,6 +499,8 @@ def check(c: Config) -> Config:
         "--row_tokens must hold a sample of --max_model_len": c.max_model_len <= c.row_tokens,
         "--overlong_buffer must not exceed --max_new_tokens": c.overlong_buffer <= c.max_new_tokens,
         "--clip_low must be below --clip_high": c.clip_low < c.clip_high,
+        "--offload_activations needs --checkpointed_layers": not c.offload_activations
+        or c.checkpointed_layers > 0,
         "--teacher needs --temperature 1": not c.teacher or c.temperature == 1,
         "--teacher needs --no_signal keep": not c.teacher or c.no_signal == "keep",
         "--late wait needs --on_full block": c.late != "wait" or c.on_full == "block",

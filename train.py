@@ -8,6 +8,7 @@ Alone, on a run directory that has queues to read: `accelerate launch train.py o
 callbacks, gradient accumulation settings (a step is a step, however it was packed).
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -257,7 +258,11 @@ def micro_batch(model, batch, version, config, device):
     ref_logprobs = model.reference_logprobs(*inputs)[0] if config.kl_coef else None
     has_teacher = config.teacher not in ("", "self")
     teacher_logprobs = model.teacher_logprobs(*inputs)[0] if has_teacher else None
-    logprobs, entropy = model.token_logprobs(*inputs, entropy_grad=config.entropy_coef > 0)
+    keep = contextlib.nullcontext()
+    if config.offload_activations:
+        keep = torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
+    with keep:
+        logprobs, entropy = model.token_logprobs(*inputs, entropy_grad=config.entropy_coef > 0)
     arrays = {k: v for k, v in batch.items() if isinstance(v, np.ndarray)}
     arrays |= dict(sequence_ids=sequence_ids, positions=positions)
     tensors = to_device(device, *(torch.from_numpy(x) for x in arrays.values()))

@@ -45,7 +45,7 @@ def test_a_real_process_took_what_is_said(small, row, layers, gb):
 
 
 def test_parameter_counts_are_the_published_ones():
-    published = {"0.5B": 0.494, "1.5B": 1.544, "7B": 7.616, "14B": 14.770, "32B": 32.764}
+    published = {"0.5B": 0.494, "1.5B": 1.544, "3B": 3.086, "7B": 7.616, "14B": 14.770, "32B": 32.764}
     for name, billions in published.items():
         assert memory.parameters(f"Qwen2.5-{name}") / 1e9 == pytest.approx(billions, abs=1e-3)
 
@@ -68,6 +68,21 @@ def test_a_step_takes_what_its_tensors_add_up_to(name, trainers, layers, row, gb
     words = f"--row_tokens {row} --checkpointed_layers {layers} --max_model_len 8192 --max_new_tokens 4096"
     c = config(f"Qwen/Qwen2.5-{name}", 8, words)
     assert total(with_knobs(c, trainers=trainers)) == pytest.approx(gb, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "name, trainers, layers, row, rank, gb",
+    [
+        ("7B", 1, 99, 10240, 32, 24.59),
+        ("1.5B", 1, 99, 10240, 32, 6.59),
+        ("0.5B", 1, 0, 8192, 8, 13.49),
+        ("0.5B", 4, 0, 1024, 8, 3.43),
+        ("7B", 1, 99, 1024, 8, 19.83),
+    ],
+)
+def test_a_step_with_adapters_likewise(name, trainers, layers, row, rank, gb):
+    c = config(f"Qwen/Qwen2.5-{name}", 8, f"--checkpointed_layers {layers} --lora_rank {rank}")
+    assert total(with_knobs(c, trainers=trainers, row_tokens=row)) == pytest.approx(gb, rel=0.01)
 
 
 def test_the_largest_row_is_one_that_just_fits(small):
@@ -94,8 +109,10 @@ def test_a_model_that_is_too_large_is_refused_with_advice_that_fits():
     assert placed.lack[1] > 16 * 7.6 - 80
     verdict = placed.verdict()
     assert verdict.startswith("does not fit: engine and trainer: ")
-    assert verdict.endswith(" GB too little; try --model Qwen/Qwen2.5-1.5B")
-    assert not placed.fits and placed.but(model="Qwen/Qwen2.5-1.5B").fits
+    assert verdict.endswith(" GB too little; try --lora_rank 32")
+    assert not placed.fits and placed.but(lora_rank=32).fits
+    smaller = placed.but(lora_rank=1).but(model="Qwen/Qwen2.5-14B").verdict()
+    assert smaller.endswith(" GB too little; try --model Qwen/Qwen2.5-7B")
 
 
 def test_an_engine_without_room_for_one_sequence_does_not_fit(small):
@@ -105,6 +122,12 @@ def test_an_engine_without_room_for_one_sequence_does_not_fit(small):
 
 
 BY_GPUS = [("math", 8, 80), ("math-1x80", 1, 80), ("math-1x24", 1, 24)]
+
+
+def test_three_billion_with_an_engine_go_onto_48_gb():
+    c = config("Qwen/Qwen2.5-3B", 1, "--lora_rank 32 --kv_cache_gb 8 --row_tokens 10240")
+    assert memory.Placed(c, 1, 48.0).lack[1] < -3
+    assert not memory.Placed(with_knobs(c, lora_rank=0), 1, 48.0).fits
 
 
 @pytest.mark.parametrize("preset, gpus, gpu_gb", BY_GPUS)

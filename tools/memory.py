@@ -2,7 +2,7 @@
 
     python tools/memory.py math --gpus 8 --gpu_memory_gb 80 [--model ... --any knob]
 
-No GPU and no network: the five SHAPES are known by name, other models by their config.json. Exit code 1: it
+No GPU and no network: the six SHAPES are known by name, other models by their config.json. Exit code 1: it
 does not fit. All of it is arithmetic on the model's shape (`trainer_gb`, `Placed.roles`), within 5% of a real process
 on a CPU; nothing has been compared with a GPU. GB are 1e9 bytes. Deliberately absent: vLLM's own accounting,
 which decides how large its KV cache really is.
@@ -35,6 +35,7 @@ FIELDS = "hidden_size intermediate_size num_hidden_layers num_attention_heads nu
 SHAPES = {
     "0.5B": (896, 4864, 24, 14, 2, 151936, True),
     "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
+    "3B": (2048, 11008, 36, 16, 2, 151936, True),
     "7B": (3584, 18944, 28, 28, 4, 152064, False),
     "14B": (5120, 13824, 48, 40, 8, 152064, False),
     "32B": (5120, 27648, 64, 40, 8, 152064, False),
@@ -57,16 +58,22 @@ def model_config(name):
 
 
 @functools.cache
-def parameter_sizes(name):
-    """{name of a parameter: number of elements}."""
+def shapes(name):
+    """{name of a parameter: its shape}."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config(name))
-    return {name: p.numel() for name, p in model.named_parameters()}
+    return {name: p.shape for name, p in model.named_parameters()}
 
 
 def parameters(name, part=""):
     """How many a model has, or those in whose names this is."""
-    return sum(n for key, n in parameter_sizes(name).items() if part in key)
+    return sum(shape.numel() for key, shape in shapes(name).items() if part in key)
+
+
+def adapters(c):
+    """How many parameters the adapters of --lora_rank have."""
+    matrices = [x for key, x in shapes(c.model).items() if ".layers." in key and len(x) == 2]
+    return c.lora_rank * sum(map(sum, matrices))
 
 
 def itemsize(c):
@@ -81,7 +88,8 @@ def trainer_gb(c):
 
     A step (train.py) may have its peak where the gradient of the head's logits is computed, in the backward pass of the
     last layer or of the last one that is computed again, or where the gradients of what is in no layer are added up.
-    The factors count what autograd keeps of a Qwen2 layer: norms, queries, attention, gate and up.
+    The factors count what autograd keeps of a Qwen2 layer: norms, queries, attention, gate and up. With adapters the norms
+    keep less, and each linear layer its merged weights.
     """
     model = model_config(c.model)
     D, I, V = model.hidden_size, model.intermediate_size, model.vocab_size
@@ -89,29 +97,35 @@ def trainer_gb(c):
     size = itemsize(c)
     tokens = size * c.row_tokens
     every = parameters(c.model)
+    lora = c.lora_rank > 0
+    trained = adapters(c) or every
     in_layers = parameters(c.model, ".layers.")
     # of a layer that is computed again its input is kept
     again = min(c.checkpointed_layers, L)
-    inputs = again * tokens * D
-    kept = inputs + (L - again) * tokens * (4 * I + 10.5 * D)
+    inputs = (min(again, 2) if c.offload_activations else again) * tokens * D
+    merged = lora * size * in_layers / L
+    whole = min(L - again, 1) if c.offload_activations else L - again
+    kept = inputs + whole * (tokens * (4 * I + (10.5 - 2 * lora) * D) + merged)
     # FSDP2 holds in the compute dtype what it computes with: a few layers, and all that is in none
     several = c.trainers > 1
     sharded = several or size < 4
     root = sharded * size * (every - in_layers)
     layer = sharded * size * in_layers / L
     # logprobs of all tokens in float32, their gradient and that of the logits; in 16 bits that of the head's matrix, too
-    logits = (12 if size == 4 else 16) + 8 * (c.entropy_coef > 0)
+    logits = (12 if size == 4 or lora else 16) + 8 * (c.entropy_coef > 0)
     head = logits * V * min(c.row_tokens, head_chunk(V, D))
-    in_backward = (root + (3 + several) * layer, size * V * D)
+    trained_head = size * V * D * (not lora)
+    in_backward = (root + ((1 if lora else 3) + several) * layer + 0.65 * merged, trained_head)
     # activations, gathered, head
     peaks = [
         (kept, root + several * layer, head),
         (kept + tokens * 2 * I * (again < L), *in_backward),
-        (inputs + tokens * (6 * I + 12 * D) * (again > 0), *in_backward),
-        (0, 4 * root, 3 * size * V * D * (not sharded)),
+        (inputs + tokens * (6 * I + (12 - 2 * lora) * D) * (again > 0), *in_backward),
+        (0, 4 * root * (not lora), 3 * trained_head * (not sharded)),
     ]
-    each = every / c.trainers
-    amounts = (4 * each, 4 * each, 8 * each, *max(peaks, key=sum))
+    frozen = lora * size * every / c.trainers
+    each = trained / c.trainers
+    amounts = (frozen + 4 * each, 4 * each, 8 * each, *max(peaks, key=sum))
     return {what: amount / GB for what, amount in zip(TRAINER_PARTS, amounts)}
 
 
@@ -155,14 +169,16 @@ class Placed:
         rank_0 = dict(rank)
         if c.weight_backend == "nccl":
             # else buckets are in host memory
-            largest = itemsize(c) * max(parameter_sizes(c.model).values())
+            largest = itemsize(c) * max(shape.numel() for shape in shapes(c.model).values())
             bucket = max(c.bucket_mb << 20, largest) / GB
             rank_0["update buffers"] = 2 * bucket
             engine["update buffers"] += bucket
         found = {"trainer rank": rank, "rank 0": rank_0, "engine": engine}
-        if c.kl_coef:
-            # its own forward pass ends before the policy's begins
-            rank["reference model"] = rank_0["reference model"] = weights / c.trainers
+        for what, name in ("reference model", c.kl_coef and c.model), ("teacher", c.teacher):
+            # its own forward pass ends before the policy's begins; with adapters the base model is there
+            if name not in (0, "", "self") and not (c.lora_rank and what == "reference model"):
+                size = itemsize(c) * parameters(name) / GB
+                rank[what] = rank_0[what] = size / c.trainers
         return found
 
     @property
@@ -223,6 +239,8 @@ class Placed:
                 enough = parallel >= c.tensor_parallel and trainers >= c.trainers
                 if enough and heads % parallel == 0:
                     yield dict(engines=engines, tensor_parallel=parallel, trainers=trainers)
+        if not c.lora_rank:
+            yield dict(lora_rank=32)
         for name in reversed(SHAPES):
             if parameters(f"Qwen2.5-{name}") < parameters(c.model):
                 yield dict(model=f"Qwen/Qwen2.5-{name}")
