@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import runs
 from bench.common import band, panels, table
 from bench.runs import COMMON, PIPELINE, QUICK, column, conventional, places, scores_of
+from tools.comparison import paired
 
 # later on, runs that are faster have ended
 SHARES = (0.5, 0.75)
@@ -44,8 +45,6 @@ SETTINGS = ("pipeline", "G=1", "G=2", "G=4", "G=8", "G=16", "G=32")
 POINTS = 1000
 RESAMPLES = 2000
 ENOUGH = 8
-# of Student's t, 97.5%, by degrees of freedom from 1 on
-T_QUANTILES = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
 # of the table: how a mean over seeds is written
 FORMATS = {
     "begin": ".3f",
@@ -61,14 +60,8 @@ FORMATS = {
 
 def student(values):
     """(mean, low, high) of one value a seed; a single one has no interval."""
-    mean = float(np.mean(values))
-    n = len(values)
-    if n < 2:
-        return mean, np.nan, np.nan
-    # beyond the table within 0.3%
-    quantile = T_QUANTILES[n - 2] if n - 2 < len(T_QUANTILES) else 1.96 + 2.6 / (n - 1)
-    half = quantile * float(np.std(values, ddof=1)) / n**0.5
-    return mean, mean - half, mean + half
+    mean, interval = paired(np.zeros(len(values)), values)
+    return mean, *(interval or (np.nan, np.nan))
 
 
 def mean_curves(found):

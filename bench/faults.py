@@ -72,11 +72,7 @@ FAULTS = {
         "betas=tuple(config.betas)",
         "eps=1e-3, betas=tuple(config.betas)",
     ),
-    "vectors at a tenth of the rate": (
-        "train.py",
-        '0.0, "lr_scale": lr_scale',
-        '0.0, "lr_scale": 0.1',
-    ),
+    "vectors at a tenth of the rate": ("train.py", "lr_scale},\n    ]", "lr_scale / 10},\n    ]"),
     "cut-off attempts fail": (
         "actor.py",
         "sample is not None:\n                samples",

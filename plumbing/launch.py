@@ -493,16 +493,14 @@ def begin(c: Config, start: str) -> str:
         # never closed
         claim.detach()
     done = open_run(c)
-    # a new checkpoint is written before the oldest one goes
-    there = len(checkpoints.all_of(Path(c.out, c.run)))
-    prepare(c, max(c.keep_last, 1) + 1 - there)
+    prepare(c)
     write(c, start)
     return done
 
 
-def prepare(c: Config, more: int = 0) -> None:
-    """Have the model made or fetched before clocks run, and a line said if `more` checkpoints find no room. Or ConfigError."""
-    command = [sys.executable, "tools/prepare.py", c.model, c.task, c.out, str(more), c.teacher]
+def prepare(c: Config) -> None:
+    """Have the models made or fetched before clocks run, or ConfigError."""
+    command = [sys.executable, "tools/prepare.py", c.model, c.task, c.teacher]
     done = subprocess.run(command, cwd=cfg.ROOT, preexec_fn=supervise.end_with_launcher)
     require(not done.returncode, "nothing is started, see above")
 

@@ -38,7 +38,7 @@ def base_model():
     path = ROOT / "out" / "models" / "toy-seed0"
     if not (path / "config.json").exists():
         # in a process of its own, as run.sh makes it
-        command = [sys.executable, "tools/prepare.py", str(path), "toy", str(ROOT), "0", ""]
+        command = [sys.executable, "tools/prepare.py", str(path), "toy", ""]
         subprocess.run(command, cwd=ROOT, check=True)
     return path
 

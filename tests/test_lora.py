@@ -1,6 +1,7 @@
 """Adapters: engines, checkpoints, other programs and the trainer have the same weights, to the bit."""
 
 import json
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -11,12 +12,14 @@ import torch
 from safetensors.torch import load_file
 from test_model import CPU, tiny
 from test_ranks import run_trainer, same, write_run
+from test_replay import ALONE
 from transformers import AutoModelForCausalLM
 
 import config as cfg
 import train
 from plumbing import lora
 from plumbing.checkpoints import newest
+from tools import replay
 
 IDS = np.arange(3, 40)
 POSITIONS = np.arange(len(IDS))
@@ -122,8 +125,6 @@ KNOBS = dict(lora_rank=4, kl_coef=0.1)
 
 def continued(folder, name, ranks, halfway, base_model, knobs):
     """The same run from a checkpoint of another: its last checkpoint."""
-    import shutil
-
     run_dir = write_run(folder, name, base_model, ranks, 3, **knobs)
     shutil.copytree(halfway, run_dir / "checkpoints" / halfway.name)
     run_trainer(run_dir, ranks=ranks)
@@ -133,7 +134,8 @@ def continued(folder, name, ranks, halfway, base_model, knobs):
 @pytest.fixture(scope="module")
 def trained(base_model, tmp_path_factory):
     """A run of six steps in float32."""
-    run_dir = write_run(tmp_path_factory.mktemp("lora"), "lora", base_model, **KNOBS)
+    folder = tmp_path_factory.mktemp("lora")
+    run_dir = write_run(folder, "lora", base_model, keep_steps=4, **ALONE, **KNOBS)
     run_trainer(run_dir)
     return run_dir
 
@@ -143,6 +145,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(trained, tmp_path, base_model):
     again = continued(tmp_path, "again", 1, halfway, base_model, KNOBS)
     for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
         assert same(load_file(again / file), load_file(newest(trained) / file))
+
+
+def test_a_step_is_replayed(trained, capsys):
+    assert replay.main([str(trained), "--step", "6"]) == []
+    assert "are the same, bit for bit" in capsys.readouterr().out
 
 
 # in bfloat16 what is not whole is rounded; of rank 1 a part of the ranks has no row

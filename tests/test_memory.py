@@ -45,7 +45,14 @@ def test_a_real_process_took_what_is_said(small, row, layers, gb):
 
 
 def test_parameter_counts_are_the_published_ones():
-    published = {"0.5B": 0.494, "1.5B": 1.544, "3B": 3.086, "7B": 7.616, "14B": 14.770, "32B": 32.764}
+    published = {
+        "0.5B": 0.494,
+        "1.5B": 1.544,
+        "3B": 3.086,
+        "7B": 7.616,
+        "14B": 14.770,
+        "32B": 32.764,
+    }
     for name, billions in published.items():
         assert memory.parameters(f"Qwen2.5-{name}") / 1e9 == pytest.approx(billions, abs=1e-3)
 

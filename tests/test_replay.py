@@ -35,11 +35,9 @@ def test_a_step_comes_out_alike_bit_for_bit(kept_run, step, capsys):
     assert ("are the same, bit for bit" in printed) == (step == 6)
 
 
-def test_another_loss_is_shown_token_by_token(kept_run, capsys):
-    replay.main([str(kept_run), "--step", "4", "--loss", "icepop", "--samples", "2"])
+def test_another_loss_stands_beside_it(kept_run, capsys):
+    replay.main([str(kept_run), "--step", "4", "--loss", "icepop"])
     printed = capsys.readouterr().out
-    assert "reinforce [0, 5] and icepop [0.5, 5]: the loss of" in printed
-    assert printed.count("advantage") == 2
     rows = {line.split()[0]: line.split()[1:] for line in printed.splitlines() if line.strip()}
     assert rows["run"] == ["again", "icepop"]
     # the weights have not moved by it

@@ -10,7 +10,7 @@ import sys
 import pytest
 from test_config import call
 
-from conftest import ROOT, resolved
+from conftest import ROOT
 from plumbing import launch
 from tools import prepare
 
@@ -91,7 +91,7 @@ def test_a_login_node_and_gpu_nodes_share_an_environment_and_a_machine_that_lack
 
 def test_a_model_of_the_hub_is_fetched_or_is_one_line(tmp_path, monkeypatch):
     env = dict(HF_HOME=str(tmp_path), HF_ENDPOINT="http://127.0.0.1:9")
-    done = call(f"{sys.executable} tools/prepare.py nobody/none toy {tmp_path} 1", **env)
+    done = call(f"{sys.executable} tools/prepare.py nobody/none toy ''", **env)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("prepare: --model nobody/none is no directory, and the hub")
     told = []
@@ -113,20 +113,6 @@ def test_another_node_fetches_before_it_waits_for_node_0(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="waits"):
         launch.train(["toy", "--model", "a/b", "--out", str(tmp_path)])
     assert order == ["a/b"]
-
-
-def test_checkpoints_to_come_that_find_no_room_are_said(tmp_path, monkeypatch, capsys):
-    (tmp_path / "model-00001-of-00001.safetensors").write_bytes(b"x" * 10_000)
-    # room for two
-    usage = shutil.disk_usage(tmp_path)._replace(free=140_000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    check = lambda c, more: prepare.check_room(tmp_path, "out", more)
-    monkeypatch.setattr(launch, "prepare", check)
-    for is_there in (False, True):
-        launch.begin(resolved("toy", "--out", tmp_path, "--model", tmp_path), "")
-        said = capsys.readouterr().out
-        assert ("3 checkpoints of some 0 GB will come" in said) == (not is_there)
-        (tmp_path / "toy" / "checkpoints" / "step_000001").mkdir(parents=True, exist_ok=True)
 
 
 TABLES = ROOT / "tests" / "started"

@@ -144,7 +144,7 @@ def configure(argv, gpus):
     given = [arg.split("=")[0] for arg in argv]
     own = {knob: value for knob, value in own.items() if f"--{knob}" not in given}
     # on this node alone, wherever the run was
-    own |= dict(model=str(path), fresh=True, trainers=0, nnodes=1, master_addr="")
+    own |= dict(model=str(path), fresh=True, trainers=0, nnodes=1, master_addr="", teacher="")
     return launch.resolve(dataclasses.replace(c, **own), gpus, training=False)
 
 

@@ -270,9 +270,6 @@ class Placed:
         of = f"of {c.max_model_len} tokens, of {c.concurrency} in progress"
         print(f"KV cache of an engine: {sequences:.0f} sequences {of}")
         print(f"largest --row_tokens that fits: {self.largest_row()}")
-        layers = range(model_config(c.model).num_hidden_layers + 1)
-        fewest = next((n for n in layers if self.but(checkpointed_layers=n).fits), "none")
-        print(f"fewest --checkpointed_layers that fit: {fewest}")
 
 
 # ---- the command line

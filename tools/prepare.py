@@ -1,12 +1,11 @@
-"""What a run needs before its processes start, and clocks with them: its model, and room for checkpoints.
+"""What a run needs before its processes start, and clocks with them: its models.
 
-    python tools/prepare.py MODEL TASK OUT CHECKPOINTS TEACHER
+    python tools/prepare.py MODEL TASK TEACHER
 
-A model of the hub comes into its cache, the tiny one of TASK and that of `bash run.sh smol` are made, once. Then a line if
-so many CHECKPOINTS more may not go into OUT. Exit code 1 if there is no model, or if TEACHER has another vocabulary.
+A model of the hub comes into its cache, the tiny one of TASK and that of `bash run.sh smol` are made, once. Exit code 1 if
+there is no model, or if TEACHER, a model, self or empty, has another vocabulary.
 """
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -56,23 +55,11 @@ def check_vocabularies(*folders):
         )
 
 
-def check_room(folder, out, checkpoints):
-    """One line if so many checkpoints of a model may not go into a directory."""
-    # of each weight the trainer keeps 12 bytes: float32, and AdamW's two moments; files have 2, as a rule
-    gb = 7 * sum(file.stat().st_size for file in folder.glob("model*.safetensors")) / 1e9
-    free = shutil.disk_usage(out).free / 1e9
-    if free < checkpoints * gb:
-        words = f"{checkpoints} checkpoints of some {gb:.0f} GB will come, {free:.0f} GB are free"
-        print(f"prepare: {words} in {out}: lower --keep_last, or set --out", flush=True)
-
-
 def main(argv):
-    model, task, out, checkpoints, teacher = argv
+    model, task, teacher = argv
     folder = bring_model(model, task)
     if teacher not in ("", "self"):
         check_vocabularies(folder, bring_model(teacher, task))
-    if int(checkpoints) > 0:
-        check_room(folder, out, int(checkpoints))
 
 
 if __name__ == "__main__":

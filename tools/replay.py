@@ -2,42 +2,33 @@
 
     python tools/replay.py out/toy --step 137                  # the same numbers; the same bits if there was one rank
     python tools/replay.py out/toy --step 137 --loss icepop    # and what another loss would have done
-    python tools/replay.py out/toy --step 137 --samples 5      # so many rollouts in colour
 
 Steps between the checkpoint and this one are trained again first. Any knob of the loss may differ; everything before
-it is what the run itself computed. Runs on one device, also what several ranks have trained. A token's colour is its
-weight pi / mu: blue below 0.8, green up to 1.25, red above; underlined where the loss clips or drops it, and in
-reverse where two losses differ.
+it is what the run itself computed. Runs on one device, also what several ranks have trained. The step's rollouts, coloured
+by ratio, are in report.html.
 """
 
 import argparse
 import dataclasses
 import math
-import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import numpy as np
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
 
 import config as cfg
 import train
-from plumbing import checkpoints
+from plumbing import checkpoints, lora
 from plumbing.launch import gpu_count, share_cores
 from plumbing.metrics import Sums
+from plumbing.model import whole
 from plumbing.ranks import Ranks
-from plumbing.samples import layout
 from tools import report
-from tools.show import GREY, harmless, paint
 from tools.status import find_run
 
-LOW, HIGH = 0.8, 1.25
-BLUE, GREEN, RED = 34, 32, 31
-UNDERLINED, REVERSE = "4;", "7;"
 NUMBERS = "loss grad_norm entropy ess kl_behavior kl_ref mismatch clip_frac reward tokens".split()
 
 
@@ -93,13 +84,14 @@ def print_numbers(columns, exact):
     return differ
 
 
+@torch.no_grad()
 def compare_weights(model, path, dtype):
     """The parameters that differ from the checkpoint that the run wrote after the step; prints by how much."""
     saved = load_file(path / "model.safetensors")
     differ = {}
-    for name, p in model.named_parameters():
-        ours = p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach()
-        distance = (ours.cpu().to(dtype).float() - saved[name].float()).abs().max().item()
+    for name, (function, tensors) in lora.served(model).items():
+        ours = function(*map(whole, tensors)).cpu().to(dtype).float()
+        distance = (ours - saved[name].float()).abs().max().item()
         if distance:
             differ[name] = distance
     words = f"differ by up to {max(differ.values())}" if differ else "are the same, bit for bit"
@@ -107,68 +99,11 @@ def compare_weights(model, path, dtype):
     return [*differ]
 
 
-# ---- its rollouts
-
-
-def token_losses(logprobs, batch, config):
-    """(loss [T], is it clipped or dropped? [T], weight [T]) under this config's loss; logprobs [T]: the model's."""
-    _, sequence_ids = layout(batch["lengths"])
-    mask = torch.from_numpy(batch["mask"])
-    behavior_logprobs = torch.where(mask, torch.from_numpy(batch["behavior_logprobs"]), logprobs)
-    advantages = torch.from_numpy(batch["advantage"][sequence_ids])
-    ids = torch.where(mask, torch.from_numpy(sequence_ids), -1)
-    values = (logprobs, behavior_logprobs, advantages, ids)
-    loss, clipped = train.policy_loss(config.loss, *values, config)
-    weight = (logprobs - behavior_logprobs).exp()
-    return (loss * mask).numpy(), (clipped & mask).numpy(), weight.numpy()
-
-
-def rollouts(model, batches, version, configs, tokenizer, ranks):
-    """[(difference of two configs' losses, heading, tokens)] of the step's samples; tokens: [(text, weight, marks)].
-
-    marks: is the token trained, does its loss differ, does one of them clip it?
-    """
-    found = []
-    for batch in batches:
-        with torch.no_grad():
-            logprobs = train.micro_batch(model, batch, version, configs[0], ranks.device)[2].cpu()
-        first, second = (token_losses(logprobs, batch, config) for config in configs)
-        difference = np.abs(first[0] - second[0])
-        marks = np.stack([batch["mask"], difference > 1e-6, first[1] | second[1]], 1)
-        ends = np.cumsum(batch["lengths"])
-        # a filler is no sample
-        for k in np.flatnonzero(batch["outcome"] >= 0):
-            own = slice(ends[k] - batch["lengths"][k], ends[k])
-            texts = tokenizer.batch_decode(batch["tokens"][own][:, None])
-            apart = float(difference[own].sum())
-            heading = f"reward {batch['reward'][k]:.2f} | advantage {batch['advantage'][k]:+.2f} | difference {apart:.3g}"
-            found.append((apart, heading, list(zip(texts, first[2][own], marks[own].tolist()))))
-    return found
-
-
-def show(found, n, config, other):
-    """Print how far two losses are apart, and the rollouts in which they are farthest."""
-    colour = sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR"))
-    marks = [marks for *_, tokens in found for _, _, marks in tokens if marks[0]]
-    trained, differ, clipped = map(sum, zip(*marks))
-    names = [f"{c.loss} [{c.clip_low:g}, {c.clip_high:g}]" for c in (config, other)]
-    print(f"replay: {' and '.join(names)}: the loss of {differ} of {trained} tokens differs")
-    print(f"replay: {clipped} are clipped or dropped by one of them\n")
-    for _, heading, tokens in sorted(found, key=lambda rollout: -rollout[0])[:n]:
-        text = ""
-        for token, weight, (trained, differs, clipped) in tokens:
-            code = BLUE if weight < LOW else RED if weight > HIGH else GREEN
-            code = UNDERLINED * clipped + REVERSE * differs + str(code if trained else GREY)
-            text += paint(code, harmless(token), colour)
-        print(f"{heading}\n{text}\n")
-
-
 def main(argv=None):
     """Returns the names of what differs."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("run_dir", help="directory or name of a run that had --keep_steps")
     p.add_argument("--step", type=int, required=True, help="as metrics.jsonl counts them, from 1")
-    p.add_argument("--samples", type=int, default=0, help="show so many rollouts")
     p.epilog = "Other flags are knobs: replays the step with them as well, e.g. --loss icepop"
     a, knobs = p.parse_known_args(argv)
     run_dir = find_run(a.run_dir)
@@ -185,10 +120,6 @@ def main(argv=None):
         model, optimizers = train_until(run_dir, a.step, config, ranks)
     except (cfg.ConfigError, FileNotFoundError) as e:
         sys.exit(f"replay: {e}")
-    if knobs or a.samples:
-        tokenizer = AutoTokenizer.from_pretrained(config.model)
-        found = rollouts(model, batches, a.step - 1, (config, other), tokenizer, ranks)
-        show(found, a.samples or 3, config, other)
     [lines] = report.read(run_dir, "step")
     columns = {"run": {line["step"]: line for line in lines}.get(a.step, {}), "again": {}}
     if knobs:

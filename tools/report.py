@@ -22,7 +22,7 @@ from tools import comparison  # noqa: E402
 from tools.evaluate import wilson  # noqa: E402
 from tools.panels import column, draw, run_panels, table, write_page  # noqa: E402
 from tools.show import answer_to, read_rollouts, right_answers  # noqa: E402
-from tools.status import advice_on, alarms, find_run  # noqa: E402
+from tools.status import advice_on, alarms, find_run, read  # noqa: E402
 
 # means over steps, and shares of the time that steps took: starting is not among them
 MEANS = ("lag_mean", "ess", "versions_2", "versions_3", "gen_tok_s", "train_tok_s", "gen_idle")
@@ -65,22 +65,6 @@ def ends(steps):
             for problem in problems:
                 found.setdefault(int(problem), []).append((step, what))
     return found
-
-
-def read(run_dir, *keys):
-    """Of each key, `step`, `eval` or `mismatch`, the lines of a run's metrics.jsonl that are about it.
-
-    The last line may be torn; it is left out.
-    """
-    found = {key: [] for key in keys}
-    for text in Path(run_dir, "metrics.jsonl").read_text().splitlines(True):
-        if text.endswith("\n"):
-            line = json.loads(text)
-            # a step's line has a mismatch, too
-            about = "step" if "step" in line else next(iter(found.keys() & line.keys()), None)
-            if about in found:
-                found[about].append(line)
-    return list(found.values())
 
 
 def known(run_dir):

@@ -53,6 +53,22 @@ def find_run(name=None, file="config.json"):
     return newest
 
 
+def read(run_dir, *keys):
+    """Of each key, `step`, `eval` or `mismatch`, the lines of a run's metrics.jsonl that are about it.
+
+    The last line may be torn; it is left out.
+    """
+    found = {key: [] for key in keys}
+    for text in Path(run_dir, "metrics.jsonl").read_text().splitlines(True):
+        if text.endswith("\n"):
+            line = json.loads(text)
+            # a step's line has a mismatch, too
+            about = "step" if "step" in line else next(iter(found.keys() & line.keys()), None)
+            if about in found:
+                found[about].append(line)
+    return list(found.values())
+
+
 def duration(seconds):
     """95 -> "1m35s"."""
     minutes, seconds = divmod(round(seconds), 60)
@@ -128,11 +144,7 @@ class Status:
         path = self.run_dir / "metrics.jsonl"
         if path.exists():
             self.written_at = path.stat().st_mtime
-            for text in path.read_text().splitlines():
-                # the last line may not be whole yet
-                line = json.loads(text) if text.endswith("}") else {}
-                for about in self.lines.keys() & line.keys():
-                    self.lines[about].append(line)
+            self.lines = dict(zip(self.lines, read(run_dir, *self.lines)))
         self.alarms = alarms(self.lines["step"])
         self.advice = advice_on(self.config, self.lines["step"])
         del self.lines["step"][:-RECENT]
