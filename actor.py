@@ -22,7 +22,7 @@ import numpy as np
 
 import config as cfg
 from plumbing.checkpoints import last_state
-from plumbing.client import Engines
+from plumbing.client import Engines, reap
 from plumbing.endpoint import Endpoint
 from plumbing.episode import Attempt
 from plumbing.ledger import InFlight
@@ -353,17 +353,6 @@ class Actor:
         counts = self.engines.counts + self.sandbox.counts + self.endpoint.counts
         words = ", ".join(f"{n} {what}" for what, n in counts.items())
         print(f"actor: done, {started} groups started, {words}", flush=True)
-
-
-async def reap(tasks):
-    """Wait a moment for tasks; raises what one of them raised; returns those that go on."""
-    if not tasks:
-        await asyncio.sleep(0.005)
-        return tasks
-    done, going_on = await asyncio.wait(tasks, timeout=0.01, return_when=asyncio.FIRST_COMPLETED)
-    for task in done:
-        task.result()
-    return going_on
 
 
 def main(run_dir):

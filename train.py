@@ -11,7 +11,6 @@ callbacks, gradient accumulation settings (a step is a step, however it was pack
 import contextlib
 import dataclasses
 import functools
-import math
 import os
 import sys
 import types
@@ -31,9 +30,9 @@ from transformers.utils import logging
 
 import config as cfg
 from plumbing import checkpoints, lora
-from plumbing.metrics import MetricsLog, Sums, largest
+from plumbing.metrics import MetricsLog, Sums, lag_table, largest, sum_by_lag
 from plumbing.mismatch import Guards
-from plumbing.model import empty_model, finish_logits, hand_out, to_device, whole
+from plumbing.model import FloatLogits, empty_model, finish_logits, hand_out, to_device, whole
 from plumbing.ranks import Ranks, Stopped
 from plumbing.reader import Reader
 from plumbing.samples import layout, share
@@ -50,25 +49,6 @@ def head_chunk(vocabulary, width):
     takes in bfloat16. Every chunk adds to that matrix's gradient: small ones cost time and digits.
     """
     return max((1 << 26) // vocabulary, width // 2)
-
-
-class FloatLogits(torch.autograd.Function):
-    """hidden [C, D], weight [V, D] in 16 bits -> logits [C, V] in float32, as vLLM computes them."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight):
-        ctx.save_for_backward(hidden, weight)
-        if hidden.is_cuda:
-            return torch.mm(hidden, weight.T, out_dtype=torch.float32)
-        # only CUDA has such a product
-        return hidden.float() @ weight.float().T
-
-    @staticmethod
-    def backward(ctx, gradient):
-        hidden, weight = ctx.saved_tensors
-        # as of a head in 16 bits
-        gradient = gradient.to(hidden.dtype)
-        return gradient @ weight, gradient.T @ hidden
 
 
 def head_logprobs(hidden, targets, temperature, head, model_config, entropy_grad):
@@ -241,10 +221,6 @@ def mean_if_any(total, n):
     return total / n if n else None
 
 
-# names of lag ranges and the largest lag in each
-LAG_BUCKETS = {"0": 0, "1": 1, "2": 2, "3-4": 4, "5-8": 8, "9+": math.inf}
-
-
 def micro_batch(model, batch, version, config, device):
     """Forward, loss and metrics of one micro-batch; nothing here waits for the device.
 
@@ -335,32 +311,9 @@ def micro_batch(model, batch, version, config, device):
             "late": (count, late.sum()),
             "versions_2": (mean, (b["num_versions"] >= 2).sum(), samples),
             "versions_3": (mean, (b["num_versions"] >= 3).sum(), samples),
-            "by_lag": (lag_table, *by_lag),
+            "by_lag": (functools.partial(lag_table, ess), *by_lag),
         }
     return loss, metrics, logprobs.detach()
-
-
-def sum_by_lag(values, lag):
-    """Sum of values [T] in each of LAG_BUCKETS, [6]; lag [T]."""
-    upper = torch.tensor(list(LAG_BUCKETS.values())[:-1])
-    bucket = torch.bucketize(lag, *to_device(lag.device, upper))
-    zeros = torch.zeros(len(LAG_BUCKETS), device=lag.device)
-    return zeros.index_add(0, bucket, values.float())
-
-
-def lag_table(*sums):
-    """Sums [6] of tokens, loss, KL, w, w^2, clipped -> {bucket: a table per token}, where there are any."""
-    table = {}
-    for name, (tokens, loss, kl, w, w2, clipped) in zip(LAG_BUCKETS, zip(*sums)):
-        if tokens:
-            table[name] = {
-                "tokens": int(tokens),
-                "loss": loss / tokens,
-                "kl": kl / tokens,
-                "ess": ess(w, w2, tokens),
-                "clip_frac": clipped / tokens,
-            }
-    return table
 
 
 def optimizer_step(model, optimizers, sums, version, config):
@@ -479,22 +432,6 @@ def updates_engines(config, version):
     return not g or version % g == 0 or version == config.steps
 
 
-def next_state(state, metrics, record, wall_s):
-    """The run's state after a step, as checkpoints keep it; record: the step's last micro-batch.
-
-    A step whose gradient was not finite counts, so that data and versions stay aligned.
-    """
-    dropped = sum(sum(problems.values()) for problems in record["drops"].values())
-    return state | {
-        "version": state["version"] + 1,
-        "samples": state["samples"] + metrics["samples"],
-        "position": record["position"],
-        "dropped": state["dropped"] + dropped,
-        "skipped": state["skipped"] + (not math.isfinite(metrics["grad_norm"])),
-        "wall_s": wall_s,
-    }
-
-
 def start_engines(model, state, sender, ranks):
     """Put the run's weights into the engines, which start from the base model."""
     if ranks.rank == 0:
@@ -532,7 +469,7 @@ def train(config, run_dir, ranks):
                 sums.add(metrics)
                 log.rollouts(batch, logprobs, version)
             metrics = optimizer_step(model, optimizers, sums, version, config)
-            state = next_state(state, metrics, reader.last, log.wall_s())
+            state = checkpoints.next_state(state, metrics, reader.last, log.wall_s())
             version = state["version"]
             log.step(state, metrics, reader, sender.take_timing())
             guards.check(version, metrics)

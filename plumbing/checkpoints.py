@@ -5,6 +5,7 @@ A checkpoint is written under a temporary name and renamed: it is whole or absen
 """
 
 import json
+import math
 import os
 import shutil
 import time
@@ -51,6 +52,22 @@ def state_of(path):
         return NEW_RUN | json.loads((path / "trainer" / "state.json").read_text())
     except (OSError, ValueError) as e:
         raise ConfigError(f"{path} is damaged: remove it; {GOES_ON}") from e
+
+
+def next_state(state, metrics, record, wall_s):
+    """The run's state after a step, as checkpoints keep it; record: the step's last micro-batch.
+
+    A step whose gradient was not finite counts, so that data and versions stay aligned.
+    """
+    dropped = sum(sum(problems.values()) for problems in record["drops"].values())
+    return state | {
+        "version": state["version"] + 1,
+        "samples": state["samples"] + metrics["samples"],
+        "position": record["position"],
+        "dropped": state["dropped"] + dropped,
+        "skipped": state["skipped"] + (not math.isfinite(metrics["grad_norm"])),
+        "wall_s": wall_s,
+    }
 
 
 def save(config, run_dir, model, optimizers, ranks, state, before=None):

@@ -74,6 +74,17 @@ def token_versions(spans, length):
     return np.repeat(versions, np.diff(ends))
 
 
+async def reap(tasks):
+    """Wait a moment for tasks; raises what one of them raised; returns those that go on."""
+    if not tasks:
+        await asyncio.sleep(0.005)
+        return tasks
+    done, going_on = await asyncio.wait(tasks, timeout=0.01, return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        task.result()
+    return going_on
+
+
 class Engines:
     """The engines of a run that serve the trainer's weights. stop, vocabulary: of `read_answer`."""
 

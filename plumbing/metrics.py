@@ -5,6 +5,7 @@ up over micro-batches and ranks, and the function makes the metric of them.
 """
 
 import json
+import math
 import time
 from collections import deque
 from pathlib import Path
@@ -16,11 +17,38 @@ import torch.distributed as dist
 from transformers import AutoTokenizer
 
 from config import OUTCOMES, task_weights
+from plumbing.model import to_device
+
+# names of lag ranges and the largest lag in each
+LAG_BUCKETS = {"0": 0, "1": 1, "2": 2, "3-4": 4, "5-8": 8, "9+": math.inf}
 
 
 def largest(x):
     """A metric of which not the sum counts, but the largest value."""
     return int(x)
+
+
+def sum_by_lag(values, lag):
+    """Sum of values [T] in each of LAG_BUCKETS, [6]; lag [T]."""
+    upper = torch.tensor(list(LAG_BUCKETS.values())[:-1])
+    bucket = torch.bucketize(lag, *to_device(lag.device, upper))
+    zeros = torch.zeros(len(LAG_BUCKETS), device=lag.device)
+    return zeros.index_add(0, bucket, values.float())
+
+
+def lag_table(ess, *sums):
+    """Sums [6] of tokens, loss, KL, w, w^2, clipped -> {bucket: a table per token}, where there are any."""
+    table = {}
+    for name, (tokens, loss, kl, w, w2, clipped) in zip(LAG_BUCKETS, zip(*sums)):
+        if tokens:
+            table[name] = {
+                "tokens": int(tokens),
+                "loss": loss / tokens,
+                "kl": kl / tokens,
+                "ess": ess(w, w2, tokens),
+                "clip_frac": clipped / tokens,
+            }
+    return table
 
 
 class Sums:

@@ -95,6 +95,25 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+class FloatLogits(torch.autograd.Function):
+    """hidden [C, D], weight [V, D] in 16 bits -> logits [C, V] in float32, as vLLM computes them."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight)
+        if hidden.is_cuda:
+            return torch.mm(hidden, weight.T, out_dtype=torch.float32)
+        # only CUDA has such a product
+        return hidden.float() @ weight.float().T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        hidden, weight = ctx.saved_tensors
+        # as of a head in 16 bits
+        gradient = gradient.to(hidden.dtype)
+        return gradient @ weight, gradient.T @ hidden
+
+
 def to_device(device, *tensors):
     """CPU tensors on `device`, without waiting for what it is doing."""
     if device.type != "cuda":

@@ -15,7 +15,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import train
 from config import LOSSES, Config, check
 from conftest import ROOT
-from plumbing import mismatch, queues
+from plumbing import checkpoints, mismatch, queues
 from plumbing.metrics import Sums
 from plumbing.mismatch import Guards
 from plumbing.queues import publish_json
@@ -430,10 +430,10 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_as_they_are(model):
 def test_the_state_counts_steps_that_were_skipped_too():
     record = {"drops": {"failed": {"3": 2}, "too_long": {"3": 1, "4": 1}}, "position": {"next": 9}}
     state = {"version": 5, "samples": 40, "dropped": 1, "skipped": 0}
-    state = train.next_state(state, {"grad_norm": math.nan, "samples": 7}, record, 3.5)
+    state = checkpoints.next_state(state, {"grad_norm": math.nan, "samples": 7}, record, 3.5)
     assert (state["version"], state["samples"], state["dropped"], state["skipped"]) == (6, 47, 5, 1)
     assert state["wall_s"] == 3.5
-    state = train.next_state(state, {"grad_norm": 1.0, "samples": 8}, record, 4.0)
+    state = checkpoints.next_state(state, {"grad_norm": 1.0, "samples": 8}, record, 4.0)
     assert (state["version"], state["skipped"], state["position"]) == (7, 1, {"next": 9})
 
 
