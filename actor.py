@@ -305,9 +305,6 @@ class Actor:
         self.prompter.check(problems)
         self.prompter.check(self.test_problems)
         await self.start()
-        episodes = [name for name, task in self.sandbox.tasks.items() if hasattr(task, "episode")]
-        words = "--teacher self: attempts of several turns have no correct one to be shown"
-        cfg.require(c.teacher != "self" or not episodes, f"{words}: {episodes}")
         await self.wait_for_trainer()
         state = last_state(self.run_dir)
         saved = state["sampler"].get("state")

@@ -186,11 +186,13 @@ class Config:
     trainers: CountOr0 = 0
     # activation checkpointing of the first so many layers: less memory; all of them: ~30% slower
     checkpointed_layers: CountOr0 = 0
-    # what checkpointed layers keep waits in host memory
+    # what the backward pass needs waits in host memory; best with all layers checkpointed
     offload_activations: bool = False
     # torch.compile for the trainer's layers and head: less memory traffic, minutes more to start
     compile: bool = False
 
+    # AdamW's two moments in 8 bits (torchao): 2 bytes a parameter instead of 8
+    adam_8bit: bool = False
     # train adapters of this rank (LoRA) of all linear layers but the head; 0: all of the weights
     lora_rank: CountOr0 = 0
     # adapters are scaled by it / lora_rank; their learning rate is ten times --lr
@@ -499,8 +501,6 @@ def check(c: Config) -> Config:
         "--row_tokens must hold a sample of --max_model_len": c.max_model_len <= c.row_tokens,
         "--overlong_buffer must not exceed --max_new_tokens": c.overlong_buffer <= c.max_new_tokens,
         "--clip_low must be below --clip_high": c.clip_low < c.clip_high,
-        "--offload_activations needs --checkpointed_layers": not c.offload_activations
-        or c.checkpointed_layers > 0,
         "--teacher needs --temperature 1": not c.teacher or c.temperature == 1,
         "--teacher needs --no_signal keep": not c.teacher or c.no_signal == "keep",
         "--late wait needs --on_full block": c.late != "wait" or c.on_full == "block",

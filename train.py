@@ -8,7 +8,6 @@ Alone, on a run directory that has queues to read: `accelerate launch train.py o
 callbacks, gradient accumulation settings (a step is a step, however it was packed).
 """
 
-import contextlib
 import dataclasses
 import functools
 import os
@@ -32,7 +31,7 @@ import config as cfg
 from plumbing import checkpoints, lora
 from plumbing.metrics import MetricsLog, Sums, lag_table, largest, sum_by_lag
 from plumbing.mismatch import Guards
-from plumbing.model import FloatLogits, empty_model, finish_logits, hand_out, to_device, whole
+from plumbing.model import empty_model, finish_logits, hand_out, keeping, project, to_device, whole
 from plumbing.ranks import Ranks, Stopped
 from plumbing.reader import Reader
 from plumbing.samples import layout, share
@@ -57,8 +56,8 @@ def head_logprobs(hidden, targets, temperature, head, model_config, entropy_grad
     hidden [C, D], targets [C], temperature [C], head: (function to logits, weight [V, D], bias [V] or
     None) -> ([C], [C])
     """
-    project, weight, bias = head
-    logits = project(hidden, weight)  # [C, V]
+    to_logits, weight, bias = head
+    logits = to_logits(hidden, weight)  # [C, V]
     if bias is not None:
         logits = logits + bias
     # in float32, as temperature is
@@ -110,9 +109,7 @@ def token_logprobs(model, input_ids, position_ids, temperature, wanted=None, ent
         packing=(*packing, *(torch.from_numpy(np.diff(x)) for x in (own_bounds, bounds))),
     ).last_hidden_state[0]  # [Q, D]
     hidden = hidden.index_select(0, before)  # [N, D]
-    in_float32 = getattr(model, "head_float32", False)
-    project = FloatLogits.apply if in_float32 else torch.nn.functional.linear
-    how = ((project, weight, bias), model.config, entropy_grad)
+    how = ((project(model), weight, bias), model.config, entropy_grad)
     of_chunk = getattr(model, "compiled_head", head_logprobs)
     chunks = [x.split(head_chunk(*weight.shape)) for x in (hidden, targets, temperature)]
     if len(chunks[0]) > 1:
@@ -234,10 +231,7 @@ def micro_batch(model, batch, version, config, device):
     ref_logprobs = model.reference_logprobs(*inputs)[0] if config.kl_coef else None
     has_teacher = config.teacher not in ("", "self")
     teacher_logprobs = model.teacher_logprobs(*inputs)[0] if has_teacher else None
-    keep = contextlib.nullcontext()
-    if config.offload_activations:
-        keep = torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
-    with keep:
+    with keeping(config, device):
         logprobs, entropy = model.token_logprobs(*inputs, entropy_grad=config.entropy_coef > 0)
     arrays = {k: v for k, v in batch.items() if isinstance(v, np.ndarray)}
     arrays |= dict(sequence_ids=sequence_ids, positions=positions)
@@ -363,6 +357,10 @@ def make_optimizers(model, config, device):
         {"params": matrices, "weight_decay": config.weight_decay, "lr_scale": lr_scale},
         {"params": vectors, "weight_decay": 0.0, "lr_scale": lr_scale},
     ]
+    if config.adam_8bit:
+        from plumbing.adam_8bit import AdamW8bit
+
+        return [AdamW8bit(groups, lr=config.lr, betas=tuple(config.betas))]
     fused = device.type == "cuda"
     return [torch.optim.AdamW(groups, lr=config.lr, betas=tuple(config.betas), fused=fused)]
 

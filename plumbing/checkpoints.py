@@ -76,7 +76,8 @@ def save(config, run_dir, model, optimizers, ranks, state, before=None):
     Returns (the Future of the thread that writes it, seconds until all of it was copied).
     """
     import torch
-    from torch.distributed.checkpoint import staging, state_dict
+    from torch.distributed.checkpoint import state_dict
+    from torch.utils._pytree import tree_map_only
 
     from plumbing import lora
 
@@ -85,9 +86,8 @@ def save(config, run_dir, model, optimizers, ranks, state, before=None):
     # now: the actor forgets what later steps have trained
     state = state | {"sampler": read_json(Path(run_dir, "queues", "sampler.json"))}
     weights, moments = state_dict.get_state_dict(model, optimizers)
-    # neither pinned nor shared memory, nor a thread of its own
-    stager = staging.DefaultStager(staging.StagingOptions(False, False, False, False))
-    shards = stager.stage({"model": weights, "optimizer": moments})
+    shards = {"model": weights, "optimizer": moments}
+    shards = tree_map_only(torch.Tensor, lambda x: x.detach().to("cpu", copy=True), shards)
     options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
     whole = state_dict.get_model_state_dict(model, options=options)
     # rank 0 alone gets it

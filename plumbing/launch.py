@@ -179,6 +179,9 @@ def resolve(config: Config, gpus: int, training: bool = True) -> Config:
     if c.dtype == "auto":
         c.dtype = "bfloat16" if gpus else "float32"
     c.model = os.path.expanduser(c.model or _tiny_model(c))
+    several = [name for name in cfg.task_weights(c.task) if hasattr(cfg.load_task(name), "episode")]
+    words = "an attempt of several turns cannot be shown to another one"
+    require(c.teacher != "self" or not several, f"--teacher self --task {c.task}: {words}")
     # each sequence in progress is a connection of the actor's
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

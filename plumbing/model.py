@@ -6,6 +6,7 @@ update, as engines then differ (plumbing/mismatch.py). Deliberately absent: padd
 trained is what sampled), attention sinks, a list of families (tests/test_model.py has one).
 """
 
+import contextlib
 import inspect
 
 import torch
@@ -112,6 +113,19 @@ class FloatLogits(torch.autograd.Function):
         # as of a head in 16 bits
         gradient = gradient.to(hidden.dtype)
         return gradient @ weight, gradient.T @ hidden
+
+
+def project(model):
+    """The function of hidden [C, D] and the head's weight [V, D] to logits [C, V]."""
+    in_float32 = getattr(model, "head_float32", False)
+    return FloatLogits.apply if in_float32 else torch.nn.functional.linear
+
+
+def keeping(config, device):
+    """The context in which autograd keeps what the backward pass needs: on the device, or in host memory."""
+    if config.offload_activations:
+        return torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
+    return contextlib.nullcontext()
 
 
 def to_device(device, *tensors):

@@ -131,6 +131,18 @@ def test_an_engine_without_room_for_one_sequence_does_not_fit(small):
 BY_GPUS = [("math", 8, 80), ("math-1x80", 1, 80), ("math-1x24", 1, 24)]
 
 
+def test_moments_in_8_bits_and_activations_in_host_memory():
+    c = config("Qwen/Qwen2.5-1.5B", 8, "--checkpointed_layers 99")
+    before = memory.trainer_gb(c)
+    eight = memory.trainer_gb(with_knobs(c, adam_8bit=True))
+    assert eight["optimizer"] == pytest.approx(before["optimizer"] * 2.03 / 8, rel=1e-3)
+    kept = memory.trainer_gb(with_knobs(c, offload_activations=True))
+    # the inputs of 26 layers, 16,384 tokens of 1,536 in 16 bits
+    gone = 26 * 16384 * 1536 * 2 / 1e9
+    assert total(c) - sum(kept.values()) == pytest.approx(gone, rel=0.02)
+    assert sum(eight.values()) < total(c)
+
+
 def test_three_billion_with_an_engine_go_onto_48_gb():
     c = config("Qwen/Qwen2.5-3B", 1, "--lora_rank 32 --kv_cache_gb 8 --row_tokens 10240")
     assert memory.Placed(c, 1, 48.0).lack[1] < -3

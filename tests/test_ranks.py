@@ -114,10 +114,10 @@ def step_lines(run_dir):
     return [x for x in lines if "step" in x]
 
 
-def resume(out, name, base_model, checkpoint, ranks=1, **how):
+def resume(out, name, base_model, checkpoint, ranks=1, knobs=None, **how):
     """The same from a checkpoint of another run; returns (weights, step lines)."""
     first = int(checkpoint.name[5:])
-    run_dir = write_run(out, name, base_model, ranks, first)
+    run_dir = write_run(out, name, base_model, ranks, first, **knobs or {})
     shutil.copytree(checkpoint, run_dir / "checkpoints" / checkpoint.name)
     return run_trainer(run_dir, ranks=ranks, **how)
 
@@ -319,6 +319,27 @@ def test_a_checkpoint_is_of_when_it_was_begun(dtype, tmp_path, base_model, monke
     assert same(saved, {n: whole(p).to(getattr(torch, dtype)) for n, p in before.items()})
     assert json.loads((newest(run_dir) / "config.json").read_text())["dtype"] == dtype
     ranks.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_moments_in_8_bits(ranks, reference, tmp_path, base_model):
+    """Within 2% of AdamW's way in six steps; they go on from a checkpoint bit for bit."""
+    run_dir = write_run(tmp_path, "eight", base_model, ranks, adam_8bit=True)
+    weights, _ = run_trainer(run_dir, ranks=ranks)
+    base = load_file(base_model / "model.safetensors")
+    way = torch.cat([(reference[0][name] - base[name]).flatten() for name in base])
+    off = torch.cat([(reference[0][name] - weights[name]).flatten() for name in base])
+    assert 1e-4 * way.norm() < off.norm() < 0.02 * way.norm()
+    halfway = run_dir / "checkpoints" / "step_000003"
+    again, _ = resume(tmp_path, "again", base_model, halfway, ranks, knobs=dict(adam_8bit=True))
+    assert same(again, weights)
+
+
+def test_activations_in_host_memory_change_nothing(reference, tmp_path, base_model):
+    knobs = dict(checkpointed_layers=2, offload_activations=True)
+    run_dir = write_run(tmp_path, "host", base_model, **knobs)
+    assert same(run_trainer(run_dir)[0], reference[0])
 
 
 @pytest.mark.slow

@@ -125,7 +125,8 @@ def trainer_gb(c):
     ]
     frozen = lora * size * every / c.trainers
     each = trained / c.trainers
-    amounts = (frozen + 4 * each, 4 * each, 8 * each, *max(peaks, key=sum))
+    moments = 2 * (1 + 4 / 256) if c.adam_8bit else 8
+    amounts = (frozen + 4 * each, 4 * each, moments * each, *max(peaks, key=sum))
     return {what: amount / GB for what, amount in zip(TRAINER_PARTS, amounts)}
 
 
