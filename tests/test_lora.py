@@ -1,7 +1,6 @@
 """Adapters: engines, checkpoints, other programs and the trainer have the same weights, to the bit."""
 
 import json
-import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_model import CPU, tiny
-from test_ranks import run_trainer, same, write_run
+from test_ranks import resume, run_trainer, same, write_run
 from test_replay import ALONE
 from transformers import AutoModelForCausalLM
 
@@ -123,14 +122,6 @@ def test_a_model_without_linear_layers_is_refused(tmp_path):
 KNOBS = dict(lora_rank=4, kl_coef=0.1)
 
 
-def continued(folder, name, ranks, halfway, base_model, knobs):
-    """The same run from a checkpoint of another: its last checkpoint."""
-    run_dir = write_run(folder, name, base_model, ranks, 3, **knobs)
-    shutil.copytree(halfway, run_dir / "checkpoints" / halfway.name)
-    run_trainer(run_dir, ranks=ranks)
-    return newest(run_dir)
-
-
 @pytest.fixture(scope="module")
 def trained(base_model, tmp_path_factory):
     """A run of six steps in float32."""
@@ -142,7 +133,8 @@ def trained(base_model, tmp_path_factory):
 
 def test_a_resumed_run_is_the_uninterrupted_one(trained, tmp_path, base_model):
     halfway = trained / "checkpoints" / "step_000003"
-    again = continued(tmp_path, "again", 1, halfway, base_model, KNOBS)
+    resume(tmp_path, "again", base_model, halfway, knobs=KNOBS)
+    again = newest(tmp_path / "again")
     for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
         assert same(load_file(again / file), load_file(newest(trained) / file))
 
@@ -159,8 +151,8 @@ def test_two_ranks_save_what_they_train(dtype, rank, trained, tmp_path, base_mod
     run_dir = write_run(tmp_path, "two", base_model, 2, **knobs)
     weights, _ = run_trainer(run_dir, ranks=2)
     halfway = run_dir / "checkpoints" / "step_000003"
-    again = continued(tmp_path, "again", 2, halfway, base_model, knobs)
-    assert same(load_file(again / "model.safetensors"), weights)
+    again, _ = resume(tmp_path, "again", base_model, halfway, 2, knobs)
+    assert same(again, weights)
     if dtype == "float32":
         for name, w in load_file(newest(trained) / "model.safetensors").items():
             assert (weights[name] - w).norm() < 1e-4 * w.norm()
