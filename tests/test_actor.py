@@ -12,7 +12,7 @@ from aiohttp import web
 from test_tasks import prompter
 
 import config as cfg
-from actor import Actor, Sampler, allowed_groups, overlong_penalty
+from actor import HINT, Actor, Sampler, allowed_groups, overlong_penalty
 from plumbing import client, queues
 from plumbing.checkpoints import NEW_RUN
 from plumbing.ledger import InFlight
@@ -324,6 +324,22 @@ def test_a_group_record_holds_what_the_engine_sampled(tmp_path, base_model):
         assert sample["temperature"] == np.float32(0.7)
     assert updates == [("toy", 3, [1.0] * 4, [True] * 4)]
     assert r["sample_id"].tolist() == [28, 29, 30, 31]
+
+
+def test_who_was_wrong_is_taught_by_an_engine_that_has_seen_who_was_right(tmp_path, base_model):
+    def answer(n, body):
+        if "prompt_logprobs" in body["sampling_params"]:
+            before = [-9.0] * (len(body["token_ids"]) - 4)
+            return web.json_response({"prompt_logprobs": [*before, -0.25, -0.5, -1.5]})
+        return good(n, body) if n == 2 else choice([30, 29, 1], [("5", 0, 3)])
+
+    actor, r, calls, _ = one_group(tmp_path, base_model, answer, teacher="self")
+    shown = actor.prompter.start(HINT.format(prompt="ba=", answer="ab"))
+    assert [c["token_ids"] for c in calls[4:]] == 3 * [shown + [30, 29, 1]]
+    for sample in split(r):
+        expected = [0, 0, 0] if sample["reward"] else [0.25, 0, -1]
+        assert sample["teacher_log_ratio"].tolist() == [0, 0, 0, *expected]
+    assert r["reward"].sum() == 1
 
 
 @pytest.mark.parametrize("caching", ["on", "off"])

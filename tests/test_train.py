@@ -388,6 +388,27 @@ def test_what_was_not_sampled_contributes_nothing(model, loss):
     assert found[0][1] == found[1][1]
 
 
+@pytest.mark.parametrize("teacher", ["self", "another", ""])
+def test_a_teacher_adds_to_each_tokens_advantage(model, teacher):
+    record = micro_record(model, [12], version=6, offset=0.1)
+    sampled = np.flatnonzero(record["mask"])
+    log_ratio = np.linspace(-2, 1, 12).astype(np.float32)
+    if teacher == "another":
+        told = torch.from_numpy(record["behavior_logprobs"] + log_ratio)
+        model.teacher_logprobs = lambda *_: [told]
+    elif teacher:
+        record["teacher_log_ratio"] = log_ratio * record["mask"]
+    config = knobs(teacher=teacher, teacher_coef=0.5)
+    loss, metrics, logprobs = train.micro_batch(model, record, 6, config, CPU)
+    advantage = record["advantage"][0] + 0.5 * log_ratio[sampled] * (teacher != "")
+    w = np.exp(logprobs.numpy() - record["behavior_logprobs"])[sampled]
+    assert loss.item() == pytest.approx(
+        -(w * advantage * logprobs.numpy()[sampled]).sum(), rel=1e-4
+    )
+    told = -log_ratio[sampled].mean() if teacher else 0.0
+    assert reduced(metrics)["kl_teacher"] == pytest.approx(told, abs=1e-5)
+
+
 def test_the_loss_may_be_divided_by_the_tokens(model):
     record = micro_record(model, [10, 13, 8], version=6)
     after, _ = parameters_after([record], normalizer="tokens")
