@@ -7,6 +7,7 @@ imports torch: a wrong flag must be reported at once. Deliberately absent: ssh, 
 import contextlib
 import fcntl
 import functools
+import importlib.util
 import itertools
 import json
 import os
@@ -179,6 +180,8 @@ def resolve(config: Config, gpus: int, training: bool = True) -> Config:
     if c.dtype == "auto":
         c.dtype = "bfloat16" if gpus else "float32"
     c.model = os.path.expanduser(c.model or _tiny_model(c))
+    words = "needs torchao, which makes vLLM start more slowly: pip install torchao==0.18.0"
+    require(not c.adam_8bit or importlib.util.find_spec("torchao"), f"--adam_8bit {words}")
     several = [name for name in cfg.task_weights(c.task) if hasattr(cfg.load_task(name), "episode")]
     words = "an attempt of several turns cannot be shown to another one"
     require(c.teacher != "self" or not several, f"--teacher self --task {c.task}: {words}")

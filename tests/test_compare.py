@@ -71,12 +71,6 @@ def test_few_seeds_have_students_t_or_nothing():
     assert compare.words((2.0, 1.5, np.inf), ".1f") == "2.0 (1.5 to never)"
 
 
-def test_unstable_runs():
-    fallen = np.r_[np.linspace(0, 1, 5), np.zeros(15)]
-    found = [compare.is_unstable(made_up(x)) for x in (RISING, fallen, np.full(20, 0.5))]
-    assert found == [False, True, True]
-
-
 def test_the_ratio_is_that_of_the_best_setting(capsys):
     speeds = np.array([1.0, 2.0] * 4)
     settings = {
@@ -106,18 +100,6 @@ def test_the_ratio_is_that_of_the_best_setting(capsys):
     text = capsys.readouterr().out
     assert re.search(r"^pipeline +14\.\d \(.*\) +never ", text, re.M)
     assert re.search(r"to 50%: the pipeline is 2\.2\d \(\d\.\d\d to \d\.\d\d\) times", text)
-
-
-def test_intervals_are_over_seeds_and_paired():
-    rng = np.random.default_rng(0)
-    speeds = rng.uniform(1, 1.3, 8)
-    settings = {
-        "pipeline": [made_up(RISING, s) for s in speeds],
-        "G=1": [made_up(RISING, 2 * s) for s in speeds],
-    }
-    for _, faster in compare.summary(settings)["ratios"]:
-        # a slow seed is slow for both: all resamples have the same ratio
-        assert compare.bootstrap(faster) == pytest.approx((2.0, 2.0, 2.0), rel=0.05)
 
 
 def test_time_starts_with_the_sampling_of_the_first_step():
@@ -191,13 +173,6 @@ def test_a_setting_may_have_knobs_of_its_own(start, capsys):
     conventional = found["G-4-lr-1e-4-seed-0"]
     assert conventional["conventional_g"] == 4 and conventional["lr"] == "1e-4"
     assert re.search(r"pipeline\+late=wait\+clip_high=1.5 .*\+0.000 ", capsys.readouterr().out)
-
-
-def test_another_preset_keeps_its_own_knobs(start):
-    started = start("--preset math --settings pipeline,G=32 --seeds 1 --model a/b")
-    knobs = dict(model="a/b", seed=0)
-    by_setting = {x[2].get("conventional_g"): x[1:] for x in started}
-    assert by_setting == {None: ("math", knobs), 32: ("math", knobs | dict(conventional_g=32))}
 
 
 @pytest.mark.parametrize("name", "against_trl compare cost faults train weights".split())

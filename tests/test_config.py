@@ -39,13 +39,18 @@ from tools import serve
             "--top_p: sampling from a part of the distribution is not supported: ratios",
         ),
         ("toy --repetition-penalty=1.1", "--repetition-penalty=1.1: sampling from a part"),
+        ("toy --teacher self --temperature 0.7", "--teacher needs --temperature 1; now"),
+        ("toy --teacher a/b --no_signal drop", "--teacher needs --no_signal keep; now"),
+        ("guess --teacher self", "--teacher self --task guess: an attempt of several turns"),
+        ("toy --adam_8bit True", "--adam_8bit needs torchao"),
         ("toy --clip_low 6", "--clip_low must be below --clip_high; now clip_low 6.0"),
         ("toy --max_lag -1", "--max_lag -1: must be from 0 to 1e+09"),
         ("toy --temperature 0", "--temperature 0.0: must be from 0.01 to 100"),
         ("toy --engines 3 --tensor_parallel 2 --trainers 4", "do not go into 1 nodes of 8 GPUs"),
     ],
 )
-def test_mistakes_are_one_line(words, message):
+def test_mistakes_are_one_line(words, message, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(cfg.ConfigError) as e:
         resolved(*words.split(), gpus=8)
     assert message in str(e.value)

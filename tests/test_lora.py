@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import numpy as np
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -174,10 +175,8 @@ def test_others_read_the_adapter(program, trained, base_model):
     folder = newest(trained)
     expected = logprobs_of(plain(folder))[1:]
     if program == "peft":
-        peft = pytest.importorskip("peft")
-        found = logprobs_of(
-            peft.PeftModel.from_pretrained(plain(base_model), folder / "adapter").merge_and_unload()
-        )[1:]
+        adapted = peft.PeftModel.from_pretrained(plain(base_model), folder / "adapter")
+        found = logprobs_of(adapted.merge_and_unload())[1:]
     else:
         arguments = [base_model, folder / "adapter", json.dumps(IDS.tolist())]
         command = [sys.executable, "-c", VLLM, *map(str, arguments)]

@@ -325,6 +325,7 @@ def test_a_checkpoint_is_of_when_it_was_begun(dtype, tmp_path, base_model, monke
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_moments_in_8_bits(ranks, reference, tmp_path, base_model):
     """Within 2% of AdamW's way in six steps; they go on from a checkpoint bit for bit."""
+    pytest.importorskip("torchao")
     run_dir = write_run(tmp_path, "eight", base_model, ranks, adam_8bit=True)
     weights, _ = run_trainer(run_dir, ranks=ranks)
     base = load_file(base_model / "model.safetensors")

@@ -104,6 +104,15 @@ def test_a_model_of_the_hub_is_fetched_or_is_one_line(tmp_path, monkeypatch):
     assert told == [(("a/b",), dict(allow_patterns=prepare.FILES))]
 
 
+def test_a_teacher_has_the_same_token_ids(base_model, tmp_path):
+    shutil.copytree(base_model, tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    file.write_text(file.read_text().replace('"Z"', '"ZZ"'))
+    assert prepare.main([str(base_model), "toy", str(base_model)]) is None
+    with pytest.raises(SystemExit, match="--teacher .*/other has another vocabulary than --model"):
+        prepare.main([str(base_model), "toy", str(tmp_path / "other")])
+
+
 def test_another_node_fetches_before_it_waits_for_node_0(tmp_path, monkeypatch):
     order = []
     monkeypatch.setattr(launch, "prepare", lambda c: order.append(c.model))

@@ -70,10 +70,6 @@ def test_a_stopped_and_continued_run_is_one_run_of_wandb(tmp_path, base_model):
     for life in lives:
         run = life["run"][0]
         assert (run["run_id"], run["resume"]) == (config["run_id"], True)
-        assert (run["project"], run["display_name"]) == ("pipeline-rl", "w")
-        logged = run["config"]["update"]
-        del logged["_wandb"]
-        assert logged == config
         # curves over the version, whatever the number of the line
         glob = life["metric"][-1]
         assert (glob["glob_name"], glob["step_metric"]) == ("*", "version")
