@@ -49,7 +49,6 @@ def test_it_begins_as_the_base_model_and_trains_nothing_else(base_model):
     model, [optimizer] = train.build(config, CPU, 1)
     assert torch.equal(logprobs_of(model), logprobs_of(plain(base_model)))
     names = {name for name, p in model.named_parameters() if p.requires_grad}
-    # seven linear layers in each of two, and not the head
     assert len(names) == 2 * 2 * 7 and all(".lora_" in name for name in names)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     assert len(trained) == len(names)
@@ -62,14 +61,12 @@ def test_what_is_served_saved_and_trained_is_the_same(base_model, tmp_path):
     adapters = lora.split(model, state)
     with torch.no_grad():
         served = {name: made(*tensors) for name, (made, tensors) in lora.served(model).items()}
-    # no norm, no embedding, no bias
     assert len(served) == 14 and len(adapters) == 28
     assert all(torch.equal(x, state[name]) for name, x in served.items())
     merged = plain(base_model)
     merged.load_state_dict(state)
     assert torch.equal(logprobs_of(merged), logprobs_of(model))
     assert not torch.allclose(logprobs_of(model), logprobs_of(plain(base_model)))
-    # W + alpha / rank B A
     name = "model.layers.0.mlp.up_proj"
     A, B = (adapters[f"{name}.lora_{what}"] for what in "AB")
     expected = plain(base_model).get_submodule(name).weight + 32 / 4 * B @ A
