@@ -30,28 +30,26 @@ linear = torch.nn.functional.linear
 
 def serve(folder, base, rank):
     """The process of an engine, with the adapter unless rank is 0: token ids of prompts and a number from each line of stdin
-    -> (seconds, what is sampled; of a single token the prompt's logprobs instead).
+    -> (seconds, (tokens sampled, their logprobs)). vLLM 0.32's CPU build cannot score prompts with an adapter.
     """
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    how = dict(dtype="bfloat16", max_model_len=256, kv_cache_memory_bytes=10**9, enforce_eager=True)
+    how = dict(dtype="bfloat16", max_model_len=256, kv_cache_memory_bytes=4 * 10**8, enforce_eager=True)
     if rank:
         how |= dict(enable_lora=True, max_lora_rank=max(rank, 8))
     llm = LLM(base if rank else folder, **how)
     request = LoRARequest("a", 1, f"{folder}/adapter") if rank else None
     for line in sys.stdin:
         prompts, most = json.loads(line)
-        asked = dict(prompt_logprobs=0) if most == 1 else dict(ignore_eos=True, seed=0)
         begin = time.monotonic()
         given = [dict(prompt_token_ids=ids) for ids in prompts]
-        params = SamplingParams(max_tokens=most, **asked)
+        params = SamplingParams(max_tokens=most, ignore_eos=True, seed=0, logprobs=0)
         done = llm.generate(given, params, use_tqdm=False, lora_request=request)
         seconds = time.monotonic() - begin
-        found = [list(x.outputs[0].token_ids) for x in done]
-        if most == 1:
-            places = [zip(ids[1:], x.prompt_logprobs[1:]) for ids, x in zip(prompts, done)]
-            found = [[x[token].logprob for token, x in of_one] for of_one in places]
+        tokens = [list(x.outputs[0].token_ids) for x in done]
+        places = [zip(ids, x.outputs[0].logprobs) for ids, x in zip(tokens, done)]
+        found = [tokens, [[x[token].logprob for token, x in of_one] for of_one in places]]
         print("ANSWER", json.dumps([seconds, found]), flush=True)
 
 
@@ -60,6 +58,7 @@ class Engine:
 
     def __init__(self, *arguments):
         command = [sys.executable, __file__, "--serve", *map(str, arguments)]
+        # vLLM writes to stdout, too
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.process = subprocess.Popen(command, **pipes)
         self.ask([[1, 2]], 2)
@@ -109,13 +108,13 @@ def main(argv=None):
     passes = {"merged": lora.Adapted.forward, "adapter": added}
     found = {}
     for name, engine in engines.items():
-        sequences = [p + s for p, s in zip(prompts, engine.ask(prompts, SAMPLED)[1])]
-        served = np.array(engine.ask(sequences, 1)[1])
+        tokens, served = engine.ask(prompts, SAMPLED)[1]
+        sequences = [p + s for p, s in zip(prompts, tokens)]
         own = {
             by: trainers_logprobs(a.checkpoint, config, sequences, f) for by, f in passes.items()
         }
         nats = {
-            by: float(np.abs(np.array(x) - served)[:, PROMPT - 1 :].mean()) for by, x in own.items()
+            by: float(np.abs(np.array(x)[:, PROMPT - 1 :] - served).mean()) for by, x in own.items()
         }
         ratio = [x / y for x, y in zip(seconds[name], seconds["merged"])]
         found[name] = dict(seconds=seconds[name], ratio=ratio, mismatch=nats)
