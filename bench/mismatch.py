@@ -15,7 +15,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import config as cfg
-from bench.common import keep, machine, panels, parser, result_file, table
+from bench.common import keep, machine, parser, result_file, table
 
 UPPER_EDGES = {
     "place": (1, 2, 4, 8, 16, 32, 64, np.inf),
@@ -54,7 +54,6 @@ def main(argv=None):
     p.add_argument("runs", nargs="+", help="run directories")
     a = p.parse_args(argv)
     found = {}
-    figure, axes = panels([f"|log π − log μ| by {name}" for name in UPPER_EDGES])
     for run_dir in a.runs:
         config = cfg.load(run_dir)
         tokens = tokens_of(run_dir)
@@ -65,16 +64,12 @@ def main(argv=None):
             f"\n{label}: {len(d)} tokens; mean, 99%, largest, bias:", *(f"{x:.2g}" for x in whole)
         )
         found[label] = dict(all=[float(x) for x in whole])
-        for ax, name in zip(axes, UPPER_EDGES):
+        for name in UPPER_EDGES:
             rows = found[label][name] = means(tokens, name)
             table(
                 [f"{name} up to", "tokens", "nats"], [(x, n, f"{mean:.2g}") for x, n, mean in rows]
             )
-            ax.plot([x for x, *_ in rows], [mean for *_, mean in rows], marker="o", label=label)
-    axes[0].legend(fontsize=7)
-    path = result_file(a, "mismatch")
-    figure.savefig(path.with_suffix(".png"), dpi=80)
-    keep(path, dict(machine=machine()) | found)
+    keep(result_file(a, "mismatch"), dict(machine=machine()) | found)
 
 
 if __name__ == "__main__":
