@@ -69,8 +69,8 @@ FAULTS = {
     ),
     "epsilon of Adam": (
         "train.py",
-        "betas=tuple(config.betas)",
-        "eps=1e-3, betas=tuple(config.betas)",
+        "betas=tuple(config.betas), fused",
+        "eps=1e-3, betas=tuple(config.betas), fused",
     ),
     "vectors at a tenth of the rate": ("train.py", "lr_scale},\n    ]", "lr_scale / 10},\n    ]"),
     "cut-off attempts fail": (

@@ -184,7 +184,7 @@ def test_in_place_of_a_run_directory_that_is_gone_nobody_makes_another_one(tmp_p
     gone = tmp_path / "t"
     with pytest.raises(RuntimeError, match="step_000000 cannot be written"):
         ranks = SimpleNamespace(rank=0)
-        checkpoints._write(cfg.Config(), gone, None, ranks, checkpoints.NEW_RUN, {}, {})
+        checkpoints._write(cfg.Config(), gone, None, ranks, checkpoints.NEW_RUN, {}, {}, {})
     queue = Queue(tmp_path / "queue")
     with pytest.raises(FileNotFoundError):
         queue.ack(queue.put({}), keep=group_file(cfg.Config(keep_steps=1), gone, 0))
