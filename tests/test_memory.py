@@ -1,7 +1,6 @@
 """tools/memory.py: a trainer's peak as real processes had it, and what the rest of a run takes."""
 
 import json
-import re
 
 import pytest
 
