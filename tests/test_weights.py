@@ -255,7 +255,7 @@ def test_weights_that_are_not_the_models_are_refused_by_name(untied):
     most = [(n, p) for n, p in named if n != "model.layers.1.self_attn.k_proj.bias"]
     more = [*named, ("stranger", torch.nn.Parameter(torch.zeros(3)))]
     for wrong, name in ((most, "model.layers.1.self_attn.qkv_proj.bias"), (more, "stranger")):
-        those = SimpleNamespace(named_parameters=lambda: wrong)
+        those = SimpleNamespace(named_parameters=lambda: wrong, named_modules=tuple)
         those.parameters = lambda: [p for _, p in wrong]
         broken = sender_to(config, those)
         words = rf"6 reached no engine .*:{config.port}: /init_process_group: .*500 .*{name}"
