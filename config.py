@@ -495,7 +495,9 @@ def check(c: Config) -> Config:
     c.clip_low = low if c.clip_low < 0 else c.clip_low
     c.clip_high = high if c.clip_high < 0 else c.clip_high
     relations = {
-        "--attempts: this --advantage needs 2": c.attempts > 1 or c.advantage == "none" or c.teacher,
+        "--attempts: this --advantage needs 2": c.attempts > 1
+        or c.advantage == "none"
+        or c.teacher,
         "--batch_size must be a multiple of --attempts": c.batch_size % c.attempts == 0,
         "--max_new_tokens must be below --max_model_len": c.max_new_tokens < c.max_model_len,
         "--row_tokens must hold a sample of --max_model_len": c.max_model_len <= c.row_tokens,
