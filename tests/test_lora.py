@@ -83,7 +83,6 @@ def test_the_reference_is_the_model_without_its_adapters(base_model):
 
 @pytest.mark.parametrize("size,expected", [(1e-4, 0.0), (1.0, 1.0)])
 def test_merge_survival_is_what_rounding_leaves(size, expected):
-    """bfloat16 has steps of 2^-7 above 1, which a sum of 1e-4 does not reach."""
     layer = torch.nn.Linear(8, 8, bias=False)
     layer.weight = torch.nn.Parameter(torch.full((8, 8), 1.5, dtype=torch.bfloat16))
     model = torch.nn.Sequential(layer)
@@ -128,7 +127,6 @@ def test_a_step_is_replayed(trained, capsys):
     assert "are the same, bit for bit" in capsys.readouterr().out
 
 
-# in bfloat16 what is not whole is rounded; of rank 1 a part of the ranks has no row
 @pytest.mark.parametrize("dtype,rank", [("float32", 4), ("bfloat16", 1)])
 def test_two_ranks_save_what_they_train(dtype, rank, trained, tmp_path, base_model):
     knobs = KNOBS | dict(lora_rank=rank, dtype=dtype)

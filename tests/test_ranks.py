@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import config as cfg
 import train
-from conftest import ROOT
+from conftest import PROCESS, ROOT
 from plumbing import checkpoints, launch
 from plumbing.checkpoints import NEW_RUN, newest, restore
 from plumbing.ledger import Ledger
@@ -85,17 +85,21 @@ def write_run(out, name, base_model, ranks=1, first=0, steps=STEPS, reverse=Fals
 
 # how so many ranks ($0) of a program are started
 LAUNCHERS = {
-    "run.sh": "export WORLD_SIZE=$0 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=8760\n"
+    "run.sh": "export WORLD_SIZE=$0 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=$PORT\n"
     'for ((r = 1; r < $0; r++)); do RANK=$r "$PYTHON" "$@" & done\n'
     'RANK=0 "$PYTHON" "$@"; code=$?; wait; exit $code',
-    "accelerate": '"$PYTHON" -m accelerate.commands.launch --multi_gpu --num_processes $0 --main_process_port 8760 "$@"',
-    "torchrun": '"$PYTHON" -m torch.distributed.run --nproc_per_node $0 --master_port 8760 "$@"',
+    "accelerate": '"$PYTHON" -m accelerate.commands.launch --multi_gpu --num_processes $0 --main_process_port $PORT "$@"',
+    "torchrun": '"$PYTHON" -m torch.distributed.run --nproc_per_node $0 --master_port $PORT "$@"',
 }
 
 
 def run(program, *arguments, ranks=1, launcher="run.sh", shell=""):
     """Run a program on so many ranks to its end."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
+    env = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHON": sys.executable,
+        "PORT": str(8760 + PROCESS),
+    }
     command = ["bash", "-c", shell + LAUNCHERS[launcher], str(ranks), program, *arguments]
     how = dict(cwd=ROOT, capture_output=True, text=True, timeout=200)
     done = subprocess.run(command, env=env, **how)
