@@ -90,12 +90,6 @@ FAULTS = {
     # ---- devised when what that had missed was mended
     "head rounded": ("train.py", "(hidden, weight)  #", "(hidden, weight).bfloat16().float()  #"),
     "reference is the policy": ("train.py", "()(reference.tok", "()(model.tok", KL),
-    # ---- of adapters and teachers
-    "base weights are served": (LORA, "(x.merged, [x.weight, x.lora_A, x.lora_B])", BASE, ADAPTERS),
-    "merge not rounded": (LORA, "linear(x, weight, self.bias)", UNROUNDED, IN_16_BITS),
-    "reference has adapters": (LORA, "Adapted.on = False", "Adapted.on = True", f"{ADAPTERS} {KL}"),
-    "scale of adapters": (LORA, "alpha / config.lora_rank", "alpha", f"{ADAPTERS} --lora_alpha 8"),
-    "teacher left out": ("train.py", "config.teacher_coef * log_ratio", "0.0 * log_ratio", TAUGHT),
     "clip range of another": ("config.py", '5.0),\n    "ppo', '1.0),\n    "ppo'),
     "steps of fewer groups": ("preprocess.py", "s == self.config.groups_per_step", FEWER),
     "late tokens masked though kept": ("train.py", '.late == "mask"', '.late != "wait"'),
@@ -116,6 +110,12 @@ FAULTS = {
     "shared tokens twice": (EPISODE, "        if not segment.tokens:\n    ", ANEW, AGENT),
     "constrained sample": (CLIENT, "seed=seed)", "seed=seed, top_k=5)", AGENT),
     "reward per turn": ("actor.py", "join(samples)", A_TURN, AGENT),
+    # ---- of adapters and teachers
+    "base weights are served": (LORA, "(x.merged, [x.weight, x.lora_A, x.lora_B])", BASE, ADAPTERS),
+    "merge not rounded": (LORA, "linear(x, weight, self.bias)", UNROUNDED, IN_16_BITS),
+    "reference has adapters": (LORA, "Adapted.on = False", "Adapted.on = True", f"{ADAPTERS} {KL}"),
+    "scale of adapters": (LORA, "alpha / config.lora_rank", "alpha", f"{ADAPTERS} --lora_alpha 8"),
+    "teacher left out": ("train.py", "config.teacher_coef * log_ratio", "0.0 * log_ratio", TAUGHT),
 }
 
 

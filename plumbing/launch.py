@@ -182,9 +182,10 @@ def resolve(config: Config, gpus: int, training: bool = True) -> Config:
     c.model = os.path.expanduser(c.model or _tiny_model(c))
     words = "needs torchao, which makes vLLM start more slowly: pip install torchao==0.18.0"
     require(not c.adam_8bit or importlib.util.find_spec("torchao"), f"--adam_8bit {words}")
-    several = [name for name in cfg.task_weights(c.task) if hasattr(cfg.load_task(name), "episode")]
-    words = "an attempt of several turns cannot be shown to another one"
-    require(c.teacher != "self" or not several, f"--teacher self --task {c.task}: {words}")
+    for task in cfg.task_weights(c.task) if c.teacher == "self" else ():
+        words = "an attempt of several turns cannot be shown to another one"
+        has_turns = hasattr(cfg.load_task(task), "episode")
+        require(not has_turns, f"--teacher self --task {task}: {words}")
     # each sequence in progress is a connection of the actor's
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

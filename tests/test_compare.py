@@ -71,6 +71,12 @@ def test_few_seeds_have_students_t_or_nothing():
     assert compare.words((2.0, 1.5, np.inf), ".1f") == "2.0 (1.5 to never)"
 
 
+def test_unstable_runs():
+    fallen = np.r_[np.linspace(0, 1, 5), np.zeros(15)]
+    found = [compare.is_unstable(made_up(x)) for x in (RISING, fallen, np.full(20, 0.5))]
+    assert found == [False, True, True]
+
+
 def test_the_ratio_is_that_of_the_best_setting(capsys):
     speeds = np.array([1.0, 2.0] * 4)
     settings = {

@@ -95,11 +95,8 @@ LAUNCHERS = {
 
 def run(program, *arguments, ranks=1, launcher="run.sh", shell=""):
     """Run a program on so many ranks to its end."""
-    env = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHON": sys.executable,
-        "PORT": str(8760 + PROCESS),
-    }
+    own = dict(OMP_NUM_THREADS="1", PYTHON=sys.executable, PORT=str(8760 + PROCESS))
+    env = os.environ | own
     command = ["bash", "-c", shell + LAUNCHERS[launcher], str(ranks), program, *arguments]
     how = dict(cwd=ROOT, capture_output=True, text=True, timeout=200)
     done = subprocess.run(command, env=env, **how)

@@ -175,11 +175,12 @@ class Placed:
             rank_0["update buffers"] = 2 * bucket
             engine["update buffers"] += bucket
         found = {"trainer rank": rank, "rank 0": rank_0, "engine": engine}
-        for what, name in ("reference model", c.kl_coef and c.model), ("teacher", c.teacher):
-            # its own forward pass ends before the policy's begins; with adapters the base model is there
-            if name not in (0, "", "self") and not (c.lora_rank and what == "reference model"):
-                size = itemsize(c) * parameters(name) / GB
-                rank[what] = rank_0[what] = size / c.trainers
+        # their own forward passes end before the policy's begins; under adapters the base model is there
+        others = {"reference model": c.model} if c.kl_coef and not c.lora_rank else {}
+        if c.teacher not in ("", "self"):
+            others["teacher"] = c.teacher
+        for what, name in others.items():
+            rank[what] = rank_0[what] = itemsize(c) * parameters(name) / GB / c.trainers
         return found
 
     @property
@@ -289,9 +290,10 @@ def main(argv):
         c = launch.resolve(cfg.parse(words), given.gpus)
     except cfg.ConfigError as e:
         sys.exit(f"memory: {e}")
-    if model_config(c.model) is None:
-        print(f"memory: not checked: {c.model} has no config.json here, and is no known Qwen2.5")
-        return
+    for name in {c.model, c.teacher} - {"", "self"}:
+        if model_config(name) is None:
+            print(f"memory: not checked: {name} has no config.json here, and is no known Qwen2.5")
+            return
     placed = Placed(c, given.gpus, given.gpu_memory_gb)
     placed.describe()
     print(f"memory: {c.model} {placed.verdict()}")
