@@ -225,8 +225,8 @@ class Config:
     keep_last: CountOr0 = 2
     # decoded rollouts per step in samples.jsonl and report.html, of several ranks the first one's
     samples_logged: CountOr0 = 2
-    # keep the data of the last so many steps for tools/replay.py, which starts from a checkpoint:
-    # no fewer than save_every
+    # leave the data of the last so many steps in their queues, until the run is continued, for
+    # tools/replay.py, which starts from a checkpoint: no fewer than save_every
     keep_steps: CountOr0 = 0
 
     # ---- machine
@@ -295,7 +295,7 @@ TOY = dict(
     start_timeout=300.0,
     stall_timeout=300.0,
 )
-# A real chat model, which tools/smol.py makes, on sums of reasoning-gym: 200 of them, a quarter held out.
+# A real chat model, which tools/prepare.py makes, on sums of reasoning-gym: 200 of them, a quarter held out.
 SMOL = TOY | dict(
     task="gym",
     train_data="chain_sum/max_terms=2/max_digits=1",

@@ -20,7 +20,6 @@ from pathlib import Path
 import numpy as np
 
 import config as cfg
-from plumbing.archive import group_file
 from plumbing.checkpoints import last_state
 from plumbing.ledger import Ledger
 from plumbing.queues import Queue, publish_json, read_json
@@ -208,6 +207,8 @@ class GroupBuffer:
         self.rollouts = rollouts
         self.ledger = ledger
         self.groups = deque()
+        # groups that stay in their queue when they are taken
+        self.kept = (config.keep_steps + 2) * config.groups_per_step * (config.keep_steps > 0)
         self.room = max(2, config.conventional_g) * config.groups_per_step
         # late = wait: groups that came before their turn, by draw; draws that will not come
         self.early = {}
@@ -229,8 +230,7 @@ class GroupBuffer:
                 self.take(arrived)
             if drop_oldest and len(self.groups) > self.room:
                 self.drop(self.groups.popleft(), "buffer_full")
-            run_dir = self.rollouts.path.parent.parent
-            self.rollouts.ack(number, group_file(self.config, run_dir, record["draw"]))
+            self.rollouts.ack(number - self.kept)
         if time.monotonic() - self.last_input > self.config.stall_timeout and not self.groups:
             raise TimeoutError(
                 f"preprocess: actor.py put no rollouts into {self.rollouts.path} for {self.config.stall_timeout:.0f} s"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up .venv once, then hands over to plumbing/launch.py, which starts every process, watches and stops them.
+# Sets up .venv once, then hands over to tools/run.py, which starts every process, watches and stops them.
 #
 #   bash run.sh [toy|smol|guess|agent|math|math-1x80|math-1x24] [--knob value ...]     train; the same command continues a stopped run
 #   bash run.sh serve --run NAME [--engines N]    adds this machine's engines to a run in progress; Ctrl-C removes them
@@ -100,7 +100,7 @@ root=$PWD
 cd "$caller"
 case "${1:-}" in
   setup) exit 0 ;;
-  doctor | status | serve) exec "$python" "$root/tools/$1.py" "${@:2}" ;;
+  doctor | status) exec "$python" "$root/tools/$1.py" "${@:2}" ;;
 esac
 
 # this node's number and how many there are: ours, torchrun's, its options' and Kubeflow's, SLURM's
@@ -118,4 +118,4 @@ for name in $(compgen -e); do
     RANK | *_RANK | WORLD_SIZE | *_WORLD_SIZE | MASTER_PORT | TORCHELASTIC_* | PMI_* | OMPI_* | MV2_*) unset "$name" ;;
   esac
 done
-exec "$python" -P -m plumbing.launch "$@"
+exec "$python" -P "$root/tools/run.py" "$@"

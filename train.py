@@ -29,7 +29,7 @@ from transformers.utils import logging
 
 import config as cfg
 from plumbing import checkpoints, lora
-from plumbing.metrics import MetricsLog, Sums, lag_table, largest, sum_by_lag
+from plumbing.metrics import MetricsLog, Sums, largest
 from plumbing.mismatch import Guards
 from plumbing.model import empty_model, finish_logits, hand_out, keeping, project, to_device, whole
 from plumbing.ranks import Ranks, Stopped
@@ -281,7 +281,6 @@ def micro_batch(model, batch, version, config, device):
         # a turn begins with a sampled token after one that was sent
         turns = (b["mask"][1:] & ~b["mask"][:-1]).sum()
         segments = ((b["positions"] == 0) & is_real).sum()
-        by_lag = [sum_by_lag(x, lag) for x in (mask, per_token, kl_behavior, w, w * w, clipped)]
         metrics = {
             "samples": (count, samples),
             "turns": (mean, turns, samples),
@@ -305,7 +304,6 @@ def micro_batch(model, batch, version, config, device):
             "late": (count, late.sum()),
             "versions_2": (mean, (b["num_versions"] >= 2).sum(), samples),
             "versions_3": (mean, (b["num_versions"] >= 3).sum(), samples),
-            "by_lag": (functools.partial(lag_table, ess), *by_lag),
         }
     return loss, metrics, logprobs.detach()
 
@@ -326,7 +324,9 @@ def optimizer_step(model, optimizers, sums, version, config):
     lr = learning_rate(config, version)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = lr * group["lr_scale"]
+            rate = lr * group["lr_scale"]
+            # a number would be compiled into torchao's step
+            group["lr"] = torch.tensor(rate) if config.adam_8bit else rate
         if torch.isfinite(grad_norm):
             optimizer.step()
         optimizer.zero_grad()
@@ -358,7 +358,8 @@ def make_optimizers(model, config, device):
         {"params": vectors, "weight_decay": 0.0, "lr_scale": lr_scale},
     ]
     if config.adam_8bit:
-        from plumbing.adam_8bit import AdamW8bit
+        # a slow import
+        from torchao.optim import AdamW8bit
 
         return [AdamW8bit(groups, lr=config.lr, betas=tuple(config.betas))]
     fused = device.type == "cuda"

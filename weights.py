@@ -92,12 +92,12 @@ class Sender:
         waited = time.monotonic() - start
         for k, (first, last, _) in enumerate(self.ranges):
             # the all-gathers, on every rank in this order
-            parts = [
-                function(*(whole(x.to(self.dtype)) for x in tensors))
+            gathered = [
+                (function, [whole(x.to(self.dtype)) for x in tensors])
                 for function, tensors in self.parameters[first:last]
             ]
             if self.ranks.rank == 0:
-                flat = torch.cat([p.reshape(-1) for p in parts])
+                flat = torch.cat([function(*tensors).reshape(-1) for function, tensors in gathered])
                 self.buckets[k].copy_(flat, non_blocking=True)
         if self.ranks.rank != 0:
             return

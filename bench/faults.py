@@ -100,7 +100,7 @@ FAULTS = {
         "(waiting.groups.popleft())",
         "(waiting.groups.pop())",
     ),
-    "scale of attention": ("plumbing/model.py", "causal, scale=", "causal, scale=0.95 * "),
+    "scale of attention": ("plumbing/model.py", "seen, scale=", "seen, scale=0.95 * "),
     "threshold of success": ("plumbing/sandbox.py", '"SUCCESS", 1.0)', '"SUCCES", 1.0)', GUESS),
     "shares of other tasks": ("actor.py", "task, share in shares.items()}", SHARES, MIXTURE),
     "lag one too high": ("train.py", "lag = version - b", "lag = 1 + version - b"),

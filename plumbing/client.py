@@ -5,7 +5,7 @@ their health; whoever started one kills it if it hangs, and the trainer drops it
 """
 
 import asyncio
-import contextlib
+import math
 import random
 import time
 from collections import Counter
@@ -98,7 +98,6 @@ class Engines:
         self.load = Counter()
         self.backs_off_until = Counter()
         self.sessions = {}
-        self.slot_is_free = asyncio.Condition()
         # events that are not errors but worth a line: retried, moved, failed
         self.counts = Counter()
         # tokens sampled since the pace was measured
@@ -134,32 +133,15 @@ class Engines:
     async def close(self):
         await asyncio.gather(*(session.close() for session in self.sessions.values()))
 
-    def _free(self):
-        """Engines that serve, are well and have room for a sequence."""
+    def least_loaded(self, most=math.inf, preferred=None):
+        """The engine with the fewest sequences, or the preferred one, of those that serve, are well and have
+        fewer than `most`; None if there is none.
+        """
         now = time.monotonic()
-        room = self.config.concurrency
-        return [u for u in self.serving if self.load[u] < room and self.backs_off_until[u] < now]
-
-    def least_loaded(self):
-        """The engine with the fewest sequences; None if none serves."""
-        return min(self._free() or self.serving, key=self.load.__getitem__, default=None)
-
-    @contextlib.asynccontextmanager
-    async def _slot(self, preferred):
-        """A sequence's slot: on this engine if it has one, else on the least loaded; waits for one."""
-        async with self.slot_is_free:
-            while not self._free():
-                # nobody tells when an engine comes, or is well again
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.slot_is_free.wait(), 1.0)
-            url = preferred if preferred in self._free() else self.least_loaded()
-            self.load[url] += 1
-        try:
-            yield url
-        finally:
-            self.load[url] -= 1
-            async with self.slot_is_free:
-                self.slot_is_free.notify()
+        well = [u for u in self.serving if self.backs_off_until[u] < now and self.load[u] < most]
+        return (
+            preferred if preferred in well else min(well, key=self.load.__getitem__, default=None)
+        )
 
     async def generate(self, prompt, temperature, max_tokens, seed=None, salt=None, engine=None):
         """One completion of prompt token ids: what `read_answer` returns, and its `engine`.
@@ -173,17 +155,24 @@ class Engines:
         body = dict(token_ids=prompt, sampling_params=params, cache_salt=salt)
         tries = 0
         while tries <= RETRIES:
-            async with self._slot(engine) as url:
-                try:
-                    content = await self._post(url, "/inference/v1/generate", body)
-                    answer = read_answer(content, max_tokens, self.stop, self.vocabulary)
-                    self.tokens += len(answer["tokens"])
-                    return answer | dict(engine=url)
-                except aiohttp.ClientConnectionError as e:
-                    self._note_failure("moved", url, e)
-                except (aiohttp.ClientError, TimeoutError, ValueError) as e:
-                    tries += 1
-                    self._note_failure("retried" if tries <= RETRIES else "failed", url, e)
+            url = self.least_loaded(self.config.concurrency, engine)
+            if url is None:
+                # nobody tells when a slot is free, an engine comes or is well again
+                await asyncio.sleep(0.1)
+                continue
+            self.load[url] += 1
+            try:
+                content = await self._post(url, "/inference/v1/generate", body)
+                answer = read_answer(content, max_tokens, self.stop, self.vocabulary)
+                self.tokens += len(answer["tokens"])
+                return answer | dict(engine=url)
+            except aiohttp.ClientConnectionError as e:
+                self._note_failure("moved", url, e)
+            except (aiohttp.ClientError, TimeoutError, ValueError) as e:
+                tries += 1
+                self._note_failure("retried" if tries <= RETRIES else "failed", url, e)
+            finally:
+                self.load[url] -= 1
             await asyncio.sleep(min(0.5 * 2**tries, 10) * random.uniform(0.5, 1.5))
         return None
 

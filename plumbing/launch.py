@@ -1,12 +1,9 @@
-"""What runs where, the run directory, and the nodes' meeting in it; plumbing/supervise.py looks after what is started.
-
-`python -m plumbing.launch ...` is `bash run.sh ...` once there is an environment. Nothing here
-imports torch: a wrong flag must be reported at once. Deliberately absent: ssh, a scheduler.
+"""What runs where, the run directory, and the nodes' meeting in it; tools/run.py starts it, plumbing/supervise.py looks
+after it. Nothing here imports torch: a wrong flag must be reported at once. Deliberately absent: ssh, a scheduler.
 """
 
 import contextlib
 import fcntl
-import functools
 import importlib.util
 import itertools
 import json
@@ -27,11 +24,10 @@ from pathlib import Path
 import psutil
 
 import config as cfg
-from config import Config, ConfigError, require
-from plumbing import checkpoints, supervise
-from plumbing.problems import in_both, load_problems
+from config import Config, require
+from plumbing import checkpoints
 from plumbing.queues import make_secret, read_json
-from plumbing.supervise import Ended, Engine, Process, claim_port
+from plumbing.supervise import Ended, end_with_launcher
 
 # knobs that would make a continued run another run, and those that may differ without a word
 FIXED = {"task", "train_data", "model", "seed", "batch_size", "attempts", "dtype"}
@@ -317,6 +313,13 @@ def show(processes, commands):
             print(f"{name}: {shlex.join(['env', *variables, *command])}", flush=True)
 
 
+def prepare(c: Config) -> None:
+    """Have the models made or fetched before clocks run, or ConfigError."""
+    command = [sys.executable, "tools/prepare.py", c.model, c.task, c.teacher]
+    done = subprocess.run(command, cwd=cfg.ROOT, preexec_fn=end_with_launcher)
+    require(not done.returncode, "nothing is started, see above")
+
+
 # ---- the run directory
 
 
@@ -376,12 +379,8 @@ def open_run(c: Config) -> str:
     # what was sampled but not trained is drawn again
     for folder in ("queues", "engines"):
         shutil.rmtree(run_dir / folder, ignore_errors=True)
-    step = int(newest.name[5:])
-    for file in run_dir.glob("archive/step_*"):
-        if int(file.name.split("_")[1]) > step:
-            file.unlink()
     with open(run_dir / "continued.jsonl", "a") as file:
-        file.write(json.dumps(dict(step=step, changed=changed)) + "\n")
+        file.write(json.dumps(dict(step=int(newest.name[5:]), changed=changed)) + "\n")
     if words:
         words = f"; from here on with other knobs (--run NAME for a run of its own): {words}"
     return f"continuing {run_dir} from {newest.name}{words}"
@@ -445,104 +444,3 @@ def node_0_is_done(c, start):
     if holder(c) != start:
         raise Ended(f"node 0 ({c.master_addr}) has stopped or is gone")
     return False
-
-
-# ---- run.sh's commands
-
-
-def train(argv) -> int:
-    """`run.sh [preset] --knob value ...`: this node's part of a run; returns the exit code."""
-    gpus = gpu_count()
-    node, n = which_node()
-    c = cfg.parse(argv)
-    c.nnodes = n
-    # of the others nothing is known, nor needed
-    hosts = [f"<node {k}>" for k in range(n)]
-    head = os.environ.pop("MASTER_ADDR", "")
-    if n == 1 or not c.dry_run:
-        hosts[node] = own_address(head if n > 1 else "127.0.0.1")
-    c.master_addr = hosts[0]
-    resolve(c, gpus)
-    lock = []
-    start = ""
-    done = "dry run, nothing is started"
-    if node == 0:
-        trained, held_out = (load_problems(c, split) for split in ("train", "test"))
-        for task, tests in held_out.items():
-            both = in_both(trained[task], tests)
-            if both:
-                print(f"run.sh: {task}: {both} of {len(tests)} held-out prompts are trained")
-    if node == 0 and not c.dry_run:
-        lock, start = hold(c)
-        done = begin(c, start)
-    elif not c.dry_run:
-        prepare(c)
-        c, start = wait_for_node_0(c)
-        # refused here unless this node has node 0's GPUs
-        resolve(c, gpus)
-        done = "configuration from node 0"
-    print(
-        f"run.sh: {done} | task {c.task}, model {c.model} | {c.steps} steps of {c.batch_size} samples | "
-        f"engines: {c.engines}, trainer ranks: {c.trainers}, GPUs: {gpus * n}, cores: {len(os.sched_getaffinity(0))} | {c.dtype}"
-    )
-    for k in range(n) if c.dry_run else [node]:
-        processes = placement(c, gpus, k, hosts[k])
-        print(f"run.sh: node {k} of {n}")
-        show(processes, c.dry_run)
-    return 0 if c.dry_run else run(c, processes, start, lock)
-
-
-def begin(c: Config, start: str) -> str:
-    """Node 0: all that is to be done before processes start. Returns what open_run did."""
-    if c.trainers > 1:
-        claim = claim_port(c.master_addr, c.master_port)
-        c.master_port = claim.getsockname()[1]
-        # never closed
-        claim.detach()
-    done = open_run(c)
-    prepare(c)
-    write(c, start)
-    return done
-
-
-def prepare(c: Config) -> None:
-    """Have the models made or fetched before clocks run, or ConfigError."""
-    command = [sys.executable, "tools/prepare.py", c.model, c.task, c.teacher]
-    done = subprocess.run(command, cwd=cfg.ROOT, preexec_fn=supervise.end_with_launcher)
-    require(not done.returncode, "nothing is started, see above")
-
-
-def run(c, commands, start, lock=()) -> int:
-    """Start these processes, wait for the run's end, stop what is left: the exit code. lock, start: node 0's."""
-    run_dir = Path(c.out, c.run)
-    processes = []
-    for name, env, command in commands:
-        if "--port" in command:
-            processes.append(Engine(run_dir, name, env, command, c.start_timeout))
-        else:
-            # if this process is killed, nobody gets the run before the trainer has saved
-            files = lock if name.startswith("train") else []
-            processes.append(Process(run_dir, name, env, command, files))
-    is_over = functools.partial(node_0_is_done, c, start)
-    ended = supervise.run(processes, c.stop_timeout, (lambda: False) if lock else is_over)
-    if ended:
-        newest = checkpoints.newest(run_dir)
-        words = f"continues from {newest.name}" if newest else "starts anew: there is no checkpoint"
-        words = f"run.sh: stopped; the same command {words}; tools/report.py {run_dir} shows it\n"
-        supervise.say(words * bool(lock) + ended.details)
-    if lock and not ended:
-        subprocess.run([sys.executable, "tools/report.py", str(run_dir)], cwd=cfg.ROOT)
-    return ended.code if ended else 0
-
-
-def main(argv, command=train):
-    try:
-        sys.exit(command(argv))
-    except (ConfigError, OSError) as e:
-        sys.exit(f"run.sh: {e}")
-    except KeyboardInterrupt:
-        sys.exit("run.sh: interrupted, nothing was started")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -5,7 +5,6 @@ up over micro-batches and ranks, and the function makes the metric of them.
 """
 
 import json
-import math
 import time
 from collections import deque
 from pathlib import Path
@@ -17,38 +16,12 @@ import torch.distributed as dist
 from transformers import AutoTokenizer
 
 from config import OUTCOMES, task_weights
-from plumbing.model import to_device
-
-# names of lag ranges and the largest lag in each
-LAG_BUCKETS = {"0": 0, "1": 1, "2": 2, "3-4": 4, "5-8": 8, "9+": math.inf}
+from plumbing.samples import split
 
 
 def largest(x):
     """A metric of which not the sum counts, but the largest value."""
     return int(x)
-
-
-def sum_by_lag(values, lag):
-    """Sum of values [T] in each of LAG_BUCKETS, [6]; lag [T]."""
-    upper = torch.tensor(list(LAG_BUCKETS.values())[:-1])
-    bucket = torch.bucketize(lag, *to_device(lag.device, upper))
-    zeros = torch.zeros(len(LAG_BUCKETS), device=lag.device)
-    return zeros.index_add(0, bucket, values.float())
-
-
-def lag_table(ess, *sums):
-    """Sums [6] of tokens, loss, KL, w, w^2, clipped -> {bucket: a table per token}, where there are any."""
-    table = {}
-    for name, (tokens, loss, kl, w, w2, clipped) in zip(LAG_BUCKETS, zip(*sums)):
-        if tokens:
-            table[name] = {
-                "tokens": int(tokens),
-                "loss": loss / tokens,
-                "kl": kl / tokens,
-                "ess": ess(w, w2, tokens),
-                "clip_frac": clipped / tokens,
-            }
-    return table
 
 
 class Sums:
@@ -197,35 +170,35 @@ class MetricsLog:
         """
         if self.rank != 0 or not self.rollouts_left:
             return
-        batch = batch | {"log_ratios": logprobs.cpu().numpy() - batch["behavior_logprobs"]}
-        ends = np.cumsum(batch["lengths"])
-        chosen = np.flatnonzero(batch["outcome"] >= 0)[: self.rollouts_left]
-        self.rollouts_left -= len(chosen)
-        for i in chosen:
-            own = slice(ends[i] - batch["lengths"][i], ends[i])
-            tokens = batch["tokens"][own]
-            mask = batch["mask"][own]
-            versions = batch["versions"][own]
-            segment = batch["segment"][own]
-            first = int(mask.argmax())
+        log_ratios = logprobs.cpu().numpy() - batch["behavior_logprobs"]
+        log_ratios = np.split(log_ratios, np.cumsum(batch["lengths"]))
+        for sample, own_ratios in zip(split(batch), log_ratios):
+            if sample["outcome"] < 0 or not self.rollouts_left:
+                continue
+            self.rollouts_left -= 1
+            tokens = sample["tokens"]
+            versions = sample["versions"]
+            segment = sample["segment"]
+            first = int(sample["mask"].argmax())
             # of a character that several tokens make up each is a mark of its own
             texts = self.tokenizer.batch_decode(tokens[:, None])
             # the prompt and the environment's texts are spans, too, of version -1
             starts = np.diff(versions, prepend=-2) | np.diff(segment, prepend=0)
             starts = np.flatnonzero(starts).tolist()
             borders = zip(starts, [*starts[1:], len(texts)])
-            line = {"step": version + 1, "task": self.tasks[batch["task"][i]]}
-            line |= {k: batch[k][i].item() for k in ("sample_id", "problem", "reward", "advantage")}
+            line = {"step": version + 1, "task": self.tasks[sample["task"]]}
+            line |= {k: sample[k].item() for k in ("sample_id", "problem", "reward", "advantage")}
             line |= dict(
-                outcome=OUTCOMES[batch["outcome"][i]],
-                finished=bool(batch["finished"][i]),
+                outcome=OUTCOMES[sample["outcome"]],
+                finished=bool(sample["finished"]),
                 prompt=self.tokenizer.decode(tokens[:first]),
                 completion=self.tokenizer.decode(tokens[first:], skip_special_tokens=True),
                 spans=[[int(versions[a]), texts[a:b], int(segment[a])] for a, b in borders],
             )
-            for name in ("behavior_logprobs", "log_ratios"):
+            sampled = dict(behavior_logprobs=sample["behavior_logprobs"], log_ratios=own_ratios)
+            for name, values in sampled.items():
                 # JSON has no infinities
-                values = np.nan_to_num(batch[name][own][mask].astype(float))
+                values = np.nan_to_num(values[sample["mask"]].astype(float))
                 line[name] = values.round(4).tolist()
             self.samples.write(json.dumps(line) + "\n")
 

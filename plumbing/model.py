@@ -3,7 +3,7 @@
 In a packed row several sequences lie end to end and none sees another (transformers' attention
 implementation "packed"); how several of them begin is computed once (samples.share). A family of models that does something else ends the run at its first
 update, as engines then differ (plumbing/mismatch.py). Deliberately absent: padding, dropout (what is
-trained is what sampled), attention sinks, a list of families (tests/test_model.py has one).
+trained is what sampled), attention sinks, capped scores, a list of families (tests/test_model.py has one).
 """
 
 import contextlib
@@ -16,7 +16,6 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
-from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 # torch 2.11 takes fewer key heads as they are, and knows no such argument
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -27,50 +26,35 @@ def flash_runs_on(x):
     return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
 
 
-def plain_attention(module, query, key, value, scaling, window, softcap):
-    """Causal attention of one sequence with all of its scores, for what sdpa cannot do: transformers'.
-
-    query [1, H, Q, D], of its last tokens, key, value [1, K, T, D] -> [1, H, Q, D]. window: how many
-    tokens are seen, itself included, or None; softcap: scores are bent to (-softcap, softcap), or None.
-    """
-    place = torch.arange(key.shape[2], device=query.device)
-    ago = place[-query.shape[2] :, None] - place
-    hidden = (ago < 0) | (ago >= (window or len(place)))
-    mask = torch.zeros_like(hidden, dtype=query.dtype).masked_fill(hidden, -torch.inf)
-    how = dict(scaling=scaling, softcap=softcap)
-    return eager_attention_forward(module, query, key, value, mask, **how)[0].transpose(1, 2)
-
-
 @torch.compiler.disable
 def packed_attention(module, query, key, value, mask, packing, scaling=None, **options):
     """Causal attention within each sequence of a packed row.
 
     query [1, H, Q, D], key, value [1, K, Q, D] -> [1, Q, H, D], of what is computed. packing: (place [T]:
     where each token of the row is among that; bounds of the sequences in both [N+1], on the device; the
-    same as lengths [N], on the host). FlashAttention on GPUs (16 bits), which caps no scores; elsewhere
-    sequence by sequence, 1.3 times as fast as one sdpa over the row with a mask [T, T] (bench/train.py).
+    same as lengths [N], on the host). FlashAttention on GPUs (16 bits); elsewhere sequence by sequence,
+    1.3 times as fast as one sdpa over the row with a mask [T, T] (bench/train.py).
     """
     place, own_bounds, bounds, *lengths = packing
     own, whole = (x.tolist() for x in lengths)
     window = options.get("sliding_window")
-    softcap = options.get("softcap")
     if sum(own) < sum(whole):
         key = key.index_select(2, place)
         value = value.index_select(2, place)
-    if flash_runs_on(query) and not softcap:
+    if flash_runs_on(query):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
         # a sequence's last query is its last key's
         how = dict(scale=scaling, window_size=(window - 1 if window else -1, 0), **GROUPED)
         return varlen_attn(q, k, v, own_bounds, bounds, max(own), max(whole), **how)[None], None
-    plain = softcap or (window and max(whole) > window)
     grouped = query.shape[1] != key.shape[1]
     out = []
     for q, k, v in zip(query.split(own, 2), key.split(whole, 2), value.split(whole, 2)):
-        if plain:
-            out.append(plain_attention(module, q, k, v, scaling, window, softcap))
-        else:
-            causal = causal_lower_right(q.shape[2], k.shape[2])
-            out.append(sdpa(q, k, v, causal, scale=scaling, enable_gqa=grouped))
+        seen = causal_lower_right(q.shape[2], k.shape[2])
+        if window and k.shape[2] > window:
+            position = torch.arange(k.shape[2], device=k.device)
+            ago = position[-q.shape[2] :, None] - position
+            seen = (ago >= 0) & (ago < window)
+        out.append(sdpa(q, k, v, seen, scale=scaling, enable_gqa=grouped))
     return torch.cat(out, dim=2).transpose(1, 2), None
 
 
@@ -84,10 +68,6 @@ def finish_logits(logits, model_config):
     scale = scale / (getattr(model_config, "logits_scaling", None) or 1.0)
     if scale != 1.0:
         logits = logits * scale
-    # Gemma 2
-    cap = getattr(model_config, "final_logit_softcapping", None)
-    if cap:
-        logits = cap * torch.tanh(logits / cap)
     return logits
 
 

@@ -9,8 +9,6 @@ A shared file system need promise no more than NFS: a reader that misses a name 
 before it believes it. Deliberately absent: a server, several writers or readers.
 """
 
-import contextlib
-import errno
 import json
 import os
 import secrets
@@ -35,12 +33,11 @@ class Queue:
 
     def __init__(self, path):
         self.path = Path(path)
-        # found at the first put
-        self.next_put = None
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.next_put = max(self._numbers(), default=-1) + 1
         self.next_get = 0
         # put may be called from several threads
         self.lock = threading.Lock()
-        self.path.mkdir(parents=True, exist_ok=True)
 
     def __len__(self) -> int:
         """Records on disk that were not acknowledged."""
@@ -54,8 +51,6 @@ class Queue:
         """Append a record; returns its number. Raises OSError if the disk is full or gone."""
         with self.lock:
             number = self.next_put
-            if number is None:
-                number = max(self._numbers(), default=-1) + 1
             _write_record(record, self.file(number))
             self.next_put = number + 1
         return number
@@ -76,13 +71,9 @@ class Queue:
         self.next_get = number + 1
         return number, record
 
-    def ack(self, number: int, keep: Path | None = None) -> None:
-        """The record of this number is dealt with: delete it, or make it this file of the same file system."""
-        if keep is None:
-            self.file(number).unlink(missing_ok=True)
-            return
-        keep.parent.mkdir(exist_ok=True)
-        os.replace(self.file(number), keep)
+    def ack(self, number: int) -> None:
+        """The record of this number, if there is one, is dealt with: delete it."""
+        self.file(number).unlink(missing_ok=True)
 
     def _numbers(self) -> list[int]:
         return sorted(int(p.stem) for p in self.path.glob("*.safetensors"))
@@ -133,22 +124,11 @@ def publish_json(path, **values) -> None:
 
 
 def read_json(path) -> dict:
-    """What was last published at `path`; {} if nothing was yet."""
-    path = Path(path)
-    while True:
-        try:
-            return json.loads(path.read_text())
-        except FileNotFoundError:
-            # NFS may remember for a minute that a file was not there, unless its directory is opened
-            with contextlib.suppress(FileNotFoundError):
-                if path.name in os.listdir(path.parent):
-                    time.sleep(0.01)
-                    continue
-            return {}
-        except OSError as e:
-            # NFS: it was replaced while it was read
-            if e.errno != errno.ESTALE:
-                raise
+    """What was last published at `path`; {} if nothing was yet, or another node of NFS just replaces it."""
+    try:
+        return json.loads(Path(path).read_text())
+    except OSError:
+        return {}
 
 
 SECRET_HEADER = "x-run-secret"

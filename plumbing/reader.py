@@ -5,9 +5,9 @@ more, or the run is to stop, rank 0 decides for all. Every wait has a deadline.
 """
 
 import time
+from collections import deque
 from pathlib import Path
 
-from plumbing.archive import batch_file
 from plumbing.queues import Queue
 from plumbing.samples import check_record
 
@@ -26,6 +26,8 @@ class Reader:
         self.check = check
         self.batches = Queue(Path(run_dir, "queues", "batches", f"rank_{ranks.rank}"))
         self.evals = Queue(Path(run_dir, "queues", "evals"))
+        # (version, number) of micro-batches that are trained and not deleted
+        self.kept = deque()
         self.last = None
         self.waited = 0.0
         # version of the newest evaluation that has come
@@ -43,8 +45,9 @@ class Reader:
             expected = dict(run_id=self.config.run_id, step=version, row=row)
             check_record(record, self.batches.file(number), **expected)
             yield record
-            kept_as = batch_file(self.config, self.run_dir, record, self.ranks.rank)
-            self.batches.ack(number, kept_as)
+            self.kept.append((version, number))
+            while self.kept and self.kept[0][0] <= version - self.config.keep_steps:
+                self.batches.ack(self.kept.popleft()[1])
             row += 1
         self.last = record
 

@@ -23,11 +23,10 @@ import requests
 from config import ROOT
 from plumbing.queues import publish_json
 
-RESTARTS = 3  # of an engine, in a row
 ANSWER = 3.0  # seconds an engine has to say that it is healthy
 DIRECT = {"http": ""}  # proxies of our own requests: none, whatever the environment says
 HANGS = 10  # questions in a row left unanswered by an engine that hangs
-FORGET = 30.0  # seconds after which earlier deaths do not count any more
+BETWEEN = 10.0  # seconds from one start of an engine to the next, at least
 GRACE = 4.0  # seconds that processes have to end by themselves; the trainer has more
 LIBC = ctypes.CDLL(None)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -153,57 +152,45 @@ class Engine(Process):
         self.url = f"http://{host}:{port}"
         self.file = self.run_dir / "engines" / f"{name}.json"
         self.start_timeout = start_timeout
+        self.has_ever_answered = False
         self.deaths = 0
-        self.has_answered = False
 
     def start(self):
         self.file.unlink(missing_ok=True)
         super().start()
-        self.restart_at = None
         self.started = self.next_look = time.monotonic()
-        self.first_answer = None
+        self.has_answered = False
         self.failures = 0
 
     def poll(self):
-        """The exit code of its last death, when it is given up; None before."""
-        now = time.monotonic()
-        if self.restart_at:
-            if now > self.restart_at:
-                self.start()
-            return None
+        """Its exit code, if it died twice before it ever answered; None: it runs, or is started again."""
         code = super().poll()
-        if code is not None:
-            return self._died(code, now)
-        if now > self.next_look:
-            self._check_health(now - self.started)
-            self.next_look = time.monotonic() + 1
-        return None
-
-    def _died(self, code, now):
-        """Have it started again, or give it up: its exit code."""
+        if code is None:
+            if time.monotonic() > self.next_look:
+                self._check_health(time.monotonic() - self.started)
+            return None
         self.file.unlink(missing_ok=True)
-        lasted = self.first_answer and now > self.first_answer + FORGET
-        self.deaths = 1 if lasted else self.deaths + 1
-        # what has never answered most likely never will
-        most = RESTARTS if self.has_answered else 1
-        if self.deaths > most:
+        self.deaths += 1
+        # most likely it never will
+        if self.deaths > 1 and not self.has_ever_answered:
             return code or 1
-        say(f"run.sh: {self.name} died with exit code {code}, restart {self.deaths} of {most}")
+        say(f"run.sh: {self.name} died with exit code {code}, and is started again")
         say(self.last_errors())
-        self.restart_at = now + 1 + 5 * (self.deaths - 1) ** 2
+        time.sleep(max(self.started + BETWEEN - time.monotonic(), 0))
+        self.start()
         return None
 
     def _check_health(self, seconds):
         """Kill it if it hangs; seconds: since its start."""
         self.failures = 0 if is_healthy(self.url) else self.failures + 1
-        if not self.failures and not self.first_answer:
-            self.first_answer = time.monotonic()
-            self.has_answered = True
+        self.next_look = time.monotonic() + 1
+        if not self.failures and not self.has_answered:
+            self.has_answered = self.has_ever_answered = True
             self.file.parent.mkdir(exist_ok=True)
             # each start is an engine of its own, without weights
             publish_json(self.file, url=self.url, started=secrets.token_hex(8))
             say(f"[{self.name}] answers after {seconds:.0f} s")
-        if self.failures >= HANGS and (self.first_answer or seconds > self.start_timeout):
+        if self.failures >= HANGS and (self.has_answered or seconds > self.start_timeout):
             say(f"run.sh: {self.name} does not answer {self.url}/health: it is killed")
             self.process.kill()
 

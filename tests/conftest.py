@@ -57,7 +57,7 @@ def with_knobs(config, **knobs):
 
 
 def node_of(env, folder):
-    """(number of this node, number of nodes) as run.sh tells plumbing/launch.py in this environment."""
+    """(number of this node, number of nodes) as run.sh tells tools/run.py in this environment."""
     python = Path(folder, "python")
     python.write_text('#!/bin/sh\necho "${NODE_RANK:-0} ${NNODES:-1} ${RANK:-none}"\n')
     python.chmod(0o755)

@@ -16,7 +16,6 @@ STEP = dict.fromkeys(
     0.01,
 )
 STEP |= dict(ess=0.99, lag_mean=0.6, lag_max=2, step_s=2.0, wait_data_s=0.6, gen_idle=0.1)
-STEP |= dict(by_lag={"0": dict(tokens=4000, ess=0.999), "1": dict(tokens=4000, ess=0.99)})
 
 
 def made_up_run(folder, name, seed=0, steps=60, rollouts=0, slope=1.0, **knobs):

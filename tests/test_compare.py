@@ -108,6 +108,18 @@ def test_the_ratio_is_that_of_the_best_setting(capsys):
     assert re.search(r"to 50%: the pipeline is 2\.2\d \(\d\.\d\d to \d\.\d\d\) times", text)
 
 
+def test_intervals_are_over_seeds_and_paired():
+    rng = np.random.default_rng(0)
+    speeds = rng.uniform(1, 1.3, 8)
+    settings = {
+        "pipeline": [made_up(RISING, s) for s in speeds],
+        "G=1": [made_up(RISING, 2 * s) for s in speeds],
+    }
+    for _, faster in compare.summary(settings)["ratios"]:
+        # a slow seed is slow for both: all resamples have the same ratio
+        assert compare.bootstrap(faster) == pytest.approx((2.0, 2.0, 2.0), rel=0.05)
+
+
 def test_time_starts_with_the_sampling_of_the_first_step():
     same = dict.fromkeys(runs.COLUMNS, 0.5)
     lines = [same | dict(wall_s=40.0 + 2 * i, step_s=3.5) for i in range(3)]
@@ -179,6 +191,13 @@ def test_a_setting_may_have_knobs_of_its_own(start, capsys):
     conventional = found["G-4-lr-1e-4-seed-0"]
     assert conventional["conventional_g"] == 4 and conventional["lr"] == "1e-4"
     assert re.search(r"pipeline\+late=wait\+clip_high=1.5 .*\+0.000 ", capsys.readouterr().out)
+
+
+def test_another_preset_keeps_its_own_knobs(start):
+    started = start("--preset math --settings pipeline,G=32 --seeds 1 --model a/b")
+    knobs = dict(model="a/b", seed=0)
+    by_setting = {x[2].get("conventional_g"): x[1:] for x in started}
+    assert by_setting == {None: ("math", knobs), 32: ("math", knobs | dict(conventional_g=32))}
 
 
 @pytest.mark.parametrize("name", "against_trl compare cost faults train weights".split())

@@ -14,7 +14,7 @@ import config as cfg
 from conftest import ROOT, resolved
 from plumbing import launch
 from plumbing.queues import publish_json
-from tools import serve
+from tools import run
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_every_number_is_finite_and_has_bounds(value):
 @pytest.mark.parametrize("name", [".", "a/b", "", "-x", "a\n", "a b", "\u00e9", "_a", "a" * 101])
 def test_a_run_has_a_name_and_no_path(tmp_path, name):
     argv = [f"--run={name}", "--out", str(tmp_path)]
-    for start in (lambda: resolved("toy", *argv), lambda: serve.serve(argv)):
+    for start in (lambda: resolved("toy", *argv), lambda: run.serve(argv)):
         with pytest.raises(cfg.ConfigError, match="--run .* letters, digits") as e:
             start()
         assert "\n" not in str(e.value)

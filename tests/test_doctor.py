@@ -231,15 +231,13 @@ def test_other_optimizers(optimizers_of, expected, base_model, monkeypatch):
 
 
 DROP = "run.config.no_signal = 'drop'"
+MOMENTS = "run.states[2]['optimizer']['state'].values()"
+OTHERS = "{str(k): ['toy', k] for k in range(100, 104)}"
 # check, what is changed in the run, what its rows then say; one: the first sample
 CHANGES = [
     ("trainer", "run.states[4] = run.states[3]", "yyyynyn"),
     ("trainer", "run.states[1] = run.states[2]", "-yyyy"),
-    (
-        "trainer",
-        "[x['exp_avg'].zero_() for x in run.states[2]['optimizer']['state'].values()]",
-        "yyynyyy",
-    ),
+    ("trainer", f"[x['exp_avg'].zero_() for x in {MOMENTS}]", "yyynyyy"),
     ("trainer", "run.batches[4]['versions'][run.batches[4]['mask']] = 3", "yyyyy--"),
     ("trainer", "run.steps[1]['grad_norm'] *= 2", "ynyyyyy"),
     ("trainer", "run.steps[4]['ess'] -= 0.01", "yyyyyny"),
@@ -279,11 +277,7 @@ CHANGES = [
     ("rewards", "one['outcome'] = 1 - one['outcome']", "n"),
     ("rewards", "run.config.overlong_buffer = 0", "n"),
     ("continuation", "", "yy"),
-    (
-        "continuation",
-        "run.stopped['pending'] = {str(k): ['toy', k] for k in range(100, 104)}",
-        "yn",
-    ),
+    ("continuation", f"run.stopped['pending'] = {OTHERS}", "yn"),
     ("continuation", "[run.groups[k].update(number=k + 100) for k in range(8, 12)]", "yn"),
     ("continuation", "run.stopped['pending'] = {}", "y-"),
     ("continuation", "del run.steps[1]['problems']['2']", "ny"),

@@ -58,7 +58,7 @@ class House:
     def start_engine(self, i):
         """Start it and wait until the trainer can find it."""
         self.engines[i].start()
-        while not self.engines[i].first_answer:
+        while not self.engines[i].has_answered:
             assert self.engines[i].poll() is None, self.engines[i].last_errors()
             time.sleep(0.2)
 

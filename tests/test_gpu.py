@@ -69,8 +69,24 @@ def test_varlen_attn_takes_what_it_is_given(monkeypatch):
     assert out.shape == (1, 16, 14, 64) and k.grad.shape == k.shape
 
 
+def test_a_model_that_does_not_fit_is_skipped_by_name(monkeypatch):
+    def out_of_memory(*_, **__):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(gpu, "build", out_of_memory)
+    [line] = gpu.mfu("7b", 16384, False)
+    assert line["status"] == "skipped (out of memory)" and line["what"].startswith("7b, rows of ")
+
+
 def test_a_check_that_breaks_off_costs_only_itself():
     assert gpu.run("gradients", 0.1, True)[-1]["status"].startswith("FAIL (ended by signal 9")
     # the process that is started does not know it
     [broken] = gpu.run("broken", 60, True)
     assert re.match(r"FAIL \(.*invalid choice: 'broken'", broken["status"], re.S)
+
+
+def test_figures_against_their_limits():
+    assert gpu.figure("a", "b", 1.0)["status"] == "ok"
+    assert gpu.figure("a", "b", 1.0, most=1.0, least=1.0)["status"] == "ok"
+    for value, limit in [(1.1, dict(most=1.0)), (0.9, dict(least=1.0)), (math.nan, {})]:
+        assert gpu.figure("a", "b", value, **limit)["status"] == "FAIL"

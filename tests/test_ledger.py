@@ -15,8 +15,6 @@ import pytest
 
 import config as cfg
 from plumbing import checkpoints
-from plumbing.archive import group_file
-from plumbing.queues import Queue
 from test_run import User, balance, leftovers, metrics
 
 STEPS, BATCH, ATTEMPTS, MAX_LAG = 90, 64, 8, 4
@@ -99,15 +97,11 @@ class Run(User):
 def test_the_ledger_balances_after_twenty_kills(tmp_path, base_model):
     rng = random.Random(os.environ.get("LEDGER_SEED", "0"))
     order = KILLS.copy()
-    # run.sh waits longer before every further restart of an engine
-    while ENGINE * 3 in "".join(order):
-        rng.shuffle(order)
+    rng.shuffle(order)
     run = Run(tmp_path, 8830)
     run.start()
     for n, kind in enumerate(order, 1):
-        print(
-            time.strftime("%T"), f"kill {n}: {kind}, life {run.lives}, {run.steps()} steps into it"
-        )
+        print(f"kill {n}: {kind}, life {run.lives}, {run.steps()} steps into it")
         # of what is starting up, or after some more steps
         if rng.random() < 0.3:
             time.sleep(rng.uniform(0, 6))
@@ -156,7 +150,7 @@ def test_work_is_saved_when_a_run_is_stopped_while_its_only_engine_is_down(tmp_p
     run.until_step(3)
     (tmp_path / "fake" / "vllm" / "entrypoints" / "openai" / "api_server.py").unlink()
     run.kill(ENGINE)
-    run.until(lambda: "restart 2 of 3" in run.words())
+    run.until(lambda: run.words().count("is started again") > 1)
     run.interrupt()
     assert "is saved" in run.words()
     balance(tmp_path / "t", 16, ATTEMPTS)
@@ -185,7 +179,4 @@ def test_in_place_of_a_run_directory_that_is_gone_nobody_makes_another_one(tmp_p
     with pytest.raises(RuntimeError, match="step_000000 cannot be written"):
         ranks = SimpleNamespace(rank=0)
         checkpoints._write(cfg.Config(), gone, None, ranks, checkpoints.NEW_RUN, {}, {}, {})
-    queue = Queue(tmp_path / "queue")
-    with pytest.raises(FileNotFoundError):
-        queue.ack(queue.put({}), keep=group_file(cfg.Config(keep_steps=1), gone, 0))
     assert not gone.exists()

@@ -85,15 +85,6 @@ def test_a_step_with_adapters_likewise(name, trainers, layers, row, rank, gb):
     assert total(with_knobs(c, trainers=trainers, row_tokens=row)) == pytest.approx(gb, rel=0.01)
 
 
-def test_the_largest_row_is_one_that_just_fits(small):
-    c = config(small, 8)
-    placed = memory.Placed(c, 8, 20.0)
-    rows = placed.largest_row()
-    assert rows > 2 * c.row_tokens
-    assert placed.but(row_tokens=rows).totals["rank 0"] <= 20.0
-    assert placed.but(row_tokens=rows + 1024).totals["rank 0"] > 20.0
-
-
 def test_the_kv_cache_is_what_the_engines_share_leaves(small):
     placed = memory.Placed(config(small, 2), 2, 80.0)
     engine = placed.roles["engine"]
@@ -111,8 +102,6 @@ def test_a_model_that_is_too_large_is_refused_with_advice_that_fits():
     assert verdict.startswith("does not fit: engine and trainer: ")
     assert verdict.endswith(" GB too little; try --lora_rank 32")
     assert not placed.fits and placed.but(lora_rank=32).fits
-    smaller = placed.but(lora_rank=1).but(model="Qwen/Qwen2.5-14B").verdict()
-    assert smaller.endswith(" GB too little; try --model Qwen/Qwen2.5-7B")
 
 
 def test_an_engine_without_room_for_one_sequence_does_not_fit(small):
@@ -169,7 +158,7 @@ def test_the_table_and_the_verdict(small, capsys):
     words += ["--max_new_tokens", "1024"]
     memory.main(words)
     printed = capsys.readouterr().out
-    for row in ("trainer rank", "optimizer", "KV cache", "largest --row_tokens that fits"):
+    for row in ("trainer rank", "optimizer", "KV cache"):
         assert row in printed
     assert printed.splitlines()[-1].startswith(f"memory: {small} fits")
     with pytest.raises(SystemExit) as done:

@@ -87,7 +87,7 @@ def test_lines_of_a_step_and_of_the_mismatch(tmp_path, make_log, capsys):
     log.save_s = 2.5
     state = NEW_RUN | {"version": 40, "samples": 640, "wall_s": 33.0}
     values = dict(samples=16, tokens=320, reward=1 / 3, ess=0.99, lag_mean=1.25, lag_max=3)
-    values |= dict(mismatch=None, by_lag={"0": {"ess": 1 / 3}})
+    values |= dict(mismatch=None)
     record = dict(gen_tok_s=5.0, gen_idle=0.25, by_task={}, problems={"4": 8}, drops={})
     reader = SimpleNamespace(last=record, waited=0.0)
     for _ in range(2):
@@ -98,7 +98,7 @@ def test_lines_of_a_step_and_of_the_mismatch(tmp_path, make_log, capsys):
     log.evaluations([evaluation | {"wall_s": log.run_start + 12}])
     first, second, mismatch, eval_line = read_lines(tmp_path / "metrics.jsonl")
     assert (first["step"], first["version"], first["samples"]) == (40, 40, 640)
-    assert (first["reward"], first["by_lag"]) == (1 / 3, {"0": {"ess": 1 / 3}})
+    assert first["reward"] == 1 / 3
     # a checkpoint falls into the step after it
     assert (first["save_s"], second["save_s"], first["sync_s"]) == (2.5, 0.0, 0.125)
     assert mismatch == {"mismatch": 1 / 3, "tokens": 53, "version": 40}

@@ -27,7 +27,6 @@ TINY = dict(max_position_embeddings=256, **HEADS, **WIDTH, **TOKENS)
 # shorter than the test's sequences; every other layer sees all
 WINDOW = dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"])
 GPT2 = dict(n_embd=64, n_head=4, n_layer=2, n_positions=256)
-GEMMA = dict(query_pre_attn_scalar=16, **WINDOW)
 GRANITE = dict(logits_scaling=4.0, embedding_multiplier=3.0, residual_multiplier=0.5)
 # what is trained; each with what is its own. Engines let Cohere 2 see one token more in its window than
 # transformers does: beyond it they differ from the trainer.
@@ -36,8 +35,7 @@ FAMILIES = {
     "qwen3": {},
     "llama": {},
     "mistral": dict(sliding_window=8),
-    "gemma2": dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0, **GEMMA),
-    "gemma3_text": GEMMA,
+    "gemma3_text": dict(query_pre_attn_scalar=16, **WINDOW),
     "granite": dict(attention_multiplier=0.2, **GRANITE),
     "phi": {},
     "phi3": {},
@@ -136,7 +134,7 @@ def measure_against_own(model, folder, tmp_path, monkeypatch):
     return measure(model, tmp_path, monkeypatch, Answers(own, 40), make_guards(tmp_path))
 
 
-@pytest.mark.parametrize("family", ["gemma2", "granite", "cohere2"])
+@pytest.mark.parametrize("family", ["granite", "cohere2"])
 def test_logits_that_are_not_finished_as_the_model_does_end_the_run(family, tmp_path, monkeypatch):
     folder = tiny(family, tmp_path / "model")
     model = build(folder)
@@ -147,6 +145,8 @@ def test_logits_that_are_not_finished_as_the_model_does_end_the_run(family, tmp_
 
 
 REFUSED = {
+    # its scores and logits are capped
+    "gemma2": dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
     # sequences that are packed into a row see each other
     "lfm2": dict(layer_types=["conv", "full_attention"]),
     "mamba": {},
@@ -183,8 +183,7 @@ def fake_flash(q, k, v, cu_q, cu_k, max_q, max_k, scale, window_size, enable_gqa
     return torch.cat(out)
 
 
-# FlashAttention does not cap Gemma 2's scores
-@pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma3_text"])
 def test_the_branch_for_gpus(family, tmp_path, monkeypatch):
     folder = tiny(family, tmp_path / "model")
     monkeypatch.setattr("plumbing.model.varlen_attn", fake_flash)
@@ -198,7 +197,7 @@ def test_the_branch_for_gpus(family, tmp_path, monkeypatch):
 
 # test_weights.py has Qwen2
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "granite", "olmo2"])
+@pytest.mark.parametrize("family", ["gemma3_text", "granite", "olmo2"])
 def test_engine_is_trainer_after_updates(family, tmp_path):
     # a head size that vLLM's CPU build has
     folder = tiny(family, tmp_path / "model", hidden_size=128, head_dim=32)

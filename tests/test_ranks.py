@@ -285,7 +285,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(reference, tmp_path,
     again, lines = resume(tmp_path, "again", base_model, halfway)
     assert same(again, weights)
     for line, expected in zip(lines, steps[3:], strict=True):
-        for key in ("step", "version", "samples", "grad_norm", "loss", "problems", "by_lag"):
+        for key in ("step", "version", "samples", "grad_norm", "loss", "problems"):
             assert line[key] == expected[key]
     path = tmp_path / "again" / "checkpoints" / "step_000006" / "trainer" / "state.json"
     state = json.loads(path.read_text())

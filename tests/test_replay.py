@@ -18,13 +18,10 @@ def kept_run(tmp_path_factory, base_model):
 
 
 def test_micro_batches_of_the_last_steps_are_kept(kept_run):
-    steps = {int(path.name[5:11]) for path in (kept_run / "archive").glob("step_*")}
-    assert steps == {3, 4, 5, 6}
     samples = {line["step"]: line["samples"] for line in step_lines(kept_run)}
     for step in range(3, 7):
         found = sum(len(batch["lengths"]) for batch in report.batches(kept_run, step))
         assert found == samples[step] - samples.get(step - 1, 0)
-    assert not any((kept_run / "queues" / "batches" / "rank_0").iterdir())
 
 
 @pytest.mark.parametrize("step", [4, 6])

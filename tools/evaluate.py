@@ -48,7 +48,7 @@ def start_engines(config, gpus=0, as_loaded=True):
         for name, env, command in launch.engine_commands(config, gpus):
             engines.append(Engine(run_dir, name, env | own, command, config.start_timeout))
             engines[-1].start()
-        while not all(engine.first_answer for engine in engines):
+        while not all(engine.has_answered for engine in engines):
             check_alive(engines)
             if time.monotonic() > deadline:
                 late = f"no answer within {config.start_timeout:.0f} s: see {run_dir}/logs"
@@ -64,7 +64,7 @@ def start_engines(config, gpus=0, as_loaded=True):
 def check_alive(engines):
     """RuntimeError if an engine has died: answers are the same every time only if all are there."""
     for engine in engines:
-        if engine.poll() is not None or engine.restart_at:
+        if engine.poll() is not None or engine.deaths:
             words = f"evaluate: {engine.name} has died, see {engine.log}"
             raise RuntimeError(f"{words}\n{engine.last_errors()}")
 

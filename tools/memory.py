@@ -217,14 +217,6 @@ class Placed:
         """The same with other knobs."""
         return dataclasses.replace(self, c=dataclasses.replace(self.c, **knobs))
 
-    def largest_row(self):
-        """The largest row_tokens that fits the GPUs that train, a multiple of 1024; 0 if none does."""
-        for row in range(1 << 20, 0, -1024):
-            totals = self.but(row_tokens=row).totals
-            if max(total for gpu, total in totals.items() if gpu != "engine") <= self.gpu_gb:
-                return row
-        return 0
-
     def changes(self):
         """What may help, as knobs, in the order in which it is tried."""
         c = self.c
@@ -243,9 +235,6 @@ class Placed:
                     yield dict(engines=engines, tensor_parallel=parallel, trainers=trainers)
         if not c.lora_rank:
             yield dict(lora_rank=32)
-        for name in reversed(SHAPES):
-            if parameters(f"Qwen2.5-{name}") < parameters(c.model):
-                yield dict(model=f"Qwen/Qwen2.5-{name}")
 
     def verdict(self):
         where, lack = self.lack
@@ -271,7 +260,6 @@ class Placed:
         sequences = self.roles["engine"]["KV cache"] / self.sequence_gb
         of = f"of {c.max_model_len} tokens, of {c.concurrency} in progress"
         print(f"KV cache of an engine: {sequences:.0f} sequences {of}")
-        print(f"largest --row_tokens that fits: {self.largest_row()}")
 
 
 # ---- the command line

@@ -5,7 +5,6 @@ rollouts to leaf through.
 """
 
 import json
-import os
 import re
 from dataclasses import dataclass, field
 from html import escape
@@ -115,20 +114,6 @@ def reward_panels(steps, evals):
     return panels
 
 
-def ess_by_lag_panel(steps):
-    """At which lag do the data stop helping?"""
-    points = {}
-    for line in steps:
-        for lag, row in line["by_lag"].items():
-            points.setdefault(lag, []).append((line["step"], row["ess"], row["tokens"]))
-    total = sum(tokens for rows in points.values() for _, _, tokens in rows)
-    panel = Panel("effective sample size by lag", include=(1,))
-    for lag, rows in points.items():
-        step, ess, tokens = np.array(rows, float).T
-        panel.add(f"lag {lag} ({tokens.sum() / total:.0%} of tokens)", step, smooth(ess))
-    return panel
-
-
 def mismatch_panel(steps, mismatches):
     """Of samples of lag 0, and where engines were asked for the logprobs of the trainer's sequences."""
     panel = Panel("mismatch, nats a token", log=True)
@@ -151,10 +136,9 @@ def plain_panel(steps, title, include, keys):
 
 def run_panels(steps, evals, mismatches):
     """(panels of report.png, further ones of report.html: what one looks at when something is wrong)."""
-    first = [*reward_panels(steps, evals), ess_by_lag_panel(steps)]
+    first = [*reward_panels(steps, evals), mismatch_panel(steps, mismatches)]
     first += [plain_panel(steps, *panel) for panel in KEYS]
-    more = [mismatch_panel(steps, mismatches)]
-    return first, more + [plain_panel(steps, *panel) for panel in MORE_KEYS]
+    return first, [plain_panel(steps, *panel) for panel in MORE_KEYS]
 
 
 # ---- as a picture
@@ -227,7 +211,4 @@ def write_page(path, title, summary, tables, panels, rollouts=()):
     page = Path(__file__).with_name("page.html").read_text()
     parts = {"title": escape(title), "plotly": get_plotlyjs(), "data": text}
     whole = re.sub(r"\{\{(title|plotly|data)\}\}", lambda match: parts[match[1]], page)
-    # who looks at the old one sees all of it, also while another process draws
-    temporary = Path(path).with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(whole)
-    temporary.replace(path)
+    Path(path).write_text(whole)

@@ -9,11 +9,12 @@ setting, seed by seed, with their mean's interval; comparison.png and comparison
 
 import argparse
 import json
-import os
 import sys
+from collections import deque
 from pathlib import Path
 
 import numpy as np
+from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import config as cfg  # noqa: E402
@@ -27,8 +28,8 @@ from tools.status import advice_on, alarms, find_run, read  # noqa: E402
 # means over steps, and shares of the time that steps took: starting is not among them
 MEANS = ("lag_mean", "ess", "versions_2", "versions_3", "gen_tok_s", "train_tok_s", "gen_idle")
 SHARES = ("pause_s", "wait_data_s", "wait_sync_s")
-# a page holds the newest rollouts, out of so much of samples.jsonl
-MOST_BYTES = 20_000_000
+# a page holds so many rollouts, the newest
+ROLLOUTS = 500
 SUMMARY = """\
 steps          {step}, {samples} samples in {minutes:.1f} min
 {held_out}\
@@ -44,17 +45,23 @@ mismatch       {mismatch:.1e} nats at most, {measured} times measured; dropped {
 
 def batches(run_dir, step):
     """The micro-batches of the step that made version `step`, rank by rank; FileNotFoundError if none is kept."""
-    files = sorted(Path(run_dir, "archive").glob(f"step_{step:06d}_*"))
+    files = {}
+    for file in sorted(Path(run_dir).glob("*queues/batches/rank_*/*.safetensors")):
+        with safe_open(file, "numpy") as record:
+            about = json.loads(record.get_tensor("json").tobytes())
+        if about["step"] == step - 1:
+            files.setdefault(file.parents[2], []).append(file)
     if not files:
         words = "nothing is kept of it: run with --keep_steps of at least --save_every"
-        raise FileNotFoundError(f"{run_dir}/archive: step {step}: {words}")
-    return [read_record(file) for file in files]
+        raise FileNotFoundError(f"{run_dir}/queues: step {step}: {words}")
+    # of a run that was continued, what it has done last
+    return [read_record(file) for file in files[max(files)]]
 
 
 def groups(run_dir):
     """{draw: record} of all groups that are kept."""
-    files = sorted(Path(run_dir, "archive").glob("group_*"))
-    return {int(file.stem[6:]): read_record(file) for file in files}
+    files = sorted(Path(run_dir).glob("*queues/rollouts/*.safetensors"))
+    return {record["draw"]: record for record in map(read_record, files)}
 
 
 def ends(steps):
@@ -133,11 +140,7 @@ def newest_rollouts(config, run_dir):
     if not path.exists():
         return []
     with open(path, "rb") as file:
-        if path.stat().st_size > MOST_BYTES:
-            file.seek(-MOST_BYTES, os.SEEK_END)
-            # the rest of a line
-            file.readline()
-        lines = list(read_rollouts(file))
+        lines = list(read_rollouts(deque(file, ROLLOUTS)))
     answers = right_answers(config) if lines else {}
     for line in lines:
         # the spans have all of the text

@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -67,15 +68,6 @@ def read(run_dir, *keys):
             if about in found:
                 found[about].append(line)
     return list(found.values())
-
-
-def duration(seconds):
-    """95 -> "1m35s"."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}h{minutes:02}m"
-    return f"{minutes}m{seconds:02}s" if minutes else f"{seconds}s"
 
 
 def scores(line):
@@ -157,7 +149,7 @@ class Status:
         """Time to the last step, at the recent pace."""
         steps = self.lines["step"]
         seconds = statistics.median(line["step_s"] for line in steps)
-        return duration((self.config.steps - steps[-1]["step"]) * seconds)
+        return timedelta(seconds=round((self.config.steps - steps[-1]["step"]) * seconds))
 
     def engines(self):
         """How many engines answer, and serve which version."""
@@ -195,7 +187,7 @@ class Status:
         step = f"none of {self.config.steps} yet: {self.starting()}"
         lately = ""
         if steps:
-            ago = duration(time.time() - self.written_at)
+            ago = timedelta(seconds=round(time.time() - self.written_at))
             step = f"{steps[-1]['step']} of {self.config.steps}, {ago} ago, {self.lately('step_s'):.1f} s each; eta {self.eta()}"
             means = ("reward", "lag_mean", "ess", "wait_data_s", "gen_idle")
             lately = ", ".join(f"{key} {self.lately(key):.3f}" for key in means)
