@@ -139,9 +139,9 @@ class Engines:
         """
         now = time.monotonic()
         well = [u for u in self.serving if self.backs_off_until[u] < now and self.load[u] < most]
-        return (
-            preferred if preferred in well else min(well, key=self.load.__getitem__, default=None)
-        )
+        if preferred in well:
+            return preferred
+        return min(well, key=self.load.__getitem__, default=None)
 
     async def generate(self, prompt, temperature, max_tokens, seed=None, salt=None, engine=None):
         """One completion of prompt token ids: what `read_answer` returns, and its `engine`.

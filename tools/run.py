@@ -105,6 +105,7 @@ def serve(argv) -> int:
     c = cfg.parse(argv, started)
     c.trainers = 0
     c.nnodes = 1
+    c.teacher = ""
     c.engines = given.engines or gpus // c.tensor_parallel or 1
     # other random numbers than the run's own engines
     c.seed = secrets.randbits(30)
@@ -116,9 +117,7 @@ def serve(argv) -> int:
     processes = []
     for name, env, command in launch.engine_commands(c, gpus, 0, host):
         processes.append((f"serve-{host}-{os.getpid()}-{name}", env, command))
-    print(
-        f"run.sh: {c.engines} engines for {c.out}/{c.run}; Ctrl-C takes them away, the run goes on"
-    )
+    print(f"run.sh: {c.engines} engines for {c.out}/{c.run}; Ctrl-C takes them away")
     launch.show(processes, c.dry_run)
     if not c.dry_run:
         launch.prepare(c)
