@@ -225,8 +225,8 @@ class Config:
     keep_last: CountOr0 = 2
     # decoded rollouts per step in samples.jsonl and report.html, of several ranks the first one's
     samples_logged: CountOr0 = 2
-    # leave the data of the last so many steps in their queues, until the run is continued, for
-    # tools/replay.py, which starts from a checkpoint: no fewer than save_every
+    # keep the data of the last so many steps, until the run is continued, for tools/replay.py,
+    # which starts from a checkpoint: no fewer than save_every
     keep_steps: CountOr0 = 0
 
     # ---- machine

@@ -207,8 +207,6 @@ class GroupBuffer:
         self.rollouts = rollouts
         self.ledger = ledger
         self.groups = deque()
-        # groups that stay in their queue when they are taken
-        self.kept = (config.keep_steps + 2) * config.groups_per_step * (config.keep_steps > 0)
         self.room = max(2, config.conventional_g) * config.groups_per_step
         # late = wait: groups that came before their turn, by draw; draws that will not come
         self.early = {}
@@ -230,7 +228,8 @@ class GroupBuffer:
                 self.take(arrived)
             if drop_oldest and len(self.groups) > self.room:
                 self.drop(self.groups.popleft(), "buffer_full")
-            self.rollouts.ack(number - self.kept)
+            keep = self.config.keep_steps and self.config.keep_steps + 2
+            self.rollouts.ack(number, keep * self.config.groups_per_step)
         if time.monotonic() - self.last_input > self.config.stall_timeout and not self.groups:
             raise TimeoutError(
                 f"preprocess: actor.py put no rollouts into {self.rollouts.path} for {self.config.stall_timeout:.0f} s"

@@ -5,7 +5,6 @@ their health; whoever started one kills it if it hangs, and the trainer drops it
 """
 
 import asyncio
-import math
 import random
 import time
 from collections import Counter
@@ -133,7 +132,7 @@ class Engines:
     async def close(self):
         await asyncio.gather(*(session.close() for session in self.sessions.values()))
 
-    def least_loaded(self, most=math.inf, preferred=None):
+    def least_loaded(self, most=10**9, preferred=None):
         """The engine with the fewest sequences, or the preferred one, of those that serve, are well and have
         fewer than `most`; None if there is none.
         """
@@ -158,7 +157,7 @@ class Engines:
             url = self.least_loaded(self.config.concurrency, engine)
             if url is None:
                 # nobody tells when a slot is free, an engine comes or is well again
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.3)
                 continue
             self.load[url] += 1
             try:

@@ -36,8 +36,7 @@ def add(model, config):
     """Freeze a model and give all its linear layers but the output head an adapter. ConfigError if it has none."""
     model.requires_grad_(False)
     layers = [x for x in model.base_model.modules() if type(x) is torch.nn.Linear]
-    words = f"--lora_rank: {model.config.model_type} has no torch.nn.Linear for adapters"
-    require(layers, words)
+    require(layers, f"--lora_rank: {model.config.model_type} has no torch.nn.Linear for adapters")
     for layer in layers:
         layer.__class__ = Adapted
         layer.scale = config.lora_alpha / config.lora_rank

@@ -9,6 +9,7 @@ A shared file system need promise no more than NFS: a reader that misses a name 
 before it believes it. Deliberately absent: a server, several writers or readers.
 """
 
+import errno
 import json
 import os
 import secrets
@@ -71,9 +72,15 @@ class Queue:
         self.next_get = number + 1
         return number, record
 
-    def ack(self, number: int) -> None:
-        """The record of this number, if there is one, is dealt with: delete it."""
-        self.file(number).unlink(missing_ok=True)
+    def ack(self, number: int, keep: int = 0) -> None:
+        """The record of this number is dealt with: delete it, or move it to the folder kept, where so many stay."""
+        if not keep:
+            self.file(number).unlink(missing_ok=True)
+            return
+        kept = self.path / "kept"
+        kept.mkdir(exist_ok=True)
+        self.file(number).replace(kept / self.file(number).name)
+        (kept / self.file(number - keep).name).unlink(missing_ok=True)
 
     def _numbers(self) -> list[int]:
         return sorted(int(p.stem) for p in self.path.glob("*.safetensors"))
@@ -127,7 +134,9 @@ def read_json(path) -> dict:
     """What was last published at `path`; {} if nothing was yet, or another node of NFS just replaces it."""
     try:
         return json.loads(Path(path).read_text())
-    except OSError:
+    except OSError as e:
+        if e.errno not in (errno.ENOENT, errno.ESTALE):
+            raise
         return {}
 
 

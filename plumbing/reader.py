@@ -5,7 +5,6 @@ more, or the run is to stop, rank 0 decides for all. Every wait has a deadline.
 """
 
 import time
-from collections import deque
 from pathlib import Path
 
 from plumbing.queues import Queue
@@ -26,8 +25,8 @@ class Reader:
         self.check = check
         self.batches = Queue(Path(run_dir, "queues", "batches", f"rank_{ranks.rank}"))
         self.evals = Queue(Path(run_dir, "queues", "evals"))
-        # (version, number) of micro-batches that are trained and not deleted
-        self.kept = deque()
+        # of the largest step so far
+        self.rows = 0
         self.last = None
         self.waited = 0.0
         # version of the newest evaluation that has come
@@ -45,10 +44,9 @@ class Reader:
             expected = dict(run_id=self.config.run_id, step=version, row=row)
             check_record(record, self.batches.file(number), **expected)
             yield record
-            self.kept.append((version, number))
-            while self.kept and self.kept[0][0] <= version - self.config.keep_steps:
-                self.batches.ack(self.kept.popleft()[1])
             row += 1
+            self.rows = max(self.rows, row)
+            self.batches.ack(number, self.config.keep_steps * self.rows)
         self.last = record
 
     def _next(self):

@@ -26,6 +26,7 @@ from plumbing.queues import publish_json
 ANSWER = 3.0  # seconds an engine has to say that it is healthy
 DIRECT = {"http": ""}  # proxies of our own requests: none, whatever the environment says
 HANGS = 10  # questions in a row left unanswered by an engine that hangs
+RESTARTS = 2  # of an engine, without an answer in between
 BETWEEN = 10.0  # seconds from one start of an engine to the next, at least
 GRACE = 4.0  # seconds that processes have to end by themselves; the trainer has more
 LIBC = ctypes.CDLL(None)
@@ -152,7 +153,6 @@ class Engine(Process):
         self.url = f"http://{host}:{port}"
         self.file = self.run_dir / "engines" / f"{name}.json"
         self.start_timeout = start_timeout
-        self.has_ever_answered = False
         self.deaths = 0
 
     def start(self):
@@ -163,21 +163,20 @@ class Engine(Process):
         self.failures = 0
 
     def poll(self):
-        """Its exit code, if it died twice before it ever answered; None: it runs, or is started again."""
+        """The exit code of its last death, when it is given up; None before."""
         code = super().poll()
         if code is None:
             if time.monotonic() > self.next_look:
                 self._check_health(time.monotonic() - self.started)
             return None
         self.file.unlink(missing_ok=True)
-        self.deaths += 1
-        # most likely it never will
-        if self.deaths > 1 and not self.has_ever_answered:
-            return code or 1
-        say(f"run.sh: {self.name} died with exit code {code}, and is started again")
-        say(self.last_errors())
-        time.sleep(max(self.started + BETWEEN - time.monotonic(), 0))
-        self.start()
+        if time.monotonic() > self.started + BETWEEN:
+            self.deaths += 1
+            if self.deaths > RESTARTS:
+                return code or 1
+            say(f"run.sh: {self.name} died with exit code {code}, and is started again")
+            say(self.last_errors())
+            self.start()
         return None
 
     def _check_health(self, seconds):
@@ -185,7 +184,8 @@ class Engine(Process):
         self.failures = 0 if is_healthy(self.url) else self.failures + 1
         self.next_look = time.monotonic() + 1
         if not self.failures and not self.has_answered:
-            self.has_answered = self.has_ever_answered = True
+            self.has_answered = True
+            self.deaths = 0
             self.file.parent.mkdir(exist_ok=True)
             # each start is an engine of its own, without weights
             publish_json(self.file, url=self.url, started=secrets.token_hex(8))

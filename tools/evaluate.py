@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import config as cfg  # noqa: E402
 from plumbing import checkpoints, launch  # noqa: E402
 from plumbing.samples import join  # noqa: E402
-from plumbing.supervise import Engine, stop  # noqa: E402
+from plumbing.supervise import Engine, Process, stop  # noqa: E402
 
 # ---- engines
 
@@ -64,7 +64,8 @@ def start_engines(config, gpus=0, as_loaded=True):
 def check_alive(engines):
     """RuntimeError if an engine has died: answers are the same every time only if all are there."""
     for engine in engines:
-        if engine.poll() is not None or engine.deaths:
+        # first as any process, as a dead engine is started again
+        if Process.poll(engine) is not None or engine.poll() is not None or engine.deaths:
             words = f"evaluate: {engine.name} has died, see {engine.log}"
             raise RuntimeError(f"{words}\n{engine.last_errors()}")
 

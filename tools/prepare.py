@@ -49,7 +49,6 @@ def make_smol(path):
 
 def convert(gguf, path):
     """A GGUF file -> a Hugging Face directory."""
-    # a bar of hundreds of updates a second
     os.environ["TQDM_DISABLE"] = "1"
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig

@@ -10,7 +10,6 @@ setting, seed by seed, with their mean's interval; comparison.png and comparison
 import argparse
 import json
 import sys
-from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +27,7 @@ from tools.status import advice_on, alarms, find_run, read  # noqa: E402
 # means over steps, and shares of the time that steps took: starting is not among them
 MEANS = ("lag_mean", "ess", "versions_2", "versions_3", "gen_tok_s", "train_tok_s", "gen_idle")
 SHARES = ("pause_s", "wait_data_s", "wait_sync_s")
-# a page holds so many rollouts, the newest
-ROLLOUTS = 500
+MOST_BYTES = 20_000_000  # of samples.jsonl, on a page: the newest rollouts
 SUMMARY = """\
 steps          {step}, {samples} samples in {minutes:.1f} min
 {held_out}\
@@ -46,13 +44,14 @@ mismatch       {mismatch:.1e} nats at most, {measured} times measured; dropped {
 def batches(run_dir, step):
     """The micro-batches of the step that made version `step`, rank by rank; FileNotFoundError if none is kept."""
     files = {}
-    for file in sorted(Path(run_dir).glob("*queues/batches/rank_*/*.safetensors")):
+    for file in sorted(Path(run_dir).glob("*queues/batches/rank_*/kept/*")):
         with safe_open(file, "numpy") as record:
             about = json.loads(record.get_tensor("json").tobytes())
-        if about["step"] == step - 1:
-            files.setdefault(file.parents[2], []).append(file)
+        # the first rows of a step may be gone already
+        if about["step"] == step - 1 and (about["row"] == 0 or file.parents[3] in files):
+            files.setdefault(file.parents[3], []).append(file)
     if not files:
-        words = "nothing is kept of it: run with --keep_steps of at least --save_every"
+        words = "nothing is kept of it since the run was continued last: --keep_steps is to be at least --save_every"
         raise FileNotFoundError(f"{run_dir}/queues: step {step}: {words}")
     # of a run that was continued, what it has done last
     return [read_record(file) for file in files[max(files)]]
@@ -60,7 +59,7 @@ def batches(run_dir, step):
 
 def groups(run_dir):
     """{draw: record} of all groups that are kept."""
-    files = sorted(Path(run_dir).glob("*queues/rollouts/*.safetensors"))
+    files = sorted(Path(run_dir).glob("*queues/rollouts/kept/*"))
     return {record["draw"]: record for record in map(read_record, files)}
 
 
@@ -140,7 +139,9 @@ def newest_rollouts(config, run_dir):
     if not path.exists():
         return []
     with open(path, "rb") as file:
-        lines = list(read_rollouts(deque(file, ROLLOUTS)))
+        file.seek(max(path.stat().st_size - MOST_BYTES, 0))
+        # the first may be the rest of one
+        lines = list(read_rollouts(file.readlines()[path.stat().st_size > MOST_BYTES :]))
     answers = right_answers(config) if lines else {}
     for line in lines:
         # the spans have all of the text

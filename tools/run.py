@@ -31,8 +31,7 @@ def train(argv) -> int:
         hosts[node] = launch.own_address(head if n > 1 else "127.0.0.1")
     c.master_addr = hosts[0]
     launch.resolve(c, gpus)
-    lock = []
-    start = ""
+    lock, start = [], ""
     done = "dry run, nothing is started"
     if node == 0:
         trained, held_out = (load_problems(c, split) for split in ("train", "test"))

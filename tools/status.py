@@ -193,7 +193,8 @@ class Status:
             lately = ", ".join(f"{key} {self.lately(key):.3f}" for key in means)
         first_and_last = evals[:1] + evals[1:][-1:]
         queues = sorted((self.run_dir / "queues").glob("*/"))
-        waiting = {folder.name: len(list(folder.rglob("*.safetensors"))) for folder in queues}
+        # those of --keep_steps are deeper
+        waiting = {x.name: len([*x.glob("*.saf*"), *x.glob("rank*/*.saf*")]) for x in queues}
         newest = checkpoints.newest(self.run_dir)
         rows = {
             "step": step,
