@@ -159,7 +159,7 @@ def draw_panel(ax, panel):
         ax.axhline(value, alpha=0)
     ax.set(title=panel.title, xlabel=panel.xlabel)
     if panel.log:
-        ax.set_yscale("log")
+        ax.set_yscale("log", nonpositive="mask")
     ax.grid(alpha=0.3)
     if len(panel.curves) > 1:
         ax.legend()
