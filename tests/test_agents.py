@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -32,7 +33,7 @@ def test_a_client_of_every_kind_of_request(tmp_path):
     model = tmp_path / "model"
     make_model(model, "examples/agents", "directory", 250)
     words = f"bash run.sh agent --model {model} --out {tmp_path} --run a {KNOBS}".split()
-    env = os.environ | {"AGENT": f"{sys.executable} {ROOT}/tests/client_agent.py"}
+    env = os.environ | {"AGENT": shlex.join([sys.executable, f"{ROOT}/tests/client_agent.py"])}
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     # every attempt's assertions held
