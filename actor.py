@@ -47,12 +47,12 @@ def allowed_groups(config, version):
 class Sampler:
     """Which problem comes next: of each task every problem once per epoch, shuffled anew.
 
-    problems: {task: list}; shares: {task: share}, kept exactly in every 100 problems, to one percent.
-    A curriculum is an edit of this class. `state` is kept with checkpoints.
+    indices: {task: indices of the problems that it may draw}; shares: {task: share}, kept exactly in
+    every 100 problems, to one percent. A curriculum is an edit of this class. `state` is kept with checkpoints.
     """
 
-    def __init__(self, problems, shares, seed, state=None):
-        self.problems = problems
+    def __init__(self, indices, shares, seed, state=None):
+        self.indices = indices
         self.seed = seed
         self.orders = {}
         self.drawn = (state or {}).get("drawn", 0)
@@ -64,7 +64,7 @@ class Sampler:
         self.round = [task for task in count for _ in range(count[task])]
 
     def next(self):
-        """(task, index of the problem in problems[task])."""
+        """(task, index of the problem in the task's list)."""
         round_number, place = divmod(self.drawn, len(self.round))
         self.drawn += 1
         order = self.shuffled("round", round_number, len(self.round))
@@ -72,8 +72,9 @@ class Sampler:
         task = tasks[-1]
         # how many problems of this task came before
         before = round_number * self.round.count(task) + tasks.count(task) - 1
-        epoch, j = divmod(before, len(self.problems[task]))
-        return task, self.shuffled(task, epoch, len(self.problems[task]))[j]
+        indices = self.indices[task]
+        epoch, j = divmod(before, len(indices))
+        return task, indices[self.shuffled(task, epoch, len(indices))[j]]
 
     def update(self, task, problem, rewards, successes):
         """A group is done: rewards and successes (0 or 1) of its attempts [G], G >= 1; not used here."""
@@ -130,6 +131,11 @@ class Actor:
     def test_problems(self):
         """The held-out problems of each task: the same ones from a run's beginning to its end."""
         return load_problems(self.config, "test")
+
+    @functools.cached_property
+    def usable_test_problems(self):
+        """{task: indices of the held-out problems} whose prompts the model can take."""
+        return self.prompter.usable(self.test_problems)
 
     async def start(self):
         await self.sandbox.start()
@@ -222,8 +228,9 @@ class Actor:
     def held_out(self):
         """(task, set, index, problem) of the first eval_problems held-out problems of each set."""
         counts = Counter()
-        for task, problems in self.test_problems.items():
-            for i, problem in enumerate(problems):
+        for task, indices in self.usable_test_problems.items():
+            for i in indices:
+                problem = self.test_problems[task][i]
                 source = problem.get("source", task)
                 counts[source] += 1
                 if counts[source] <= self.config.eval_problems:
@@ -243,17 +250,20 @@ class Actor:
             for k in range(c.eval_attempts):
                 sources.append(source)
                 attempts.append(self.evaluate_attempt(task, i, problem, k))
-        by_source = {source: [] for source in sources}
+        solved = {}
+        rewards = {}
         versions = []
         for source, sample in zip(sources, await asyncio.gather(*attempts)):
             if sample is not None:
-                by_source[source].append(sample["success"])
+                solved.setdefault(source, []).append(sample["success"])
+                rewards.setdefault(source, []).append(sample["reward"])
                 versions += sample["versions"][sample["mask"]].tolist()
         record = dict(
             run_id=c.run_id,
-            eval={s: float(np.mean(successes)) for s, successes in by_source.items() if successes},
+            eval={source: float(np.mean(of_source)) for source, of_source in solved.items()},
+            reward={source: float(np.mean(of_source)) for source, of_source in rewards.items()},
             problems=len(attempts) // c.eval_attempts,
-            answers=sum(len(successes) for successes in by_source.values()),
+            answers=sum(map(len, solved.values())),
             version=version,
             wall_s=time.monotonic(),
             versions=[min(versions, default=0), max(versions, default=0)],
@@ -302,13 +312,12 @@ class Actor:
     async def run(self):
         c = self.config
         problems = load_problems(c, "train")
-        self.prompter.check(problems)
-        self.prompter.check(self.test_problems)
+        usable = self.prompter.usable(problems)
         await self.start()
         await self.wait_for_trainer()
         state = last_state(self.run_dir)
         saved = state["sampler"].get("state")
-        sampler = Sampler(problems, cfg.task_weights(c.task), c.seed, saved)
+        sampler = Sampler(usable, cfg.task_weights(c.task), c.seed, saved)
         draws = InFlight(sampler, self.queues / "sampler.json", state)
         print(
             f"actor: {len(self.engines.serving)} engines x {c.concurrency} sequences, task {c.task}, "

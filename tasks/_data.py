@@ -1,65 +1,466 @@
-"""Rows of data files and of sets on the hub, with errors that name file and line. Not a task: the name starts with `_`."""
+"""Data sets of problems, read from files or from the Hugging Face hub, with errors that name file and line.
 
+A data set is named by one of
+
+    path/to/file.jsonl            also .json, .csv, each of them .gz, too, and .parquet
+    path/to/directory             all such files below it; directory@test takes those whose names begin with "test"
+    owner/name:config@split       a data set on the hub; config and split may be left out
+
+and `--train_data` and `--eval_data` take several, with commas between them. A path that exists comes before a name on
+the hub. What a row means is decided once for each data set, from the columns of its first row (`Columns.of_row`), and is
+said when a run starts. A value of another type than is expected is an error with file and line. docs/data.md has the
+conventions that are understood. Deliberately absent: images, tool calls, columns that one names by a flag.
+
+This is not a task: its name starts with `_`.
+"""
+
+import csv
+import gzip
+import io
 import json
+import math
+import re
+import sys
+from decimal import Decimal
 from pathlib import Path
+from typing import NamedTuple
+
+from plumbing.prompts import beginning, messages_of, prompt_text, with_instruction
+
+# The first of these columns that a data set has is meant. A dot leads into a column that holds an object.
+PROMPT_COLUMNS = ("problem", "question", "prompt", "messages", "input", "0.value")
+ANSWER_COLUMNS = ("answer", "ground_truth", "label", "reward_model.ground_truth", "solution")
+ANSWER_COLUMNS += ("1.ground_truth.value",)
+SOURCE_COLUMNS = ("data_source", "dataset", "source")
+# the answer of a conversation that ends with what the assistant should say
+LAST_MESSAGE = "messages[-1]"
+# A column with more different values than this says something else of a row than the set that it comes from.
+MOST_SOURCES = 20
+HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([^@]+))?(?:@(.+))?")
+SPLIT_NAME = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])")
 
 
-def rows(path):
-    """(where, row dict) for each row of a .jsonl or .parquet file; where is "file:line". Raises ValueError naming it."""
-    path = Path(path).expanduser()
-    if not path.is_file():
-        raise ValueError(f"{path.absolute()}: no such file")
-    if path.suffix not in (".jsonl", ".json", ".parquet"):
-        raise ValueError(f"{path}: the name must end in .jsonl (a JSON object a line) or .parquet")
-    if path.suffix != ".parquet":
-        for n, line in enumerate(path.read_bytes().splitlines(), 1):
-            if line.strip():
-                yield f"{path}:{n}", _object(line, f"{path}:{n}")
+# ---------------------------------------------------------------------------- problems
+
+
+class Columns(NamedTuple):
+    """What the columns of a data set mean: names of columns, "" where there is none."""
+
+    prompt: str
+    answer: str
+    source: str
+    # columns that could have meant the same, and are not taken
+    others: tuple
+
+    @classmethod
+    def of_row(cls, row):
+        """What a data set with this row means. Raises ValueError if that is not certain."""
+        prompts = [name for name in PROMPT_COLUMNS if _has(row, name)]
+        answers = [name for name in ANSWER_COLUMNS if _has(row, name)]
+        sources = [name for name in SOURCE_COLUMNS if _has(row, name)]
+        if not prompts:
+            wanted = ", ".join(PROMPT_COLUMNS)
+            raise ValueError(
+                f"no column holds the prompt: it must be called one of {wanted}; the row has "
+                f"{_names(row)}"
+            )
+        taken = [name for name in ("where", "read_as") if name in row]
+        if taken:
+            raise ValueError(f"column '{taken[0]}' has a name that every problem uses: rename it")
+        if prompts[0] == "input" and "instruction" in row:
+            raise ValueError(
+                "the columns 'instruction' and 'input' make one prompt in a way that is not known here: "
+                "write it to a column 'prompt'"
+            )
+        if prompts[0] == "messages" and not answers and _ends_with_assistant(row["messages"]):
+            answers = [LAST_MESSAGE]
+        others = (*prompts[1:], *answers[1:], *sources[1:])
+        return cls(prompts[0], *(names[0] if names else "" for names in (answers, sources)), others)
+
+    def __str__(self):
+        text = f"prompt from '{self.prompt}'"
+        if self.answer:
+            text += f", answer from '{self.answer}'"
+        if self.source:
+            text += f", source from '{self.source}'"
+        if self.others:
+            text += f", not from {', '.join(map(repr, self.others))}"
+        return text
+
+
+def problems(names, split, known=None, finish=None):
+    """Problems of data sets, in the order of the files: dicts that have every column of their row under its name, and
+
+        prompt   a text, or a list of messages, each a dict with role and content (text)
+        answer   as the row has it, of whatever type; absent if no column holds it
+        source   name of the set that the problem comes from: evaluations report each by itself
+        where    "file:line", "file: row n" or "owner/name: row n"
+        read_as  what the columns were taken for, one line
+
+    names: data sets with commas between them; split: "train" or "test", which chooses a data set's part on the hub;
+    known: {short name: data set}; finish: a function that completes a problem in place, and raises ValueError for one
+    that cannot be used. In a file such a row is an error; in a set on the hub, which one cannot edit, it is left out
+    and counted. Raises ValueError that names the data set, or file and line.
+    """
+    known = known or {}
+    read = []
+    by_stem = {}
+    knob = "--train_data" if split == "train" else "--eval_data"
+    if not all(name.strip() for name in names.split(",")):
+        raise ValueError(f"{knob} {names}: a name between two commas is empty")
+    for name in names.split(","):
+        stem = name if name in known else stem_of(name)
+        if stem in by_stem:
+            raise ValueError(
+                f"{knob}: another set is called {stem}, as {name} is, and evaluations tell sets apart by that: "
+                "rename one of them"
+            )
+        by_stem[stem] = _read_set(known.get(name, name), stem, split, finish)
+        read += by_stem[stem]
+    return read
+
+
+def _read_set(name, stem, split, finish):
+    """The problems of one data set, see `problems`. stem: what evaluations call it."""
+    is_on_hub = existing_path(name) is None
+    columns = None
+    made = []
+    unusable = []
+    for where, row in rows(name, split):
+        try:
+            columns = columns or Columns.of_row(row)
+            problem = row | _problem(row, columns) | dict(where=where)
+            if finish:
+                finish(problem)
+            made.append(problem)
+        except ValueError as e:
+            unusable.append(f"{where}: {e}")
+            if not is_on_hub or columns is None:
+                raise ValueError(unusable[0]) from None
+    if not made:
+        raise ValueError(f"{name}: no problems in it{': ' * bool(unusable)}{''.join(unusable[:1])}")
+    if unusable:
+        print(
+            f"{name}: {len(unusable)} of {len(unusable) + len(made)} rows cannot be used and are left out, the first: "
+            f"{unusable[0]}",
+            flush=True,
+        )
+    sources = {problem["source"] for problem in made}
+    is_set_name = "" not in sources and len(sources) <= MOST_SOURCES
+    read_as = str(columns if is_set_name else columns._replace(source=""))
+    for problem in made:
+        problem["read_as"] = read_as
+        problem["source"] = problem["source"] if is_set_name else stem
+    return made
+
+
+def _problem(row, columns):
+    """prompt, source ("" if the row has none) and, if a column holds it, answer of a row."""
+    prompt = _value(row, columns.prompt)
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise ValueError(f"column '{columns.prompt}' is empty")
+    else:
+        prompt = messages_of(prompt, columns.prompt)
+    problem = dict(prompt=prompt, source="")
+    if row.get(columns.source) is not None:
+        problem["source"] = row[columns.source]
+        if not isinstance(problem["source"], str):
+            raise ValueError(
+                f"column '{columns.source}' must be a text, it is {beginning(problem['source'])}"
+            )
+    if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+        *prompt, answer = prompt
+        if not prompt:
+            raise ValueError(f"column '{columns.prompt}' has no message of the user")
+        problem["prompt"] = prompt
+        if columns.answer == LAST_MESSAGE:
+            problem["answer"] = answer["content"]
+    if columns.answer and columns.answer != LAST_MESSAGE:
+        problem["answer"] = _value(row, columns.answer)
+    if columns.answer and "answer" not in problem:
+        raise ValueError("the last message must be the assistant's, as in the rows before")
+    return problem
+
+
+def as_text(value):
+    """An answer, a text or a number, as text: 5.0 -> "5", 1e16 -> "10000000000000000".
+
+    A list of one, an object with nothing but a "value", and a text that is such a list in JSON, are read as what is
+    in them. Raises ValueError for anything else: no text is made of a value that is none.
+    """
+    if isinstance(value, list) and len(value) == 1:
+        return as_text(value[0])
+    if isinstance(value, dict) and list(value) == ["value"]:
+        return as_text(value["value"])
+    if isinstance(value, str):
+        if re.match(r'\s*\[\s*"', value):
+            try:
+                return as_text(json.loads(value))
+            except json.JSONDecodeError:
+                pass
+        if value.strip() in ("", "nan", "NaN", "null"):
+            raise ValueError(f"it is empty: {value!r}")
+        return value.strip()
+    is_number = isinstance(value, (int, float, Decimal)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
+        raise ValueError(f"it must be a text or a number, it is {beginning(value)}")
+    if isinstance(value, int):
+        return str(value)
+    # The digits that tell a float from all others, without an exponent.
+    text = format(Decimal(repr(value)) if isinstance(value, float) else value, "f")
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _has(row, column):
+    """Does a row have a column? "a.b" is what the object in column "a" has under "b"."""
+    for name in column.split("."):
+        if not isinstance(row, dict) or name not in row:
+            return False
+        row = row[name]
+    return True
+
+
+def _value(row, column):
+    """What a row has in a column. Raises ValueError if there is no such column, or nothing in it."""
+    if not _has(row, column):
+        raise ValueError(f"no column '{column}', which the first row has; it has {_names(row)}")
+    value = row
+    for name in column.split("."):
+        value = value[name]
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise ValueError(f"column '{column}' is empty")
+    return value
+
+
+def _names(row):
+    return ", ".join(map(str, row)) or "none"
+
+
+def _ends_with_assistant(messages):
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    return isinstance(last, dict) and last.get("role") == "assistant"
+
+
+# ---------------------------------------------------------------------------- rows
+
+
+def existing_path(name):
+    """(path, part of a directory that is wanted, "" if all) that a data set's name says; None if there is no such path."""
+    whole = Path(name.strip()).expanduser()
+    if whole.exists():
+        return whole, ""
+    path, at, part = name.strip().rpartition("@")
+    if at and Path(path).expanduser().is_dir():
+        return Path(path).expanduser(), part
+    return None
+
+
+def stem_of(name):
+    """What evaluations call a data set: `data/mine.jsonl.gz` -> "mine", `owner/name:config@test` -> "name"."""
+    found = existing_path(name)
+    if found and found[0].is_dir():
+        return found[0].absolute().name
+    if found or _kind(Path(name)):
+        return Path(name).name.split(".")[0]
+    on_hub = HUB_NAME.fullmatch(name.strip())
+    return on_hub[1].rpartition("/")[2] if on_hub else name
+
+
+def rows(name, split):
+    """(where, row) of each row of a data set; row: {column: value}. Raises ValueError that names it.
+
+    split: "train" or "test", for a data set on the hub whose name does not say which.
+    """
+    found = existing_path(name)
+    if found:
+        for file in files_of(*found):
+            yield from READERS[_kind(file)](file)
         return
+    on_hub = HUB_NAME.fullmatch(name.strip())
+    if _kind(Path(name)) or not on_hub:
+        raise ValueError(f"{Path(name).expanduser().absolute()}: no such file or directory")
+    yield from hub_rows(on_hub[1], on_hub[2], on_hub[3] or split)
+
+
+def files_of(path, part=""):
+    """The files of a data set: a file alone, or those below a directory, in the order of their paths.
+
+    part: that files' names, or those of directories below it, begin with. Raises ValueError for a directory that
+    has nothing to read, files of several kinds, or several splits of which none is chosen.
+    """
+    if not path.is_dir():
+        if not _kind(path):
+            raise ValueError(
+                f"{path}: its name must end in .jsonl, .json, .csv (or one of these and .gz) or .parquet"
+            )
+        return [path]
+    below = [p for p in sorted(path.rglob("*")) if p.is_file() and _kind(p)]
+    # what Hugging Face writes beside data
+    about = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+    files = []
+    splits = set()
+    for file in below:
+        steps = file.relative_to(path).parts
+        if file.name in about or any(step.startswith(".") for step in steps):
+            continue
+        if part and not any(re.match(re.escape(part) + r"(?![a-zA-Z])", step) for step in steps):
+            continue
+        files.append(file)
+        splits |= {found[1] for step in steps if (found := SPLIT_NAME.match(step.lower()))}
+    if not files:
+        ending = f" whose name begins with {part!r}" if part else ""
+        arrow = ", but .arrow files: write them by to_parquet" if any(path.rglob("*.arrow")) else ""
+        raise ValueError(f"{path}: no .jsonl, .json, .csv or .parquet file{ending} in it{arrow}")
+    if not part and len(splits) > 1:
+        raise ValueError(
+            f"{path}: its files are of several splits, {', '.join(sorted(splits))}: choose one, as "
+            f"{path}@{sorted(splits)[0]}"
+        )
+    kinds = {_kind(file) for file in files}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"{path}: it has files of several kinds, {', '.join(sorted(kinds))}: name the files"
+        )
+    return files
+
+
+def _kind(path):
+    """The reader of a file, by its name: ".jsonl", ".csv", ...; "" if there is none."""
+    name = path.name.lower()
+    for kind in READERS:
+        if name.endswith(kind) or (kind != ".parquet" and name.endswith(f"{kind}.gz")):
+            return kind
+    return ""
+
+
+def _text(path):
+    """The text of a file in UTF-8, unpacked if its name ends in .gz. Raises ValueError."""
+    try:
+        data = path.read_bytes()
+        if path.name.lower().endswith(".gz"):
+            data = gzip.decompress(data)
+    except (OSError, EOFError, gzip.zlib.error) as e:
+        raise ValueError(f"{path} cannot be read: {e}") from None
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        line = data[: e.start].count(b"\n") + 1
+        raise ValueError(f"{path}:{line}: not UTF-8 ({e.reason})") from None
+
+
+def json_rows(path):
+    """(where, row) of a file with a JSON object in each line, or with one JSON list of objects."""
+    text = _text(path)
+    if text.lstrip().startswith("["):
+        values = _elements(text, path)
+    else:
+        values = _lines(text, path)
+    for line, value in values:
+        if not isinstance(value, dict):
+            raise ValueError(
+                f"{path}:{line}: a row must be a JSON object, this is {beginning(value)}"
+            )
+        yield f"{path}:{line}", value
+
+
+def _lines(text, path):
+    """(number, value) of each line that is not blank."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except ValueError as e:
+                raise ValueError(f"{path}:{number}: not valid JSON ({e})") from None
+
+
+def _elements(text, path):
+    """(number of its first line, value) of each element of a JSON list."""
+    decoder = json.JSONDecoder()
+    space = re.compile(r"\s*")
+    counted = 0
+    line = 1
+    position = text.index("[") + 1
+    while True:
+        position = space.match(text, position).end()
+        line += text.count("\n", counted, position)
+        counted = position
+        if text.startswith("]", position):
+            break
+        try:
+            value, position = decoder.raw_decode(text, position)
+        except json.JSONDecodeError as e:
+            raise ValueError(f"{path}:{e.lineno}: not valid JSON ({e.msg})") from None
+        yield line, value
+        position = space.match(text, position).end()
+        if text.startswith(",", position):
+            position += 1
+        elif not text.startswith("]", position):
+            raise ValueError(f"{path}:{line}: not valid JSON (the list does not go on or end here)")
+    if text[position + 1 :].strip():
+        raise ValueError(f"{path}:{line}: not valid JSON (something follows the end of the list)")
+
+
+def csv_rows(path):
+    """(where, row) of a file with commas between its values, all of them texts; its first line has the names."""
+    # The library's limit of 131,072 characters a value is there for programs that read from strangers.
+    csv.field_size_limit(sys.maxsize)
+    reader = csv.DictReader(io.StringIO(_text(path), newline=""), strict=True)
+    line = 1
+    try:
+        names = reader.fieldnames or []
+        if len(set(names)) < len(names):
+            raise ValueError(f"{path}:1: two columns have the same name: {', '.join(names)}")
+        for row in reader:
+            # A row begins where the one before has ended; blank lines belong to it.
+            begin, line = line + 1, reader.line_num
+            if None in row or None in row.values():
+                raise ValueError(
+                    f"{path}:{begin}: it must have {len(names)} values, as the first line has names"
+                )
+            yield f"{path}:{begin}", row
+    except csv.Error as e:
+        raise ValueError(f"{path}:{line + 1}: not valid CSV ({e})") from None
+
+
+def parquet_rows(path):
+    """(where, row) of a Parquet file."""
     import pyarrow.parquet
 
+    number = 0
     try:
-        found = pyarrow.parquet.read_table(path).to_pylist()
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(1000):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path}: row {number}", row
+    # pyarrow's own errors are kinds of these, and so are texts that are not UTF-8
     except (OSError, ValueError) as e:
-        first_line = str(e).partition("\n")[0]
-        raise ValueError(f"{path}: not a readable Parquet file ({first_line})") from None
-    for n, row in enumerate(found, 1):
-        yield f"{path}: row {n}", row
+        if number:
+            raise ValueError(
+                f"{path}: not readable after row {number} ({_first_line(e)})"
+            ) from None
+        raise ValueError(f"{path}: not a readable Parquet file ({_first_line(e)})") from None
 
 
-def _object(line, where):
-    """A line's JSON object; ValueError says where there is none."""
-    try:
-        row = json.loads(line)
-    # UnicodeDecodeError is one
-    except ValueError as e:
-        raise ValueError(f"{where}: not valid JSON ({e})") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: a line must be a JSON object, this is {type(row).__name__}")
-    return row
-
-
-def hub(name, config, split):
-    """(where, row dict) for each row of a data set on the Hugging Face hub, or in its local cache. Raises ValueError."""
+def hub_rows(name, config, split):
+    """(where, row) of a data set on the Hugging Face hub, or in its local cache."""
     from datasets import load_dataset
 
     try:
-        found = load_dataset(name, config, split=split)
-    # the library raises dozens of kinds
+        loaded = load_dataset(name, config, split=split)
+    # The library raises dozens of kinds.
     except Exception as e:
-        why = f"{type(e).__name__}: {str(e).partition(chr(10))[0][:200]}"
-        words = f"data set {name} ({config}), split {split}, cannot be loaded ({why})"
-        raise ValueError(f"{words}; without a connection give a local file") from None
-    for n, row in enumerate(found, 1):
-        yield f"{name}: row {n}", row
+        raise ValueError(
+            f"data set {name}, configuration {config or 'not given'}, split {split}: there is no such file or "
+            f"directory, and the hub does not give it ({type(e).__name__}: {_first_line(e)}); a name on the hub is "
+            "written owner/name:config@split"
+        ) from None
+    for number, row in enumerate(loaded, 1):
+        yield f"{name}: row {number}", row
 
 
-def column(row, *names):
-    """The first of these columns that the row has, as text. Raises ValueError that says what it has instead."""
-    found = [str(row[name]).strip() for name in names if row.get(name) is not None]
-    if not found:
-        has = ", ".join(map(str, row)) or "none"
-        raise ValueError(f"no column '{names[0]}'; it has {has}")
-    if not found[0]:
-        raise ValueError(f"column '{names[0]}' is empty")
-    return found[0]
+def _first_line(error):
+    return str(error).partition("\n")[0][:200]
+
+
+READERS = {".jsonl": json_rows, ".json": json_rows, ".csv": csv_rows, ".parquet": parquet_rows}

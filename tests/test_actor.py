@@ -155,15 +155,25 @@ def good(n, body):
 
 
 class FakeEngine:
-    """Calls that came, and what is answered: answer(number of the call, body) -> response."""
+    """Calls that came, and what is answered: answer(number of the call, body) -> response.
 
-    def __init__(self, answer):
+    together: the first so many calls are answered when all of them have come.
+    """
+
+    def __init__(self, answer, together=1):
         self.answer = answer
         self.calls = []
+        self.together = together
+        self.all_have_come = asyncio.Event()
 
     async def generate(self, request):
-        self.calls.append(await request.json())
-        return self.answer(len(self.calls), self.calls[-1])
+        body = await request.json()
+        self.calls.append(body)
+        number = len(self.calls)
+        if number >= self.together:
+            self.all_have_come.set()
+        await self.all_have_come.wait()
+        return self.answer(number, body)
 
     def routes(self):
         return [web.post("/inference/v1/generate", self.generate)]
@@ -186,7 +196,7 @@ def with_fake_engine(run_dir, model, answer, work, engine=None, **knobs):
     """Start an actor whose only engine answers so, and await work(actor); returns (actor, calls)."""
 
     async def run():
-        limits = dict(max_new_tokens=40, max_model_len=200, start_timeout=60)
+        limits = dict(max_new_tokens=40, max_model_len=200, start_timeout=300, reward_timeout=300)
         config = cfg.Config(model=str(model), engines=1, run_id="abc", **limits | knobs)
         (run_dir / "queues").mkdir()
         queues.make_secret(run_dir)
@@ -203,7 +213,7 @@ def with_fake_engine(run_dir, model, answer, work, engine=None, **knobs):
             await actor.close()
         return actor, fake.calls
 
-    return asyncio.run(asyncio.wait_for(run(), 60))
+    return asyncio.run(asyncio.wait_for(run(), 300))
 
 
 def one_group(run_dir, model, answer, problem=PROBLEM, attempts=4, **knobs):
@@ -366,7 +376,9 @@ def test_attempts_that_failed_for_good_make_the_group_smaller(
     def answer(n, body):
         return web.Response(status=500) if n <= failures else good(n, body)
 
-    actor, r, _, updates = one_group(tmp_path, base_model, answer)
+    # each attempt's first call is one of the first four, however long its way
+    fake = FakeEngine(answer, together=4)
+    actor, r, _, updates = one_group(tmp_path, base_model, answer, engine=fake)
     assert (r["draw"], len(r["lengths"]), r["failed"]) == (7, left, 4 - left)
     assert actor.engines.counts == {"retried": 4, "failed": 4 - left}
     assert updates == ([("toy", 3, [1.0, 1.0], [True, True])] if left else [])
@@ -385,7 +397,7 @@ def test_what_is_drawn_is_written_down_before_it_is_started(tmp_path, base_model
 
         actor.group = group
         problems = {"toy": [f"problem {n}" for n in range(50)]}
-        sampler = Sampler(problems, {"toy": 1.0}, 0)
+        sampler = Sampler({"toy": list(range(50))}, {"toy": 1.0}, 0)
         draws = InFlight(sampler, tmp_path / "queues" / "sampler.json", NEW_RUN)
         # 16 places, for four groups of 4
         groups = actor.start_groups(draws, problems, 0)

@@ -17,7 +17,7 @@ import tasks
 from bench import rewards
 from conftest import ROOT
 from plumbing.problems import Prompter, load_problems
-from tasks import guess, maths, tail, toy
+from tasks import _data, guess, maths, tail, toy
 from tools import base_model
 
 MATHS = ROOT / "tests" / "maths.jsonl"
@@ -223,12 +223,12 @@ ROW = '{"problem": "p", "answer": "1"}\n'
 def test_mistakes_in_data_are_named_by_file_and_line(tmp_path):
     for name, text, complaint in [
         ("a.jsonl", ROW + '{"problem": "p", "answer"\n', "a.jsonl:2: not valid JSON"),
-        ("a.jsonl", ROW + '\n["p"]\n', "a.jsonl:3: a line must be a JSON object, this is list"),
-        ("a.jsonl", ROW + '{"problem": "p", "x": 1}\n', "a.jsonl:2: no column 'answer'; .* x"),
+        ("a.jsonl", ROW + '\n["p"]\n', "a.jsonl:3: a row must be a JSON object, this is list"),
+        ("a.jsonl", ROW + '{"problem": "p", "x": 1}\n', "a.jsonl:2: no column 'answer', .* x"),
         ("a.jsonl", '{"problem": " ", "answer": "1"}\n', "a.jsonl:1: column 'problem' is empty"),
         ("a.jsonl", "", "a.jsonl: no problems in it"),
-        ("a.jsonl", "\xff\xfe\n", "a.jsonl:1: not valid JSON"),
-        ("a.csv", "problem,answer\n", "a.csv: the name must end in .jsonl .* or .parquet"),
+        ("a.jsonl", "\xff\xfe\n", "a.jsonl:1: not UTF-8"),
+        ("a.csv", "problem,answer\n", "a.csv: no problems in it"),
         ("a.parquet", "nonsense", "a.parquet: not a readable Parquet file"),
         ("absent.jsonl", None, "no such file"),
     ]:
@@ -264,14 +264,18 @@ HUB = dict(
     gsm8k={"question": "q", "answer": "so 14 / 2\n#### 1,234"},
     math_train={"problem": "q", "solution": "\\boxed{1}. Thus $\\boxed{1234}$."},
     orz57k={"0": {"from": "human", "value": "q"}, "1": {"ground_truth": {"value": "1234"}}},
-    math500={"problem": "q", "answer": "1234"},
+    math500={"problem": "q", "solution": "\\boxed{1}", "answer": "1234", "subject": "Algebra"},
     amc23={"question": "q", "answer": "1234"},
 )
 
 
-def test_hub_sets_read_their_columns():
+def test_hub_sets_read_their_columns(monkeypatch):
     for name, row in HUB.items():
-        assert maths.SETS[name][0](row) == ("q", "1234")
+        # FAKE: the hub
+        monkeypatch.setattr(_data, "hub_rows", lambda *about: [(f"{about[0]}: row 1", row)])
+        [problem] = maths.problems("test", 0, name)
+        assert (problem["prompt"], problem["answer"]) == ("q" + maths.INSTRUCTION, "1234")
+        assert problem["source"] == name
 
 
 def test_tasks_and_shares_of_a_mixture():
@@ -346,17 +350,41 @@ def test_raw_and_templated_prompts(tmp_path):
     assert "<think>" not in auto.tokenizer.decode(auto.start("a"))
 
 
-def test_a_prompt_of_no_tokens_or_too_many_is_named(tmp_path):
-    p = prompter(tmp_path, max_model_len=20)
+def test_prompts_of_messages(tmp_path):
+    shots = [("user", "1+1?"), ("assistant", "2"), ("user", "2+2?")]
+    messages = [{"role": role, "content": content} for role, content in shots]
+    chat = prompter(tmp_path, TEMPLATE, chat=True, system_prompt="Be brief.")
+    expected = "<|im_start|>system\nBe brief.<|im_end|>\n"
+    expected += "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in shots)
+    assert chat.tokenizer.decode(chat.start(messages)) == expected + "<|im_start|>assistant\n"
+    with pytest.raises(cfg.ConfigError, match="a system message of its own: leave out --system_p"):
+        chat.start([{"role": "system", "content": "Be long."}, *messages])
+    # without a template a message of the user alone is its text
+    raw = prompter(tmp_path, TEMPLATE)
+    assert raw.start(messages[2:]) == raw.start("2+2?")
+    with pytest.raises(cfg.ConfigError, match="task toy, problem 1: .* 3 messages.* --chat True"):
+        raw.usable({"toy": [{"prompt": messages}]})
+
+
+def test_prompts_that_the_model_cannot_take_are_left_out_or_refused(tmp_path):
+    p = prompter(tmp_path, max_model_len=20, max_left_out=0.5)
     fits = {"prompt": "a" * 19}
-    p.check({"toy": [fits, fits]})
-    # this tokenizer leaves out what it does not know
-    for text in ("", "\u4f60\u597d" * 40):
-        words = "task toy, problem 2: the prompt .* has 0 tokens, there may be 1 to 19"
-        with pytest.raises(cfg.ConfigError, match=words):
-            p.check({"toy": [fits, {"prompt": text}]})
-    words = (
-        "f.jsonl:2: the prompt 'aa.*' has 20 tokens, there may be 1 to 19: raise --max_model_len"
-    )
-    with pytest.raises(cfg.ConfigError, match=words):
-        p.check({"maths": [fits, {"prompt": "a" * 20, "where": "f.jsonl:2"}]})
+    assert p.usable({"toy": [fits, fits]}) == {"toy": [0, 1]}
+    long = {"prompt": "a" * 20, "where": "f.jsonl:2"}
+    # this tokenizer leaves out what it does not know; the model has no row for the tokens that were added to it
+    p.vocabulary = p.tokenizer.convert_tokens_to_ids("<|im_start|>")
+    for problem, complaint in [
+        (long, "f.jsonl:2: the prompt 'aa.*' has 20 tokens, there may be 1 to 19"),
+        ({"prompt": "\u4f60\u597d"}, "task toy, problem 2: the prompt .* has 0 tokens"),
+        ({"prompt": "<|im_start|>a"}, "task toy, problem 2: the prompt .* has the token .*im_start.*knows"),
+    ]:
+        said = []
+        assert p.usable({"toy": [fits, problem]}, said.append) == {"toy": [0]}
+        [line] = said
+        assert re.search(f"1 of 2 problems of task toy .* the first: {complaint}.*left out", line)
+        with pytest.raises(cfg.ConfigError, match=f"2 of 3 .* the first: {complaint}.*raise --max"):
+            p.usable({"toy": [fits, problem, problem]})
+        p.config.max_left_out = 1.0
+        with pytest.raises(cfg.ConfigError, match="1 of 1 problems"):
+            p.usable({"toy": [problem]})
+        p.config.max_left_out = 0.5

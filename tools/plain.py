@@ -255,6 +255,7 @@ def verdict(config, task, reply, finished):
     if value in cfg.OUTCOMES:
         table = config.reward_finished if finished else config.reward_cut_off
         return table[cfg.OUTCOMES.index(value)], value
+    value = float(value)
     return value, "correct" if value >= getattr(task, "SUCCESS", 1.0) else "wrong"
 
 

@@ -1,0 +1,350 @@
+"""Data sets as people have them: what is read from which columns, and what is refused with file and line."""
+
+import csv
+import gzip
+import json
+
+import pytest
+
+import config as cfg
+from plumbing.problems import in_both, load_problems
+from tasks import _data, maths
+
+QUESTION = "What is 2 + 3?"
+ASKED = QUESTION + maths.INSTRUCTION
+MESSAGES = [{"role": "user", "content": QUESTION}]
+ROW = {"question": QUESTION, "answer": "5"}
+
+
+def write(path, rows):
+    """A data file with these rows, in the format that its name says; returns its path as text."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kind = path.name.removesuffix(".gz").rpartition(".")[2]
+    if kind == "parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        return str(path)
+    if kind == "csv":
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+        text = path.read_text()
+    else:
+        lines = [json.dumps(row) for row in rows]
+        text = json.dumps(rows, indent=1) if kind == "json" else "\n".join(lines) + "\n"
+    data = text.encode()
+    path.write_bytes(gzip.compress(data) if path.name.endswith(".gz") else data)
+    return str(path)
+
+
+def read(names, split="train"):
+    """Problems of the task maths."""
+    knob = {"train": "train_data", "test": "eval_data"}[split]
+    return load_problems(cfg.Config(task="maths", **{knob: str(names)}), split)["maths"]
+
+
+# name of the convention -> (row, prompt, answer, source: None for the file's name)
+CONVENTIONS = {
+    "verl": (
+        dict(
+            data_source="openai/gsm8k",
+            prompt=MESSAGES,
+            ability="math",
+            reward_model={"ground_truth": "5", "style": "rule"},
+            extra_info={"index": 3, "split": "train"},
+        ),
+        [{"role": "user", "content": ASKED}],
+        "5",
+        "openai/gsm8k",
+    ),
+    "trl": (dict(prompt=QUESTION, answer="5", difficulty=3), ASKED, "5", None),
+    "trl messages": (
+        dict(prompt=MESSAGES, ground_truth="5"),
+        [{"role": "user", "content": ASKED}],
+        "5",
+        None,
+    ),
+    "openai": (
+        dict(messages=[*MESSAGES, {"role": "assistant", "content": "It is $\\boxed{5}$."}]),
+        [{"role": "user", "content": ASKED}],
+        "5",
+        None,
+    ),
+    "open-instruct": (
+        dict(messages=MESSAGES, ground_truth="5", dataset="gsm8k"),
+        [{"role": "user", "content": ASKED}],
+        "5",
+        "gsm8k",
+    ),
+    "slime": (dict(prompt=QUESTION, label="5", metadata={"a": 1}), ASKED, "5", None),
+    "numina": (
+        dict(
+            source="olympiads",
+            problem=QUESTION,
+            solution="So $2 + 3 = \\boxed{5}$.",
+            messages=[*MESSAGES, {"role": "assistant", "content": "\\boxed{5}"}],
+        ),
+        ASKED,
+        "5",
+        "olympiads",
+    ),
+    "openr1": (
+        dict(problem=QUESTION, solution="long \\boxed{6}", answer="5", uuid="u"),
+        ASKED,
+        "5",
+        None,
+    ),
+    "gsm8k": (
+        dict(question=QUESTION, answer="2 + 3 = <<2+3=5>>5\n#### 1,005"),
+        ASKED,
+        "1005",
+        None,
+    ),
+    "orz": (
+        {"0": {"from": "human", "value": QUESTION}, "1": {"ground_truth": {"value": "5"}}},
+        ASKED,
+        "5",
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize("ending", ["jsonl", "json", "parquet", "jsonl.gz"])
+def test_conventions_are_read_from_their_columns(convention, ending, tmp_path):
+    row, prompt, answer, source = CONVENTIONS[convention]
+    problems = read(write(tmp_path / f"mine.{ending}", [row, row]))
+    assert len(problems) == 2
+    for problem in problems:
+        assert (problem["prompt"], problem["answer"]) == (prompt, answer)
+        assert problem["source"] == (source or "mine")
+    # all other columns reach the reward under their names
+    named = {"prompt", "answer", "source", "messages"}
+    for name in row.keys() - named:
+        assert problems[0][name] == row[name]
+
+
+def test_a_row_is_named_by_its_file_and_line(tmp_path):
+    rows = [ROW, ROW, ROW]
+    for name, wheres in [
+        ("a.jsonl", [":1", ":2", ":3"]),
+        ("a.json", [":2", ":6", ":10"]),
+        ("a.csv", [":2", ":3", ":4"]),
+        ("a.csv.gz", [":2", ":3", ":4"]),
+        ("a.parquet", [": row 1", ": row 2", ": row 3"]),
+    ]:
+        path = write(tmp_path / name, rows)
+        assert [problem["where"] for problem in read(path)] == [path + where for where in wheres]
+
+
+@pytest.mark.parametrize(
+    "value,answer",
+    [
+        (5, "5"),
+        (5.0, "5"),
+        (-0.25, "-0.25"),
+        (1e16, "10000000000000000"),
+        (1e-05, "0.00001"),
+        (10**30, "1" + 30 * "0"),
+        (["5"], "5"),
+        ([5], "5"),
+        ({"value": "5"}, "5"),
+        ('["\\\\frac{1}{2}"]', "\\frac{1}{2}"),
+        ("[5, 6]", "[5, 6]"),
+        (" 5\n", "5"),
+        ("So \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
+    ],
+)
+def test_answers_that_are_texts_or_numbers(value, answer, tmp_path):
+    [problem] = read(write(tmp_path / "a.jsonl", [dict(question="q", answer=value)]))
+    assert problem["answer"] == answer
+
+
+@pytest.mark.parametrize(
+    "value,complaint",
+    [
+        (float("nan"), "must be a text or a number, it is float 'nan'"),
+        (float("inf"), "must be a text or a number, it is float 'inf'"),
+        (True, "must be a text or a number, it is bool 'True'"),
+        (["5", "6"], "must be a text or a number, it is list"),
+        ('["5", "6"]', "must be a text or a number, it is list"),
+        ([], "must be a text or a number, it is list"),
+        ({"a": 5}, "must be a text or a number, it is dict"),
+        (None, "column 'answer' is empty"),
+        (" ", "column 'answer' is empty"),
+        ("NaN", "it is empty: 'NaN'"),
+        ("First this,\nthen that.", "must be a final answer, in one line"),
+        (600 * "1", "must be a final answer, in one line"),
+        ("#### ", "must be a final answer, in one line"),
+    ],
+)
+def test_answers_that_are_neither_are_named_by_file_and_line(value, complaint, tmp_path):
+    path = write(tmp_path / "a.jsonl", [ROW, dict(question="q", answer=value)])
+    with pytest.raises(cfg.ConfigError, match=f"{path}:2: .*{complaint}"):
+        read(path)
+
+
+def test_bytes_in_parquet_are_refused(tmp_path):
+    for row in (dict(question=b"q", answer="5"), dict(question="q", answer=b"5")):
+        path = write(tmp_path / "a.parquet", [row])
+        with pytest.raises(cfg.ConfigError, match=f"{path}: row 1: .* it is bytes"):
+            read(path)
+
+
+@pytest.mark.parametrize(
+    "prompt,complaint",
+    [
+        (["a"], "message 1 of column 'prompt' must be an object with a content and a role"),
+        ([{"role": "bot", "content": "a"}], "one of system, developer, user, assistant, tool"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "no images or tool calls"),
+        ([{"role": "user", "content": ""}], "must have a text as its content"),
+        ([{"role": "system", "content": "a"}], "no message after that of the system"),
+        ([{"role": "assistant", "content": "a"}], "no message of the user"),
+        ([], "must be a text or a list of messages, it is list"),
+        (5, "must be a text or a list of messages, it is int '5'"),
+        ({"role": "user"}, "must be a text or a list of messages, it is dict"),
+        (" ", "column 'prompt' is empty"),
+        ("a \ud800", "'prompt' has half of a character .a lone surrogate, '.ud800'"),
+        ([{"role": "user", "content": "\udfff"}], "'prompt' has half of a character"),
+    ],
+)
+def test_prompts_that_are_neither_text_nor_messages_are_named(prompt, complaint, tmp_path):
+    rows = [dict(prompt=x, answer="5") for x in (QUESTION, prompt)]
+    path = write(tmp_path / "a.jsonl", rows)
+    with pytest.raises(cfg.ConfigError, match=f"{path}:2: .*{complaint}"):
+        read(path)
+
+
+def test_text_parts_of_a_message_are_one_text(tmp_path):
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "2 + 3?"}]
+    row = dict(prompt=[{"role": "user", "content": parts}], answer=5)
+    assert read(write(tmp_path / "a.jsonl", [row]))[0]["prompt"][0]["content"] == ASKED
+
+
+@pytest.mark.parametrize(
+    "rows,complaint",
+    [
+        ([dict(text="q", answer="5")], ":1: no column holds the prompt: it must be called one of"),
+        ([dict(question="q", result="5")], ":1: .*no column holds the answer: it must be called"),
+        (
+            [dict(instruction="i", input="q", answer="5")],
+            ":1: the columns 'instruction' and 'input'",
+        ),
+        ([ROW, dict(problem="q", answer="5")], ":2: no column 'question', which the first row has"),
+        ([ROW, dict(question="q")], ":2: no column 'answer', which the first row has"),
+        ([dict(ROW, where="here")], ":1: column 'where' has a name that every problem uses"),
+        ([dict(ROW, source=5)], ":1: column 'source' must be a text, it is int '5'"),
+        ([ROW, ["q", "5"]], ":2: a row must be a JSON object, this is list"),
+    ],
+)
+def test_rows_whose_meaning_is_not_certain_are_refused(rows, complaint, tmp_path):
+    path = write(tmp_path / "a.jsonl", rows)
+    with pytest.raises(cfg.ConfigError, match=path + complaint):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    "name,text,complaint",
+    [
+        ("a.jsonl", '{"question": "q", "answer"\n', ":1: not valid JSON"),
+        ("a.json", '[{"question": "q", "answer": 1},\n{"question":}]', ":2: not valid JSON"),
+        ("a.json", '[{"question": "q", "answer": 1}\n{"question": "r"}]', ":1: not valid JSON"),
+        ("a.json", '[{"question": "q", "answer": 1}]\n[]', ":1: not valid JSON"),
+        ("a.json", "[]", ": no problems in it"),
+        ("a.json", '{\n "question": "q"\n}', ":1: not valid JSON"),
+        ("a.csv", "question,answer\na,1\nb\n", ":3: it must have 2 values"),
+        ("a.csv", "question,answer\na,1,2\n", ":2: it must have 2 values"),
+        ("a.csv", 'question,answer\n"a,1\n', ":2: not valid CSV"),
+        ("a.csv", "question,answer,answer\na,1,2\n", ":1: two columns have the same name"),
+        ("a.jsonl.gz", "no gzip", " cannot be read"),
+        ("a.txt", "q", ": its name must end in .jsonl"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(name, text, complaint, tmp_path):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(cfg.ConfigError, match=f"{path}{complaint}"):
+        read(path)
+
+
+def test_a_byte_order_mark_and_separators_within_texts_are_read(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(dict(ROW, question="a\u2028b"), ensure_ascii=False), "utf-8-sig")
+    assert read(path)[0]["prompt"].startswith("a\u2028b")
+    path = write(tmp_path / "a.csv", [dict(question='say "a",\nthen b', answer="1")])
+    assert read(path)[0]["prompt"].startswith('say "a",\nthen b')
+
+
+def test_a_directory_is_all_files_below_it_or_those_of_one_split(tmp_path):
+    folder = tmp_path / "set"
+    for name, answer in [("train-1", 2), ("train-0", 1), ("deep/train-2", 3), ("test-0", 9)]:
+        write(folder / f"{name}.jsonl", [dict(question="q", answer=answer)])
+    (folder / "dataset_info.json").write_text("{}")
+    (folder / ".hidden.jsonl").write_text("nonsense")
+    assert [p["answer"] for p in read(f"{folder}@train")] == ["3", "1", "2"]
+    assert [(p["answer"], p["source"]) for p in read(f"{folder}@test", "test")] == [("9", "set")]
+    with pytest.raises(cfg.ConfigError, match=f"{folder}: its files are of several splits"):
+        read(folder)
+    with pytest.raises(cfg.ConfigError, match="whose name begins with 'dev'"):
+        read(f"{folder}@dev")
+    write(folder / "train-3.csv", [ROW])
+    with pytest.raises(cfg.ConfigError, match="files of several kinds, .csv, .jsonl"):
+        read(f"{folder}@train")
+
+
+def test_a_path_comes_before_a_name_on_the_hub(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(_data, "hub_rows", lambda *name: asked.append(name) or [("hub", ROW)])
+    monkeypatch.chdir(tmp_path)
+    assert read("owner/name")[0]["where"] == "hub"
+    read("owner/name:main@train[:50%]", "test")
+    read("gsm8k", "test")
+    assert asked == [
+        ("owner/name", None, "train"),
+        ("owner/name", "main", "train[:50%]"),
+        ("openai/gsm8k", "main", "test"),
+    ]
+    path = write(tmp_path / "owner" / "name" / "a.jsonl", [ROW])
+    assert read("owner/name")[0]["where"] == f"{path.removeprefix(str(tmp_path) + '/')}:1"
+    with pytest.raises(cfg.ConfigError, match="nothing.jsonl: no such file or directory"):
+        read("nothing.jsonl")
+    with pytest.raises(cfg.ConfigError, match="--train_data a.jsonl,: a name between two commas"):
+        read("a.jsonl,")
+
+
+def test_a_set_of_the_hub_leaves_out_rows_without_an_answer_and_counts_them(monkeypatch, capsys):
+    rows = [("hub: row 1", ROW), ("hub: row 2", dict(question="q", answer="")), ("hub: row 3", ROW)]
+    monkeypatch.setattr(_data, "hub_rows", lambda *name: rows)
+    assert len(read("owner/name")) == 2
+    said = capsys.readouterr().out
+    assert "1 of 3 rows cannot be used and are left out, the first: hub: row 2: column" in said
+
+
+def test_many_different_sources_are_none(tmp_path):
+    rows = [dict(ROW, source=f"https://example.org/{n}") for n in range(30)]
+    problems = read(write(tmp_path / "a.jsonl", rows))
+    assert {p["source"] for p in problems} == {"a"} and "source from" not in problems[0]["read_as"]
+    problems = read(write(tmp_path / "b.jsonl", [dict(ROW, source=None), ROW | {"source": "x"}]))
+    assert {p["source"] for p in problems} == {"b"}
+
+
+def test_what_was_read_from_which_column_is_said(tmp_path):
+    [problem] = read(write(tmp_path / "a.jsonl", [CONVENTIONS["numina"][0]]))
+    assert problem["read_as"] == (
+        "prompt from 'problem', answer from 'solution', source from 'source', not from 'messages'"
+    )
+
+
+def test_an_instruction_that_a_prompt_has_is_not_given_twice(tmp_path):
+    row = dict(question="q? Answer in \\boxed{}.", answer=5)
+    assert read(write(tmp_path / "a.jsonl", [row]))[0]["prompt"] == "q? Answer in \\boxed{}."
+
+
+def test_problems_are_the_same_if_their_prompts_are_or_in_games_if_all_of_them_is():
+    one, two = dict(prompt="a", answer="1", where="f:1"), dict(prompt="b", answer="1", where="f:2")
+    assert in_both([one, two], [dict(one, where="g:1"), dict(two, prompt="c")]) == 1
+    game = [dict(prompt="guess", number=n) for n in range(10)]
+    assert in_both(game, game[:3] + [dict(prompt="guess", number=99)]) == 3
