@@ -61,10 +61,14 @@ class Config:
 
     # file under tasks/, or a mixture: maths:0.7,toy:0.3
     task: str = "toy"
-    # problems to train on, for tasks that read them: data sets or files, with commas between
+    # problems to train on, for tasks that read them: files, directories or data sets of the hub, with commas
+    # between; docs/data.md says what is understood
     train_data: str = ""
-    # held-out problems: data sets or files, with commas between
+    # held-out problems, likewise
     eval_data: str = ""
+    # share of a task's problems that are left out, and counted, if the model cannot take their prompts
+    # (too long, or with a token that it lacks); more of them are an error
+    max_left_out: Annotated[float, Bounds(0, 1)] = 0.05
     # HF model directory or hub name; empty: the tiny base model that the task's demonstrations make
     model: str = ""
     # prompts go through the model's chat template; False: raw text, for base models
@@ -462,8 +466,13 @@ def parse(argv: list[str], default: Config | None = None, about: str = "") -> Co
 
 
 def _absolute(names):
-    """Names with commas between them; those of files as absolute paths."""
-    return ",".join(os.path.abspath(x) if os.path.isfile(x) else x for x in names.split(","))
+    """Names with commas between them; those of files and directories as absolute paths."""
+    absolute = []
+    for name in names.split(","):
+        path, at, part = name.partition("@") if not os.path.exists(name) else (name, "", "")
+        path = os.path.expanduser(path)
+        absolute.append(os.path.abspath(path) + at + part if os.path.exists(path) else name)
+    return ",".join(absolute)
 
 
 def _one_line(box: str) -> str:
@@ -513,12 +522,15 @@ def check(c: Config) -> Config:
     return c
 
 
+def from_json(values: dict) -> Config:
+    """The Config of its fields in JSON, which has lists for tuples."""
+    return Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+
 def load(run_dir: str) -> Config:
     """The Config that out/<run>/config.json holds; ConfigError if it is torn, or of another version."""
     path = Path(run_dir, "config.json")
     try:
-        values = json.loads(path.read_text())["config"]
-        # JSON has lists for tuples
-        return Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        return from_json(json.loads(path.read_text())["config"])
     except (ValueError, TypeError, KeyError) as e:
         raise ConfigError(f"{path} cannot be read: --fresh True moves the run aside ({e})") from e

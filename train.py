@@ -449,15 +449,14 @@ def train(config, run_dir, ranks):
     """The run, from its newest checkpoint to its last step; told to stop, it saves."""
     model, optimizers = build(config, ranks.device, ranks.world)
     state = checkpoints.restore(checkpoints.newest(run_dir), model, optimizers)
+    saver = checkpoints.Saver(config, run_dir, model, optimizers, ranks, state)
     sender = Sender(config, model, ranks, run_dir)
     reader = Reader(config, run_dir, ranks, sender.check)
     guards = Guards(config, run_dir, ranks)
     start_engines(model, state, sender, ranks)
     log = MetricsLog(config, run_dir, state, ranks.rank)
     ranks.listen_for_stop()
-    version = saved = state["version"]
-    run = (config, run_dir, model, optimizers, ranks)
-    writing = None
+    version = state["version"]
     try:
         while version < config.steps:
             sums = Sums()
@@ -472,7 +471,7 @@ def train(config, run_dir, ranks):
             version = state["version"]
             log.step(state, metrics, reader, sender.take_timing())
             guards.check(version, metrics)
-            checkpoints.check(writing)
+            saver.check()
             if updates_engines(config, version):
                 sender.push(version, state["position"])
             else:
@@ -480,19 +479,18 @@ def train(config, run_dir, ranks):
             if guards.is_due(version):
                 log.mismatch(version, guards.measure(model, batch, sender, version))
             log.evaluations(reader.evaluations())
-            if version == config.steps or (config.save_every and version % config.save_every == 0):
-                writing, log.save_s = checkpoints.save(*run, state, writing)
-                saved = version
+            if saver.is_due(version):
+                log.save_s = saver.save(state)
         sender.wait()
         log.evaluations(reader.evaluations(until=config.steps))
         ranks.check_stop()
-        checkpoints.check(writing, until_whole=True)
+        saver.finish()
         sender.announce(config.steps, state["position"], done=True)
         sender.close()
     except Stopped:
-        if version > saved:
-            writing, _ = checkpoints.save(*run, state, writing)
-        checkpoints.check(writing, until_whole=True)
+        if version > saver.saved:
+            saver.save(state)
+        saver.finish()
         if ranks.rank == 0:
             print(f"train: told to stop, version {state['version']} is saved", flush=True)
     log.close()

@@ -29,9 +29,21 @@ from plumbing import checkpoints
 from plumbing.queues import make_secret, read_json
 from plumbing.supervise import Ended, end_with_launcher
 
-# knobs that would make a continued run another run, and those that may differ without a word
-FIXED = {"task", "train_data", "model", "seed", "batch_size", "attempts", "dtype"}
-FILLED_IN = {"fresh", "out", "run_id", "nnodes", "master_addr", "master_port"}
+# Knobs that cannot change when a run is continued, and why; all others are in effect from there on, but for those that
+# the launcher fills in. tests/test_continued.py has a table of all.
+FIXED = {
+    "task": "the sampler's place is one in its problems",
+    "train_data": "the sampler's place is one in its problems",
+    "model": "checkpoints are of this model",
+    "seed": "the order of the problems follows from it",
+    "batch_size": "steps are counted in batches",
+    "attempts": "samples are numbered by it",
+    "dtype": "what was trained in one precision is not what is trained in another",
+    "lora_rank": "checkpoints hold adapters of this rank, or none",
+    "lora_alpha": "adapters mean something else under another scale",
+    "adam_8bit": "checkpoints hold the optimizer's moments in this form",
+}
+FILLED_IN = {"fresh", "dry_run", "out", "run_id", "nnodes", "master_addr", "master_port"}
 MODELS = cfg.ROOT / "out" / "models"
 ENGINE_FLAGS = (
     "--logprobs-mode processed_logprobs --generation-config vllm "
@@ -313,10 +325,15 @@ def show(processes, commands):
             print(f"{name}: {shlex.join(['env', *variables, *command])}", flush=True)
 
 
-def prepare(c: Config) -> None:
-    """Have the models made or fetched before clocks run, or ConfigError."""
-    command = [sys.executable, "tools/prepare.py", c.model, c.task, c.teacher]
-    done = subprocess.run(command, cwd=cfg.ROOT, preexec_fn=end_with_launcher)
+def prepare(c: Config, splits=()) -> None:
+    """Have the models made or fetched, and checked together with the problems of these splits, before clocks run and
+    before the run directory is touched. Raises ConfigError if anything is wrong, which has been said then.
+    """
+    command = [sys.executable, "tools/prepare.py"]
+    request = json.dumps({"config": asdict(c), "splits": splits})
+    done = subprocess.run(
+        command, input=request, text=True, cwd=cfg.ROOT, preexec_fn=end_with_launcher
+    )
     require(not done.returncode, "nothing is started, see above")
 
 
@@ -347,43 +364,123 @@ def is_complete(run_dir: Path) -> bool:
     return read_json(run_dir / "queues" / "version.json").get("done", False)
 
 
-def open_run(c: Config) -> str:
-    """Make the run directory ready: continue what was stopped or gets more steps, move aside what is complete or unwanted.
-
-    Fills in run_id. Returns what was done, one line. Raises ConfigError for a knob that cannot change
-    within a run.
-    """
-    run_dir = Path(c.out, c.run)
-    c.run_id = secrets.token_hex(4)
-    if not (run_dir / "config.json").exists():
-        return f"new run {run_dir}"
-    newest = checkpoints.newest(run_dir)
-    old = cfg.load(str(run_dir)) if newest and not c.fresh else None
+def has_steps(run_dir: Path) -> bool:
+    """Has a run made a step, saved or not?"""
     metrics = run_dir / "metrics.jsonl"
-    if not newest and not c.fresh and metrics.exists() and '"step"' not in metrics.read_text():
-        shutil.rmtree(run_dir)
-        return f"new run {run_dir}, in place of one that made no step"
-    if not old or (is_complete(run_dir) and c.steps <= old.steps):
-        names = (Path(f"{run_dir}.{i}") for i in itertools.count(1))
-        aside = next(name for name in names if not name.exists())
-        run_dir.rename(aside)
-        return f"new run {run_dir}; the one before it is now {aside}"
-    before = asdict(old)
-    knobs = {k: v for k, v in asdict(c).items() if k not in FILLED_IN}
-    changed = {k: (before[k], v) for k, v in knobs.items() if v != before[k]}
-    words = ", ".join(f"{name} ({was} -> {is_})" for name, (was, is_) in changed.items())
-    fixed = f"{', '.join(sorted(FIXED))} cannot change within a run"
-    refusal = f"{words}: {fixed}: choose another --run name, or --fresh True"
-    require(not changed.keys() & FIXED, refusal)
-    c.run_id = old.run_id
-    # what was sampled but not trained is drawn again
-    for folder in ("queues", "engines"):
-        shutil.rmtree(run_dir / folder, ignore_errors=True)
-    with open(run_dir / "continued.jsonl", "a") as file:
-        file.write(json.dumps(dict(step=int(newest.name[5:]), changed=changed)) + "\n")
-    if words:
-        words = f"; from here on with other knobs (--run NAME for a run of its own): {words}"
-    return f"continuing {run_dir} from {newest.name}{words}"
+    return metrics.exists() and any("step" in json.loads(x) for x in whole_lines(metrics))
+
+
+def whole_lines(path: Path) -> list[str]:
+    """The lines of a file; the last one may be torn, and is left out then."""
+    return [line for line in path.read_text().splitlines(True) if line.endswith("\n")]
+
+
+class Opening:
+    """How a run directory is made ready for a start, and given back as it was if nothing comes of the start.
+
+    The constructor looks only, and refuses knobs that cannot change within a run (ConfigError); it fills in run_id.
+    `make` continues what was stopped or gets more steps, and moves aside what is complete or unwanted; `undo` takes
+    that back. Either is called once.
+    """
+
+    def __init__(self, c: Config):
+        self.config = c
+        self.run_dir = Path(c.out, c.run)
+        # where the run that was here before goes, if it goes
+        self.aside = None
+        # an earlier start is here that made no step
+        self.is_empty = False
+        self.newest = None
+        self.changed = {}
+        c.run_id = secrets.token_hex(4)
+        if not (self.run_dir / "config.json").exists():
+            self.said = f"new run {self.run_dir}"
+            return
+        self.newest = None if c.fresh else checkpoints.newest(self.run_dir)
+        old = cfg.load(str(self.run_dir)) if self.newest else None
+        if old and not (is_complete(self.run_dir) and c.steps <= old.steps):
+            self._continue(old)
+            return
+        self.newest = None
+        if not c.fresh and not checkpoints.newest(self.run_dir) and not has_steps(self.run_dir):
+            self.is_empty = True
+            self.said = f"new run {self.run_dir}, in place of one that made no step"
+            return
+        numbered = (Path(f"{self.run_dir}.{i}") for i in itertools.count(1))
+        self.aside = next(path for path in numbered if not path.exists())
+        self.said = f"new run {self.run_dir}; the one before it is now {self.aside}"
+
+    def _continue(self, old):
+        """Compare the knobs with those of the run so far."""
+        before, now = asdict(old), asdict(self.config)
+        for name in now.keys() - FILLED_IN:
+            if now[name] != before[name]:
+                self.changed[name] = (before[name], now[name])
+        fixed = sorted(self.changed.keys() & FIXED.keys())
+        if fixed:
+            name = fixed[0]
+            raise cfg.ConfigError(
+                f"--{name} cannot change within a run: {FIXED[name]}. It is {before[name]!r} in {self.run_dir}, and "
+                f"{now[name]!r} now. Choose another --run name, or --fresh True"
+            )
+        self.config.run_id = old.run_id
+        self.said = f"continuing {self.run_dir} from {self.newest.name}"
+        if self.changed:
+            changes = [f"{name} ({was} -> {value})" for name, (was, value) in self.changed.items()]
+            self.said += f"; from here on with other knobs (--run NAME for a run of its own): {', '.join(changes)}"
+
+    def make(self) -> str:
+        """Make the run directory ready; returns what was done, one line."""
+        if self.aside:
+            self.run_dir.rename(self.aside)
+        elif self.is_empty:
+            shutil.rmtree(self.run_dir)
+        elif self.newest:
+            self._set_aside()
+            with open(self.run_dir / "continued.jsonl", "a") as file:
+                line = dict(step=int(self.newest.name[5:]), changed=self.changed)
+                file.write(json.dumps(line) + "\n")
+        return self.said
+
+    def _set_aside(self):
+        """Of a run that is continued: into its folder `before` what this start replaces. What was sampled but not trained
+        is drawn again.
+        """
+        before = self.run_dir / "before"
+        shutil.rmtree(before, ignore_errors=True)
+        before.mkdir()
+        shutil.rmtree(self.run_dir / "engines", ignore_errors=True)
+        if (self.run_dir / "queues").exists():
+            (self.run_dir / "queues").rename(before / "queues")
+        for name in ("config.json", "continued.jsonl"):
+            if (self.run_dir / name).exists():
+                shutil.copy2(self.run_dir / name, before / name)
+
+    def undo(self) -> str:
+        """The start made no step: everything is as it was before, but for logs. Returns where these are."""
+        logs = self.run_dir / "logs"
+        if self.aside:
+            failed = Path(f"{self.run_dir}.failed")
+            shutil.rmtree(failed, ignore_errors=True)
+            self.run_dir.rename(failed)
+            self.aside.rename(self.run_dir)
+            logs = failed / "logs"
+        elif self.newest:
+            for name in ("queues", "continued.jsonl", "config.json"):
+                kept = self.run_dir / "before" / name
+                if (self.run_dir / name).is_dir():
+                    shutil.rmtree(self.run_dir / name)
+                else:
+                    (self.run_dir / name).unlink(missing_ok=True)
+                if kept.exists():
+                    kept.rename(self.run_dir / name)
+            shutil.rmtree(self.run_dir / "before")
+        return f"nothing has changed in {self.run_dir}; logs of this start are in {logs}"
+
+
+def open_run(c: Config) -> str:
+    """Check a run directory and make it ready, at once. Returns what was done, one line."""
+    return Opening(c).make()
 
 
 def hold(c: Config) -> tuple[list, str]:

@@ -7,6 +7,7 @@ import os
 import secrets
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -38,8 +39,8 @@ def base_model():
     path = ROOT / "out" / "models" / "toy-seed0"
     if not (path / "config.json").exists():
         # in a process of its own, as run.sh makes it
-        command = [sys.executable, "tools/prepare.py", str(path), "toy", ""]
-        subprocess.run(command, cwd=ROOT, check=True)
+        make = f"from tools import prepare; prepare.bring_model({str(path)!r}, 'toy')"
+        subprocess.run([sys.executable, "-c", make], cwd=ROOT, check=True)
     return path
 
 
@@ -49,6 +50,17 @@ def resolved(*argv, gpus=0):
     from plumbing import launch
 
     return launch.resolve(cfg.parse([str(a) for a in argv]), gpus)
+
+
+def wait_until(condition, seconds=300):
+    """Wait until condition() is true, and return what it is; AssertionError after so many seconds, which end what hangs."""
+    deadline = time.monotonic() + seconds
+    result = condition()
+    while not result:
+        assert time.monotonic() < deadline, f"not so within {seconds} s"
+        time.sleep(0.02)
+        result = condition()
+    return result
 
 
 def with_knobs(config, **knobs):

@@ -143,7 +143,8 @@ def test_a_stopped_run_continues_a_complete_one_makes_room_and_fixed_knobs_are_r
     assert not (run_dir / "queues").exists()
     assert not (run_dir / "engines").exists()
     assert again.run_id == first
-    with pytest.raises(cfg.ConfigError, match="batch_size .448 -> 16.: .* cannot change within"):
+    refusal = "--batch_size cannot change within a run: .* It is 448 in .*, and 16 now"
+    with pytest.raises(cfg.ConfigError, match=refusal):
         launch.open_run(resolved(*argv, "--batch_size", "16"))
     # it died before its last evaluation
     (run_dir / "checkpoints" / f"step_{c.steps:06d}").mkdir()

@@ -177,6 +177,9 @@ def test_a_run_directory_that_is_gone_is_named_and_its_checkpoints_are_whole(tmp
 def test_in_place_of_a_run_directory_that_is_gone_nobody_makes_another_one(tmp_path):
     gone = tmp_path / "t"
     with pytest.raises(RuntimeError, match="step_000000 cannot be written"):
-        ranks = SimpleNamespace(rank=0)
-        checkpoints._write(cfg.Config(), gone, None, ranks, checkpoints.NEW_RUN, {}, {}, {})
+        # FAKE: of a Saver only what writing needs
+        saver = checkpoints.Saver.__new__(checkpoints.Saver)
+        saver.run_dir = gone
+        saver.ranks = SimpleNamespace(rank=0)
+        saver._write(checkpoints.NEW_RUN, {}, {}, {})
     assert not gone.exists()

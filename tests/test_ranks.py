@@ -306,14 +306,15 @@ def test_a_checkpoint_is_of_when_it_was_begun(dtype, tmp_path, base_model, monke
     goes_on = threading.Event()
     monkeypatch.setattr(torch.distributed, "barrier", lambda group: goes_on.wait())
     state = NEW_RUN | {"version": 3}
-    writing, _ = checkpoints.save(config, run_dir, model, optimizers, ranks, state)
+    saver = checkpoints.Saver(config, run_dir, model, optimizers, ranks, NEW_RUN)
+    saver.save(state)
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(2)
     publish_json(run_dir / "queues" / "sampler.json", drawn=100, pending={}, state={})
     assert newest(run_dir) is None
     goes_on.set()
-    checkpoints.check(writing, until_whole=True)
+    saver.finish()
     assert restore(newest(run_dir), model, optimizers)["sampler"]["drawn"] == 99
     assert same(before, dict(model.named_parameters()))
     saved = load_file(newest(run_dir) / "model.safetensors")
@@ -361,7 +362,7 @@ def test_resuming_on_any_number_of_ranks(before, after, reference, tmp_path, bas
 def test_a_checkpoint_that_cannot_be_written_leaves_the_last(reference, tmp_path, base_model):
     weights, _, run_dir = reference
     halfway = run_dir / "checkpoints" / "step_000003"
-    complaint = r"train: \S+/step_000006 cannot be written: is there room"
+    complaint = r"train: \S+/step_000006 cannot be written \(.*[Ff]ile too large"
     with pytest.raises(AssertionError, match=complaint):
         # weights and optimizer have 5 MB
         resume(tmp_path, "full", base_model, halfway, shell="ulimit -f 2500; ")
@@ -376,7 +377,8 @@ def test_a_damaged_checkpoint_is_named(file, reference, tmp_path, base_model):
     path = newest(tmp_path)
     os.truncate(path / "trainer" / file, 100)
     model, optimizers = train.build(config, torch.device("cpu"), 1)
-    with pytest.raises(cfg.ConfigError, match=f"{path} is damaged: remove it; the same command"):
+    complaint = rf"{path} is damaged \(.*\): remove it; the same command"
+    with pytest.raises(cfg.ConfigError, match=complaint):
         restore(path, model, optimizers)
     shutil.rmtree(path)
     assert restore(newest(tmp_path), model, optimizers)["version"] == 3

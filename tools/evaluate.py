@@ -161,6 +161,11 @@ async def attempt(actor, task, source, number, problem, k):
     answer = str(sample["completion"]).strip()
     if hasattr(actor.sandbox.tasks[task], "answer"):
         reply = await actor.sandbox.call(task, "answer", problem, sample["completion"])
+        if "refused" in reply:
+            raise RuntimeError(
+                f"evaluate: tasks/{task}.py: answer returned {reply['refused']}; "
+                "it must return a number, a text or None"
+            )
         answer = reply.get("value")
     asked = dict(source=source, problem=number, attempt=k, prompt=problem["prompt"])
     asked |= dict(expected=problem.get("answer"), where=problem.get("where"), answer=answer)
@@ -213,17 +218,16 @@ def print_results(results):
 
 
 def prepare(argv, gpus):
-    """Everything that can be found wrong before engines start; returns the actor. Raises ConfigError."""
+    """Everything that can be found wrong before engines start: (the actor, the opened directory). Raises ConfigError."""
     c = configure(argv, gpus)
-    launch.prepare(c)
     launch.hold(c)
-    print(f"eval: {launch.open_run(c)} | {c.model}, temperature {c.eval_temperature}", flush=True)
+    opening = launch.Opening(c)
+    launch.prepare(c, ["test"])
+    print(f"eval: {opening.make()} | {c.model}, temperature {c.eval_temperature}", flush=True)
     # only here, as it takes five seconds: a wrong flag is reported at once
     from actor import Actor
 
-    actor = Actor(c, launch.write(c))
-    actor.prompter.check(actor.test_problems)
-    return actor
+    return Actor(c, launch.write(c)), opening
 
 
 def main(argv):
@@ -232,7 +236,7 @@ def main(argv):
     if "--help" in argv:
         cfg.parse(["--help"], about=__doc__)
     try:
-        actor = prepare(argv, gpus)
+        actor, opening = prepare(argv, gpus)
     except cfg.ConfigError as e:
         sys.exit(f"evaluate: {e}")
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -244,7 +248,9 @@ def main(argv):
         with open(actor.run_dir / "answers.jsonl", "w") as out:
             results = asyncio.run(all_attempts(actor, engines, out))
     except (RuntimeError, TimeoutError) as e:
-        sys.exit(str(e))
+        # what it printed names a log: that stays
+        stop(engines, 0)
+        sys.exit(f"{e}\nevaluate: {opening.undo()}")
     finally:
         stop(engines, 0)
     problems = {source: len(answers) for source, answers in results.items()}

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import config as cfg
 from plumbing import checkpoints, launch, supervise
-from plumbing.problems import in_both, load_problems
+from plumbing.queues import read_json
 
 
 def train(argv) -> int:
@@ -31,17 +31,14 @@ def train(argv) -> int:
         hosts[node] = launch.own_address(head if n > 1 else "127.0.0.1")
     c.master_addr = hosts[0]
     launch.resolve(c, gpus)
-    lock, start = [], ""
+    lock, start, opening = [], "", None
     done = "dry run, nothing is started"
-    if node == 0:
-        trained, held_out = (load_problems(c, split) for split in ("train", "test"))
-        for task, tests in held_out.items():
-            both = in_both(trained[task], tests)
-            if both:
-                print(f"run.sh: {task}: {both} of {len(tests)} held-out prompts are trained")
-    if node == 0 and not c.dry_run:
+    if node == 0 and c.dry_run:
+        launch.prepare(c, ["train", "test"])
+    elif node == 0:
         lock, start = launch.hold(c)
-        done = begin(c, start)
+        opening = begin(c, start)
+        done = opening.said
     elif not c.dry_run:
         launch.prepare(c)
         c, start = launch.wait_for_node_0(c)
@@ -56,24 +53,25 @@ def train(argv) -> int:
         processes = launch.placement(c, gpus, k, hosts[k])
         print(f"run.sh: node {k} of {n}")
         launch.show(processes, c.dry_run)
-    return 0 if c.dry_run else run(c, processes, start, lock)
+    return 0 if c.dry_run else run(c, processes, start, lock, opening)
 
 
-def begin(c: cfg.Config, start: str) -> str:
-    """Node 0: all that is to be done before processes start. Returns what open_run did."""
+def begin(c: cfg.Config, start: str) -> launch.Opening:
+    """Node 0: all that is to be done before processes start. What can be refused is refused before anything is touched."""
+    opening = launch.Opening(c)
+    launch.prepare(c, ["train", "test"])
     if c.trainers > 1:
         claim = supervise.claim_port(c.master_addr, c.master_port)
         c.master_port = claim.getsockname()[1]
         # never closed
         claim.detach()
-    done = launch.open_run(c)
-    launch.prepare(c)
+    opening.make()
     launch.write(c, start)
-    return done
+    return opening
 
 
-def run(c, commands, start, lock=()) -> int:
-    """Start these processes, wait for the run's end, stop what is left: the exit code. lock, start: node 0's."""
+def run(c, commands, start, lock=(), opening=None) -> int:
+    """Start these processes, wait for the run's end, stop what is left: the exit code. lock, start, opening: node 0's."""
     run_dir = Path(c.out, c.run)
     processes = []
     for name, env, command in commands:
@@ -86,13 +84,21 @@ def run(c, commands, start, lock=()) -> int:
     is_over = functools.partial(launch.node_0_is_done, c, start)
     ended = supervise.run(processes, c.stop_timeout, (lambda: False) if lock else is_over)
     if ended:
-        newest = checkpoints.newest(run_dir)
-        words = f"continues from {newest.name}" if newest else "starts anew: there is no checkpoint"
-        words = f"run.sh: stopped; the same command {words}; tools/report.py {run_dir} shows it\n"
-        supervise.say(words * bool(lock) + ended.details)
+        supervise.say(ended_words(c, opening) * bool(lock) + ended.details)
     if lock and not ended:
         subprocess.run([sys.executable, "tools/report.py", str(run_dir)], cwd=cfg.ROOT)
     return ended.code if ended else 0
+
+
+def ended_words(c, opening):
+    """What becomes of a run that has ended early."""
+    run_dir = Path(c.out, c.run)
+    newest = checkpoints.newest(run_dir)
+    first = int(opening.newest.name[5:]) if opening and opening.newest else 0
+    if opening and not read_json(run_dir / "queues" / "version.json").get("version", 0) > first:
+        return f"run.sh: stopped before its first step: {opening.undo()}\n"
+    continues = f"continues from {newest.name}" if newest else "starts anew: there is no checkpoint"
+    return f"run.sh: stopped; the same command {continues}; tools/report.py {run_dir} shows it\n"
 
 
 def serve(argv) -> int:

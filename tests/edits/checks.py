@@ -198,8 +198,9 @@ def test_subset_of_parameters_alone_is_trained_and_sent(tmp_path, base_model, mo
         sender.close()
         # its checkpoints are like any other's
         state = checkpoints.NEW_RUN | {"version": 1}
-        writing, _ = checkpoints.save(config, run_dir, model, optimizers, ranks, state)
-        checkpoints.check(writing, until_whole=True)
+        saver = checkpoints.Saver(config, run_dir, model, optimizers, ranks, checkpoints.NEW_RUN)
+        saver.save(state)
+        saver.finish()
         newest = checkpoints.newest(run_dir)
         assert checkpoints.restore(newest, *train.build(config, CPU, 1))["version"] == 1
     finally:

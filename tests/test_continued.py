@@ -1,0 +1,320 @@
+"""Runs that are continued, and starts that fail: every knob is in effect or refused, and what fails changes nothing."""
+
+import hashlib
+import json
+import re
+import shutil
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import pytest
+import torch
+from test_config import call
+
+import config as cfg
+import train
+from conftest import resolved, with_knobs
+from plumbing import checkpoints, launch
+from plumbing.queues import publish_json
+from tools import run
+
+# Every knob: "fixed" is refused on a continued run; "given" names the start itself and is compared with nothing; all
+# others are in effect from there on, as the processes, which start anew, read them from out/<run>/config.json, except
+# "optimizer": what a checkpoint keeps as well, so that restoring it must not bring back the old value.
+KNOBS = dict(
+    given="run out dry_run fresh run_id nnodes master_addr master_port",
+    fixed="task train_data model seed batch_size attempts dtype lora_rank lora_alpha adam_8bit",
+    optimizer="lr betas weight_decay",
+    read="""
+    wandb eval_data max_left_out chat system_prompt thinking head_float32 steps max_lag conventional_g on_full late no_signal
+    engines tensor_parallel concurrency temperature max_new_tokens max_model_len kv_cache_gb gpu_memory_utilization
+    prefix_caching tool_parser reasoning_parser enforce_eager reward_finished reward_cut_off reward_timeout episode_timeout
+    overlong_buffer overlong_mask advantage loss ratio clip_low clip_high normalizer teacher teacher_coef kl_coef entropy_coef
+    mismatch_limit warmup_steps lr_schedule max_grad_norm row_tokens trainers checkpointed_layers offload_activations compile
+    recompute_kv weight_backend bucket_mb sync_timeout eval_every eval_problems eval_attempts eval_temperature save_every
+    keep_last samples_logged keep_steps port start_timeout stall_timeout stop_timeout engine_threads trainer_threads
+    """,
+)
+KNOBS = {kind: names.split() for kind, names in KNOBS.items()}
+CPU = torch.device("cpu")
+
+
+def another(value):
+    """Another value of a knob than this one."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, tuple):
+        return (value[0] / 2, *value[1:])
+    return value + "x" if isinstance(value, str) else value + 1
+
+
+def test_the_table_has_every_knob_once():
+    assert sorted(sum(KNOBS.values(), [])) == sorted(field.name for field in fields(cfg.Config))
+    assert set(KNOBS["fixed"]) == launch.FIXED.keys()
+    assert set(KNOBS["given"]) == launch.FILLED_IN | {"run"}
+
+
+def stopped_run(out, **knobs):
+    """(Config, directory) of a run that was stopped after step 2."""
+    config = with_knobs(resolved("toy", "--out", out, "--run", "r"), **knobs)
+    launch.Opening(config).make()
+    run_dir = launch.write(config)
+    (run_dir / "checkpoints" / "step_000002" / "trainer").mkdir(parents=True)
+    publish_json(run_dir / "queues.json", version=2)
+    (run_dir / "queues").mkdir()
+    publish_json(run_dir / "queues" / "version.json", version=2, done=False)
+    (run_dir / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    return config, run_dir
+
+
+def contents(folder):
+    """{path: digest} of every file below a directory."""
+    files = [path for path in Path(folder).rglob("*") if path.is_file()]
+    return {p: hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def test_a_changed_knob_is_in_effect_or_refused_by_name(tmp_path):
+    config, run_dir = stopped_run(tmp_path)
+    before = contents(tmp_path)
+    for name in KNOBS["fixed"]:
+        changed = with_knobs(config, **{name: another(getattr(config, name))})
+        with pytest.raises(cfg.ConfigError, match=f"^--{name} cannot change within a run: ") as e:
+            launch.Opening(changed)
+        # both values
+        assert repr(getattr(config, name)) in str(e.value)
+        assert repr(getattr(changed, name)) in str(e.value)
+    for name in KNOBS["read"] + KNOBS["optimizer"]:
+        changed = with_knobs(config, **{name: another(getattr(config, name))})
+        opening = launch.Opening(changed)
+        assert opening.changed == {name: (getattr(config, name), getattr(changed, name))}
+        assert f"with other knobs (--run NAME for a run of its own): {name} (" in opening.said
+    assert contents(tmp_path) == before
+    # what the processes will read
+    opening.make()
+    launch.write(changed)
+    assert asdict(cfg.load(run_dir)) == asdict(changed)
+    history = json.loads((run_dir / "continued.jsonl").read_text())
+    assert history == {
+        "step": 2,
+        "changed": {name: [getattr(config, name), getattr(changed, name)]},
+    }
+
+
+class OneRank:
+    """FAKE ranks: one process without a group."""
+
+    rank = 0
+    saving = None
+
+
+@pytest.fixture
+def saved(tmp_path, base_model, monkeypatch):
+    """(Config, run directory) with a real checkpoint of version 1, whose optimizer has made a step."""
+    config = resolved("toy", "--out", tmp_path, "--run", "r", "--model", base_model)
+    run_dir = launch.write(config)
+    model, optimizers = train.build(config, CPU, 1)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizers[0].step()
+    monkeypatch.setattr(torch.distributed, "barrier", lambda group: None)
+    saver = checkpoints.Saver(config, run_dir, model, optimizers, OneRank, checkpoints.NEW_RUN)
+    saver.save(checkpoints.NEW_RUN | {"version": 1})
+    saver.finish()
+    return config, run_dir
+
+
+def test_an_optimizers_knobs_are_those_of_the_command_not_of_the_checkpoint(saved):
+    config, run_dir = saved
+    knobs = {name: another(getattr(config, name)) for name in KNOBS["optimizer"]}
+    model, optimizers = train.build(with_knobs(config, **knobs), CPU, 1)
+    chosen = [[dict(g, params=None) for g in o.param_groups] for o in optimizers]
+    checkpoints.restore(checkpoints.newest(run_dir), model, optimizers)
+    restored = [[dict(g, params=None) for g in o.param_groups] for o in optimizers]
+    assert restored == chosen
+    matrices = restored[0][0]
+    assert (matrices["weight_decay"], matrices["betas"]) == (1.0, knobs["betas"])
+    # and its moments are the checkpoint's
+    assert all(state["step"] == 1 for state in optimizers[0].state.values())
+
+
+@pytest.mark.parametrize(
+    "error,complaint",
+    [
+        (OSError(5, "Input/output error"), r"cannot be read now \(OSError: .*it may be sound"),
+        (MemoryError("no room"), r"cannot be read now \(MemoryError: no room"),
+        (EOFError("torn"), r"is damaged \(EOFError: torn\): remove it"),
+        (FileNotFoundError("no part"), r"is damaged \(FileNotFoundError: no part"),
+    ],
+)
+def test_a_checkpoint_is_damaged_only_if_it_was_read_and_is_damaged(
+    error, complaint, saved, monkeypatch
+):
+    config, run_dir = saved
+    model, optimizers = train.build(config, CPU, 1)
+
+    def fail(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(torch.distributed.checkpoint, "load", fail)
+    newest = checkpoints.newest(run_dir)
+    with pytest.raises(cfg.ConfigError, match=f"{newest} {complaint}"):
+        checkpoints.restore(newest, model, optimizers)
+    error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.restore(newest, model, optimizers)
+
+
+def test_a_checkpoint_of_another_model_is_named_and_not_called_damaged(saved):
+    config, run_dir = saved
+    model, optimizers = train.build(with_knobs(config, lora_rank=4), CPU, 1)
+    complaint = "step_000001 is of another model: .*lora_A has .* here, and there is none"
+    with pytest.raises(cfg.ConfigError, match=complaint):
+        checkpoints.restore(checkpoints.newest(run_dir), model, optimizers)
+
+
+# ---- what lies beside the weights
+
+
+STRICT = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [1]}
+
+
+def strange_model(base_model, folder):
+    """A model with files that transformers reads and would not write."""
+    shutil.copytree(base_model, folder)
+    (folder / "generation_config.json").write_text(json.dumps(STRICT))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"temperature": 0.5, "mine": [1]}))
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (folder / "notes.json").write_text('{"license": "mine"}')
+    return folder
+
+
+def test_a_models_own_files_are_copied_as_they_are(tmp_path, base_model, monkeypatch):
+    model = strange_model(base_model, tmp_path / "model")
+    config = resolved("toy", "--out", tmp_path, "--run", "r", "--model", model)
+    run_dir = launch.write(config)
+    policy, optimizers = train.build(config, CPU, 1)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda group: None)
+    saver = checkpoints.Saver(config, run_dir, policy, optimizers, OneRank, checkpoints.NEW_RUN)
+    # a run of days outlives many a directory
+    own = {path.name: path.read_bytes() for path in model.glob("*.json*")}
+    shutil.rmtree(model)
+    saver.save(checkpoints.NEW_RUN | {"version": 1})
+    saver.finish()
+    checkpoint = checkpoints.newest(run_dir)
+    for name in own.keys() - {"config.json"}:
+        assert (checkpoint / name).read_bytes() == own[name], name
+    written = json.loads((checkpoint / "config.json").read_text())
+    assert written == json.loads(own["config.json"]) | {"dtype": "float32"}
+    again = train.load_model(with_knobs(config, model=str(checkpoint)), torch.float32)
+    for (name, p), q in zip(policy.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_said_before_anything_is_trained(
+    tmp_path, base_model, monkeypatch
+):
+    config = resolved("toy", "--out", tmp_path, "--run", "r", "--model", base_model)
+    run_dir = launch.write(config)
+    policy, optimizers = train.build(config, CPU, 1)
+    # FAKE: a full disk
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 1000))
+    with pytest.raises(cfg.ConfigError, match="a checkpoint takes 0.0 GB, and 0.0 GB are free"):
+        checkpoints.Saver(config, run_dir, policy, optimizers, OneRank, checkpoints.NEW_RUN)
+
+
+# ---- a start that fails
+
+
+def complete_run(out, base_model):
+    """A run that has been trained to its end, which another start would move aside."""
+    config, run_dir = stopped_run(out, model=str(base_model))
+    publish_json(run_dir / "queues" / "version.json", version=config.steps, done=True)
+    (run_dir / "logs").mkdir(exist_ok=True)
+    return config, run_dir
+
+
+def bad_models(folder, base_model):
+    """Models that cannot be used: {name: what is said of it}."""
+    (folder / "empty").mkdir(parents=True)
+    shutil.copytree(base_model, folder / "tokenless")
+    for path in (folder / "tokenless").glob("tok*"):
+        path.unlink()
+    shutil.copytree(base_model, folder / "unknown")
+    (folder / "unknown" / "config.json").write_text('{"model_type": "no_such_family"}')
+
+
+ROW = '{"question": "a", "answer": "1"}\n'
+MATHS = "--task maths --train_data {data} --eval_data {data} --model {base}"
+REFUSED = {
+    "no such model": ("--model /no/such", "--model /no/such is no directory, and the hub does"),
+    "offline": ("--model owner/name", "--model owner/name is no directory, and the hub does not"),
+    "no model": ("--model {models}/empty", "has no config.json: it is no model's directory"),
+    # transformers reads this one as a tokenizer that knows nothing
+    "no tokenizer": ("--model {models}/tokenless", "20000 of 20000 problems .* has 0 tokens"),
+    "family": ("--model {models}/unknown", "its configuration or tokenizer cannot be read"),
+    "no template": ("--model {base} --chat True", "--chat True: the tokenizer of .* has no chat"),
+    "too long": (f"{MATHS} --max_model_len 50", "2 of 2 problems .* tokens, there may be 1 to 49"),
+    "surrogate": (MATHS.replace("{data}", "{half}"), "half.jsonl:2: 'question' has half of a char"),
+    "parser": (
+        "--model {base} --tool_parser nonsense",
+        "--tool_parser nonsense: vLLM has .*hermes",
+    ),
+    "positions": ("--model {base} --max_model_len 300 --row_tokens 300", "knows 256 positions"),
+    "fixed": ("--model {base} --steps 999 --lora_rank 8", "--lora_rank cannot change within a run"),
+}
+
+
+@pytest.mark.parametrize("mistake", REFUSED)
+def test_a_command_that_is_refused_starts_no_engine_and_leaves_a_complete_run_as_it_is(
+    mistake, tmp_path, base_model
+):
+    bad_models(tmp_path / "models", base_model)
+    (tmp_path / "data.jsonl").write_text(2 * ROW)
+    (tmp_path / "half.jsonl").write_text(ROW + ROW.replace('"a"', '"\\ud800"'))
+    complete_run(tmp_path / "out", base_model)
+    before = contents(tmp_path)
+    knobs, complaint = REFUSED[mistake]
+    places = dict(base=base_model, models=tmp_path / "models")
+    knobs = knobs.format(data=tmp_path / "data.jsonl", half=tmp_path / "half.jsonl", **places)
+    done = call(f"bash run.sh toy --out {tmp_path}/out --run r {knobs}", HF_HUB_OFFLINE="1")
+    assert done.returncode == 1
+    assert re.search(complaint, done.stderr), done.stdout + done.stderr
+    # one line of the cause, and at most one that nothing is started
+    assert len(done.stderr.strip().splitlines()) <= 2
+    assert "[engine0]" not in done.stdout
+    locks = [path for path in contents(tmp_path) if path.suffix == ".lock"]
+    assert contents(tmp_path).keys() - before.keys() <= set(locks)
+    assert {path: x for path, x in contents(tmp_path).items() if path not in locks} == before
+
+
+@pytest.mark.parametrize("case", ["complete", "stopped"])
+def test_a_start_that_fails_before_its_first_step_leaves_everything_as_it_was(
+    case, tmp_path, base_model, capsys
+):
+    if case == "complete":
+        config, run_dir = complete_run(tmp_path, base_model)
+    else:
+        config, run_dir = stopped_run(tmp_path, model=str(base_model))
+    before = contents(tmp_path)
+    started = with_knobs(config, max_lag=7)
+    opening = launch.Opening(started)
+    assert ("is now" if case == "complete" else "continuing") in opening.make()
+    launch.write(started)
+    assert contents(tmp_path) != before
+    # FAKE: an engine that cannot start
+    dies = ["bash", "-c", "echo 'ValueError: no such flag' >&2; exit 3"]
+    for _ in range(2):
+        code = run.run(started, [("actor", {}, dies)], "start", [1], opening)
+        assert code == 3 or code == 1
+        said = capsys.readouterr().out
+        assert "stopped before its first step: nothing has changed in" in said
+        logs = Path(re.search(r"logs of this start are in (\S+)", said)[1])
+        assert "ValueError: no such flag" in (logs / "actor.log").read_text()
+        now = {p: x for p, x in contents(tmp_path).items() if logs not in p.parents}
+        now = {p: x for p, x in now.items() if ".failed" not in str(p)}
+        # the run's secret is made by the first start, and stays
+        assert now == before
+        opening = launch.Opening(started)
+        opening.make()
+        launch.write(started)
