@@ -16,6 +16,7 @@ import torch.distributed as dist
 from transformers import AutoTokenizer
 
 from config import OUTCOMES, task_weights
+from plumbing.problems import held_out_scores
 from plumbing.samples import split
 
 
@@ -158,10 +159,13 @@ class MetricsLog:
             line["wall_s"] -= self.run_start
             self._write(line)
             scores = {f"eval/{name}": score for name, score in line["eval"].items()}
+            scores |= {f"eval_reward/{name}": x for name, x in line.get("reward", {}).items()}
             self.wandb.log(scores | {"version": line["version"]})
-            words = " | ".join(f"{name} {score:.3f}" for name, score in line["eval"].items())
-            words = f"{words} | {line['problems']} held-out problems"
-            print(f"eval: version {line['version']} | {words}", flush=True)
+            print(
+                f"eval: version {line['version']} | {held_out_scores(line)} | "
+                f"{line['problems']} held-out problems",
+                flush=True,
+            )
 
     def rollouts(self, batch, logprobs, version):
         """Write the first `samples_logged` rollouts of a step, decoded, to samples.jsonl.

@@ -17,6 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import config as cfg  # noqa: E402
 from plumbing import checkpoints, launch  # noqa: E402
+from plumbing.problems import held_out_scores  # noqa: E402
 from plumbing.queues import read_json  # noqa: E402
 
 OUT = Path("out").absolute()
@@ -68,11 +69,6 @@ def read(run_dir, *keys):
             if about in found:
                 found[about].append(line)
     return list(found.values())
-
-
-def scores(line):
-    """Of an evaluation: "toy 0.914"."""
-    return " ".join(f"{name} {score:.3f}" for name, score in line["eval"].items())
 
 
 def alarms(steps):
@@ -198,7 +194,7 @@ class Status:
         newest = checkpoints.newest(self.run_dir)
         rows = {
             "step": step,
-            "held-out": " | ".join(f"{scores(x)} (version {x['version']})" for x in first_and_last),
+            "held-out": " | ".join(f"{held_out_scores(x)} (version {x['version']})" for x in first_and_last),
             "lately": lately,
             "advice": self.advice,
             "engines": self.engines() * self.is_running(),
