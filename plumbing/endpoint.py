@@ -5,7 +5,8 @@
 A request's messages are rendered by an engine (vLLM's chat template and tool parser), but the past never again: what
 the template adds is appended to the exact tokens of the exchange that the messages continue. The answer is sampled as
 any other (Attempt.generate). Sampling is the run's own: what a client says of it is left out, and counted by name, or
-refused where the answer would be another than it expects. It listens on loopback alone.
+refused where the answer would be another than it expects. Each request is a turn of its own, also one that is the same
+as another; a client's retry alone shares the turn that it tries again for (Endpoint.turn). It listens on loopback alone.
 Deliberately absent: stop strings, several choices, logprobs, images.
 """
 
@@ -20,7 +21,7 @@ from typing import NamedTuple
 import aiohttp
 from aiohttp import web
 
-from plumbing.episode import CutOff
+from plumbing.episode import CutOff, EngineUnavailable
 
 # what becomes part of a prompt, or of how an answer is sent
 PASSED = {"model", "messages", "tools", "tool_choice", "stream", "stream_options", "prompt"}
@@ -30,6 +31,8 @@ REFUSED = {"n", "stop", "logit_bias", "logprobs", "echo", "best_of", "suffix"}
 # what engines call the model, see launch.py; of requests to vLLM's renderer, which samples nothing
 NAME = "policy"
 OWN = dict(model=NAME, stream=False, stream_options=None, max_tokens=1, max_completion_tokens=1)
+# the header in which the packages of OpenAI and Anthropic count the retries of a request
+RETRY_COUNT = "x-stainless-retry-count"
 # of a request: whose it is
 ATTEMPT = web.RequestKey("attempt", object)
 
@@ -67,6 +70,23 @@ class Exchange(NamedTuple):
     finished: bool
 
 
+class Turn:
+    """A turn of the model's that a request asked for.
+
+    answer: asyncio.Task of it, None if it is not begun; clients: how many requests wait for it, or were sent all of it.
+    """
+
+    def __init__(self):
+        self.answer = None
+        self.clients = 0
+
+    def is_begun(self):
+        """False of a turn that has failed, too: a repeat of its request begins it again."""
+        if self.answer is None or not self.answer.done():
+            return self.answer is not None
+        return not self.answer.cancelled() and self.answer.exception() is None
+
+
 class Endpoint:
     """The server. actor: actor.Actor; attempts: by key; url: where it listens, once it is started."""
 
@@ -80,13 +100,16 @@ class Endpoint:
         app.router.add_get("/v1/models", self.models)
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_post("/v1/completions", self.complete)
-        self.runner = web.AppRunner(app, access_log=None)
+        # the handler of a request ends when its client hangs up
+        self.runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
 
     def forget(self, attempt):
         """It is over: its key is good for nothing, and what is still sampled for it is ended."""
         del self.attempts[attempt.api_key]
-        for running in attempt.requests.values():
-            running.cancel()
+        for turns in attempt.requests.values():
+            for turn in turns:
+                if turn.answer:
+                    turn.answer.cancel()
 
     async def start(self):
         await self.runner.setup()
@@ -102,16 +125,21 @@ class Endpoint:
     @web.middleware
     async def guard(self, request, handler):
         """Whose request it is; errors in the client's shape."""
-        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if key not in self.attempts:
-            return error(401, "no attempt has this key, or it is over", "invalid_api_key")
-        request[ATTEMPT] = self.attempts[key]
         try:
+            # while a body arrives its attempt may end
+            await request.read()
+            key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+            if key not in self.attempts:
+                return error(401, "no attempt has this key, or it is over", "invalid_api_key")
+            request[ATTEMPT] = self.attempts[key]
             return await handler(request)
         except CutOff as e:
             return error(400, str(e), "context_length_exceeded")
-        except ConnectionError as e:
+        except EngineUnavailable as e:
             return error(503, str(e), "no_engine")
+        except ConnectionError:
+            # nobody reads it
+            return error(499, "the client has hung up", "hung_up")
         except web.HTTPException as e:
             return error(e.status, e.text, "invalid_request")
         except aiohttp.ClientResponseError as e:
@@ -122,17 +150,37 @@ class Endpoint:
         except (LookupError, TypeError, AttributeError, ValueError) as e:
             return error(400, f"not understood: {e!r}", "invalid_request")
 
-    async def once(self, request, work):
-        """The request's body, and what work(attempt, body) gives; a client's retry of a request gets the same."""
-        body = await request.json()
-        asked = request[ATTEMPT].requests
-        words = json.dumps(body | dict(stream=None, stream_options=None), sort_keys=True)
-        digest = hashlib.sha256(f"{request.path} {words}".encode()).digest()
-        if digest not in asked or asked[digest].done() and asked[digest].exception():
-            answer = work(request[ATTEMPT], self.clean(body))
-            asked[digest] = asyncio.ensure_future(answer)
-        # a client that hangs up does not end what its retry will ask for
-        return body, await asyncio.shield(asked[digest])
+    @contextlib.contextmanager
+    def turn(self, request, body, work):
+        """Gives the future of what work(attempt, body) returns, as long as the client of this request waits for it.
+
+        Each request begins a turn of its own, unless a turn for the same body has no client: its client hung up before
+        all of it was sent, or it failed; the oldest of them is this request's. A request that says it is a retry
+        always has an earlier turn: if all of them have clients, its own may have got lost on the way.
+        """
+        turn_body = body | dict(stream=None, stream_options=None)
+        key = f"{request.path} {json.dumps(turn_body, sort_keys=True)}"
+        digest = hashlib.sha256(key.encode()).digest()
+        turns = request[ATTEMPT].requests.setdefault(digest, [])
+        retries = request.headers.get(RETRY_COUNT, "")
+        is_retry = retries.isdecimal() and int(retries) > 0
+        earlier = [x for x in turns if is_retry or x.answer]
+        turn = min(earlier, key=lambda x: (x.clients, x.answer is None), default=None)
+        if turn is None or turn.clients and not is_retry:
+            turn = Turn()
+            turns.append(turn)
+        elif not is_retry:
+            # perhaps not its own: the retry of the client that hung up finds another one, which is not begun
+            turns.append(Turn())
+        if not turn.is_begun():
+            turn.answer = asyncio.ensure_future(work(request[ATTEMPT], self.clean(body)))
+        turn.clients += 1
+        try:
+            # a client that hangs up does not end what it may ask for again
+            yield asyncio.shield(turn.answer)
+        except BaseException:
+            turn.clients -= 1
+            raise
 
     def clean(self, body):
         """A request without what is the run's own to say."""
@@ -164,18 +212,22 @@ class Endpoint:
         return web.json_response(dict(object="list", data=[model]))
 
     async def chat(self, request):
-        body, (message, finish, usage) = await self.once(request, self.say)
-        choice = dict(index=0, message=message, finish_reason=finish)
-        calls = [dict(call, index=i) for i, call in enumerate(message.get("tool_calls") or [])]
-        delta = message | dict(tool_calls=calls) if calls else message
-        parts = [dict(index=0, delta=delta, finish_reason=None)]
-        parts.append(dict(index=0, delta={}, finish_reason=finish))
-        return await send(request, body, "chat.completion", choice, usage, parts)
+        body = await request.json()
+        with self.turn(request, body, self.say) as answer:
+            message, finish, usage = await answer
+            choice = dict(index=0, message=message, finish_reason=finish)
+            calls = [dict(call, index=i) for i, call in enumerate(message.get("tool_calls") or [])]
+            delta = message | dict(tool_calls=calls) if calls else message
+            parts = [dict(index=0, delta=delta, finish_reason=None)]
+            parts.append(dict(index=0, delta={}, finish_reason=finish))
+            return await send(request, body, "chat.completion", choice, usage, parts)
 
     async def complete(self, request):
-        body, (text, finish, usage) = await self.once(request, self.go_on)
-        choice = dict(index=0, text=text, finish_reason=finish, logprobs=None)
-        return await send(request, body, "text_completion", choice, usage, [choice])
+        body = await request.json()
+        with self.turn(request, body, self.go_on) as answer:
+            text, finish, usage = await answer
+            choice = dict(index=0, text=text, finish_reason=finish, logprobs=None)
+            return await send(request, body, "text_completion", choice, usage, [choice])
 
     # ---- what is sampled
 
@@ -275,17 +327,24 @@ def usage_of(prompt, answer):
 
 
 async def send(request, body, kind, choice, usage, parts):
-    """An answer that is there, whole, or as server-sent events, one for each of the choice's parts."""
+    """Send an answer that is there, whole, or as server-sent events, one for each of the choice's parts.
+
+    Returns the response when all of it is sent. Raises ConnectionError, or is cancelled, if the client hangs up before.
+    """
     head = dict(id=f"{kind}-{secrets.token_hex(8)}", created=0, model=NAME)
     if not body.get("stream"):
-        return web.json_response(head | dict(object=kind, choices=[choice], usage=usage))
+        whole = head | dict(object=kind, choices=[choice], usage=usage)
+        response = web.json_response(whole)
+        await response.prepare(request)
+        await response.write_eof()
+        return response
     head["object"] = "chat.completion.chunk" if kind == "chat.completion" else kind
     chunks = [head | dict(choices=[part]) for part in parts]
     if (body.get("stream_options") or {}).get("include_usage"):
         chunks.append(head | dict(choices=[], usage=usage))
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
-    for chunk in [*map(json.dumps, chunks), "[DONE]"]:
+    for chunk in map(json.dumps, chunks):
         await response.write(f"data: {chunk}\n\n".encode())
-    await response.write_eof()
+    await response.write_eof(b"data: [DONE]\n\n")
     return response

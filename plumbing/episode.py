@@ -11,11 +11,22 @@ import secrets
 import numpy as np
 
 from plumbing.samples import Transcript
-from plumbing.sandbox import last_words
+from plumbing.sandbox import error_line, returned
 
 
 class CutOff(Exception):
     """The attempt has no tokens left for another turn."""
+
+
+class AttemptLost(Exception):
+    """An attempt cannot go on, through no fault of the model's: it is left out and counted, whatever it had sampled.
+
+    Episodes may raise it.
+    """
+
+
+class EngineUnavailable(AttemptLost):
+    """No engine has answered, whatever was tried."""
 
 
 class Attempt:
@@ -40,11 +51,13 @@ class Attempt:
         self.failed = self.cut_off = False
         # turns that engines have not answered, cancelled ones among them
         self.asking = 0
+        # turns that were begun: seeds count them, as turns that are sampled at once must differ
+        self.turns_begun = 0
         # token ids of the conversation of __call__
         self.conversation = []
         # among the actor's attempts in progress: it is when it is chosen; evaluations are not
         self.counts = self.is_counted = seed is None
-        # of plumbing/endpoint.py, for clients of any kind: what was asked and answered
+        # of plumbing/endpoint.py, for clients of any kind: what was asked and answered; the turns of each request
         self.base_url = actor.endpoint.url
         self.api_key = f"sk-{secrets.token_hex(16)}"
         actor.endpoint.attempts[self.api_key] = self
@@ -53,7 +66,7 @@ class Attempt:
         self.requests = {}
 
     async def __call__(self, text):
-        """Continue the conversation with a text, the prompt first: the model's turn. Raises CutOff, ConnectionError."""
+        """Continue the conversation with a text, the prompt first: the model's turn. Raises CutOff, EngineUnavailable."""
         prompter = self.actor.prompter
         more = prompter.more if self.conversation else prompter.start
         prompt = self.conversation + more(text)
@@ -64,9 +77,13 @@ class Attempt:
     async def call(self, function, *args):
         """What a function of the task's file returns, a number or a text: called in a process of its own, with limits.
 
-        Raises TimeoutError if it took too much, RuntimeError if it raised.
+        Raises TimeoutError if it took too much, RuntimeError if it raised, TypeError if it returned something else.
         """
         reply = await self.actor.sandbox.call(self.task, function, *args)
+        if "refused" in reply:
+            raise TypeError(
+                f"{function} returned {reply['refused']}; it must return a number or a text"
+            )
         if "limit" in reply:
             raise TimeoutError(f"{function}: {reply['limit']}")
         if "error" in reply:
@@ -79,8 +96,9 @@ class Attempt:
         return sum(segment.sampled for segment in self.segments)
 
     async def generate(self, prompt, limit=None):
-        """Sample a turn after these token ids, of at most `limit` tokens: the engine's answer. Raises CutOff, ConnectionError.
+        """Sample a turn after these token ids, of at most `limit` tokens: the engine's answer.
 
+        Raises CutOff, EngineUnavailable.
         Until it is there, nothing changes: a client that gives up leaves no trace.
         """
         actor = self.actor
@@ -92,7 +110,8 @@ class Attempt:
             raise self.cut()
         if limit and limit > 0:
             room = min(room, limit)
-        seed = None if self.seed is None else self.seed + len(self.turns)
+        seed = None if self.seed is None else self.seed + self.turns_begun
+        self.turns_begun += 1
         salt = None if self.version is None else str(self.version)
         how = (self.temperature, room, seed, salt, self.engine)
         actor.in_progress += self.counts and not self.is_counted
@@ -106,7 +125,7 @@ class Attempt:
         self.asking -= 1
         if answer is None:
             self.failed = True
-            raise ConnectionError("no engine answered")
+            raise EngineUnavailable("no engine has answered, see the actor's log")
         segment, others = self.place(prompt)
         if others + len(prompt) + len(answer["tokens"]) > c.row_tokens:
             # other turns were sampled meanwhile
@@ -146,28 +165,32 @@ class Attempt:
         return fields | dict(num_versions=len({*sampled, *began}))
 
     async def play(self, problem):
-        """The episode: {"value": number or outcome}, {"limit": words} or {"error": words}, as Sandbox.call has them.
+        """The episode, as Sandbox.call has it: {"value": number or outcome}, or "limit", "error" or "refused" with words.
 
         A task with `reward` has one turn, which that function scores.
         """
-        module = self.actor.sandbox.tasks[self.task]
+        sandbox = self.actor.sandbox
+        module = sandbox.tasks[self.task]
+        seconds = self.actor.config.episode_timeout
+        # of episodes alone: a reward function has a limit of its own
+        deadline = asyncio.timeout(seconds)
         try:
             if not hasattr(module, "episode"):
                 text = await self(problem["prompt"])
-                args = (problem, text, self.finished)
-                return await self.actor.sandbox.call(self.task, "reward", *args)
-            seconds = self.actor.config.episode_timeout
-            value = await asyncio.wait_for(module.episode(problem, self), seconds)
-            return {"value": value if isinstance(value, str) else float(value)}
-        except ConnectionError:
-            # no fault of the model's, nor is one of engines that it waits for
+                return await sandbox.call(self.task, "reward", problem, text, self.finished)
+            async with deadline:
+                value = await module.episode(problem, self)
+            return returned(value)
+        except AttemptLost as e:
             self.failed = True
-            return {"error": last_words()}
-        except TimeoutError as e:
-            self.failed |= self.asking > 0
-            return {"limit": str(e) or f"longer than {seconds} s"}
-        except Exception:
-            return {"value": "no_answer"} if self.cut_off else {"error": last_words()}
+            return {"error": error_line(e, module.__file__)}
+        except Exception as e:
+            line = error_line(e, module.__file__)
+            if deadline.expired() or isinstance(e, TimeoutError):
+                # the time that engines take is no fault of the model's
+                self.failed |= self.asking > 0
+                return {"limit": f"longer than {seconds} s" if deadline.expired() else line}
+            return {"value": "no_answer"} if self.cut_off else {"error": line}
         finally:
             self.actor.endpoint.forget(self)
             self.actor.in_progress -= self.is_counted

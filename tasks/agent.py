@@ -17,6 +17,7 @@ import subprocess
 import sys
 
 import config as cfg
+from plumbing.episode import AttemptLost
 
 
 def command(*words):
@@ -68,6 +69,6 @@ async def episode(problem, model):
     process.stdin.write(json.dumps(question).encode() + b"\n")
     answer = await queue.get()
     if "reward" not in answer:
-        kind = RuntimeError if answer else ConnectionError
+        kind = RuntimeError if answer else AttemptLost
         raise kind(f"$AGENT: {answer.get('error', 'it has ended')}")
     return answer["reward"]

@@ -1,22 +1,28 @@
 """Episodes and their endpoint: which tokens are kept and trained, whatever a client sends.
 
 vLLM's chat template and tool parser are FAKED here by the tokenizer's template and a pattern: tests/test_agents.py has
-the real ones, and real clients.
+the real ones.
 """
 
 import asyncio
 import json
 import re
+from decimal import Decimal
+from fractions import Fraction
+from urllib.parse import urlsplit
 
 import aiohttp
 import numpy as np
+import openai
 import pytest
+import torch
 from aiohttp import web
 from test_actor import FakeEngine, choice, with_fake_engine
 from test_tasks import prompter
 
 import config as cfg
 from plumbing import client
+from plumbing.episode import AttemptLost
 from tasks import guess as task
 
 TOOLS = (
@@ -78,15 +84,19 @@ class Client:
     def __init__(self, model):
         self.url, self.key = model.base_url, model.api_key
 
-    async def post(self, path, key=None, **body):
+    async def post(self, path, key=None, retries=None, **body):
+        """(status, text) of an answer. retries: the header that says how often the request was made before."""
         headers = {"Authorization": f"Bearer {key or self.key}"}
+        if retries is not None:
+            headers["X-Stainless-Retry-Count"] = str(retries)
         async with aiohttp.ClientSession(headers=headers) as session:
             async with session.post(f"{self.url}/{path}", json=body) as answer:
                 return answer.status, await answer.text()
 
-    async def chat(self, *messages, **body):
+    async def chat(self, *messages, retries=None, **body):
         """The message that is answered."""
-        status, text = await self.post("chat/completions", messages=list(messages), **body)
+        how = dict(messages=list(messages), retries=retries) | body
+        status, text = await self.post("chat/completions", **how)
         assert status == 200, text
         return json.loads(text)["choices"][0]["message"]
 
@@ -95,7 +105,7 @@ def user(text):
     return dict(role="user", content=text)
 
 
-def play(tmp_path, says, episode, template=TOOLS, attempts=1, **knobs):
+def play(tmp_path, says, episode, template=TOOLS, attempts=1, seed=None, **knobs):
     """Attempts of this episode, of which the model says these texts: (samples, calls of the engine, actor)."""
     p = prompter(tmp_path / "model", template, merges=[("s", "o")])
 
@@ -110,7 +120,7 @@ def play(tmp_path, says, episode, template=TOOLS, attempts=1, **knobs):
 
     async def work(actor):
         problem = dict(prompt="Go.")
-        tries = [actor.attempt("guess", problem, 1.0) for _ in range(attempts)]
+        tries = [actor.attempt("guess", problem, 1.0, seed=seed) for _ in range(attempts)]
         samples.extend(await asyncio.gather(*tries))
 
     task_episode, task.episode = task.episode, episode
@@ -217,22 +227,214 @@ def test_branches_and_other_conversations_are_one_sample(tmp_path):
     )
 
 
-def test_a_retry_gets_the_same_answer_and_a_client_that_gives_up_leaves_nothing(tmp_path):
+SAME = ["one", "two", "three", "four"]
+
+
+async def asked_four_times(ask, way):
+    """What ask() returns, of four calls: all at once, or each when the one before has its answer."""
+    if way == "at once":
+        return await asyncio.gather(*(ask() for _ in SAME))
+    return [await ask() for _ in SAME]
+
+
+@pytest.mark.parametrize("way", ["at once", "in turn"])
+@pytest.mark.parametrize("kind", ["chat", "stream", "completion", "token ids"])
+def test_the_same_request_four_times_is_four_samples(tmp_path, way, kind):
+    """The first requests of four clients, whose connections end with each answer."""
+    bodies = {
+        "chat": dict(messages=[user("Hi")]),
+        "stream": dict(messages=[user("Hi")], stream=True),
+        "completion": dict(prompt="Hi"),
+        "token ids": dict(prompt=[5, 6]),
+    }
+    path = "chat/completions" if "messages" in bodies[kind] else "completions"
+
+    async def episode(problem, model):
+        async def ask():
+            status, text = await Client(model).post(path, **bodies[kind])
+            assert status == 200, text
+            return re.search("|".join(SAME), text)[0]
+
+        assert sorted(await asked_four_times(ask, way)) == sorted(SAME)
+        return 1.0
+
+    [sample], prompts, _ = play(tmp_path, SAME, episode)
+    assert sample["segment"].max() == 3 and sample["reward"] == 1.0
+    assert all(prompt == prompts[0] for prompt in prompts)
+    trained = text_of(tmp_path, sample["tokens"][sample["mask"]])
+    assert sorted(trained.split("<|im_end|>")) == ["", *sorted(SAME)]
+
+
+@pytest.mark.parametrize("way", ["at once", "in turn"])
+def test_the_same_request_four_times_has_four_seeds_in_an_evaluation(tmp_path, way):
+    async def episode(problem, model):
+        await asked_four_times(lambda: Client(model).chat(user("Hi")), way)
+        return 1.0
+
+    _, _, actor = play(tmp_path, SAME, episode, seed=7)
+    seeds = [call["sampling_params"]["seed"] for call in actor.calls]
+    assert sorted(seeds) == [7, 8, 9, 10]
+
+
+def held_back(model):
+    """Engines answer when the event is set that this returns."""
+    generate = model.actor.engines.generate
+    may_answer = asyncio.Event()
+
+    async def late(*args, **kwargs):
+        answer = await generate(*args, **kwargs)
+        await may_answer.wait()
+        return answer
+
+    model.actor.engines.generate = late
+    return may_answer
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def clients_of_turns(model):
+    """How many clients each turn has that was begun, the oldest first."""
+    return [turn.clients for [*turns] in model.requests.values() for turn in turns if turn.answer]
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_retries_of_the_openai_package_share_the_turns_that_they_gave_up_on(tmp_path, count):
+    """Engines answer when as many requests were given up as were made."""
+
+    async def episode(problem, model):
+        may_answer = held_back(model)
+        retries = []
+
+        async def note(request):
+            retries.append(int(request.headers["x-stainless-retry-count"]))
+            if sum(n > 0 for n in retries) >= count:
+                may_answer.set()
+
+        how = dict(base_url=model.base_url, api_key=model.api_key, timeout=0.3, max_retries=20)
+        http_client = openai.DefaultAsyncHttpxClient(event_hooks=dict(request=[note]))
+        async with openai.AsyncOpenAI(**how, http_client=http_client) as c:
+            ask = c.chat.completions.create
+            asked = [ask(model="policy", messages=[user("Hi")]) for _ in range(count)]
+            answers = await asyncio.gather(*asked)
+            texts = [answer.choices[0].message.content for answer in answers]
+            assert sorted(texts) == sorted(SAME[:count])
+            # once more, of its own accord
+            answer = await ask(model="policy", messages=[user("Hi")])
+            assert answer.choices[0].message.content == "last"
+        return 1.0
+
+    says = [*SAME[:count], "last"]
+    [sample], prompts, _ = play(tmp_path, says, episode)
+    assert sample["reward"] == 1.0 and len(prompts) == count + 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_repeat_after_the_connection_broke_shares_its_turn(tmp_path, stream):
+    """Also if it does not say that it is a retry; the next one is a sample of its own."""
+
     async def episode(problem, model):
         c = Client(model)
-        one, two = await asyncio.gather(c.chat(user("Hi")), c.chat(user("Hi")))
-        assert one == two == await c.chat(user("Hi"), stream=None)
-        # it is over before the answer is there
-        generate = model.actor.engines.generate
+        may_answer = held_back(model)
+        gone = asyncio.ensure_future(c.chat(user("Hi"), stream=stream))
+        await until(lambda: clients_of_turns(model) == [1])
+        gone.cancel()
+        await until(lambda: clients_of_turns(model) == [0])
+        repeat = asyncio.ensure_future(c.chat(user("Hi")))
+        await until(lambda: clients_of_turns(model) == [1])
+        # the repeat was another client's, says a retry
+        retry = asyncio.ensure_future(c.chat(user("Hi"), retries=1))
+        await until(lambda: clients_of_turns(model) == [1, 1])
+        may_answer.set()
+        texts = [(await x)["content"] for x in (repeat, retry)]
+        assert texts == ["one", "two"]
+        assert (await c.chat(user("Hi"), stream=None))["content"] == "three"
+        return 1.0
 
-        async def slow(*args):
-            answer = await generate(*args)
-            await asyncio.sleep(1)
-            return answer
+    [sample], prompts, _ = play(tmp_path, SAME[:3], episode)
+    assert sample["reward"] == 1.0 and len(prompts) == 3
 
-        model.actor.engines.generate = slow
+
+def test_a_stream_that_breaks_in_the_middle_has_not_arrived(tmp_path, monkeypatch):
+    """An answer that is larger than what connections hold, of which a client reads the beginning."""
+    derender = ChatEngine.derender
+    padding = " " * (32 << 20)
+
+    async def large(self, request):
+        answer = json.loads((await derender(self, request)).text)
+        answer["choices"][0]["message"]["content"] += padding
+        return web.json_response(answer)
+
+    monkeypatch.setattr(ChatEngine, "derender", large)
+
+    async def episode(problem, model):
+        headers = {"Authorization": f"Bearer {model.api_key}"}
+        body = dict(messages=[user("Hi")], stream=True)
+        async with aiohttp.ClientSession(headers=headers) as session:
+            async with session.post(f"{model.base_url}/chat/completions", json=body) as answer:
+                assert (await answer.content.readany()).startswith(b"data: {")
+                answer.close()
+        await until(lambda: clients_of_turns(model) == [0])
+        assert (await Client(model).chat(user("Hi")))["content"].rstrip() == "one"
+        return 1.0
+
+    [sample], prompts, _ = play(tmp_path, ["one"], episode)
+    assert sample["reward"] == 1.0 and len(prompts) == 1
+
+
+def test_a_retry_of_an_answer_that_was_sent_gets_it_again(tmp_path):
+    """Something between client and endpoint may have lost it. What is no count of retries says nothing."""
+
+    async def episode(problem, model):
+        c = Client(model)
+        first, second = [await c.chat(user("Hi")), await c.chat(user("Hi"), retries=0)]
+        assert [first["content"], second["content"]] == ["one", "two"]
+        again = [await c.chat(user("Hi"), retries=n, stream_options=None) for n in (1, 2, 3)]
+        assert again == [first, second, first]
+        assert (await c.chat(user("Hi"), retries="many"))["content"] == "three"
+        assert (await c.chat(user("Hello"), retries=2))["content"] == "four"
+        return 1.0
+
+    [sample], prompts, _ = play(tmp_path, SAME, episode)
+    assert sample["reward"] == 1.0 and len(prompts) == 4
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_a_turn_that_failed_is_sampled_when_it_is_asked_for_again(tmp_path, monkeypatch, retries):
+    render = ChatEngine.render
+
+    failures = ["busy"]
+
+    async def busy_once(self, request):
+        if failures:
+            return web.json_response({"error": {"message": failures.pop()}}, status=500)
+        return await render(self, request)
+
+    monkeypatch.setattr(ChatEngine, "render", busy_once)
+
+    async def episode(problem, model):
+        c = Client(model)
+        status, text = await c.post("chat/completions", messages=[user("Hi")])
+        assert status == 500 and "busy" in text
+        assert (await c.chat(user("Hi"), retries=retries))["content"] == "one"
+        assert (await c.chat(user("Hi")))["content"] == "two"
+        return 1.0
+
+    [sample], prompts, _ = play(tmp_path, SAME[:2], episode)
+    assert sample["reward"] == 1.0 and len(prompts) == 2
+
+
+def test_a_client_that_gives_up_leaves_nothing(tmp_path):
+    """Its attempt is over before the answer is there."""
+
+    async def episode(problem, model):
+        c = Client(model)
+        await c.chat(user("Hi"))
+        held_back(model)
         asyncio.ensure_future(c.chat(user("slow")))
-        await asyncio.sleep(0.05)
+        await until(lambda: clients_of_turns(model) == [1, 1])
         return 1.0
 
     [sample], prompts, actor = play(tmp_path, ["A", "slow"], episode)
@@ -308,6 +510,28 @@ def test_streams_completions_and_models(tmp_path):
     ]
 
 
+def test_a_request_whose_attempt_ends_while_its_body_arrives_is_refused(tmp_path):
+    async def episode(problem, model):
+        attempts = model.actor.endpoint.attempts
+        url = urlsplit(model.base_url)
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        body = json.dumps(dict(messages=[user("Hi")])).encode()
+        head = f"POST {url.path}/chat/completions HTTP/1.1\r\nHost: {url.netloc}\r\n"
+        head += f"Authorization: Bearer {model.api_key}\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body[:10])
+        # the answer of another request: the endpoint has read what came before it
+        await Client(model).chat(user("Hi"))
+        del attempts[model.api_key]
+        writer.write(body[10:])
+        assert b" 401 " in await reader.readline()
+        writer.close()
+        attempts[model.api_key] = model
+        return 1.0
+
+    [sample], prompts, _ = play(tmp_path, ["A"], episode)
+    assert sample["reward"] == 1.0 and len(prompts) == 1
+
+
 def test_errors_have_the_clients_shape(tmp_path):
     async def episode(problem, model):
         c = Client(model)
@@ -338,7 +562,7 @@ def test_what_no_parser_takes_comes_back_as_text_and_is_trained_once(tmp_path):
     async def episode(problem, model):
         message = await Client(model).chat(user("Hi"))
         assert message == dict(role="assistant", content="A")
-        assert await Client(model).chat(user("Hi")) == message
+        assert await Client(model).chat(user("Hi"), retries=1) == message
         return 1.0
 
     derender, ChatEngine.derender = ChatEngine.derender, fails
@@ -353,6 +577,10 @@ def test_what_no_parser_takes_comes_back_as_text_and_is_trained_once(tmp_path):
     "way,counted,outcome",
     [
         ("raise ValueError('mine')", "error", "unparsable"),
+        # what its own connections fail by is its own fault
+        ("raise ConnectionError('the judge is gone')", "error", "unparsable"),
+        ("raise aiohttp.ClientConnectionError('the judge is gone')", "error", "unparsable"),
+        ("raise TimeoutError('the judge is slow')", "limit", "unparsable"),
         ("await asyncio.sleep(100)", "limit", "unparsable"),
         ("return 'no_answer'", None, "no_answer"),
         ("await model('x' * 5000)", None, "no_answer"),
@@ -366,16 +594,110 @@ def test_what_no_parser_takes_comes_back_as_text_and_is_trained_once(tmp_path):
 )
 def test_an_episode_that_fails_is_counted_by_name(tmp_path, way, counted, outcome, capsys):
     found = {}
-    exec(f"async def end(model):\n    {way}", dict(asyncio=asyncio, Client=Client), found)
+    exec(
+        f"async def end(model):\n    {way}",
+        dict(asyncio=asyncio, Client=Client, aiohttp=aiohttp),
+        found,
+    )
 
     async def episode(problem, model):
         await model(problem["prompt"])
         return await found["end"](model)
 
-    [sample], _, actor = play(tmp_path, ["A"], episode, episode_timeout=0.3)
+    # enough for the turn before it on a busy machine
+    seconds = 3.0 if "sleep" in way else 1000.0
+    [sample], _, actor = play(tmp_path, ["A"], episode, episode_timeout=seconds)
     assert sample["outcome"] == {"no_answer": 2, "unparsable": 3}[outcome]
     assert actor.sandbox.counts == {"verdicts": 1} | ({counted: 1} if counted else {})
     assert actor.in_progress == -1
+
+
+NUMBERS = [
+    *(0.25, 1, True, False, np.bool_(True), np.float32(0.25), np.float16(0.25), np.int64(-3)),
+    *(np.array(0.25), np.array(7), np.array(True), torch.tensor(0.25), torch.tensor(True)),
+    *(torch.tensor(0.25, dtype=torch.bfloat16), Fraction(1, 4), Decimal("0.25")),
+]
+
+
+def test_an_episode_may_return_any_number_or_outcome(tmp_path):
+    values = [*NUMBERS, "correct", np.str_("no_answer")]
+    returned = iter(values)
+
+    async def episode(problem, model):
+        await model(problem["prompt"])
+        return next(returned)
+
+    says = ["A"] * len(values)
+    knobs = dict(reward_finished=(0.5, 0.0, -0.5, 0.0), attempts=len(values))
+    samples, _, actor = play(tmp_path, says, episode, **knobs)
+    assert [sample["reward"] for sample in samples] == [*map(float, NUMBERS), 0.5, -0.5]
+    assert actor.sandbox.counts == {"verdicts": len(values)}
+
+
+@pytest.mark.parametrize(
+    "value,shown",
+    [
+        (None, "NoneType None"),
+        (float("nan"), "float nan"),
+        (np.float32("inf"), "float inf"),
+        (1e39, "float 1e[+]39"),
+        (10**400, "int 1000.*OverflowError"),
+        (Fraction(10**400, 3), "fractions.Fraction .*OverflowError"),
+        (1j, "complex 1j"),
+        (np.complex64(1), "numpy.complex64 .*1"),
+        (torch.tensor(1j), "torch.Tensor .*1"),
+        (np.array([1, 2]), "numpy.ndarray array.*1, 2"),
+        ([1.0], "list .1.0."),
+        ((1.0, {}), "tuple .1.0, {}."),
+        ("0.5", "str '0.5'"),
+        (b"correct", "bytes b'correct'"),
+    ],
+)
+def test_what_is_no_reward_of_an_episode_ends_the_run_and_is_named(tmp_path, value, shown):
+    async def episode(problem, model):
+        await model(problem["prompt"])
+        return value
+
+    with pytest.raises(RuntimeError, match=f"tasks/guess.py: episode returned {shown}"):
+        play(tmp_path, ["A"], episode)
+
+
+def test_a_function_that_an_episode_calls_returns_a_number_or_a_text(tmp_path, monkeypatch):
+    returned = {}
+    monkeypatch.setattr(task, "look_up", returned.get, raising=False)
+
+    async def episode(problem, model):
+        await model(problem["prompt"])
+        for value in NUMBERS:
+            returned["it"] = value
+            found = await model.call("look_up", "it")
+            assert type(found) is float and found == float(value)
+        returned["it"] = np.str_("words")
+        assert type(await model.call("look_up", "it")) is str
+        assert await model.call("look_up", "nothing") is None
+        returned["it"] = {"a": 1}
+        with pytest.raises(TypeError, match="look_up returned dict {'a': 1}"):
+            await model.call("look_up", "it")
+        return await model.call("look_up", [])
+
+    [sample], _, actor = play(tmp_path, ["A"], episode)
+    assert sample["outcome"] == cfg.OUTCOMES.index("unparsable")
+
+
+def test_a_turn_that_fails_by_a_time_limit_is_an_attempt_that_failed(tmp_path):
+    """Also that of a task without episodes, whose reward is never asked for."""
+    prompter(tmp_path / "model", TOOLS)
+    samples = []
+
+    async def too_late(*args):
+        raise TimeoutError("too late")
+
+    async def work(actor):
+        actor.engines.generate = too_late
+        samples.append(await actor.attempt("toy", dict(prompt="ba=", answer="ab"), 1.0))
+
+    with_fake_engine(tmp_path, tmp_path / "model", None, work, task="toy")
+    assert samples == [None]
 
 
 def test_without_an_engine_there_is_no_sample(tmp_path, monkeypatch):
@@ -395,7 +717,7 @@ def test_what_is_no_fault_of_the_models_is_no_sample(tmp_path, capsys):
 
     async def episode(problem, model):
         await model(problem["prompt"])
-        raise ConnectionError("$AGENT has ended")
+        raise AttemptLost("$AGENT has ended")
 
     for name in "ab":
         (tmp_path / name).mkdir()

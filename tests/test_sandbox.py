@@ -1,24 +1,30 @@
 """Reward functions in worker processes: what they answer, what they survive, what they leave behind."""
 
 import asyncio
+import json
 import os
+import re
 import subprocess
 import sys
+from concurrent.futures.process import BrokenProcessPool
+from decimal import Decimal
+from fractions import Fraction
 from multiprocessing import forkserver
 
+import numpy as np
 import psutil
 import pytest
 
 import config as cfg
 import tasks
-from plumbing.sandbox import Sandbox
+from plumbing.sandbox import Sandbox, error_line, run
 
 TASK = """
 import os, time
 def problems(split, seed=0):
     return [{"prompt": "a"}]
 def reward(problem, completion, finished):
-    if completion == "bug":
+    if isinstance(completion, str) and completion == "bug":
         return problem["absent"]
     act = ACTS.get(completion, completion) if isinstance(completion, str) else completion
     return act() if callable(act) else act
@@ -114,14 +120,44 @@ def test_a_hostile_answer_is_unparsable_and_costs_only_itself(sandboxed, hostile
         slow = asyncio.create_task(score(s, "odd", {}, hostile, True))
         await asyncio.sleep(0)
         others = [await score(s, "odd", {}, "one", True) for _ in range(20)]
-        # they did not wait for it
-        assert not slow.done() or hostile in ("memory", "deep", "exit", "killed")
         assert (await slow)["outcome"] == "unparsable"
         others += [await score(s, "odd", {}, "one", True) for _ in range(4)]
         assert others == [RIGHT] * 24
         assert s.counts == {"verdicts": 25, "limit": 1}
 
     sandboxed(work)
+
+
+@pytest.mark.parametrize("hostile", ["loop", "sleep", "C"])
+def test_others_do_not_wait_for_a_hostile_answer(sandboxed, hostile):
+    """Its limit is longer than the test's own, and it stays busy until the workers are ended."""
+
+    async def work(s):
+        slow = asyncio.create_task(score(s, "odd", {}, hostile, True))
+        await asyncio.sleep(0)
+        others = [await score(s, "odd", {}, "one", True) for _ in range(20)]
+        assert others == [RIGHT] * 20 and not slow.done()
+        slow.cancel()
+
+    sandboxed(work, reward_timeout=1000.0)
+
+
+def test_a_pool_that_breaks_is_replaced_and_loses_no_call(sandboxed):
+    """As pebble breaks it when a worker dies before it has said which call it has."""
+
+    async def work(s):
+        broken = s.pool
+        calls = [asyncio.create_task(score(s, "odd", {}, "one", True)) for _ in range(20)]
+        await asyncio.sleep(0)
+        broken._pool_manager.handle_broken_pool(BrokenProcessPool("All workers expired"))
+        # the calls that the pool had not passed on yet are found by the next one
+        assert await score(s, "odd", {}, "one", True) == RIGHT
+        assert await asyncio.gather(*calls) == [RIGHT] * 20
+        assert s.counts == {"verdicts": 21}
+        # its workers have ended
+        assert s.pool is not broken and not broken._pool_manager.worker_manager.workers
+
+    sandboxed(work, reward_timeout=60.0)
 
 
 @pytest.mark.parametrize(
@@ -152,6 +188,162 @@ def test_what_is_no_reward_ends_the_run_and_is_named(sandboxed, wrong):
     with pytest.raises(RuntimeError, match="tasks/odd.py: reward returned") as e:
         sandboxed(lambda s: score(s, "odd", {}, wrong, True), reward_timeout=5.0)
     assert len(str(e.value)) < 600
+
+
+NUMBERS = [
+    *(0.25, 1, True, False, np.bool_(True), np.float32(0.25), np.float16(0.25), np.int64(-3)),
+    *(np.array(0.25), np.array(7), np.array(True), Fraction(1, 4), Decimal("0.25")),
+]
+
+
+def test_a_reward_may_be_any_number(sandboxed):
+    """An odd task returns a completion that is no text as it is."""
+
+    async def work(s):
+        verdicts = [await score(s, "odd", {}, value, True) for value in NUMBERS]
+        verdicts.append(await score(s, "odd", {}, np.str_("correct"), True))
+        return [verdict["reward"] for verdict in verdicts], s.counts
+
+    rewards, counts = sandboxed(work, reward_timeout=20.0)
+    assert rewards == [*map(float, NUMBERS), 1.0] and {type(x) for x in rewards} == {float}
+    assert counts == {"verdicts": len(rewards)}
+
+
+NO_NUMBERS = [
+    (np.float32("nan"), "float nan"),
+    (10**400, "int 1000.*OverflowError"),
+    # Python prints no number of so many digits
+    (10**5000, "int .*cannot be printed.*OverflowError"),
+    (Fraction(10**400, 3), "fractions.Fraction .*OverflowError"),
+    (Decimal("1e400"), "decimal.Decimal .*1E[+]400.*OverflowError"),
+    (Decimal("sNaN"), "decimal.Decimal .*sNaN"),
+    (1j, "complex 1j"),
+    (np.complex64(1), "numpy.complex64 .*1"),
+    (np.array("1"), "numpy.ndarray array.'1'"),
+    (np.array([1, 2]), "numpy.ndarray array.*1, 2"),
+    ([1.0], "list .1.0."),
+    ({"reward": 1.0}, "dict {'reward': 1.0}"),
+    (b"correct", "bytes b'correct'"),
+    (bytearray(b"1"), "bytearray "),
+    ("1.0", "str '1.0'"),
+    ("", "str ''"),
+]
+
+
+def test_what_is_no_reward_is_named_with_its_type_and_value(sandboxed):
+    async def work(s):
+        for value, words in NO_NUMBERS:
+            with pytest.raises(RuntimeError, match=f"odd.py: reward returned {words}") as e:
+                await score(s, "odd", {}, value, True)
+            assert len(str(e.value)) < 600 and "\n" not in str(e.value)
+
+    sandboxed(work, reward_timeout=20.0)
+
+
+FAILURES = """
+import asyncio, json
+def lookup(key):
+    return {}[key]  # of lookup
+def fails(kind):
+    return globals()[kind]()  # of fails
+def missing():
+    return lookup("answer")
+def asserted():
+    assert 1 == 2  # of asserted
+def library():
+    json.loads("{")  # of library
+def lines():
+    raise ValueError("first\\n   second\\tthird\\n")  # of lines
+def syntax():
+    exec("1 +* 2\\n")  # of syntax
+def noted():
+    e = ValueError("mine")
+    e.add_note("problem 7")
+    raise e  # of noted
+def caused():
+    try:
+        lookup("answer")
+    except KeyError as e:
+        raise RuntimeError("no answer") from e  # of caused
+def handling():
+    try:
+        lookup("answer")
+    except KeyError:
+        1 / 0  # of handling
+def hidden():
+    try:
+        lookup("answer")
+    except KeyError:
+        raise RuntimeError("no answer") from None  # of hidden
+async def one(key):
+    lookup(key)
+async def several():
+    async with asyncio.TaskGroup() as group:  # of several
+        group.create_task(one("left"))
+        group.create_task(one("right"))
+def group():
+    asyncio.run(several())
+def circle():
+    a, b = ValueError("a"), ValueError("b")
+    a.__cause__, b.__cause__ = b, a
+    raise a  # of circle
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError
+def mute():
+    raise Mute  # of mute
+def long():
+    raise ValueError("words " * 1000)  # of long
+def leaves():
+    raise SystemExit(3)  # of leaves
+"""
+
+
+@pytest.mark.parametrize(
+    "kind,line",
+    [
+        ("missing", "KeyError: 'answer' at {lookup}"),
+        ("asserted", "AssertionError at {asserted}"),
+        # the library's own line says less than that which has called it
+        ("library", "json.decoder.JSONDecodeError: Expecting property name .* at {library}"),
+        ("lines", "ValueError: first second third at {lines}"),
+        ("syntax", "SyntaxError: invalid syntax .<string>, line 1. at {syntax}"),
+        ("noted", "ValueError: mine problem 7 at {noted}"),
+        ("caused", "RuntimeError: no answer at {caused}; caused by KeyError: 'answer' at {lookup}"),
+        (
+            "handling",
+            "ZeroDivisionError: division by zero at {handling}; while handling KeyError: 'answer' at {lookup}",
+        ),
+        ("hidden", "RuntimeError: no answer at {hidden}"),
+        (
+            "group",
+            "ExceptionGroup: unhandled errors in a TaskGroup .2 sub-exceptions. at {several} "
+            r"\[KeyError: 'left' at {lookup}; KeyError: 'right' at {lookup}\]",
+        ),
+        ("circle", "ValueError: a at {circle}; caused by ValueError: b"),
+        ("mute", "tasks.odd.Mute: .its message cannot be printed. at {mute}"),
+        ("long", "ValueError: (words )+.* [.]{{3}} at {long}"),
+        ("leaves", "SystemExit: 3 at {leaves}"),
+    ],
+)
+def test_an_error_says_what_and_where_in_one_line(odd, kind, line):
+    (odd / "tasks" / "odd.py").write_text(FAILURES)
+    places = {}
+    for number, text in enumerate(FAILURES.splitlines(), 1):
+        _, found, function = text.partition("  # of ")
+        if found:
+            places[function] = f"tasks/odd.py:{number} in {function}"
+    reply = run("odd", "fails", (kind,))
+    assert re.fullmatch(line.format(**places), reply["error"]), reply["error"]
+    assert len(reply["error"]) <= 400
+
+
+def test_an_error_outside_of_the_task_says_its_last_line():
+    try:
+        json.loads("{")
+    except ValueError as e:
+        assert re.search(r" at json/decoder.py:\d+ in raw_decode$", error_line(e, "elsewhere.py"))
+    assert error_line(KeyError("never raised")) == "KeyError: 'never raised'"
 
 
 def test_what_a_reward_prints_goes_nowhere(sandboxed, capfd):

@@ -233,9 +233,9 @@ def prepare(argv, gpus):
 def main(argv):
     """`MODEL [--knob value ...]` -> table on stdout; out/<run>/answers.jsonl, results.json."""
     gpus = launch.gpu_count()
-    if "--help" in argv:
-        cfg.parse(["--help"], about=__doc__)
     try:
+        if "--help" in argv:
+            cfg.parse(argv[argv.index("--help") :], about=__doc__)
         actor, opening = prepare(argv, gpus)
     except cfg.ConfigError as e:
         sys.exit(f"evaluate: {e}")

@@ -20,14 +20,18 @@ def main(problems, attempt):
         asyncio.run(serve(attempt, answers))
 
 
+def number(value):
+    """A number that JSON does not know, such as one of numpy, torch or fractions. Raises if it is none."""
+    return value.item() if hasattr(value, "item") else value.__float__()
+
+
 async def serve(attempt, answers):
     async def answer(problem, base_url, api_key):
         try:
-            found = {"reward": await attempt(problem, base_url, api_key)}
+            reward = await attempt(problem, base_url, api_key)
+            line = json.dumps({"api_key": api_key, "reward": reward}, default=number)
         except (Exception, asyncio.CancelledError) as e:
-            found = {"error": f"{type(e).__name__}: {e}"}
-        # of any kind of number
-        line = json.dumps({"api_key": api_key, **found}, default=float)
+            line = json.dumps({"api_key": api_key, "error": f"{type(e).__name__}: {e}"})
         print(line, file=answers, flush=True)
 
     reader = asyncio.StreamReader(limit=1 << 24)
