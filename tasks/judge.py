@@ -2,7 +2,7 @@
 
     JUDGE_URL=http://127.0.0.1:8000/v1 bash run.sh math --task judge --train_data mine.jsonl --eval_data other.jsonl
 
-Data as for tasks/maths.py: a column `prompt` and, if there is something to compare with, `answer`. $JUDGE_KEY and
+Data as tasks/_data.py reads them; a column with the answer, if there is one, is shown to the judge. $JUDGE_KEY and
 $JUDGE_MODEL go to the judge, who is asked at most $JUDGE_BUDGET times (a million), AT_ONCE at a time, each time with
 TRIES and SECONDS to answer. Without a number from the judge an attempt is `unparsable`, and counted.
 """
@@ -15,7 +15,8 @@ import re
 
 from openai import AsyncOpenAI
 
-from tasks._data import column, rows
+from plumbing.prompts import prompt_text
+from tasks import _data
 
 SECONDS, TRIES, AT_ONCE = 60.0, 3, 64
 # a grade from here on is a success
@@ -25,11 +26,16 @@ CALLS, PLACES = itertools.count(1), asyncio.Semaphore(AT_ONCE)
 
 
 def problems(split, seed=0, data=""):
-    """Dicts with prompt and answer, "" if there is none. Raises ValueError."""
+    """Problems as tasks/_data.py reads them; their answer, if there is one, is a text. Raises ValueError."""
     if "JUDGE_URL" not in os.environ:
         raise ValueError("JUDGE_URL is not set: where is the judge?")
-    found = itertools.chain.from_iterable(map(rows, data.split(",")))
-    return [dict(prompt=column(r, "prompt", "question"), answer=r.get("answer")) for _, r in found]
+    return _data.problems(data, split, finish=finish)
+
+
+def finish(problem):
+    """Make the answer of a problem, if it has one, a text. Raises ValueError."""
+    if "answer" in problem:
+        problem["answer"] = _data.as_text(problem["answer"])
 
 
 @functools.cache
@@ -41,8 +47,9 @@ def client():
 async def episode(problem, model):
     """The judge's grade of one answer, 0 to 1."""
     answer = await model(problem["prompt"])
-    known = f"Reference: {problem['answer']}\n" if problem["answer"] else ""
-    asked = dict(role="user", content=ASK.format(problem["prompt"], known, answer))
+    known = f"Reference: {problem['answer']}\n" if "answer" in problem else ""
+    question = prompt_text(problem["prompt"])
+    asked = dict(role="user", content=ASK.format(question, known, answer))
     if next(CALLS) > int(os.environ.get("JUDGE_BUDGET", 10**6)):
         raise SystemExit("actor: tasks/judge.py: JUDGE_BUDGET is spent")
     how = dict(model=os.environ.get("JUDGE_MODEL", "judge"), temperature=0, max_tokens=8)

@@ -3,10 +3,13 @@
 import csv
 import gzip
 import json
+import re
 
 import pytest
 
 import config as cfg
+import tasks
+from conftest import ROOT
 from plumbing.problems import in_both, load_problems
 from tasks import _data, maths
 
@@ -341,6 +344,19 @@ def test_what_was_read_from_which_column_is_said(tmp_path):
 def test_an_instruction_that_a_prompt_has_is_not_given_twice(tmp_path):
     row = dict(question="q? Answer in \\boxed{}.", answer=5)
     assert read(write(tmp_path / "a.jsonl", [row]))[0]["prompt"] == "q? Answer in \\boxed{}."
+
+
+def test_the_task_of_the_documentation_reads_a_file(tmp_path, monkeypatch):
+    text = (ROOT / "docs" / "data.md").read_text().partition("## In a task of your own")[2]
+    code = re.search(r"```python\n(.*?)```", text, re.S)[1]
+    (tmp_path / "mine_own.py").write_text(code)
+    monkeypatch.setattr(tasks, "__path__", [*tasks.__path__, str(tmp_path)])
+    path = write(tmp_path / "a.csv", [dict(question=QUESTION, answer="5", level="easy")])
+    config = cfg.Config(task="mine_own", train_data=path)
+    [problem] = load_problems(config, "train")["mine_own"]
+    assert (problem["prompt"], problem["level"]) == (QUESTION, "easy")
+    reward = cfg.load_task("mine_own").reward
+    assert (reward(problem, " 5\n", True), reward(problem, "6", True)) == (1.0, 0.0)
 
 
 def test_problems_are_the_same_if_their_prompts_are_or_in_games_if_all_of_them_is():

@@ -71,8 +71,11 @@ def convert(gguf, path):
     AutoTokenizer.from_pretrained(**source).save_pretrained(path)
 
 
-def bring_model(model, task):
-    """The directory with a model's files, which are made or fetched if need be; exits with a line if they cannot be."""
+def bring_model(model, task, knob="--model"):
+    """The directory with a model's files, which are made or fetched if need be; exits with a line if they cannot be.
+
+    knob: which names the model.
+    """
     if Path(model).parent == launch.MODELS and not Path(model, "config.json").exists():
         if model == cfg.SMOL["model"]:
             make_smol(model)
@@ -84,7 +87,7 @@ def bring_model(model, task):
             base_model.make_model(list(cfg.task_weights(task)), model, seed)
     if Path(model).is_dir():
         if not Path(model, "config.json").exists():
-            sys.exit(f"prepare: --model {model} has no config.json: it is no model's directory")
+            sys.exit(f"prepare: {knob} {model} has no config.json: it is no model's directory")
         return Path(model)
     from huggingface_hub import snapshot_download
 
@@ -93,7 +96,7 @@ def bring_model(model, task):
         return Path(snapshot_download(model, allow_patterns=FILES))
     except (OSError, ValueError) as e:
         why = str(e).splitlines()[0]
-        sys.exit(f"prepare: --model {model} is no directory, and the hub does not give it: {why}")
+        sys.exit(f"prepare: {knob} {model} is no directory, and the hub does not give it: {why}")
 
 
 def check_vocabularies(*folders):
@@ -248,7 +251,7 @@ def main():
             return
         check_parsers(config)
         if config.teacher not in ("", "self"):
-            check_vocabularies(folder, bring_model(config.teacher, config.task))
+            check_vocabularies(folder, bring_model(config.teacher, config.task, "--teacher"))
     except cfg.ConfigError as e:
         sys.exit(f"prepare: {e}")
 
