@@ -159,7 +159,7 @@ class MetricsLog:
             line["wall_s"] -= self.run_start
             self._write(line)
             scores = {f"eval/{name}": score for name, score in line["eval"].items()}
-            scores |= {f"eval_reward/{name}": x for name, x in line.get("reward", {}).items()}
+            scores |= {f"eval_reward/{name}": x for name, x in line.get("eval_reward", {}).items()}
             self.wandb.log(scores | {"version": line["version"]})
             print(
                 f"eval: version {line['version']} | {held_out_scores(line)} | "

@@ -89,7 +89,7 @@ def held_out_scores(line):
     """
     texts = []
     for name, solved in line["eval"].items():
-        reward = line.get("reward", {}).get(name, solved)
+        reward = line.get("eval_reward", {}).get(name, solved)
         same = abs(reward - solved) < 5e-4
         more = "" if same else f" solved, mean reward {reward:.3f}"
         texts.append(f"{name} {solved:.3f}{more}")

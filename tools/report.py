@@ -102,7 +102,7 @@ def score_lines(evals):
         if last is not first and task in first["eval"]:
             before = with_chance(first["eval"][task], last)
             words = f"{before} (version {first['version']}) -> {words}"
-        rewards = [line.get("reward", {}).get(task) for line in (first, last)]
+        rewards = [line.get("eval_reward", {}).get(task) for line in (first, last)]
         if None not in rewards and abs(rewards[1] - score) >= 5e-4:
             problems += f" solved; mean reward {rewards[0]:.3f} -> {rewards[1]:.3f}"
         yield f"held-out {task:<5} {words}, {problems}\n"
