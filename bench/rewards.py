@@ -14,25 +14,30 @@ from tasks import maths
 
 
 def wrong_verdicts():
-    """{equal: (how many pairs are, those whose verdict is wrong)} of the pairs that are equal, and of those that are not."""
-    found = {True: [0, []], False: [0, []]}
+    """{equal: (how many pairs are, those of them whose verdict is wrong)} for True and False."""
+    counts = {True: 0, False: 0}
+    wrong = {True: [], False: []}
     for line in (cfg.ROOT / "tests" / "maths_pairs.jsonl").open():
         pair = json.loads(line)
         completion = pair.get("completion") or f"\\boxed{{{pair['answer']}}}"
         problem = {"answer": pair["reference"], "prompt": pair.get("problem", "")}
         outcome = maths.reward(problem, completion, True)
-        found[pair["equal"]][0] += 1
+        counts[pair["equal"]] += 1
         if (outcome == "correct") != pair["equal"]:
-            found[pair["equal"]][1].append((pair["reference"], completion, outcome))
-    return found
+            wrong[pair["equal"]].append((pair["class"], pair["reference"], completion, outcome))
+    return {equal: (counts[equal], wrong[equal]) for equal in counts}
 
 
 def main():
     verdicts = wrong_verdicts()
-    for equal, words in ((False, "accepted, though wrong"), (True, "missed, though right")):
+    rates = []
+    for equal, verdict in ((False, "accepted, though wrong"), (True, "missed, though right")):
         count, wrong = verdicts[equal]
-        print(f"{words}: {len(wrong)} of {count}, {len(wrong) / count:.1%}")
-        table(["reference", "completion", "outcome"], wrong)
+        rates.append((verdict, len(wrong), count, f"{len(wrong) / count:.1%}"))
+    table(["verdict", "pairs", "of", "rate"], rates)
+    wrong = [row for _, rows in verdicts.values() for row in rows]
+    if wrong:
+        table(["class", "reference", "completion", "outcome"], wrong)
 
 
 if __name__ == "__main__":

@@ -159,6 +159,10 @@ def test_a_row_is_named_by_its_file_and_line(tmp_path):
         ("[5, 6]", "[5, 6]"),
         (" 5\n", "5"),
         ("So \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
+        ("\\[\n5\n\\]", "5"),
+        ("$$5$$", "5"),
+        ("$5$", "$5$"),
+        ("\\begin{pmatrix} 1 \\\\\n2 \\end{pmatrix}", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}"),
     ],
 )
 def test_answers_that_are_texts_or_numbers(value, answer, tmp_path):
@@ -179,9 +183,10 @@ def test_answers_that_are_texts_or_numbers(value, answer, tmp_path):
         (None, "column 'answer' is empty"),
         (" ", "column 'answer' is empty"),
         ("NaN", "it is empty: 'NaN'"),
-        ("First this,\nthen that.", "must be a final answer, in one line"),
-        (600 * "1", "must be a final answer, in one line"),
-        ("#### ", "must be a final answer, in one line"),
+        ("First this,\nthen that.", "must be the final answer alone, in one line"),
+        ("The answer is 5.", "must be the final answer alone"),
+        (600 * "1", "must be the final answer alone, in one line"),
+        ("#### ", "must be the final answer alone, in one line"),
     ],
 )
 def test_answers_that_are_neither_are_named_by_file_and_line(value, complaint, tmp_path):

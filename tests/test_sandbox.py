@@ -393,7 +393,8 @@ def test_hostile_mathematics_and_ten_megabytes(sandboxed):
 
     outcomes, counts = sandboxed(work, task="maths", reward_timeout=3.0)
     assert outcomes == ["unparsable"] * 3 + ["correct"] * 3
-    assert counts == {"verdicts": 6, "limit": 1}
+    # none of them reaches a limit
+    assert counts == {"verdicts": 6}
 
 
 PROGRAM = """

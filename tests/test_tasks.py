@@ -9,12 +9,10 @@ import shutil
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 import config as cfg
 import tasks
-from bench import rewards
 from conftest import ROOT
 from plumbing.problems import Prompter, load_problems
 from tasks import _data, guess, maths, tail, toy
@@ -29,52 +27,6 @@ def test_no_test_problem_is_a_train_problem_and_the_given_answers_are_right():
     assert len(train) > 10000 and len(test) > 100
     assert {toy.reward(p, p["answer"], True) for p in train[:300] + test} <= {1.0, "correct"}
     assert toy.problems("test", 3) == test and toy.problems("test", 4) != test
-
-
-def load_gym(data, split="train"):
-    pytest.importorskip("reasoning_gym")
-    return load_problems(cfg.Config(task="gym", train_data=data, eval_data=data), split)["gym"]
-
-
-def test_gym_problems_are_held_out_and_scored_by_their_verifier():
-    data = "chain_sum/max_terms=3/max_digits=1:0.7,spell_backward/max_word_len=5:0.3"
-    train, test = load_gym(data), load_gym(data, "test")
-    assert not {p["prompt"] for p in train} & {p["prompt"] for p in test}
-    for problems in (train, test):
-        sums = [p["source"] == "chain_sum" for p in problems]
-        # of sums some are drawn twice
-        assert len(problems) > 300 and 0.2 < np.mean(sums) < 0.75 and 0 < sum(sums[:20]) < 20
-    gym = cfg.load_task("gym")
-    assert {gym.reward(p, p["answer"], True) for p in test} == {1.0}
-    problem = dict(source="chain_sum", question="3 + 4 =", answer="7", metadata={})
-    for text, given, reward in [
-        ("7", "7", 1.0),
-        ("3 + 4 = 7", "7", 1.0),
-        ("I see.\nThe answer is **7**.", "7", 1.0),
-        ("<answer>8</answer> no, <answer> 7 </answer> is the answer", "7", 1.0),
-        ("7 or 8", "7 or 8", 1 / 6),
-        ("8", "8", 0.0),
-        (" \n", None, 0.0),
-    ]:
-        assert gym.answer(problem, text) == given
-        assert gym.reward(problem, text, True) == pytest.approx(reward)
-        assert gym.reward(problem, text, False) == 0.0
-
-
-@pytest.mark.parametrize(
-    "data,complaint",
-    [
-        ("chain_sums", "chain_sums"),
-        ("chain_sum/max_term=3", "chain_sum: .*max_term"),
-        ("chain_sum/max_terms=many", "Expecting value"),
-        ("chain_sum/max_terms=1", "chain_sum: "),
-        ("chain_sum:half", "half"),
-    ],
-)
-def test_a_data_set_that_gym_does_not_have_is_named(data, complaint):
-    with pytest.raises(cfg.ConfigError, match=f"task gym: .*{complaint}") as e:
-        load_gym(data)
-    assert "\n" not in str(e.value)
 
 
 def test_a_task_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch):
@@ -122,99 +74,6 @@ def test_guess_by_hand():
         assert asyncio.run(guess.episode(problem, model)) == pytest.approx(reward)
         assert heard == [guess.PROMPT, *said]
     assert guess.SUCCESS == pytest.approx(0.7)
-
-
-def test_maths_accepts_its_own_answers_and_refuses_others():
-    found = maths.problems("test", 0, str(MATHS))
-    assert len(found) == 48 and found[0]["where"] == f"{MATHS}:1" and found[0]["source"] == "maths"
-    for p in found:
-        for text, outcome in [
-            (f"Clearly \\boxed{{987654}}? No: \\boxed{{ {p['answer']} }}.", "correct"),
-            ("The answer is \\boxed{987654}", "wrong"),
-            (f"The answer is {p['answer']}", "no_answer"),
-            ("\\boxed{}", "no_answer"),
-        ]:
-            assert maths.reward(p, text, True) == outcome, p
-
-
-def test_maths_by_hand():
-    for gold, answer, outcome in [
-        ("\\frac{1}{2}", "0.5", "correct"),
-        ("\\frac{1}{6}", "0.1\\overline{6}", "correct"),
-        ("x^2-4", "(x-2)(x+2)", "correct"),
-        ("1234", "1,234", "correct"),
-        ("2\\sqrt{3}", "\\sqrt{12}", "correct"),
-        ("5", "x = \\frac{10}{2} = 5", "correct"),
-        ("2,-3", "x=2 \\text{ or } x=-3", "correct"),
-        ("\\{1, 3\\}", "3, 1", "correct"),
-        ("(3,\\infty)", "x > 3", "correct"),
-        ("B", "\\text{(B)}", "correct"),
-        ("18", "18 \\text{ dollars}", "correct"),
-        ("60\\text{ mph}", "60 \\text{ miles per hour}", "correct"),
-        ("10\\%", "\\frac{1}{10}", "correct"),
-        ("3+4i", "(2+i)^2", "correct"),
-        ("2^{2024}", "4^{1012}", "correct"),
-        ("\\frac13", "0.333333", "wrong"),
-        ("(1,2)", "\\{1,2\\}", "wrong"),
-        ("7", "7, 9", "wrong"),
-        ("7", "9 = 7", "wrong"),
-        ("5\\text{ cm}", "5\\text{ m}", "wrong"),
-        ("2x", "2X", "wrong"),
-        ("101_2", "101", "wrong"),
-        ("7", "7'", "unparsable"),
-        ("7", "9 7", "unparsable"),
-        ("7", "9 \\Rightarrow 7", "unparsable"),
-        ("7", "7 \\text{ maybe}", "unparsable"),
-        ("7", "7_9", "unparsable"),
-        ("15", "\\geq 15", "unparsable"),
-    ]:
-        found = maths.reward({"answer": gold}, f"\\boxed{{{answer}}}", True)
-        assert found == outcome, (gold, answer)
-
-
-def test_few_verdicts_on_mathematics_are_wrong():
-    """Of answers alike, and of those that are nearly right or say several things."""
-    for equal, (count, wrong) in rewards.wrong_verdicts().items():
-        assert count > 300 and len(wrong) <= 0.03 * count, (equal, wrong)
-
-
-def test_votes_for_the_same_answer_are_judged_alike():
-    """A vote is a completion's answer in plain signs: attempts of one vote must have one verdict."""
-    verdicts = {}
-    for line in (ROOT / "tests" / "maths_pairs.jsonl").read_text().splitlines()[::4]:
-        pair = json.loads(line)
-        completion = pair.get("completion") or f"\\boxed{{{pair['answer']}}}"
-        problem = {"answer": pair["reference"], "prompt": pair.get("problem", "")}
-        vote = maths.answer(problem, completion)
-        correct = maths.reward(problem, completion, True) == "correct"
-        key = (pair["reference"], problem["prompt"], vote)
-        assert verdicts.setdefault(key, correct) == correct, pair
-        if vote:
-            again = maths.reward(problem, f"\\boxed{{{vote}}}", True)
-            assert (again == "correct") == correct, (pair, vote)
-
-
-def test_the_last_statements_boxes_are_the_answer():
-    for text, answer in [
-        ("none", ""),
-        ("\\boxed{ 3 }", "3"),
-        ("\\boxed{1}. Then \\boxed{\\frac{1}{2}}, as was asked.", "\\frac{1}{2}"),
-        ("\\boxed{9}? No: \\boxed{7}", "7"),
-        ("\\boxed{9} or \\boxed{7}", "9, 7"),
-        ("\\boxed{9}. Or maybe \\boxed{7}", "9, 7"),
-        ("Case 1: \\boxed{9}. Case 2: \\boxed{7}.", "9, 7"),
-        ("\\boxed{9}\n\\boxed{7}", "9, 7"),
-        ("\\boxed{9 \\boxed{7}}", "9 \\boxed{7}"),
-        ("\\boxed{9, \\boxed{7}", "7"),
-    ]:
-        assert maths.final(text) == answer
-
-
-def test_a_box_that_does_not_end_is_no_answer():
-    box = "\\boxed{"
-    for endless in (box + "1", "\\boxed 1", box + "1}, " + box + "2", box + "1" * 600 + "}"):
-        assert maths.reward({"answer": "1"}, endless, True) == "unparsable"
-        assert maths.answer({"answer": "1"}, endless) is None
 
 
 ROW = '{"problem": "p", "answer": "1"}\n'
@@ -376,7 +235,10 @@ def test_prompts_that_the_model_cannot_take_are_left_out_or_refused(tmp_path):
     for problem, complaint in [
         (long, "f.jsonl:2: the prompt 'aa.*' has 20 tokens, there may be 1 to 19"),
         ({"prompt": "\u4f60\u597d"}, "task toy, problem 2: the prompt .* has 0 tokens"),
-        ({"prompt": "<|im_start|>a"}, "task toy, problem 2: the prompt .* has the token .*im_start.*knows"),
+        (
+            {"prompt": "<|im_start|>a"},
+            "task toy, problem 2: the prompt .* has the token .*im_start.*knows",
+        ),
     ]:
         said = []
         assert p.usable({"toy": [fits, problem]}, said.append) == {"toy": [0]}

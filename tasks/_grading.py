@@ -1,0 +1,376 @@
+"""Is the final answer of a completion the reference? What is unclear is not correct.
+
+1. `final_answer` finds the last \\boxed{} outside of thinking.
+2. `normalized_spelling` takes away what only lays an answer out.
+3. Answers with the same `comparable_text` are the same.
+4. tasks/_latex.py reads both answers, each in the only way it can be read, or refuses.
+5. `is_same_list` compares what they say by kind: numbers exactly, expressions at points
+   (tasks/_exact.py), intervals with their ends and brackets as they stand, points in order, lists
+   and sets in any order, equations up to a factor.
+
+0.5 is \\frac{1}{2}, 50\\%, x = \\frac12 and 0.5\\text{ cm}; it is not 0.500001, nor \\{0.5\\}.
+
+`python bench/rewards.py` prints how often a verdict is wrong. Deliberately absent: answers without
+\\boxed{}, partial credit, conversion of units and of bases.
+
+This is not a task: its name starts with `_`.
+"""
+
+import re
+
+import sympy
+
+from tasks import _latex as latex
+from tasks._exact import UNCLEAR, defined, is_expression, is_multiple, is_same_expression
+
+# ---- 1. the answer that a text ends with
+
+# characters before the last box in which there may be other boxes of its statement
+NEAR = 2000
+# more boxes in one statement are no answer
+MOST_BOXES = 20
+THINKING_TAG = (
+    r"(</?(?:think|thinking|thought|reasoning)>|\[/?think\]|<\|(?:begin|end)_of_thought\|>)"
+)
+THINKING_TAG = re.compile(THINKING_TAG, re.IGNORECASE)
+SENTENCE_END = re.compile(r"[.?!:;]\s|\n")
+# what a last sentence begins with that adds to the one before instead of taking it back
+ANOTHER = re.compile(r"(^|[.?!\n(]\s*)(or|maybe|alternatively|case|answer \d)\b[^.?!]{0,20}$", re.I)
+
+
+def final_answer(text):
+    """What the last \\boxed{...} outside of thinking holds; "" without one.
+
+        "\\boxed{9}. So it is \\boxed{7}"               ->  "7"
+        "\\boxed{9} or \\boxed{7}"                      ->  "9, 7": all of a statement
+        "\\boxed{0.5}, that is, \\boxed{\\frac12}"     ->  "\\frac12": the same again
+
+    A box within another one counts as a part of it. Raises ValueError if the last box does not end
+    within latex.LONGEST characters, or if its statement has more than MOST_BOXES.
+    """
+    text = outside_of_thinking(text)
+    last = text.rfind("\\boxed")
+    text = text[max(last - NEAR, 0) : last + latex.LONGEST]
+    boxes = []
+    end = 0
+    for box in re.finditer(r"\\boxed\s*(?={)", text):
+        closed = end_of_braces(text, box.end())
+        if box.start() < end or not closed:
+            continue
+        _, *after = SENTENCE_END.split(text[end : box.start()], maxsplit=1)
+        has_words = after and re.search("[a-zA-Z]{2}", after[0])
+        if has_words and not ANOTHER.search(text, end, box.start()):
+            boxes = []
+        boxes.append(text[box.end() + 1 : closed - 1].strip())
+        end = closed
+    if last >= 0 and end <= text.rfind("\\boxed"):
+        raise ValueError(f"the last box does not end within {latex.LONGEST} characters")
+    if len(boxes) > MOST_BOXES:
+        raise ValueError(f"{len(boxes)} boxes in one statement, there may be {MOST_BOXES}")
+    answers = []
+    for box in filter(None, boxes):
+        answers = [other for other in answers if not is_clearly_same(other, box)] + [box]
+    return ", ".join(answers)
+
+
+def outside_of_thinking(text):
+    """text without what stands between tags of thinking; the prompt may have held the first one."""
+    outside = []
+    is_thinking = False
+    for part in THINKING_TAG.split(text):
+        if not THINKING_TAG.fullmatch(part):
+            outside += [] if is_thinking else [part]
+        elif "/" in part or "end" in part:
+            outside = outside if is_thinking else []
+            is_thinking = False
+        else:
+            is_thinking = True
+    return "".join(outside)
+
+
+def end_of_braces(text, start):
+    """The position behind the brace that closes the one at start; 0 if none does."""
+    depth = 0
+    for sign in re.compile(r"\\.|[{}]", re.S).finditer(text, start):
+        depth += (sign[0] == "{") - (sign[0] == "}")
+        if depth == 0:
+            return sign.end()
+    return 0
+
+
+def is_clearly_same(box, other):
+    """Are the contents of two boxes the same answer, and no doubt about it?"""
+    for reference, given in ((box, other), (other, box)):
+        try:
+            return is_same_answer(reference, given)
+        except UNCLEAR:
+            # a unit may be known from the other box alone
+            continue
+    return False
+
+
+# ---- 2. one spelling
+
+SIGNS = r"""
+π \pi | θ \theta | α \alpha | β \beta | √ \sqrt | ∞ \infty | ∅ \emptyset | ≤ \le | ≥ \ge | ≠ \ne
+≈ \approx | ≡ \equiv | ∈ \in | ∪ \cup | ± \pm | × \cdot | · \cdot | ⋅ \cdot | ÷ / | − - | – -
+° ^\circ | ² ^2 | ³ ^3 | ½ \frac12 | ¼ \frac14 | ¾ \frac34 | ℝ \mathbb{R} | ⟨ ( | ⟩ )
+， , | ； ; | ： : | （ ( | ） )
+"""
+SIGNS = dict(pair.split() for pair in re.split(r" \| |\n", SIGNS.strip()))
+SIGNS = str.maketrans({sign: latex + " " for sign, latex in SIGNS.items()})
+SPELLINGS = [
+    # sizes, delimiters of formulas, spaces
+    (r"\\(left|right) ?\.", ""),
+    (r"\\(left|right|[bB]igg?[lrm]?|displaystyle|textstyle|[lL]arge)(?![a-zA-Z])", ""),
+    (r"(?<!\\)\\[()\[\]]| ?(?<!\\)\\! ?|\\+$", ""),
+    (r"(?<!\\)\\[,:;> ]|\\q?quad|~|\s+", " "),
+    # 20^\circ C; 3:30 p.m.; \text{15 cm}
+    (r"\^ ?\{ ?\\circ ?\}|\^? ?\\degree(?![a-z])", r"^\\circ "),
+    (r"\^\\circ ?(\\text ?\{ ?)?C\b ?\}?$", r"\\text{celsius}"),
+    (r"\^\\circ ?(\\text ?\{ ?)?F\b ?\}?$", r"\\text{fahrenheit}"),
+    (r"(?<=:\d\d) ?(?:\\text ?\{ ?([aApP])\.? ?[mM]\.? ?\}|([aApP])\.?[mM]\b)", r"\\text{\1\2m}"),
+    (r"\\text ?\{ ?(-?[\d.,/]+) ?([a-zA-Z/]+) ?\}", r"\1\\text{\2}"),
+    # 1 2/3; (mod 7); (11)_2; a system of equations
+    (r"(?<![\d.])(\d+) +(\d+)/(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
+    (r"\( ?\\(?:b?mod|(?:text|mathrm) ?\{ ?mod ?\}) ?([^()]*)\)", r"\\pmod{\1}"),
+    (r"\((\d+)\) ?_", r"\1_"),
+    (r"^\\begin ?\{cases\}([^&]*)\\end ?\{cases\}$", lambda found: found[1].replace("\\\\", ",")),
+]
+SPELLINGS = [(re.compile(pattern), new) for pattern, new in SPELLINGS]
+DOLLAR = re.compile(r"(?<!\\)\$")
+AROUND = re.compile(rf"({latex.FONT}|\\f?boxed ?)?(?=\{{)")
+FONT_GROUP = re.compile(latex.FONT + r"\{([^{}]*)\}")
+
+
+def normalized_spelling(text):
+    """A text without what lays it out or stands around it: `\\[\\boxed{5}\\].` -> `5`."""
+    text = text.translate(SIGNS).strip()
+    if "\\begin" not in text:
+        # \\\\frac of a data set that doubles its backslashes
+        text = re.sub(r"(?<!\\)\\\\(?=[a-zA-Z])", r"\\", text)
+    around = AROUND.match(text)
+    if around and end_of_braces(text, around.end()) == len(text):
+        return normalized_spelling(text[around.end() + 1 : -1])
+    spelled = text
+    if len(DOLLAR.findall(spelled)) % 2 == 0:
+        # an odd one is money
+        spelled = DOLLAR.sub("", spelled)
+    for pattern, new in SPELLINGS:
+        spelled = pattern.sub(new, spelled)
+    spelled = " ".join(spelled.split()).rstrip(".,;")
+    if spelled.startswith("**") and spelled.endswith("**"):
+        spelled = spelled.strip("*")
+    return spelled if spelled == text else normalized_spelling(spelled)
+
+
+def comparable_text(text):
+    """What is the same in answers that are equal as texts: small letters of words, or tokens."""
+    text = normalized_spelling(text)
+    words = " ".join(FONT_GROUP.sub(r"\1", text).split())
+    choice = re.fullmatch(r"\(?([A-Z])[.):]?", words)
+    if choice:
+        return choice[1]
+    is_text = re.fullmatch(r"[a-zA-Z0-9 ,.:'()-]+", words) and re.search("[a-zA-Z]{3}", words)
+    if is_text or words.lower() in ("yes", "no"):
+        return re.sub("[a-zA-Z]+", small_word, words)
+    return latex.join(latex.tokens_of(text)).rstrip(", ")
+
+
+def small_word(found):
+    """The letters that a match found, in small letters if they are a word; `ABC` is none."""
+    word = found[0]
+    is_word = not word.isupper() or word in ("YES", "NO", "TRUE", "FALSE", "NONE")
+    return word.lower() if is_word else word
+
+
+# ---- 5. comparison by kind
+
+# `(C) 12` and `C. 12`: a choice with what it says
+LABELLED = re.compile(r"\(?([A-Z])(?:\)|[.:](?= )) ?([^-+= ].*)")
+
+
+def is_same_answer(reference, given, prompt=""):
+    """Is `given` the answer `reference`, both in LaTeX? If the prompt, a text, asks for percent, %
+    is a unit.
+
+    Raises ValueError, or another one of UNCLEAR, if `given` could be read in two ways. A reference
+    like that is equal to its own text alone.
+    """
+    if comparable_text(reference) == comparable_text(given):
+        return True
+    reference, given = normalized_spelling(reference), normalized_spelling(given)
+    reference_label, reference_text = label_and_text(reference)
+    given_label, given_text = label_and_text(given)
+    if reference_label and given_label:
+        return reference_label == given_label and is_same_answer(reference_text, given_text, prompt)
+    if reference_label or given_label:
+        unlabelled = comparable_text(given if reference_label else reference)
+        is_label = unlabelled == (reference_label or given_label)
+        return is_label or is_same_answer(reference_text, given_text, prompt)
+    prompt_words = re.findall("[a-z]+", prompt.lower())
+    asks_for_percent = {"percent", "percentage"} & set(prompt_words)
+    percent = latex.Unit("percent") if asks_for_percent else sympy.Rational(1, 100)
+    nouns = nouns_of([*prompt_words, *words_of(reference)])
+    given_statements = latex.read(given, nouns, percent)
+    try:
+        reference_statements = latex.read(reference, nouns, percent)
+    except UNCLEAR:
+        return False
+    return is_same_list(reference_statements, given_statements)
+
+
+def label_and_text(answer):
+    """("C", "12") of `(C) 12`; ("", answer) of what is no choice, or might hide another one."""
+    found = LABELLED.fullmatch(" ".join(FONT_GROUP.sub(r"\1 ", answer).split()))
+    if not found or re.search("[A-Z]|,|or|and", found[2]):
+        return "", answer
+    return found.groups()
+
+
+def words_of(reference):
+    """The words of a reference that may be units: in \\text{}, or behind a single number."""
+    texts = FONT_GROUP.findall(reference)
+    after_number = re.fullmatch(r"[\d.,/ ]*\d ([a-zA-Z ]+)", reference)
+    if after_number:
+        texts.append(after_number[1])
+    return re.findall("[a-z]+", " ".join(texts).lower())
+
+
+def nouns_of(words):
+    """Words as they are, and without a plural's s."""
+    return {form for word in words for form in (word, word.removesuffix("s")) if len(form) > 1}
+
+
+def is_same_list(reference, given):
+    """Do two lists of Statements say the same? Their order does not matter."""
+    if len(reference) != len(given):
+        reference, given = members(reference), members(given)
+    reference, given = with_names(reference), with_names(given)
+    if len(reference) != len(given):
+        return False
+    if len(reference) == 1:
+        return is_same_statement(reference[0], given[0])
+    reference_names = {statement.name for statement in reference}
+    given_names = {statement.name for statement in given}
+    if reference_names != given_names:
+        # `x_1 = 2, x_2 = 3` is `2, 3` and `x = 2, 3`; but `x = 2, y = 3` is not
+        bases = {re.sub("_.*", "", name) for name in (reference_names | given_names) - {None}}
+        if len(bases) > 1 or min(len(reference_names), len(given_names)) > 1:
+            return False
+        reference = [latex.Statement(None, statement.values) for statement in reference]
+        given = [latex.Statement(None, statement.values) for statement in given]
+    return is_same_multiset(reference, given, is_same_statement)
+
+
+def members(statements):
+    """A single set as the list of its members, and a single `(x, y) = (1, 2)` as `x = 1, y = 2`."""
+    if len(statements) != 1 or len(statements[0].values) != 1:
+        return statements
+    statement = statements[0]
+    (value,) = statement.values
+    if not isinstance(value, latex.Collection):
+        return statements
+    names = re.findall("[a-zA-Z]", statement.name or "")
+    if value.kind == "()" and len(names) == len(value.items):
+        return [latex.Statement(name, (item,)) for name, item in zip(names, value.items)]
+    if value.kind == "{}" and len(value.items) > 1:
+        return [latex.Statement(statement.name, (item,)) for item in value.items]
+    return statements
+
+
+def with_names(statements):
+    """In `x = 1, 2` both are called x; in `x < 1, x > 2` the intervals are united."""
+    named = []
+    for statement in statements:
+        if statement.name is None and not statement.relation and named:
+            statement = statement._replace(name=named[-1].name)
+        named.append(statement)
+    names = {statement.name for statement in named}
+    values = [value for statement in named for value in statement.values]
+    are_intervals = all(latex.is_interval(value) and value.kind != "()" for value in values)
+    has_one_name = len(names) == 1 and None not in names
+    if len(named) > 1 and has_one_name and len(values) == len(named) and are_intervals:
+        return [latex.Statement(named[0].name, (latex.union(values),))]
+    return named
+
+
+def is_same_multiset(reference, given, is_same):
+    """Has each item of the reference a given item of its own that is the same, as is_same says?"""
+    rest = list(given)
+    for item in reference:
+        found = next((i for i, other in enumerate(rest) if is_same(item, other)), None)
+        if found is None:
+            return False
+        del rest[found]
+    return not rest
+
+
+def is_same_statement(reference, given):
+    """Do both say the same? All that is given, as in `x = 6/2 = 3`, must be right."""
+    if is_open_relation(reference):
+        return is_same_relation(reference, given)
+    has_other_name = reference.name != given.name and None not in (reference.name, given.name)
+    if has_other_name or not given.values:
+        return False
+    return all(is_same_value(reference.values[-1], value) for value in given.values)
+
+
+def is_open_relation(statement):
+    """Is it a relation like `y = 2x` or `x + y < 7`? `f(x) = 2x` and `x = 7` only name a value."""
+    if statement.relation != "=" or not statement.differences:
+        return not statement.values
+    if statement.name and latex.COMBINED.fullmatch(statement.name):
+        return True
+    is_open = any(latex.letters(value) for value in statement.values)
+    is_variable = statement.name is None or re.fullmatch("[a-z]", statement.name)
+    return bool(is_open and is_variable)
+
+
+def is_same_relation(reference, given):
+    """Are two equations, or inequalities with the same signs, the same up to factors?"""
+    is_same_kind = reference.relation == given.relation
+    if not is_same_kind or len(reference.differences) != len(given.differences):
+        return False
+    is_positive = reference.relation != "="
+    pairs = zip(reference.differences, given.differences)
+    return all(is_multiple(a, b, is_positive) for a, b in pairs)
+
+
+def is_same_value(reference, given):
+    """Are both of one kind, and equal? A number may have a unit that the other one lacks."""
+    if isinstance(reference, latex.Collection) and isinstance(given, latex.Collection):
+        return is_same_collection(reference, given)
+    if isinstance(reference, sympy.MatrixBase) and isinstance(given, sympy.MatrixBase):
+        return reference.shape == given.shape and all(map(is_same_value, reference, given))
+    if not is_expression(reference) or not is_expression(given):
+        return False
+    reference_number, reference_unit = split_unit(reference)
+    given_number, given_unit = split_unit(given)
+    if reference_unit != given_unit and 1 not in (reference_unit, given_unit):
+        return False
+    return is_same_expression(reference_number, given_number)
+
+
+def is_same_collection(reference, given):
+    """Are both written in the same brackets, with the same items, in order where that matters?"""
+    # a reference `1 < x < 2` says how (1, 2) is meant
+    is_same_kind = reference.kind == given.kind or (reference.kind, given.kind) == ("open", "()")
+    if not is_same_kind or len(reference.items) != len(given.items):
+        return False
+    if reference.kind in ("{}", "\\cup"):
+        return is_same_multiset(reference.items, given.items, is_same_value)
+    if reference.kind == "\\pmod":
+        (residue, modulus), (given_residue, given_modulus) = reference.items, given.items
+        turns = defined((residue - given_residue) / modulus)
+        return is_same_value(modulus, given_modulus) and turns.is_integer is True
+    return all(map(is_same_value, reference.items, given.items))
+
+
+def split_unit(value):
+    """5 cm/h -> (5, cm/h); 1 as the unit of what has none, or is a sum of several."""
+    number, unit = value.as_independent(*value.atoms(latex.Unit), as_Add=False)
+    is_product = unit.is_Mul or unit.is_Pow or unit.is_Symbol
+    if is_product and not latex.letters(unit) and not unit.atoms(sympy.Add):
+        return number, unit
+    return value, sympy.Integer(1)
