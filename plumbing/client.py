@@ -1,24 +1,69 @@
 """The actor's HTTP client of all engines: the least loaded one samples, failed requests go elsewhere.
 
-What an engine answers (plumbing/engine.py) is checked here, once. Deliberately absent: asking engines for
-their health; whoever started one kills it if it hangs, and the trainer drops it if its host has vanished.
+What an engine answers (plumbing/engine.py) is checked here, once.
+
+An engine is lost when the connection of a request in progress breaks, or when the trainer lists it no
+more: it has died or hangs, or its host has vanished. Its requests move to other engines, or wait until it
+has been started again. One of them may be the cause, and would kill the next engine, and the next:
+
+    a prompt that was in progress at two losses is sent alone, to an engine that does nothing else;
+    a prompt whose engine is lost then as well kills engines: it is never sent again, and its attempts fail;
+    an engine that is lost five times, and meanwhile no request finishes, ends the run.
+
+Deliberately absent: asking engines for their health; whoever started one kills it if it hangs, and the
+trainer drops it if its host has vanished.
 """
 
 import asyncio
+import contextlib
 import random
 import time
 from collections import Counter
+from dataclasses import dataclass
 
 import aiohttp
 import msgspec
 import numpy as np
 
+from config import require
 from plumbing.queues import secret_header
 
 # a failed request is tried again this often before the attempt is given up
 RETRIES = 3
 # seconds that an engine gets no work after a request to it failed
 BACK_OFF = 2.5
+# a prompt that was in progress at so many losses of engines is sent alone
+SUSPICIOUS = 2
+# losses of one engine that end the run if no request to any engine finishes in between
+MAX_LOSSES = 5
+
+
+class NoWeights(aiohttp.ClientConnectionError):
+    """The engine has been started again, and the trainer has not sent it any weights yet."""
+
+
+class Refused(aiohttp.ClientResponseError):
+    """The engine answers that the request itself is wrong, as each other engine would."""
+
+
+class KillsEngines(aiohttp.ClientResponseError):
+    """The request is not sent: engines died of it each time, also one that was doing nothing else."""
+
+    def __init__(self, message):
+        super().__init__(None, (), status=500, message=message)
+
+    def __str__(self):
+        return self.message
+
+
+@dataclass(eq=False)
+class Request:
+    """A request in progress. life: how often its engine had been lost when it was sent."""
+
+    # token ids as JSON; of a call of vLLM's own its path and its body
+    prompt: bytes
+    url: str
+    life: int
 
 
 class Span(msgspec.Struct):
@@ -97,7 +142,18 @@ class Engines:
         self.load = Counter()
         self.backs_off_until = Counter()
         self.sessions = {}
-        # events that are not errors but worth a line: retried, moved, failed
+        # each Request
+        self.in_progress = set()
+        # by url: how often the engine was lost, in all, and since a request to any engine finished
+        self.lives = Counter()
+        self.losses_in_a_row = Counter()
+        # by prompt: at how many losses it was in progress; the prompts that are never sent again
+        self.losses = Counter()
+        self.killers = set()
+        # held while a suspicious prompt is sent alone, to the engine `reserved`
+        self.quarantine = asyncio.Lock()
+        self.reserved = None
+        # events that are not errors but worth a line: retried, moved, failed, ...
         self.counts = Counter()
         # tokens sampled since the pace was measured
         self.tokens = 0
@@ -111,11 +167,21 @@ class Engines:
         return len(self.serving) * self.config.concurrency
 
     def set_engines(self, urls):
-        """These engines serve the trainer's weights now. Requests of one that does no more move."""
+        """These engines serve the trainer's weights now. Requests of one that does no more move.
+
+        Raises ConfigError if an engine is lost again and again, and no request finishes.
+        """
         for url in set(self.serving) - set(urls):
+            self._note_loss(url, self.lives[url])
             if url in self.sessions:
                 asyncio.get_running_loop().create_task(self.sessions.pop(url).close())
         self.serving = list(urls)
+        for url, losses in self.losses_in_a_row.items():
+            require(
+                losses < MAX_LOSSES,
+                f"the engine {url} was lost {losses} times, each time with requests in progress, and no "
+                "request has finished in between: see what it died of in the run's logs/engine*.log",
+            )
 
     def _session(self, url):
         """The HTTP connections to one engine; closing them ends its requests."""
@@ -133,57 +199,72 @@ class Engines:
         await asyncio.gather(*(session.close() for session in self.sessions.values()))
 
     def least_loaded(self, most=10**9, preferred=None):
-        """The engine with the fewest sequences, or the preferred one, of those that serve, are well and have
-        fewer than `most`; None if there is none.
+        """The engine with the fewest sequences, or the preferred one, of those that serve, are well, have
+        fewer than `most` and are not reserved for a suspicious prompt; None if there is none.
         """
-        now = time.monotonic()
-        well = [u for u in self.serving if self.backs_off_until[u] < now and self.load[u] < most]
+        reserved = self.reserved if self.quarantine.locked() else None
+        well = [u for u in self.serving if self._is_well(u) and self.load[u] < most]
+        if reserved in well:
+            well.remove(reserved)
         if preferred in well:
             return preferred
         return min(well, key=self.load.__getitem__, default=None)
+
+    def _is_well(self, url):
+        """Does it serve, and has no request to it failed just now?"""
+        return url in self.serving and self.backs_off_until[url] < time.monotonic()
 
     async def generate(self, prompt, temperature, max_tokens, seed=None, salt=None, engine=None):
         """One completion of prompt token ids: what `read_answer` returns, and its `engine`.
 
         salt: beginnings of prompts with the same one may be computed once (None: alone); engine: where
-        they were, if it has a slot. None when all retries have failed; requests that an engine's death
-        or restart broke off do not count: they move to another one.
+        they were, if it has a slot. None when all retries have failed, if engines refuse the prompt, or
+        if it kills them; requests that the loss of an engine broke off do not count: they move to another.
         """
         params = dict(max_tokens=max_tokens, temperature=temperature, seed=seed)
         params |= dict(stop_token_ids=self.stop)
         body = dict(token_ids=prompt, sampling_params=params, cache_salt=salt)
+        key = msgspec.json.encode(prompt)
         tries = 0
         while tries <= RETRIES:
-            url = self.least_loaded(self.config.concurrency, engine)
-            if url is None:
-                # nobody tells when a slot is free, an engine comes or is well again
-                await asyncio.sleep(0.3)
-                continue
-            self.load[url] += 1
             try:
-                content = await self._post(url, "/inference/v1/generate", body)
-                answer = read_answer(content, max_tokens, self.stop, self.vocabulary)
+                async with self._place(key, self.config.concurrency, engine) as url:
+                    content = await self._post(url, "/inference/v1/generate", body)
+                    answer = read_answer(content, max_tokens, self.stop, self.vocabulary)
                 self.tokens += len(answer["tokens"])
+                self.losses.pop(key, None)
+                self.losses_in_a_row.clear()
                 return answer | dict(engine=url)
+            except KillsEngines:
+                self.counts["left out, as their prompts kill engines"] += 1
+                return None
+            except Refused as e:
+                self._note("refused", url, e)
+                return None
             except aiohttp.ClientConnectionError as e:
-                self._note_failure("moved", url, e)
+                self._note("moved", url, e)
             except (aiohttp.ClientError, TimeoutError, ValueError) as e:
                 tries += 1
-                self._note_failure("retried" if tries <= RETRIES else "failed", url, e)
-            finally:
-                self.load[url] -= 1
+                self._note("retried" if tries <= RETRIES else "failed", url, e)
+            self._back_off(url)
             await asyncio.sleep(min(0.5 * 2**tries, 10) * random.uniform(0.5, 1.5))
         return None
 
     async def ask(self, path, question):
-        """vLLM's answer to a call of its own, JSON both; waits for an engine. Raises aiohttp.ClientResponseError with its words."""
+        """vLLM's answer to a call of its own, JSON both; waits for an engine.
+
+        Raises aiohttp.ClientResponseError with its words, or KillsEngines.
+        """
+        key = path.encode() + b" " + msgspec.json.encode(question)
         while True:
-            url = self.least_loaded()
             try:
-                if url:
-                    return msgspec.json.decode(await self._post(url, path, question))
+                async with self._place(key) as url:
+                    answer = msgspec.json.decode(await self._post(url, path, question))
+                self.losses.pop(key, None)
+                return answer
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as e:
-                self._note_failure("moved", url, e)
+                self._note("moved", url, e)
+                self._back_off(url)
             await asyncio.sleep(0.5)
 
     async def _post(self, url, path, body):
@@ -193,21 +274,103 @@ class Engines:
             content = await answer.read()
         if answer.status == 200:
             return content
-        words = f"{answer.status} {content[:300].decode(errors='replace')}"
-        # 503: it has been started again, and has no weights yet
+        message = f"{answer.status} {content[:300].decode(errors='replace')}"
         if answer.status == 503:
-            raise aiohttp.ClientConnectionError(words)
-        how = dict(status=answer.status, message=words)
-        raise aiohttp.ClientResponseError(answer.request_info, (), **how)
+            raise NoWeights(message)
+        kind = Refused if answer.status == 400 else aiohttp.ClientResponseError
+        raise kind(answer.request_info, (), status=answer.status, message=message)
 
-    def _note_failure(self, event, url, error):
-        """Count an event; lines of the 1st, 2nd, 4th, 8th...: hundreds may fail at once."""
+    # ---- places in engines, and prompts that kill engines
+
+    @contextlib.asynccontextmanager
+    async def _place(self, prompt, most=10**9, preferred=None):
+        """A place in an engine for this prompt, waited for: gives its url.
+
+        A suspicious prompt has an engine to itself. Raises KillsEngines. If the connection of the request
+        that is made inside breaks, the engine is lost.
+        """
+        while prompt not in self.killers:
+            if self.losses[prompt] < SUSPICIOUS:
+                url = self.least_loaded(most, preferred)
+                if url is not None:
+                    with self._request(prompt, url):
+                        yield url
+                    return
+            else:
+                async with self.quarantine:
+                    # an attempt with the same prompt may have been sent alone meanwhile
+                    if self.losses[prompt] >= SUSPICIOUS and prompt not in self.killers:
+                        url = await self._empty_engine()
+                        with self._request(prompt, url):
+                            yield url
+                        return
+                continue
+            # nobody tells when a slot is free, an engine comes or is well again
+            await asyncio.sleep(0.3)
+        raise KillsEngines("engines died of this prompt each time, also one that did nothing else")
+
+    async def _empty_engine(self):
+        """An engine that has nothing to do, waited for: its url. From now on it gets no other work."""
+        while True:
+            if not self._is_well(self.reserved):
+                self.reserved = self.least_loaded()
+            if self.reserved and not self.load[self.reserved]:
+                return self.reserved
+            await asyncio.sleep(0.1)
+
+    @contextlib.contextmanager
+    def _request(self, prompt, url):
+        """A request to this engine is in progress while this is entered."""
+        request = Request(prompt, url, self.lives[url])
+        self.in_progress.add(request)
+        self.load[url] += 1
+        try:
+            yield
+        except aiohttp.ClientConnectionError as e:
+            # these two have not come to be in progress
+            if not isinstance(e, (NoWeights, aiohttp.ClientConnectorError)):
+                self._note_loss(url, request.life)
+            raise
+        finally:
+            self.load[url] -= 1
+            self.in_progress.remove(request)
+
+    def _note_loss(self, url, life):
+        """An engine is lost with all requests of this life of it; noted once for all of them."""
+        prompts = {x.prompt for x in self.in_progress if x.url == url and x.life == life}
+        if self.lives[url] != life or not prompts:
+            return
+        self.lives[url] += 1
+        self.losses_in_a_row[url] += 1
+        self.counts["losses of engines"] += 1
+        print(f"actor: {url} is lost with {len(prompts)} prompts in progress", flush=True)
+        if len(prompts) == 1 and self.losses[next(iter(prompts))] >= SUSPICIOUS:
+            self._note_killer(*prompts, url)
+        self.losses.update(prompts)
+
+    def _note_killer(self, prompt, url):
+        """An engine was lost that had only this prompt, at which others were lost before."""
+        self.killers.add(prompt)
+        self.counts["prompts that kill engines"] += 1
+        print(
+            f"actor: a prompt kills engines: {self.losses[prompt] + 1} were lost while they had it, "
+            f"and the last one, {url}, had nothing else: its attempts fail from now on. "
+            f"Its token ids: {prompt[:500].decode(errors='replace')}",
+            flush=True,
+        )
+
+    def _back_off(self, url):
+        """A request to this engine has failed: for a moment it gets no more."""
         self.backs_off_until[url] = time.monotonic() + BACK_OFF
+
+    def _note(self, event, url, error):
+        """Count an event; lines of the 1st, 2nd, 4th, 8th...: hundreds may fail at once."""
         self.counts[event] += 1
-        why = f"{type(error).__name__}: {' '.join(str(error)[:200].split())}"
-        words = f"actor: request to {url} {event} ({self.counts[event]} so far): {why}"
         if self.counts[event].bit_count() == 1:
-            print(words, flush=True)
+            why = f"{type(error).__name__}: {' '.join(str(error)[:200].split())}"
+            print(
+                f"actor: request to {url} {event} ({self.counts[event]} so far): {why}", flush=True
+            )
 
     def measure_pace(self):
         """Take the time since the last measurement into `pace`."""

@@ -26,6 +26,7 @@ from starlette.responses import JSONResponse, Response
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from plumbing import transport
 from plumbing.plan import Plan
@@ -82,6 +83,10 @@ class Contract:
         try:
             engine = scope["app"].state.engine_client
             return await self.handlers[call](Request(scope, receive), engine)
+        except EngineDeadError as e:
+            # vLLM would answer errors for seconds more; all connections break now, as in any other death
+            print(f"engine: {call[1]}: {e}: the server ends", flush=True)
+            os._exit(1)
         except Exception as e:
             code = 400 if isinstance(e, (ValueError, VLLMClientError)) else 500
             return JSONResponse({"error": f"{call[1]}: {type(e).__name__}: {e}"}, code)
@@ -158,6 +163,11 @@ async def sample(body, engine, receive, group):
     params.detokenize = False
     # nobody else has these parameters
     params.skip_clone = True
+    # vLLM itself lets pass what the tokenizer alone knows, and dies of it
+    vocabulary = engine.model_config.get_vocab_size()
+    for token in (min(request.token_ids), max(request.token_ids)):
+        if not 0 <= token < vocabulary:
+            raise ValueError(f"the model has no token {token}, its ids are 0 to {vocabulary - 1}")
     request_id = str(next(REQUEST_IDS))
     # without a salt it shares with nobody
     salt = request_id if request.cache_salt is None else f"{group}/{request.cache_salt}"

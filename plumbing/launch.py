@@ -13,6 +13,7 @@ import resource
 import secrets
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -60,7 +61,12 @@ ENGINE_ENV = {
     # plumbing/engine.py numbers requests, and random bytes cost more than the rest of a name
     "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",
 }
-QUIET = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
+# OpenMP's threads wait for each other by spinning; by themselves they sleep only after 10 ms and more, and keep a core
+# from who is waited for. So short a time costs nothing on a quiet machine, and with other work on it a step of two
+# threads takes no longer than one of one thread, instead of five times as long or worse.
+SLEEP_SOON = {"GOMP_SPINCOUNT": "2000"}
+QUIET = SLEEP_SOON | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+QUIET |= {"CUDA_VISIBLE_DEVICES": ""}
 # freed memory stays with the process: a training step on CPU, whose rows all need the same, takes a tenth
 # less than if the system clears each page again (bench/train.py)
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 62), "MALLOC_MMAP_MAX_": "0"}
@@ -263,7 +269,8 @@ def engine_commands(c: Config, gpus: int, node=0, host="") -> list[tuple[str, di
 def _cpu_build(c, i, threads, options):
     """Environment of vLLM's CPU build for engine i; adds to its options."""
     kv_cache = max(round(c.kv_cache_gb), 1)
-    env = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_KVCACHE_SPACE": str(kv_cache)}
+    env = SLEEP_SOON | {"OMP_NUM_THREADS": str(threads)}
+    env["VLLM_CPU_KVCACHE_SPACE"] = str(kv_cache)
     if c.prefix_caching == "on":
         # beginnings are shared by whole blocks, and the CPU build's are of 128 tokens by default
         options["--block-size"] = 32
@@ -331,10 +338,18 @@ def prepare(c: Config, splits=()) -> None:
     """
     command = [sys.executable, "tools/prepare.py"]
     request = json.dumps({"config": asdict(c), "splits": splits})
-    done = subprocess.run(
-        command, input=request, text=True, cwd=cfg.ROOT, preexec_fn=end_with_launcher
+    # a Ctrl-C is for this process alone, which then ends that one
+    options = dict(cwd=cfg.ROOT, env=os.environ | SLEEP_SOON, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, text=True, preexec_fn=end_with_launcher, **options
     )
-    require(not done.returncode, "nothing is started, see above")
+    try:
+        process.communicate(request)
+    finally:
+        # with what it has started
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    require(not process.returncode, "nothing is started, see above")
 
 
 # ---- the run directory

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 
+from plumbing.patience import longest_wait
 from plumbing.transport import open_store
 
 
@@ -47,7 +48,8 @@ class Ranks:
         self.rank = state.process_index
         self.world = state.num_processes
         self.device = state.device
-        limit = timedelta(seconds=2 * max(config.stall_timeout, config.start_timeout))
+        # rank 0 may wait as long before it is to be waited for
+        limit = timedelta(seconds=2 * longest_wait(config))
         self.group = dist.new_group(backend="gloo", timeout=limit)
         self.saving = dist.new_group(backend="gloo", timeout=limit)
         self.stop = threading.Event()

@@ -7,6 +7,7 @@ more, or the run is to stop, rank 0 decides for all. Every wait has a deadline.
 import time
 from pathlib import Path
 
+from plumbing.patience import Patience
 from plumbing.queues import Queue
 from plumbing.samples import check_record
 
@@ -59,15 +60,13 @@ class Reader:
 
     def _wait(self, queue, complaint):
         """Rank 0: the next record of a queue, None if the run is to stop."""
-        deadline = time.monotonic() + self.config.stall_timeout
+        patience = Patience(self.config, self.run_dir)
         while not self.ranks.stop.is_set():
             try:
                 return queue.get(0.5)
             except TimeoutError:
                 self.check()
-            if time.monotonic() > deadline:
-                words = f"{queue.path} within {self.config.stall_timeout:.0f} s"
-                raise TimeoutError(f"train: {complaint} {words}")
+            patience.check(f"train: {complaint} {queue.path}")
         return None
 
     def evaluations(self, until=-1):

@@ -35,12 +35,15 @@ PR_SET_PDEATHSIG = 1
 
 
 class Ended(Exception):
-    """A run that ends before its last step; code: the launcher's own, details: what is known of it."""
+    """A run that ends before its last step; code: the launcher's own, details: what is known of it, is_trainer: a
+    rank of the trainer has died.
+    """
 
-    def __init__(self, why, code=1, details=""):
+    def __init__(self, why, code=1, details="", is_trainer=False):
         super().__init__(why)
         self.code = code
         self.details = details
+        self.is_trainer = is_trainer
 
 
 def say(line):
@@ -201,8 +204,7 @@ def run(processes, stop_timeout, is_over):
     stop_timeout: seconds that the trainer has to save. Returns why it ended early, Ended, or None.
     """
     ended = None
-    for number in SIGNALS:
-        signal.signal(number, _raise_ended)
+    end_at_signals()
     try:
         for process in processes:
             process.start()
@@ -216,8 +218,14 @@ def run(processes, stop_timeout, is_over):
     if ended:
         say(f"run.sh: {ended}, stopping")
     # ranks wait for one that has died, and cannot save
-    stop(processes, 0 if str(ended).startswith("train") else stop_timeout)
+    stop(processes, 0 if ended and ended.is_trainer else stop_timeout)
     return ended
+
+
+def end_at_signals():
+    """From now on Ctrl-C, and an order to end, raise Ended."""
+    for number in SIGNALS:
+        signal.signal(number, _raise_ended)
 
 
 def _raise_ended(number, frame):
@@ -237,7 +245,8 @@ def watch(processes, is_over):
             elif code:
                 why = f"{process.name} died with exit code {code}"
                 why += " (kill -9, perhaps for want of memory)" if code == 137 else ""
-                raise Ended(why, details=f"{process.log}:\n{process.last_errors()}")
+                details = f"{process.log}:\n{process.last_errors()}"
+                raise Ended(why, details=details, is_trainer=process.name.startswith("train"))
         time.sleep(0.5)
 
 

@@ -25,7 +25,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import NamedTuple
 
-from plumbing.prompts import beginning, messages_of, prompt_text, with_instruction
+from plumbing.prompts import beginning, messages_of
 
 # The first of these columns that a data set has is meant. A dot leads into a column that holds an object.
 PROMPT_COLUMNS = ("problem", "question", "prompt", "messages", "input", "0.value")

@@ -2,11 +2,13 @@
 
 The contract's calls (plumbing/engine.py), the real weight group, and real sampling from the Hugging Face model with the weights that
 arrived, each token stamped with the version that sampled it. What is not: continuous batching (requests that wait are
-sampled together, in waves), --recompute_kv, several workers.
+sampled together, in waves), --recompute_kv, several workers. It dies of the prompt whose token ids are in FAKE_KILLER, with spaces
+between them, or of all.
 """
 
 import argparse
 import asyncio
+import contextlib
 import functools
 import itertools
 import os
@@ -20,6 +22,8 @@ from datetime import timedelta
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+# of the folder that fake_vllm has made: while this file is there, nothing is sampled
+STANDSTILL = "standstill"
 sys.path.insert(0, str(ROOT))
 
 
@@ -31,6 +35,14 @@ def fake_vllm(folder):
         (p / "__init__.py").touch()
     (package / "api_server.py").symlink_to(Path(__file__).resolve())
     return folder
+
+
+@contextlib.contextmanager
+def standing_still(folder):
+    """While it is entered, fake engines that were started from this folder sample nothing. Updates go on."""
+    Path(folder, STANDSTILL).touch()
+    yield
+    Path(folder, STANDSTILL).unlink()
 
 
 class Engine:
@@ -46,6 +58,8 @@ class Engine:
         self.groups = 0
         self.waiting = deque()
         self.orders = queue.SimpleQueue()
+        # started as <folder>/vllm/entrypoints/openai/api_server.py
+        self.standstill = Path(__file__).parents[3] / STANDSTILL
         threading.Thread(target=self.work, daemon=True).start()
 
     # ---- weight updates, as plumbing.engine.Receiver does them
@@ -96,8 +110,12 @@ class Engine:
                 time.sleep(0.002)
 
     def carry_out_orders(self):
-        while not self.orders.empty():
-            order, done = self.orders.get()
+        """Between two decode steps; it takes as long as all engines stand still."""
+        while self.standstill.exists() or not self.orders.empty():
+            try:
+                order, done = self.orders.get(timeout=0.05)
+            except queue.Empty:
+                continue
             try:
                 done.set_result(order())
             except Exception as e:
@@ -185,6 +203,8 @@ class Server:
     async def generate(self, body):
         if self.engine.version is None:
             return web.json_response({"error": "no weights from the trainer yet"}, status=503)
+        if os.environ.get("FAKE_KILLER") in ("all", " ".join(map(str, body["token_ids"]))):
+            os._exit(1)
         answer = {}
         if "prompt_logprobs" in body["sampling_params"]:
             prefill = functools.partial(prompt_logprobs, self.engine.model, body["token_ids"])

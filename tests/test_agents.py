@@ -29,6 +29,7 @@ def make_model(path, folder, name, steps):
     subprocess.run(words, cwd=ROOT, check=True)
 
 
+@pytest.mark.slow
 def test_a_client_of_every_kind_of_request(tmp_path):
     model = tmp_path / "model"
     make_model(model, "examples/agents", "directory", 250)

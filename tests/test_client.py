@@ -207,7 +207,7 @@ def test_requests_of_an_engine_that_is_dropped_move_and_new_ones_wait_for_one_th
             await engines.close()
             done.set()
         assert answered == [{second: 1}] * 3
-        assert engines.counts == {"moved": 1}
+        assert engines.counts == {"losses of engines": 1, "moved": 1}
         engines.measure_pace()
         assert engines.pace["gen_tok_s"] > 0
 
@@ -233,4 +233,177 @@ def test_what_vllm_itself_is_asked_waits_for_an_engine(monkeypatch):
         assert await asked == {"token_ids": [5]}
 
     asyncio.run(asyncio.wait_for(run(), 30))
-    assert engines.counts == {"moved": 1}
+    assert engines.counts == {"losses of engines": 1, "moved": 1}
+
+
+def test_a_prompt_that_engines_refuse_is_sent_once(monkeypatch, capsys):
+    responses = [dict(status=400, body=b"the model has no token 99")]
+    engines, completions = generate_from(responses, monkeypatch, n=2)
+    assert completions[0] is None and completions[1]["tokens"] == TOKENS
+    assert engines.counts == {"refused": 1}
+    assert "400 the model has no token 99" in capsys.readouterr().out
+
+
+# ---- prompts that kill engines
+
+
+class FakeMortals:
+    """FAKE engines: some prompts kill an engine, with all that is in progress there. It is back at once.
+
+    losses: of each the engine and the prompts that it had, sorted.
+    """
+
+    def __init__(self, killers):
+        self.killers = killers
+        self.in_progress = {}
+        self.losses = []
+
+    async def post(self, url, path, body):
+        """As Engines._post."""
+        prompt = body.get("token_ids", [path])
+        answered = asyncio.get_running_loop().create_future()
+        requests = self.in_progress.setdefault(url, {})
+        requests[answered] = prompt
+        # a kill comes when others have begun
+        await asyncio.sleep(0.01)
+        if prompt in self.killers and not answered.done():
+            self.losses.append((url, sorted(requests.values())))
+            for other in requests:
+                other.set_exception(aiohttp.ServerDisconnectedError())
+            requests.clear()
+        asyncio.get_running_loop().call_later(0.01, self.finish, requests, answered)
+        return await answered
+
+    def finish(self, requests, answered):
+        if requests.pop(answered, None):
+            answered.set_result(answer())
+
+
+def mortal_engines(urls, killers, monkeypatch):
+    """(Engines of 4 slots each, FakeMortals behind them)."""
+    mortals = FakeMortals(killers)
+    engines = engines_of(urls, mortals.post, monkeypatch)
+    monkeypatch.setattr(client, "BACK_OFF", 0.0)
+    return engines, mortals
+
+
+async def sampled(engines, prompts):
+    """The prompts that were answered, of those that are asked for at once."""
+
+    async def is_answered(prompt):
+        completion = await engines.generate(prompt, 1.0, ASKED)
+        # as the actor does all the time; raises if the run is to end
+        engines.set_engines(engines.serving)
+        return completion is not None
+
+    answered = await asyncio.wait_for(asyncio.gather(*map(is_answered, prompts)), 60)
+    return [prompt for prompt, is_there in zip(prompts, answered) if is_there]
+
+
+@pytest.mark.parametrize("urls", [["a"], ["a", "b", "c"]], ids=["one engine", "three engines"])
+def test_prompts_that_kill_engines_are_left_out_and_cost_no_other(urls, monkeypatch, capsys):
+    killers = [[13], [14, 15]]
+    engines, mortals = mortal_engines(urls, killers, monkeypatch)
+    innocent = [[token] for token in range(5)] * 3
+    prompts = [*innocent[:3], *killers, *innocent[3:], *killers]
+    assert asyncio.run(sampled(engines, prompts)) == innocent
+    for killer in killers:
+        losses = [prompts for _, prompts in mortals.losses if killer in prompts]
+        assert len(losses) >= 3 and losses[-1] == [killer]
+    assert engines.killers == {b"[13]", b"[14,15]"} and not engines.load.total()
+    assert engines.counts["prompts that kill engines"] == 2
+    assert engines.counts["left out, as their prompts kill engines"] == 4
+    said = capsys.readouterr().out
+    assert said.count("a prompt kills engines: ") == 2 and "Its token ids: [14,15]\n" in said
+    # it is known from now on
+    losses = len(mortals.losses)
+    assert asyncio.run(sampled(engines, [[5], [13], [5]])) == [[5], [5]]
+    assert len(mortals.losses) == losses
+
+
+def test_a_suspicious_prompt_is_alone_in_its_engine_and_is_cleared_when_it_finishes(monkeypatch):
+    engines, mortals = mortal_engines(["a", "b"], [], monkeypatch)
+    engines.losses.update({b"[7]": 2, b"[8]": 1})
+    seen = []
+
+    async def post(url, path, body):
+        reply = asyncio.ensure_future(mortals.post(url, path, body))
+        await asyncio.sleep(0)
+        seen.append((body["token_ids"], len(mortals.in_progress[url])))
+        return await reply
+
+    monkeypatch.setattr(engines, "_post", post)
+    prompts = [[8], [7], [7], [7], [9]] * 3
+    assert asyncio.run(sampled(engines, prompts)) == prompts
+    # the other attempts at it go on as any other
+    assert [n for prompt, n in seen if prompt == [7]][0] == 1
+    assert max(n for prompt, n in seen) > 1
+    assert not engines.losses and not engines.killers
+
+
+def test_an_engine_that_is_lost_five_times_without_a_finished_request_ends_the_run(monkeypatch):
+    killers = [[token] for token in range(10, 16)]
+    engines, mortals = mortal_engines(["a"], killers, monkeypatch)
+    with pytest.raises(cfg.ConfigError, match="the engine a was lost . times, .* no request has"):
+        asyncio.run(sampled(engines, killers))
+    # one more may come before it is noticed
+    assert len(mortals.losses) in (5, 6)
+
+
+def test_losses_do_not_add_up_while_requests_finish(monkeypatch):
+    killers = [[token] for token in range(10, 16)]
+    engines, mortals = mortal_engines(["a"], killers, monkeypatch)
+
+    async def one_after_the_other():
+        for killer in killers:
+            assert await sampled(engines, [killer, [5]]) == [[5]]
+
+    asyncio.run(one_after_the_other())
+    assert len(mortals.losses) == 3 * len(killers)
+
+
+def test_a_node_that_takes_its_engines_along_does_not_end_the_run(monkeypatch):
+    """Eight are lost at once, by broken connections or because the trainer lists them no more."""
+    urls = list("abcdefgh")
+
+    async def run(is_broken):
+        engines, mortals = mortal_engines(urls, [], monkeypatch)
+        prompts = [[token] for token in range(24)]
+        asked = asyncio.create_task(sampled(engines, prompts))
+        await asyncio.sleep(0.001)
+        for requests in mortals.in_progress.values():
+            for answered in requests:
+                answered.set_exception(aiohttp.ServerDisconnectedError())
+            requests.clear()
+        if not is_broken:
+            engines.set_engines([])
+            await asyncio.sleep(0)
+        engines.set_engines(urls)
+        assert await asked == prompts
+        assert engines.counts["losses of engines"] == 8
+        assert not engines.losses and not engines.killers
+
+    asyncio.run(run(is_broken=True))
+    asyncio.run(run(is_broken=False))
+
+
+def test_refused_connections_and_engines_without_weights_are_no_losses(monkeypatch):
+    failures = [client.NoWeights("503"), aiohttp.ClientConnectorError(None, OSError())] * 5
+
+    async def post(url, path, body):
+        if failures:
+            raise failures.pop()
+        return answer()
+
+    engines = engines_of(["a"], post, monkeypatch)
+    monkeypatch.setattr(client, "BACK_OFF", 0.0)
+    monkeypatch.setattr(aiohttp.ClientConnectorError, "__str__", lambda e: "refused")
+    assert asyncio.run(sampled(engines, [[5]])) == [[5]]
+    assert engines.counts == {"moved": 10} and not engines.lives
+
+
+def test_a_call_of_vllms_own_that_kills_engines_is_an_error(monkeypatch):
+    engines, mortals = mortal_engines(["a"], [["/render"]], monkeypatch)
+    with pytest.raises(client.KillsEngines, match="engines died of this"):
+        asyncio.run(asyncio.wait_for(engines.ask("/render", {"messages": []}), 60))
+    assert mortals.losses == [("a", [["/render"]])] * 3

@@ -5,14 +5,14 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import get_args, get_type_hints
 
 import pytest
 
 import config as cfg
 from conftest import ROOT, resolved
-from plumbing import launch
+from plumbing import knobs, launch
 from plumbing.queues import publish_json
 from tools import run
 
@@ -20,10 +20,39 @@ from tools import run
 @pytest.mark.parametrize(
     "words,message",
     [
-        ("toy --stepz 3", "Unrecognized options: --stepz, 3 Perhaps you meant: --steps"),
-        ("toy --steps many", "--steps: invalid literal for int"),
-        ("toy --loss mse", "--loss"),
+        (
+            "toy --stepz 3",
+            "--stepz: there is no such knob, did you mean --steps? (bash run.sh --help",
+        ),
+        (
+            "toy --learning_rate 1e-5",
+            "--learning_rate: there is no such knob, did you mean --lr or",
+        ),
+        ("toy --kv-cache 2", "did you mean --kv_cache_gb or --recompute_kv?"),
+        ("toy --gpus 2", "did you mean --engines or"),
+        ("toy --lr 1e-5 --stepz=3", "--stepz=3: there is no such knob, did you mean --steps?"),
+        ("toy -steps 3", "-steps: a knob begins with two dashes, did you mean --steps?"),
+        ("toy steps=3", "steps=3: a knob begins with two dashes, did you mean --steps?"),
+        ("toy math", "math: unexpected; knobs are written --name VALUE, and a preset comes before"),
+        ("toy --lr 1e-4 1e-5", "1e-5: unexpected after --lr, which takes 1 of them"),
+        ("toy --lr", "--lr FLOAT: none of 1 values given"),
+        ("toy --system_prompt --lr 1", "one that begins with -- is written --system_prompt=VALUE"),
+        ("toy --reward_finished 1 0", "--reward_finished FLOAT FLOAT FLOAT FLOAT: 2 of 4 values"),
+        ("toy --steps many", "--steps many: must be a whole number"),
+        ("toy --steps 1e3", "--steps 1e3: must be a whole number"),
+        ("toy --betas 0.9 high", "--betas high: must be a number"),
+        (
+            "toy --loss ppoo",
+            "--loss ppoo: must be reinforce, ppo, cispo, gspo or icepop, did you mean",
+        ),
+        ("toy --chat true", "--chat true: must be True or False, did you mean True?"),
         ("chess", "unknown preset 'chess': choose from toy, smol, guess, agent, math"),
+        ("stats", "unknown preset 'stats': did you mean status? choose from toy"),
+        ("mathz", "unknown preset 'mathz': did you mean math? choose from toy"),
+        (
+            "toy --task toy,mathz",
+            "No module named 'tasks.mathz'; did you mean maths? tasks here: agent",
+        ),
         (
             "toy --task chess",
             "No module named 'tasks.chess'; tasks here: agent, guess, gym, judge, maths, python_tool, tail",
@@ -95,6 +124,30 @@ def call(words, **environment):
     return subprocess.run(words.split(), **how)
 
 
+def test_a_command_line_says_every_kind_of_value():
+    words = "--chat True --steps=7 --max-lag 2 --lr 1e-4 --betas 0.5 0.25 --late wait --max_lag 3"
+    c = cfg.parse(["toy", *words.split(), "--system_prompt=--x = y", "--kl_coef", "-1e-3"])
+    assert (c.chat, c.steps, c.max_lag, c.lr, c.betas) == (True, 7, 3, 1e-4, (0.5, 0.25))
+    assert (c.late, c.system_prompt, c.kl_coef) == ("wait", "--x = y", -1e-3)
+    assert c.batch_size == cfg.TOY["batch_size"]
+
+
+def test_a_loss_without_a_row_says_what_to_add(monkeypatch):
+    monkeypatch.delitem(cfg.LOSSES, "icepop")
+    with pytest.raises(cfg.ConfigError, match="--loss icepop: add its row to LOSSES in config.py"):
+        resolved("toy", "--loss", "icepop")
+
+
+def test_a_field_that_is_no_knob_is_named():
+    @dataclass
+    class Wrong:
+        # several of them
+        names: list[str]
+
+    with pytest.raises(TypeError, match="Wrong.names: a knob is a str, bool, int, float"):
+        knobs.knobs_of(Wrong)
+
+
 def test_the_launcher_says_it_and_starts_nothing(tmp_path):
     done = call(f"bash run.sh toy --out {tmp_path}/o --stepz 3")
     assert done.returncode == 1 and done.stdout == ""
@@ -115,14 +168,54 @@ def test_an_evaluation_has_every_gpu_for_engines():
     assert "train" not in [name for name, _, _ in launch.placement(c, 8)]
 
 
-def test_presets_and_help_show_every_knob():
+def shown(text):
+    """The knobs that help shows."""
+    return re.findall(r"^[^a-z]*--(\w+) ", text, re.M)
+
+
+def test_help_shows_commands_presets_and_every_knob_with_the_presets_value():
     assert cfg.parse([]).task == "toy"
     assert cfg.parse(["math"]).model == "Qwen/Qwen2.5-7B"
     done = call("bash run.sh math --help")
-    assert done.returncode == 0
-    shown = re.findall(r"^[^a-z]*--(\w+) ", done.stdout, re.M)
-    assert shown == [f.name for f in fields(cfg.Config)]
+    assert done.returncode == 0 and shown(done.stdout) == [f.name for f in fields(cfg.Config)]
     assert re.search(r"samples per optimizer step.*\(default: 1024\)", done.stdout, re.S)
+    first, presets, _ = re.split(r"\n(?=Presets|Knobs)", done.stdout)
+    assert re.findall(r"^  (\S+) +\S", presets, re.M) == list(cfg.PRESETS)
+    for command in cfg.COMMANDS[:-1]:
+        assert f"  bash run.sh {command} " in first
+    assert call("bash run.sh help").stdout == call("bash run.sh --help").stdout
+    every = call("bash run.sh doctor toy --help")
+    assert every.stdout.startswith("Five minutes") and shown(every.stdout) == shown(done.stdout)
+    assert call("bash run.sh status --help").stdout.startswith("What a run is doing")
+
+
+@pytest.mark.parametrize(
+    "words,expected",
+    [
+        ("lag", ["max_lag", "conventional_g", "late"]),
+        ("--max-lag", ["max_lag", "conventional_g", "late"]),
+        ("LEARNING rate", ["lr", "warmup_steps", "lora_alpha"]),
+        ("gspo", ["loss"]),
+        ("broadcast mb", ["bucket_mb"]),
+    ],
+)
+def test_help_finds_the_knobs_that_have_all_of_the_words(words, expected):
+    for command in ("bash run.sh math --help", "bash run.sh help"):
+        done = call(f"{command} {words}")
+        assert shown(done.stdout) == expected and not done.stderr
+
+
+def test_help_says_that_nothing_matches_and_what_is_near():
+    for words in ("zzzq", "lag zzzq"):
+        done = call(f"bash run.sh --help {words}")
+        assert done.returncode == 1 and done.stdout == ""
+        assert done.stderr.startswith(f"run.sh: --help {words}: no knob has that in its name or")
+        near = done.stderr.partition("nearest names: ")[2].split(", ")
+        assert len(near) == 3 and all(x.strip().startswith("--") for x in near)
+    done = call("bash run.sh --help max_lagg")
+    assert "the nearest names: --max_lag, " in done.stderr
+    done = call("bash run.sh stats --help")
+    assert done.returncode == 1 and "did you mean status?" in done.stderr
 
 
 def test_a_stopped_run_continues_a_complete_one_makes_room_and_fixed_knobs_are_refused(tmp_path):

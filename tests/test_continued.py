@@ -265,7 +265,12 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("mistake", REFUSED)
+# each takes some ten seconds, most of them for the tokenizer's import
+QUICK = ("no such model", "no template", "too long", "surrogate")
+MISTAKES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in REFUSED]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_command_that_is_refused_starts_no_engine_and_leaves_a_complete_run_as_it_is(
     mistake, tmp_path, base_model
 ):

@@ -5,6 +5,7 @@ import itertools
 import json
 import socket
 import stat
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -41,7 +42,7 @@ def answer(method, path, headers=None, body=b""):
     lines = [f"{method} {path} HTTP/1.1", "Host: x", "Connection: close"]
     headers = {"Content-Length": len(body)} | (headers or {})
     lines += [f"{name}: {value}" for name, value in headers.items()]
-    with socket.create_connection(("127.0.0.1", PORT), 20) as s:
+    with socket.create_connection(("127.0.0.1", PORT), 120) as s:
         s.sendall("\r\n".join([*lines, "", ""]).encode() + body)
         head, _, words = s.makefile("rb").read().decode().partition("\r\n\r\n")
     return int(head.split()[1]), words
@@ -94,16 +95,20 @@ def test_a_client_that_hangs_up_ends_its_sampling():
     ended = []
 
     class FakeEngine:
+        model_config = SimpleNamespace(get_vocab_size=lambda: 10)
+
         async def generate(self, prompt, params, request_id):
+            has_begun.set()
             try:
-                await asyncio.sleep(60)
+                await asyncio.Event().wait()
                 yield None
             finally:
                 ended.append(prompt["prompt_token_ids"])
 
     async def hang_up():
-        await asyncio.sleep(0.1)
+        await has_begun.wait()
 
+    has_begun = asyncio.Event()
     body = b'{"token_ids": [3, 4, 5], "sampling_params": {}}'
     assert asyncio.run(engine.sample(body, FakeEngine(), hang_up, 1)) is None
     assert ended == [[3, 4, 5]]

@@ -9,6 +9,7 @@ import pytest
 from test_config import call
 from test_edits import copy_of_the_repository, run_in
 
+import config as cfg
 from conftest import ROOT
 from fake_engine import fake_vllm
 from test_run import leftovers, metrics, run
@@ -81,9 +82,11 @@ def test_tasks_train_together(mixture):
             assert sum(outcomes) == pytest.approx(1)
         # what the engine sampled is what the trainer sees, over several turns as well
         assert step["mismatch"] is None or step["mismatch"] < 1e-3
+        # trained in the order in which the gate let them start, no token is older than --max_lag allows
+        assert 0 <= step["lag_mean"] <= step["lag_max"] <= cfg.load(mixture).max_lag
     assert all(totals.values()) and sum(totals.values()) == 256
     assert steps[0]["mismatch"] is not None
-    assert [x["version"] for x in evals] == [0, 4]
+    assert sorted(x["version"] for x in evals) == [0, 4]
     for line in evals:
         assert line["eval"].keys() == totals.keys() and line["problems"] == line["answers"] == 48
     # --samples_logged is the batch: every rollout is there

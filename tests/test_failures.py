@@ -4,8 +4,10 @@ In every cell the others go on within the deadline, no engine ever answers with 
 names, and whoever was lost takes part again in the next update.
 """
 
+import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,11 +20,15 @@ import pytest
 import requests
 import torch
 from test_weights import ask, differences
+from transformers import AutoTokenizer
 
 from conftest import ROOT, resolved, with_knobs
-from plumbing import launch
+from fake_engine import fake_vllm
+from plumbing import client, launch
+from plumbing.problems import load_problems
 from plumbing.supervise import Engine, stop
-from test_run import leftovers
+from test_run import leftovers, metrics, run
+from tools.evaluate import start_engines
 from updater import model_of
 
 pytestmark = pytest.mark.slow
@@ -213,3 +219,98 @@ def test_kill_matrix(house, who, kill, moment):
         # whoever was lost is back
         house.update()
         house.check_engines(0, 1, version=house.version)
+
+
+# ---- requests that kill an engine
+
+INNOCENT = [[2, 3, 4 + k] for k in range(8)]
+KILLER = [2, 3, 20]
+# known to the tokenizer below, and no row of the model
+WITHOUT_A_ROW = [2, 3, 100]
+
+
+@contextlib.contextmanager
+def mortal_engine(out, base_model):
+    """An engine of a model whose tokenizer knows more tokens than it has rows; it is started again when it dies."""
+    shutil.copytree(base_model, out / "model")
+    tokenizer = AutoTokenizer.from_pretrained(out / "model")
+    tokenizer.add_tokens([f"<extra {k}>" for k in range(100)])
+    tokenizer.save_pretrained(out / "model")
+    where = ["--run", "mortal", "--out", out, "--model", out / "model", "--port", PORT + 50]
+    config = resolved("toy", *where, "--concurrency", 4, "--engines", 1)
+    launch.write(config)
+    [engine] = start_engines(config)
+    over = threading.Event()
+
+    def watch():
+        while not over.wait(0.2):
+            assert engine.poll() is None
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        yield config, engine
+    finally:
+        over.set()
+        watching.join()
+        stop([engine], 0)
+
+
+def test_a_request_that_kills_a_real_engine_is_sent_three_times_and_left_out(tmp_path, base_model):
+    async def sample(config, engine):
+        engines = client.Engines(config, {1}, 64, f"{config.out}/{config.run}")
+        engines.set_engines([engine.url])
+        post = engines._post
+
+        async def deadly(url, path, body):
+            # vLLM checks what a client says, but not what it fills in itself: an index out of range
+            if body["token_ids"] == KILLER:
+                body["sampling_params"] |= dict(min_tokens=3, _all_stop_token_ids=[10**6])
+            return await post(url, path, body)
+
+        engines._post = deadly
+        prompts = [*INNOCENT, KILLER, *INNOCENT, KILLER, WITHOUT_A_ROW]
+        asked = [engines.generate(prompt, 1.0, 90) for prompt in prompts]
+        answers = await asyncio.wait_for(asyncio.gather(*asked), 500)
+        await engines.close()
+        return engines, dict(zip(map(tuple, prompts), answers))
+
+    with mortal_engine(tmp_path, base_model) as (config, engine):
+        engines, answers = asyncio.run(sample(config, engine))
+        log = engine.log.read_text()
+    failed = [list(prompt) for prompt, answer in answers.items() if answer is None]
+    assert failed == [KILLER, WITHOUT_A_ROW]
+    assert engines.counts["losses of engines"] == log.count(": the server ends") == 3
+    assert engines.counts["left out, as their prompts kill engines"] == 2
+    assert engines.counts["refused"] == 1 and engines.counts["failed"] == 0
+
+
+def test_a_run_goes_on_without_a_prompt_that_kills_its_only_engine(tmp_path, base_model):
+    """With the FAKE engine of tests/fake_engine.py, which is started again sooner. The prompt is held out: it is asked for at
+    the beginning, while groups are sampled, and at the end.
+    """
+    knobs = f"--steps 4 --batch_size 32 --attempts 8 --eval_problems 16 --model {base_model}"
+    [problem, *_] = load_problems(resolved("toy"), "test")["toy"]
+    prompt = AutoTokenizer.from_pretrained(base_model)(problem["prompt"])["input_ids"]
+    environment = dict(PYTHONPATH=str(fake_vllm(tmp_path / "fake")))
+    environment["FAKE_KILLER"] = " ".join(map(str, prompt))
+    done = run(tmp_path, "mortal", PORT + 60, knobs, **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("engine0 died with exit code 1, and is started again") == 3
+    token_ids = str(prompt).replace(" ", "")
+    assert f"its attempts fail from now on. Its token ids: {token_ids}\n" in done.stdout
+    assert "2 left out, as their prompts kill engines" in done.stdout
+    steps, evals = metrics(tmp_path / "mortal")
+    assert len(steps) == 4 and [line["version"] for line in evals] == [0, 4]
+    assert leftovers(tmp_path) == []
+
+
+def test_a_run_whose_every_request_kills_its_engine_ends_and_says_so(tmp_path, base_model):
+    """With the FAKE engine of tests/fake_engine.py, made to die of whatever it is sent."""
+    environment = dict(PYTHONPATH=str(fake_vllm(tmp_path / "fake")), FAKE_KILLER="all")
+    done = run(tmp_path, "mortal", PORT + 70, f"--model {base_model}", **environment)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "run.sh: actor died with exit code 1, stopping" in done.stdout
+    assert "was lost 5 times, each time with requests in progress, and no request" in done.stdout
+    assert done.stdout.count("engine0 died with exit code 1, and is started again") in (4, 5)
+    assert leftovers(tmp_path) == []

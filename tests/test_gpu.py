@@ -16,7 +16,7 @@ from bench import gpu
 REHEARSED = {"attention": 15, "parity": 9, "gradients": 14, "groups": 5, "updates": 5, "sharing": 4}
 REHEARSED |= {"mfu-1.5b-16k": 3, "mfu-1.5b-64k": 3, "mfu-7b-16k": 3}
 # what a machine may lack that lends its GPU
-HIDDEN = "msgspec pydantic vllm aiohttp requests accelerate tyro pebble wandb datasets math_verify"
+HIDDEN = "msgspec pydantic vllm aiohttp requests accelerate pebble wandb datasets"
 HIDE = f"import sys\nsys.modules |= dict.fromkeys({HIDDEN.split()})\nsys.stderr.write('hidden ')"
 
 

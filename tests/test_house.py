@@ -63,7 +63,9 @@ def test_nothing_is_measured_on_the_wall_clock():
         assert not found or ages or path == Path(__file__), (path, found)
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/data.md", "docs/metrics.md", "bench/results/RESULTS.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/data.md", "docs/metrics.md", "bench/results/RESULTS.md"]
+)
 def test_what_is_linked_to_is_there(name):
     page = ROOT / name
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):

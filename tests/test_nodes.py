@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 import config as cfg
-from conftest import ROOT, node_of, resolved
-from fake_engine import fake_vllm
+from conftest import ROOT, node_of, resolved, wait_until, with_knobs
+from fake_engine import fake_vllm, standing_still
 from plumbing import launch
 from plumbing.queues import publish_json, read_json
 from plumbing.supervise import Ended
@@ -118,7 +118,7 @@ def test_another_node_believes_the_start_that_holds_the_run(run):
     with pytest.raises(cfg.ConfigError, match="has not started"):
         launch.wait_for_node_0(run)
     threading.Timer(0.3, lambda: launch.write(run, start)).start()
-    assert launch.wait_for_node_0(run) == (run, start)
+    assert launch.wait_for_node_0(with_knobs(run, start_timeout=300)) == (run, start)
     os.close(lock)
 
 
@@ -141,7 +141,7 @@ def test_node_0_is_done_or_has_stopped_or_has_gone(run):
 
 
 def sh(*command):
-    subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True, timeout=30)
+    subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True, timeout=300)
 
 
 class Hosts:
@@ -158,11 +158,9 @@ class Hosts:
         self.enter(self.switch, "ip link add br0 type bridge; ip link set br0 up")
 
     def enter(self, process, script):
-        deadline = time.monotonic() + 10
-        # it has not come to unshare yet
-        while os.readlink(f"/proc/{process.pid}/ns/net") == os.readlink("/proc/self/ns/net"):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        here = os.readlink("/proc/self/ns/net")
+        # it may not have come to unshare yet
+        wait_until(lambda: os.readlink(f"/proc/{process.pid}/ns/net") != here)
         sh("nsenter", "-t", process.pid, "-n", "bash", "-ec", script)
 
     def run(self, k, n, *argv):
@@ -203,7 +201,7 @@ class Hosts:
     def everything(self):
         return "\n".join(path.read_text() for path in sorted(self.folder.glob("host*.txt")))
 
-    def wait_until(self, true, seconds=200):
+    def wait_until(self, true, seconds=400):
         deadline = time.monotonic() + seconds
         while not true():
             assert time.monotonic() < deadline, self.everything()
@@ -279,7 +277,7 @@ def whole(run_dir, steps):
     lines, evals = metrics(run_dir)
     assert [x["step"] for x in lines] == list(range(1, steps + 1))
     assert max(x["mismatch"] for x in lines if x["mismatch"] is not None) < 1e-3
-    assert evals[-1]["version"] == steps
+    assert max(line["version"] for line in evals) == steps
 
 
 @pytest.mark.slow
@@ -312,12 +310,14 @@ def test_engine_hosts_come_and_go_while_the_run_goes_on(hosts, tmp_path):
     for k in (1, 2, 3):
         assert "node 0 (10.77.0.1) has stopped or is gone" in hosts.words(k)
     steps = hosts.step() + 10
-    # before the run that it serves
-    hosts.serve(3)
-    for k in range(2):
-        hosts.run(k, 2, *argv, "--steps", steps)
-    hosts.wait_until(lambda: "from step_" in hosts.words(0))
-    hosts.wait_for_engines(1, 3)
+    # its end comes when both engines serve, and not before
+    with standing_still(hosts.fake):
+        # before the run that it serves
+        hosts.serve(3)
+        for k in range(2):
+            hosts.run(k, 2, *argv, "--steps", steps)
+        hosts.wait_until(lambda: "from step_" in hosts.words(0))
+        hosts.wait_for_engines(1, 3)
     assert hosts.ends(0, 1, 3) == [0, 0, 0], hosts.everything()
     assert "picture" in hosts.words(0)
     whole(tmp_path / "n", steps)
@@ -326,20 +326,22 @@ def test_engine_hosts_come_and_go_while_the_run_goes_on(hosts, tmp_path):
 
 @pytest.mark.slow
 def test_a_trainer_host_that_dies_ends_the_run_and_the_same_command_continues(hosts, tmp_path):
-    argv = ("--steps", 8, "--batch_size", 64, "--trainers", 2, "--max_lag", 0, "--save_every", 2)
+    argv = ("--batch_size", 64, "--trainers", 2, "--max_lag", 0, "--save_every", 2)
     for k in range(2):
-        hosts.run(k, 2, *argv)
+        hosts.run(k, 2, *argv, "--steps", 1000)
     hosts.wait_until(lambda: hosts.step() >= 3)
     hosts.kill(1)
-    assert hosts.ends(0, seconds=100) == [1]
+    assert hosts.ends(0) == [1]
     assert "run.sh: train died with exit code" in hosts.words(0)
     assert leftovers(tmp_path) == []
+    done = hosts.step()
     for k in range(2):
-        hosts.run(k, 2, *argv)
+        hosts.run(k, 2, *argv, "--steps", done + 4)
     assert hosts.ends(0, 1) == [0, 0], hosts.everything()
-    assert re.search(r"continuing .* from step_00000[246] ", hosts.words(0))
+    first = int(re.search(r"continuing .* from step_(\d+)", hosts.words(0))[1])
+    assert first % 2 == 0 and 2 <= first <= done
     assert (tmp_path / "n" / "logs" / "train1.log").exists()
-    whole(tmp_path / "n", 8)
+    whole(tmp_path / "n", done + 4)
     assert leftovers(tmp_path) == []
 
 
@@ -349,6 +351,6 @@ def test_a_host_that_serves_ends_when_node_0_loses_power(hosts, tmp_path):
         hosts.run(k, 2, "--steps", 1000, "--batch_size", 64)
     hosts.wait_for_engines(1)
     hosts.cut_off(0)
-    assert hosts.ends(1, seconds=150) == [1]
+    assert hosts.ends(1) == [1]
     assert "node 0 (10.77.0.1) has stopped or is gone" in hosts.words(1)
     assert leftovers(tmp_path) == []

@@ -6,8 +6,9 @@ from datetime import timedelta
 
 import pytest
 import torch
-from test_transport import FakeNCCL, nccl, soon  # noqa: F401
+from test_transport import FOREVER, LONG, FakeNCCL, nccl  # noqa: F401
 
+from conftest import wait_until
 from plumbing import transport
 from plumbing.engine import Receiver
 from plumbing.plan import Plan
@@ -166,13 +167,17 @@ def test_a_worker_needs_memory_for_one_bucket_and_its_own_shards(monkeypatch):
     assert other.plan is not receiver.plan and receiver.is_retired
 
 
+# A wait in a gloo group ends with the group's deadline alone, also that of a group that is given up: seconds.
+GLOO = 60.0
+
+
 def trainer_of(model, layout, before=None):
     """(store, process group) of a trainer whose only worker has this model, and the worker's Receiver."""
-    store = transport.open_store("127.0.0.1", 0, 30.0, server=True)
-    receiver = Receiver(Worker(model), group_of(layout, port=store.port, timeout=30.0), before)
+    store = transport.open_store("127.0.0.1", 0, LONG, server=True)
+    receiver = Receiver(Worker(model), group_of(layout, port=store.port, timeout=GLOO), before)
     store.wait(["here/1"])
     store.set("all_here", "")
-    return store, transport.join_group("gloo", store, 0, 2, 30.0), receiver
+    return store, transport.join_group("gloo", store, 0, 2, GLOO), receiver
 
 
 def test_a_group_that_hangs_in_mid_broadcast_keeps_its_successor_waiting_for_nothing():
@@ -186,7 +191,7 @@ def test_a_group_that_hangs_in_mid_broadcast_keeps_its_successor_waiting_for_not
     group.broadcast(old.buckets[0], 0).wait()
     start = time.monotonic()
     new_store, new_group, second = trainer_of(model, layout, first)
-    assert time.monotonic() < start + 10
+    assert time.monotonic() < start + LONG
     update = Update(layout, 1)
     new_store.set("update/0", "2")
     new_group.broadcast(update.buckets[0], 0).wait()
@@ -208,18 +213,18 @@ def test_a_broadcast_that_returns_late_writes_nothing(monkeypatch, raises):
     monkeypatch.setattr(FakeNCCL, "raises", raises)
     layout = layout_of(bucket_bytes=1)
     worker = Worker(Shard())
-    store = transport.open_store("127.0.0.1", 0, 30.0, server=True)
-    group = group_of(layout, backend="nccl", port=store.port, timeout=30.0)
+    store = transport.open_store("127.0.0.1", 0, LONG, server=True)
+    group = group_of(layout, backend="nccl", port=store.port, timeout=FOREVER)
     first = Receiver(worker, group, None)
     store.set("all_here", "")
-    soon(lambda: first.process_group)
+    wait_until(lambda: first.process_group)
     monkeypatch.setattr(FakeNCCL, "hangs", ["wait"])
     store.set("update/0", "1")
-    soon(first.process_group.is_waiting.is_set)
+    wait_until(first.process_group.is_waiting.is_set)
     before = {p: x.clone() for p, x in first.plan.successor.items()}
     second = Receiver(worker, group, first)
     # by whom gives it up, and by its own thread as it ends
-    soon(lambda: first.process_group.aborts == 2)
+    wait_until(lambda: first.process_group.aborts == 2)
     assert first.received is None and not store.check(["ready/0/1"])
     assert second.plan is first.plan
     assert all(torch.equal(x, before[p]) for p, x in first.plan.successor.items())

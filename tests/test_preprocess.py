@@ -2,9 +2,9 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
-import time
 from collections import Counter
 
 import numpy as np
@@ -12,9 +12,10 @@ import pytest
 from test_samples import group_record, make_sample
 
 import config as cfg
-from conftest import ROOT
+from conftest import ROOT, register, wait_until
 from plumbing import launch
 from plumbing.ledger import Ledger
+from plumbing.patience import Patience
 from plumbing.queues import Queue, publish_json, read_json
 from plumbing.samples import split
 from preprocess import GroupBuffer, Packer, advantages, computed, pack, side_by_side
@@ -181,7 +182,8 @@ def make_buffer(folder, **knobs):
     """(GroupBuffer, its input)."""
     config = cfg.Config(stall_timeout=5, run_id="abc", **knobs)
     rollouts = Queue(folder / "rollouts")
-    return GroupBuffer(config, rollouts, Ledger(0, [])), rollouts
+    buffer = GroupBuffer(config, rollouts, Ledger(0, []), Patience(config, folder))
+    return buffer, rollouts
 
 
 def test_groups_get_their_advantages_and_cut_off_answers_leave_the_loss(tmp_path):
@@ -233,9 +235,21 @@ def test_groups_may_have_to_wait_for_their_turn(tmp_path):
 
 
 def test_a_buffer_that_gets_nothing_says_so(tmp_path):
-    waiting, _ = make_buffer(tmp_path)
-    waiting.last_input = time.monotonic() - 6
-    with pytest.raises(TimeoutError, match="actor.py put no rollouts into .*/rollouts for 5 s"):
+    waiting, rollouts = make_buffer(tmp_path)
+    register(tmp_path, "engine0", "http://127.0.0.1:1")
+    complaint = "actor.py put no rollouts into .*/rollouts for 5 s"
+    waiting.patience.looked -= 6
+    with pytest.raises(TimeoutError, match=complaint):
+        waiting.receive()
+    # as long as groups are waiting here, the trainer is the slower one
+    rollouts.put(group_record(0, [make_sample(4), make_sample(4)]))
+    waiting.receive()
+    waiting.patience.looked -= 6
+    waiting.receive()
+    waiting.groups.clear()
+    waiting.receive()
+    waiting.patience.looked -= 6
+    with pytest.raises(TimeoutError, match=complaint):
         waiting.receive()
 
 
@@ -281,7 +295,7 @@ def test_draws_are_done_with_when_their_group_is():
 def write_run(out, **knobs):
     """A run directory as the launcher makes it; the trainer stands at version 0."""
     common = dict(batch_size=8, attempts=4, steps=3, row_tokens=64, trainers=1, run_id="abc")
-    limits = dict(stall_timeout=30, start_timeout=30)
+    limits = dict(stall_timeout=300, start_timeout=300)
     config = cfg.Config(run="r", out=str(out), **common | limits | knobs)
     run_dir = launch.write(config)
     (run_dir / "queues").mkdir()
@@ -293,7 +307,7 @@ def write_run(out, **knobs):
 def run_stage(run_dir):
     """To its end."""
     command = [sys.executable, "preprocess.py", str(run_dir)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 def test_a_buffer_that_overflows_drops_the_oldest_and_says_so(tmp_path):
@@ -312,7 +326,7 @@ def test_a_buffer_that_overflows_drops_the_oldest_and_says_so(tmp_path):
 
     def train():
         """What became of which draws: trained, dropped, and the first that is not done with."""
-        last = read_step(batches, 30)[-1]
+        last = read_step(batches, 300)[-1]
         assert last["position"]["ahead"] == []
         return last["problems"], last["drops"], last["position"]["next"]
 
@@ -325,17 +339,59 @@ def test_a_buffer_that_overflows_drops_the_oldest_and_says_so(tmp_path):
         assert train() == ({"3": 4, "4": 4}, {}, 5)
         # step 2 may not be emitted before the trainer is at version 1: meanwhile two more must go
         feed(range(5, 11))
-        deadline = time.monotonic() + 30
-        while read_json(queues / "dropped.json").get("groups", 0) < 3:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: read_json(queues / "dropped.json").get("groups", 0) == 3)
         publish_json(queues / "version.json", version=1, position={})
         # two groups are left when the last step is full
         assert train() == ({"7": 4, "8": 4}, {"buffer_full": {"5": 4, "6": 4}}, 9)
-        assert stage.wait(30) == 0
+        assert stage.wait(300) == 0
     finally:
         stage.kill()
     assert read_json(queues / "dropped.json") == {"groups": 3}
+
+
+def test_what_is_said_of_dropped_samples_is_right_when_it_is_said_and_complete_at_the_end(tmp_path):
+    """The real stage: an attempt of each group fails, and each third group has no signal."""
+    run_dir = write_run(tmp_path, steps=20, no_signal="drop")
+    rollouts = Queue(run_dir / "queues" / "rollouts")
+    rewards = ([1.0, 0.0, 1.0], [0.0, 0.0, 1.0], [0.5, 0.5, 0.5])
+
+    def feed(draws):
+        for draw in draws:
+            samples = [make_sample(5, reward) for reward in rewards[draw % 3]]
+            rollouts.put(group_record(draw, samples, failed=1))
+
+    # more than 20 steps of two groups, and the trainer has trained all but one of them
+    feed(range(75))
+    publish_json(run_dir / "queues" / "version.json", version=19, position={})
+    said = run_stage(run_dir).stdout
+    so_far = re.findall(r"so far: (\d+) failed(?:, (\d+) no_signal)?\n", said)
+    at_end = re.findall(r"20 of 20 steps emitted, samples dropped: (\d+) failed, (\d+) no_s", said)
+    totals = [(int(failed), int(no_signal or 0)) for failed, no_signal in so_far + at_end]
+    assert len(at_end) == 1 and len(so_far) > 1
+    for failed, no_signal in totals:
+        # groups come in the order of their draws
+        assert no_signal == failed // 3 * 3
+    sums = [sum(of_line) for of_line in totals]
+    assert all(later >= 2 * earlier for earlier, later in zip(sums[:-1], sums[1:-1]))
+    dropped = Counter()
+    batches = Queue(run_dir / "queues" / "batches" / "rank_0")
+    for _ in range(20):
+        for reason, draws in read_step(batches)[-1]["drops"].items():
+            dropped[reason] += sum(draws.values())
+    assert totals[-1] >= (dropped["failed"], dropped["no_signal"]) and sums[-1] >= sums[-2]
+
+
+def test_a_stage_that_is_stopped_says_what_was_dropped_until_then(tmp_path):
+    run_dir = write_run(tmp_path, no_signal="drop")
+    rollouts = Queue(run_dir / "queues" / "rollouts")
+    for draw in range(3):
+        rollouts.put(group_record(draw, [make_sample(5)] * 4))
+    command = [sys.executable, "preprocess.py", str(run_dir)]
+    stage = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    wait_until(lambda: read_json(run_dir / "queues" / "dropped.json").get("groups", 0) == 3)
+    stage.terminate()
+    said, _ = stage.communicate(timeout=30)
+    assert said.endswith("preprocess: 0 of 3 steps emitted, samples dropped: 12 no_signal\n")
 
 
 @pytest.mark.parametrize("case", ["another run", "damaged"])

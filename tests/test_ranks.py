@@ -64,7 +64,7 @@ def write_run(out, name, base_model, ranks=1, first=0, steps=STEPS, reverse=Fals
     """A run directory whose queues hold the micro-batches of steps first..; returns its path."""
     training = dict(row_tokens=128, lr=1e-3, dtype="float32", steps=steps, trainers=ranks)
     # no engine sampled these
-    limits = dict(save_every=3, keep_last=9, stall_timeout=60, mismatch_limit=1e9)
+    limits = dict(save_every=3, keep_last=9, stall_timeout=300, mismatch_limit=1e9)
     limits |= dict(max_new_tokens=8, max_model_len=60)
     batch = dict(batch_size=GROUPS * ATTEMPTS, attempts=ATTEMPTS, model=str(base_model))
     config = cfg.Config(run=name, out=str(out), **training | limits | batch | knobs)
@@ -98,7 +98,7 @@ def run(program, *arguments, ranks=1, launcher="run.sh", shell=""):
     own = dict(OMP_NUM_THREADS="1", PYTHON=sys.executable, PORT=str(8760 + PROCESS))
     env = os.environ | own
     command = ["bash", "-c", shell + LAUNCHERS[launcher], str(ranks), program, *arguments]
-    how = dict(cwd=ROOT, capture_output=True, text=True, timeout=200)
+    how = dict(cwd=ROOT, capture_output=True, text=True, timeout=600)
     done = subprocess.run(command, env=env, **how)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -249,7 +249,7 @@ import train
 from plumbing.ranks import Ranks
 from safetensors.torch import save_file
 
-ranks = Ranks(cfg.Config(stall_timeout=60))
+ranks = Ranks(cfg.Config(stall_timeout=300))
 if ranks.rank:
     train.load_model = None
 for folder in sys.argv[1:]:

@@ -1,18 +1,23 @@
 """From `bash run.sh` to the first process: the environment, the machine, the model, and what is started where."""
 
 import json
+import os
+import random
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 
 import pytest
+import torch
 from test_config import call
 
-from conftest import ROOT
+from conftest import ROOT, resolved, wait_until
 from plumbing import launch
-from tools import prepare, run
+from test_run import leftovers
+from tools import base_model, prepare, run
 
 # FAKE: a Python whose environments have a pip that writes down what it is told; the launcher ends at once
 PYTHON = f"""#!/bin/bash
@@ -87,6 +92,106 @@ def test_a_login_node_and_gpu_nodes_share_an_environment_and_a_machine_that_lack
     # or it is made there, if only there is the internet
     shutil.rmtree(tmp_path / ".venv")
     assert machine.run("setup", "gpu")[2] == "install -qq -r requirements.txt\n"
+
+
+def test_help_needs_no_installation(tmp_path):
+    """Any Python of 3.11 or newer, with its standard library alone."""
+    machine = Machine(tmp_path)
+    machine.add("python3", f'#!/bin/bash\nexec {sys.executable} -S "$@"\n')
+    for name in ("config.py", "plumbing/__init__.py", "plumbing/knobs.py", "tools/help.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    for words in ("--help", "help", "math --help", "toy --lr 1e-4 -h lag", "serve --help"):
+        said, error, told = machine.run(*words.split())
+        assert "--max_lag INT" in said and not error and not told, words
+    said, error, _ = machine.run("--help", "zzzq")
+    assert not said and error.startswith("run.sh: --help zzzq: no knob has that")
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_an_installation_that_is_interrupted_says_so(tmp_path):
+    machine = Machine(tmp_path)
+    (machine.programs / "sleep").symlink_to(shutil.which("sleep"))
+    # FAKE: one that takes long
+    machine.add("pip", "#!/bin/sh\n: > begun\nexec sleep 300\n")
+    options = dict(env={"PATH": str(machine.programs)}, stderr=subprocess.PIPE, text=True)
+    command = ["bash", str(tmp_path / "run.sh"), "toy"]
+
+    def heed_interrupts():
+        # the processes that share the tests ignore them, and bash keeps what it begins with
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    options |= dict(start_new_session=True, preexec_fn=heed_interrupts)
+    started = subprocess.Popen(command, **options)
+    wait_until((tmp_path / "begun").exists)
+    os.killpg(started.pid, signal.SIGINT)
+    _, error = started.communicate(timeout=60)
+    assert started.returncode == 130 and error.startswith(
+        "run.sh: interrupted, nothing was started"
+    )
+
+
+def status(folder, *words):
+    """What `status` prints in a directory."""
+    command = [sys.executable, ROOT / "tools" / "status.py", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("number,code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_that_is_being_prepared_is_known_and_may_be_stopped(tmp_path, number, code):
+    # a model that nobody has made
+    words = f"bash run.sh toy --out {tmp_path}/out --seed {random.randrange(10**9)}"
+    env = os.environ | {"PIPELINE_PYTHON": sys.executable, "RUN_MARK": str(tmp_path)}
+    options = dict(cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    started = subprocess.Popen(words.split(), start_new_session=True, **options)
+    said = ""
+    while "warm-up step 2/150" not in said:
+        line = started.stdout.readline()
+        assert line, started.communicate()
+        said += line
+    assert "making a tiny base model, once, with 150 steps" in said
+    for name in ([], ["toy"]):
+        shown = status(tmp_path, *name)
+        assert shown.stdout.startswith(f"{tmp_path}/out/toy: being prepared by process ")
+        assert shown.returncode == 0 and shown.stdout.count("\n") == 1 and not shown.stderr
+    os.killpg(started.pid, number)
+    _, error = started.communicate(timeout=60)
+    assert started.returncode == code
+    assert error.startswith("run.sh: ") and error.endswith("the preparation, nothing was started\n")
+    assert error.count("\n") == 1 and leftovers(tmp_path) == []
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".toy.lock"]
+    assert "no run in" in status(tmp_path).stderr
+
+
+def test_a_tiny_model_is_made_by_one_thread_and_says_how_long_it_takes(
+    tmp_path, monkeypatch, capsys
+):
+    threads = []
+    backward = base_model.backward
+    count = lambda *args: threads.append(torch.get_num_threads()) or backward(*args)
+    monkeypatch.setattr(base_model, "backward", count)
+    torch.set_num_threads(2)
+    base_model.make_model(["toy"], tmp_path / "model", 0, steps=20, layers=1, hidden=32)
+    assert threads == [1] * 20 and torch.get_num_threads() == 2
+    torch.set_num_threads(1)
+    first, *lines, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("toy: making a tiny base model, once, with 20 steps")
+    assert [line.split(",")[0] for line in lines] == [f"warm-up step {n}/20" for n in (2, 10, 20)]
+    assert all(re.search(r", \d+ s left$", line) for line in lines)
+    assert last.startswith("toy: base model of 0.") and last.endswith(f" in {tmp_path}/model")
+
+
+def test_status_says_what_an_earlier_start_has_left_and_which_name_was_meant(tmp_path):
+    c = resolved("toy", "--out", tmp_path / "out")
+    launch.write(c, "process 7 on there, start 1")
+    lock, start = launch.hold(c)
+    shown = status(tmp_path).stdout
+    assert shown.startswith(f"{tmp_path}/out/toy: being prepared by {start}: ")
+    assert f"{tmp_path}/out/toy: as an earlier start has left it\n" in shown
+    launch.write(c, start)
+    assert status(tmp_path).stdout.startswith(f"{tmp_path}/out/toy: running\n")
+    assert status(tmp_path, "tyo").stderr.endswith(": did you mean toy?\n")
+    os.close(lock[0])
 
 
 def test_a_model_of_the_hub_is_fetched_or_is_one_line(tmp_path, monkeypatch):

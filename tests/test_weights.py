@@ -2,7 +2,8 @@
 
 import contextlib
 import copy
-import time
+import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,8 @@ import requests
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from conftest import PORT, register, resolved, with_knobs
+import held_requests
+from conftest import PORT, register, resolved, wait_until, with_knobs
 from plumbing import group, launch, queues
 from plumbing.client import Span, token_versions
 from plumbing.queues import read_json
@@ -29,11 +31,14 @@ PROMPT = [45, 4, 52, 29, 2]
 
 
 @contextlib.contextmanager
-def served(words, **how):
-    """The Config of a command line, while its engines run."""
+def served(words, environment=None, **how):
+    """The Config of a command line, while its engines run. environment: variables of theirs, {name: value}."""
     config = resolved(*words.split())
     launch.write(config)
-    engines = start_engines(config, **how)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (environment or {}).items():
+            patch.setenv(name, value)
+        engines = start_engines(config, **how)
     try:
         yield config
     finally:
@@ -47,18 +52,19 @@ def url_of(config):
 def post(config, **order):
     url = f"{url_of(config)}/inference/v1/generate"
     headers = queues.secret_header(f"{config.out}/{config.run}")
-    return requests.post(url, timeout=60, headers=headers, json=order)
+    return requests.post(url, timeout=300, headers=headers, json=order)
 
 
-def ask(config, prompt=PROMPT, n=8, salt=None):
-    """What the engine answers: the choice, with `cached_tokens`."""
-    sampling = dict(max_tokens=n, temperature=1.0, ignore_eos=True)
+def ask(config, prompt=PROMPT, n=8, salt=None, stop=()):
+    """What the engine answers, of n tokens or up to a token of `stop`: the choice, with `cached_tokens`."""
+    sampling = dict(max_tokens=n, temperature=1.0, ignore_eos=True, stop_token_ids=list(stop))
     reply = post(config, token_ids=prompt, sampling_params=sampling, cache_salt=salt)
     assert reply.status_code == 200, reply.text
     answer = reply.json()
     [choice] = answer["choices"]
     spans = [Span(**span) for span in choice["weight_versions"]]
-    return choice | dict(cached=answer["cached_tokens"], versions=token_versions(spans, n))
+    versions = token_versions(spans, len(choice["token_ids"]))
+    return choice | dict(cached=answer["cached_tokens"], versions=versions)
 
 
 def differences(model, answer, prompt=PROMPT):
@@ -87,7 +93,7 @@ def sender_to(config, model, **knobs):
     """A real Sender to the engine of this config, which takes the place of the one before."""
     if config.port in OPEN:
         OPEN[config.port].close()
-    config = with_knobs(config, sync_timeout=20.0, **knobs)
+    config = with_knobs(config, sync_timeout=120.0, **knobs)
     run_dir = Path(config.out, config.run)
     register(run_dir, "engine0", url_of(config))
     (run_dir / "queues").mkdir(exist_ok=True)
@@ -114,6 +120,12 @@ def perturb(model, scale=0.03):
         p.data.add_(scale * torch.randn_like(p))
 
 
+# versions at which the second server holds a request in its middle until the next version
+HELD = range(20, 31, 10)
+# its end-of-sequence token
+STOP = 1
+
+
 @pytest.fixture(scope="module")
 def untied(tmp_path_factory):
     """(config, model) of a second server: an output head of its own, a vocabulary that vLLM pads (100 to 128), fewer KV heads than heads."""
@@ -122,12 +134,13 @@ def untied(tmp_path_factory):
     shape = dict(vocab_size=100, hidden_size=128, intermediate_size=160, num_hidden_layers=3)
     shape |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)
     shape |= dict(tie_word_embeddings=False, initializer_range=0.1)
-    shape |= dict(bos_token_id=None, eos_token_id=1, pad_token_id=0)
+    shape |= dict(bos_token_id=None, eos_token_id=STOP, pad_token_id=0)
     model = Qwen2ForCausalLM(Qwen2Config(**shape))
     model.save_pretrained(path / "model")
     base_models.make_tokenizer([toy]).save_pretrained(path / "model")
     words = f"toy --run engine --out {path} --model {path}/model --port {PORT + 1} --concurrency 8"
-    with served(words, as_loaded=False) as config:
+    environment = held_requests.plugin(path / "plugin", HELD)
+    with served(words, environment, as_loaded=False) as config:
         yield config, model
 
 
@@ -150,32 +163,55 @@ def scale(model, version):
 
 
 def check_stamps(config, sender, version):
-    """Updates from this even version on, while 48 requests are in progress: these go on, and each token is of the
-    version it is stamped with, if KV is recomputed; else the last version's are not all a fresh forward's.
+    """Updates from this even version on, while 48 clients ask all the time, until one has gone into the middle of eight
+    requests: these go on, and each token is of the version it is stamped with, if KV is recomputed; else
+    tokens after an update are not all a fresh forward's.
     """
     update(sender, version)
+    first_version = version
+    answers = []
+    is_enough = threading.Event()
+
+    def keep_asking():
+        while not is_enough.is_set():
+            answers.append(ask(config, n=120))
+
+    def updated_in_the_middle():
+        """How many answers have an update after ten of their tokens or more, and before as many."""
+        return sum(answer["versions"][9] < answer["versions"][-10] for answer in answers)
+
     with ThreadPoolExecutor(48) as pool:
-        running = [pool.submit(ask, config, n=120) for _ in range(4 * 48)]
-        # one update after the other; the last requests end without
-        while sum(r.done() for r in running) < 3 * 48:
-            version += 1
-            scale(sender.model, version)
-            update(sender, version)
-        answers = [r.result(60) for r in running]
+        clients = [pool.submit(keep_asking) for _ in range(48)]
+        try:
+            while updated_in_the_middle() < 8:
+                version += 1
+                assert version < first_version + 1000, "updates go into no request's middle"
+                scale(sender.model, version)
+                update(sender, version)
+                for client in clients:
+                    # one that has failed raises why
+                    assert not client.done() or client.result()
+        finally:
+            is_enough.set()
+    # the last requests end without an update
+    for client in clients:
+        client.result()
     assert all(len(answer["token_ids"]) == 120 for answer in answers)
-    mixed = [a for a in answers if a["versions"][0] < a["versions"][-1]]
-    assert len(mixed) >= 8
     assert_serves(config, sender.model, version)
+    mixed = [a for a in answers if a["versions"][0] < a["versions"][-1]]
     stamps = np.stack([answer["versions"] for answer in mixed])
     assert (np.diff(stamps) >= 0).all()
     as_last = torch.from_numpy(stamps % 2 == version % 2)
     here = torch.stack([differences(sender.model, answer) for answer in mixed])
-    if not sender.config.recompute_kv:
-        assert here[as_last].max() > 1e-2
-        return
     scale(sender.model, version + 1)
     there = torch.stack([differences(sender.model, answer) for answer in mixed])
-    assert torch.where(as_last, here, there).max() < 1e-3
+    as_stamped = torch.where(as_last, here, there)
+    before_update = torch.from_numpy(stamps == stamps[:, :1])
+    assert as_stamped[before_update].max() < 1e-3
+    if not sender.config.recompute_kv:
+        assert as_stamped[~before_update].max() > 1e-2
+        return
+    assert as_stamped.max() < 1e-3
     # as it would be if stamps were wrong
     assert torch.where(as_last, there, here).median() > 1e-2
 
@@ -184,6 +220,41 @@ def check_stamps(config, sender, version):
 def test_requests_in_progress_continue_across_updates(engine, sender, recompute):
     sender.config.recompute_kv = recompute
     check_stamps(engine, sender, 2000 if recompute else 1000)
+
+
+@pytest.mark.parametrize("version,recompute", [(HELD[0], False), (HELD[1], True)])
+def test_an_update_reaches_a_request_in_its_middle(untied, version, recompute):
+    """Weights of one version never sample the stop token, those of the next one always do: a request that ends by itself
+    has been updated in its middle.
+    """
+    config, model = untied
+    model = copy.deepcopy(model)
+    sender = sender_to(config, model, recompute_kv=recompute)
+    log = Path(config.out, config.run, "logs", "engine0.log")
+    with torch.no_grad():
+        # every token has this in its embedding, and the head makes the logit of the stop token of it
+        model.get_input_embeddings().weight[:, 0] = 10
+        model.lm_head.weight[:, 0] = 0
+        model.lm_head.weight[STOP, 0] = -10
+    update(sender, version)
+    never = copy.deepcopy(model)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(ask, config, n=100, stop=[STOP])
+        # it has sampled some tokens, and waits for the next version
+        wait_until(lambda: str(version) in re.findall(held_requests.LINE, log.read_text()))
+        with torch.no_grad():
+            model.lm_head.weight[STOP, 0] = 10
+        update(sender, version + 1)
+        answer = running.result()
+    *before, last = answer["token_ids"]
+    assert (answer["finish_reason"], last) == ("stop", STOP)
+    assert len(before) == held_requests.TOKENS and STOP not in before
+    assert answer["versions"].tolist() == [version] * len(before) + [version + 1]
+    assert differences(never, answer)[:-1].max() < 1e-4
+    assert differences(model, answer)[-1] < 1e-4
+    # what one has sampled the other one never would
+    assert differences(never, answer)[-1] > 20
+    assert differences(model, answer)[:-1].min() > 20
 
 
 LONG_PROMPT = [3 + (7 * i + i // 5) % 40 for i in range(100)]
@@ -269,23 +340,27 @@ def test_weights_that_are_not_the_models_are_refused_by_name(untied):
 # ---- engines come and go
 
 
-def test_an_engine_that_comes_back_is_admitted(engine, sender):
+def test_an_engine_that_comes_back_is_admitted(engine, sender, monkeypatch):
     """As its launcher does it: the same address, started anew."""
     run_dir = Path(engine.out, engine.run)
     update(sender, 400)
     before = sender.group
     register(run_dir, "engine0", url_of(engine))
-    # while nothing is to be sent
-    deadline = time.monotonic() + 20
-    while sender.group is before or sender.lock.locked():
+
+    def is_admitted():
         sender.check()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+        return sender.group is not before and not sender.lock.locked()
+
+    # while nothing is to be sent
+    wait_until(is_admitted)
     assert_serves(engine, sender.model, 400)
     # an update waits for the only engine, which is not listed while it is started again
     (run_dir / "engines" / "engine0.json").unlink()
+    looks = []
+    listed = sender.engines.listed
+    monkeypatch.setattr(sender.engines, "listed", lambda: looks.append(0) or listed())
     sender.push(401, {})
-    time.sleep(1.5)
+    wait_until(lambda: len(looks) > 8)
     sender.check()
     assert sender.lock.locked()
     register(run_dir, "engine0", url_of(engine))

@@ -10,6 +10,7 @@ import os
 import random
 import re
 import shutil
+import time
 from pathlib import Path
 
 DEFAULT = dict(
@@ -133,7 +134,10 @@ def backward(model, examples):
 
 
 def warm_up(model, tokenizer, tasks, chosen, seed):
-    """Train a model on demonstrations of the tasks, in turn; chosen: see DEFAULT."""
+    """Train a model on demonstrations of the tasks, in turn; chosen: see DEFAULT.
+
+    At the second and every tenth step a line says how many seconds it will take from there on, at the pace so far.
+    """
     import torch
 
     steps, lr = chosen["steps"], chosen["lr"]
@@ -149,8 +153,14 @@ def warm_up(model, tokenizer, tasks, chosen, seed):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step % 50 == 49:
-            print(f"warm-up step {step + 1}/{steps}, cross-entropy {loss:.2f}", flush=True)
+        number = step + 1
+        if number == 1:
+            # it takes longer than the others
+            first_end = time.monotonic()
+        elif number == 2 or number % 10 == 0:
+            left = (time.monotonic() - first_end) / (number - 1) * (steps - number)
+            line = f"warm-up step {number}/{steps}, cross-entropy {loss:.2f}, {left:.0f} s left"
+            print(line, flush=True)
 
 
 def make_model(names, path, seed, **other):
@@ -165,10 +175,20 @@ def make_model(names, path, seed, **other):
         return
     tasks = [importlib.import_module(f"tasks.{name}") for name in names]
     chosen = settings(tasks) | other
+    print(
+        f"{'+'.join(names)}: making a tiny base model, once, with {chosen['steps']} steps on demonstrations; "
+        "the second step says how long it takes",
+        flush=True,
+    )
+    threads = torch.get_num_threads()
+    # Two are no faster, as the matrices are small, and wait for each other by spinning: beside other work a step
+    # takes up to twenty times as long. With one the model is also the same however many cores there are.
+    torch.set_num_threads(1)
     tokenizer = make_tokenizer(tasks, seed)
     torch.manual_seed(seed)
     model = build(tokenizer, chosen["layers"], chosen["hidden"], chosen["positions"])
     warm_up(model, tokenizer, tasks, chosen, seed)
+    torch.set_num_threads(threads)
     # a model is whole or absent
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     model.save_pretrained(temporary)

@@ -266,8 +266,6 @@ class Placed:
 
 
 def main(argv):
-    if "--help" in argv:
-        cfg.parse(["--help"], about=__doc__)
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     options.add_argument("--gpus", type=int, default=launch.gpu_count() or 8)
     options.add_argument("--gpu_memory_gb", type=float, default=80.0)
@@ -275,7 +273,7 @@ def main(argv):
     # from here on no GPU is to be touched
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        c = launch.resolve(cfg.parse(words), given.gpus)
+        c = launch.resolve(cfg.parse(words, about=__doc__), given.gpus)
     except cfg.ConfigError as e:
         sys.exit(f"memory: {e}")
     for name in {c.model, c.teacher} - {"", "self"}:

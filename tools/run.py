@@ -130,12 +130,14 @@ def serve(argv) -> int:
 
 
 def main(argv):
+    supervise.end_at_signals()
     try:
         sys.exit(serve(argv[1:]) if argv[:1] == ["serve"] else train(argv))
     except (cfg.ConfigError, OSError) as e:
         sys.exit(f"run.sh: {e}")
-    except KeyboardInterrupt:
-        sys.exit("run.sh: interrupted, nothing was started")
+    except supervise.Ended as e:
+        print(f"run.sh: {e} during the preparation, nothing was started", file=sys.stderr)
+        sys.exit(e.code)
 
 
 if __name__ == "__main__":

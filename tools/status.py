@@ -6,6 +6,7 @@ Nothing here talks to a process of the run, so that it may be asked from any mac
 """
 
 import argparse
+import difflib
 import json
 import statistics
 import sys
@@ -44,7 +45,12 @@ def find_run(name=None, file="config.json"):
         for place in places:
             if (place / file).exists():
                 return place
-        sys.exit(f"{name}: there is no {file} in {places[0]}, nor in {places[1]}")
+        here = sorted(path.parent.name for path in OUT.glob(f"*/{file}"))
+        guess = difflib.get_close_matches(Path(name).name, here, 1)
+        sys.exit(
+            f"{name}: there is no {file} in {places[0]}, nor in {places[1]}"
+            + (f": did you mean {guess[0]}?" if guess else "")
+        )
     # an evaluation (tools/evaluate.py) has no trainer
     runs = [p.parent for p in OUT.glob("*/config.json") if '"trainers": 0' not in p.read_text()]
     found = [run_dir / file for run_dir in runs if (run_dir / file).exists()]
@@ -53,6 +59,29 @@ def find_run(name=None, file="config.json"):
     newest = max(found, key=lambda path: path.stat().st_mtime).parent
     print(f"(the newest run: {newest})", file=sys.stderr)
     return newest
+
+
+def being_prepared(run_dir):
+    """Which start holds a run's name, and has not written its config.json yet: "process 7 on host, start 1a2b"; "" if none."""
+    run_dir = Path(run_dir).resolve()
+    start = launch.holder(cfg.Config(out=str(run_dir.parent), run=run_dir.name))
+    # evaluations write no start
+    return start if read_json(run_dir / "config.json").get("start") not in (start, "") else ""
+
+
+def say_what_is_prepared(name):
+    """Print which runs are being prepared: those under out/, or the one of this name; returns their directories."""
+    if name:
+        places = [Path(name), OUT / name]
+    else:
+        places = [OUT / path.name[1:].removesuffix(".lock") for path in OUT.glob(".*.lock")]
+    found = [run_dir for run_dir in places if being_prepared(run_dir)]
+    for run_dir in found:
+        print(
+            f"{run_dir}: being prepared by {being_prepared(run_dir)}: problems are read, models are made or fetched, and "
+            "all is checked; its processes are not started yet"
+        )
+    return found
 
 
 def read(run_dir, *keys):
@@ -169,6 +198,8 @@ class Status:
 
     def state(self):
         """Running, complete, or stopped."""
+        if being_prepared(self.run_dir):
+            return "as an earlier start has left it"
         if self.is_running():
             return "running"
         if launch.is_complete(self.run_dir):
@@ -194,7 +225,9 @@ class Status:
         newest = checkpoints.newest(self.run_dir)
         rows = {
             "step": step,
-            "held-out": " | ".join(f"{held_out_scores(x)} (version {x['version']})" for x in first_and_last),
+            "held-out": " | ".join(
+                f"{held_out_scores(x)} (version {x['version']})" for x in first_and_last
+            ),
             "lately": lately,
             "advice": self.advice,
             "engines": self.engines() * self.is_running(),
@@ -209,7 +242,15 @@ class Status:
 def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("run", nargs="?", help="directory or name of a run; default: the newest")
-    print(Status(find_run(p.parse_args().run)).summary(), end="")
+    name = p.parse_args().run
+    prepared = say_what_is_prepared(name)
+    places = prepared if name else OUT.glob("*")
+    if prepared and not any((run_dir / "config.json").exists() for run_dir in places):
+        return
+    try:
+        print(Status(find_run(name)).summary(), end="")
+    except cfg.ConfigError as e:
+        sys.exit(f"status: {e}")
 
 
 if __name__ == "__main__":

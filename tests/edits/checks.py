@@ -24,6 +24,7 @@ from fake_engine import fake_vllm
 from plumbing import checkpoints, launch
 from plumbing.ledger import Ledger
 from plumbing.mismatch import Guards
+from plumbing.patience import Patience
 from plumbing.queues import Queue
 from plumbing.ranks import Ranks
 from plumbing.samples import Transcript, join, layout, split
@@ -273,7 +274,8 @@ def test_rloo_by_length_by_hand(tmp_path):
     rollouts.put(group_record(0, samples))
     rollouts.put(group_record(1, [], failed=3))
     config = knobs(run_id="abc", advantage="loo_length", attempts=3, batch_size=6)
-    waiting = preprocess.GroupBuffer(config, rollouts, Ledger(0, []))
+    patience = Patience(config, tmp_path)
+    waiting = preprocess.GroupBuffer(config, rollouts, Ledger(0, []), patience)
     waiting.receive()
     [group] = waiting.groups
     found = [sample["advantage"] for sample in group["samples"]]

@@ -1,0 +1,88 @@
+"""A plugin of vLLM, for tests that must see an update land in the middle of a request: it holds one request
+there until the next update, whoever is faster.
+
+vLLM itself stays unmodified: it loads what is registered as one of its "general plugins" in every process.
+At each weight version of a range the first request that has sampled TOKENS tokens is left out of the engine's
+steps, with its KV cache, until the engine has the next version; all others go on. Requests with a seed,
+those of evaluations, are never held, and no request is held twice.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+# tokens that a request has sampled before it is held
+TOKENS = 3
+# what the engine's log says of each request that is held, and the version that it waits in
+LINE = r"held a request at version (\d+)"
+
+
+def plugin(folder, versions):
+    """Make the folder that registers the plugin: returns the environment of the engines that shall load it.
+
+    versions: the range of weight versions at which a request is held.
+    """
+    about = Path(folder, "held_requests-1.dist-info")
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: held-requests\nVersion: 1\n")
+    entry_points = "[vllm.general_plugins]\nheld_requests = held_requests:register\n"
+    (about / "entry_points.txt").write_text(entry_points)
+    Path(folder, "held_requests.py").symlink_to(Path(__file__).resolve())
+    paths = [str(folder), os.environ["PYTHONPATH"]]
+    held = f"{versions.start} {versions.stop} {versions.step}"
+    return {"PYTHONPATH": os.pathsep.join(paths), "HELD_VERSIONS": held}
+
+
+class Holder:
+    """Holds one request of the scheduler of this process at a time."""
+
+    def __init__(self, versions):
+        self.versions = versions
+        # the engine's weight version, once it has one
+        self.version = None
+        self.request = None
+        # ids of all that are or were held
+        self.known = set()
+
+    def hold_one(self, running):
+        """Before a step: hold one of the running requests if none is held."""
+        is_held = self.request is not None and not self.request.is_finished()
+        if is_held or self.version not in self.versions:
+            return
+        for request in running:
+            is_new = request.request_id not in self.known and request.sampling_params.seed is None
+            if is_new and request.num_output_tokens >= TOKENS:
+                self.known.add(request.request_id)
+                self.request = request
+                # the scheduler leaves a request out of its steps until the one of this number
+                request.next_decode_eligible_step = sys.maxsize
+                print(f"held a request at version {self.version}", flush=True)
+                return
+
+    def go_on(self, version):
+        """The engine has this version now: the request that waited for it goes on."""
+        if self.request is not None:
+            self.request.next_decode_eligible_step = 0
+        self.request = None
+        self.version = int(version)
+
+
+def register():
+    """Called by vLLM in each of its processes; the one with the scheduler makes use of it."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+
+    holder = Holder(range(*map(int, os.environ["HELD_VERSIONS"].split())))
+    schedule = Scheduler.schedule
+    set_weight_version = EngineCore.set_weight_version
+
+    def schedule_others(scheduler, *arguments, **named):
+        holder.hold_one(scheduler.running)
+        return schedule(scheduler, *arguments, **named)
+
+    def set_and_go_on(core, weight_version):
+        set_weight_version(core, weight_version)
+        holder.go_on(weight_version)
+
+    Scheduler.schedule = schedule_others
+    EngineCore.set_weight_version = set_and_go_on

@@ -1,0 +1,57 @@
+"""How long a stage waits for another one, and what engines' starts have to do with it."""
+
+import pytest
+
+import config as cfg
+from conftest import register
+from plumbing import patience
+from plumbing.patience import Patience, longest_wait
+
+
+@pytest.fixture
+def clock(tmp_path, monkeypatch):
+    """(Patience of 100 s, function that lets so many seconds pass, looking every ten). An engine's start may take 1000 s."""
+    now = [5000.0]
+    monkeypatch.setattr(patience.time, "monotonic", lambda: now[0])
+    config = cfg.Config(stall_timeout=100, start_timeout=1000)
+    clock = Patience(config, tmp_path)
+
+    def wait(seconds):
+        for _ in range(seconds // 10):
+            now[0] += 10
+            clock.check("nothing came")
+
+    return clock, wait
+
+
+def test_what_comes_in_time_starts_the_clock_anew(tmp_path, clock):
+    clock, wait = clock
+    register(tmp_path, "engine0", "http://127.0.0.1:1")
+    for _ in range(5):
+        wait(100)
+        clock.start()
+    with pytest.raises(TimeoutError, match="^nothing came for 100 s$"):
+        wait(110)
+
+
+def test_the_start_of_engines_does_not_count(tmp_path, clock):
+    clock, wait = clock
+    # at first there is not even their directory
+    wait(950)
+    register(tmp_path, "engine0", "http://127.0.0.1:1")
+    wait(60)
+    # it has died, and is started again
+    (tmp_path / "engines" / "engine0.json").unlink()
+    wait(950)
+    register(tmp_path, "engine0", "http://127.0.0.1:1")
+    wait(30)
+    with pytest.raises(TimeoutError, match="^nothing came for 100 s$"):
+        wait(20)
+
+
+def test_engines_that_never_answer_have_an_end_as_well(tmp_path, clock):
+    clock, wait = clock
+    assert longest_wait(clock.config) == 3100
+    wait(3100)
+    with pytest.raises(TimeoutError, match="^nothing came for 3100 s, in most of which no engine"):
+        wait(10)

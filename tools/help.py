@@ -1,0 +1,43 @@
+"""`bash run.sh ... --help`, before anything is installed: the standard library is all it needs.
+
+bash run.sh [preset] --help               commands, presets, and every knob with its value in that preset
+bash run.sh [preset] --help WORD ...      the knobs that have all of these words in their name or description
+bash run.sh status --help                 what a command does
+"""
+
+import ast
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import config as cfg
+
+
+def commands():
+    """What run.sh says of itself in the comment that it begins with."""
+    text = (cfg.ROOT / "run.sh").read_text().partition("\nset ")[0]
+    lines = text.splitlines()[1:]
+    return "\n".join(line.removeprefix("#").removeprefix(" ") for line in lines)
+
+
+def main(argv):
+    command = argv[0] if argv else "help"
+    about = commands()
+    if command in ("status", "doctor"):
+        program = cfg.ROOT / "tools" / f"{command}.py"
+        about = ast.get_docstring(ast.parse(program.read_text()))
+    if command == "status":
+        print(about)
+        return
+    # what follows a command, or --help without one; `help WORD` is `--help WORD`
+    rest = argv[1:] if command in cfg.COMMANDS else argv
+    is_asked = "--help" in rest or "-h" in rest
+    try:
+        cfg.parse(rest if is_asked else ["--help", *rest], about=about)
+    except cfg.ConfigError as e:
+        sys.exit(f"run.sh: {e}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
