@@ -386,7 +386,7 @@ MATH_1X80 |= dict(concurrency=96, kv_cache_gb=10.0)
 MATH_1X24 = MATH_1X80 | dict(model="Qwen/Qwen2.5-1.5B", row_tokens=10240)
 MATH_1X24 |= dict(concurrency=32, kv_cache_gb=2.0)
 PRESETS = {
-    # letters in reverse order: a tiny model that is made here; minutes on two cores
+    # letters in alphabetical order: a tiny model that is made here; minutes on two cores
     "toy": TOY,
     # sums: SmolLM2-135M-Instruct, a real chat model out of a package on PyPI; minutes on two cores
     "smol": SMOL,
@@ -431,7 +431,10 @@ def load_task(name):
             f"tasks here: {', '.join(here)}"
         ) from None
     is_task = hasattr(task, "problems") and (hasattr(task, "reward") or hasattr(task, "episode"))
-    require(is_task, f"tasks/{name}.py: has no function problems, or neither reward nor episode")
+    require(
+        is_task,
+        f"tasks/{name}.py: has no function problems, or neither reward nor episode: tasks/__init__.py says what a task is",
+    )
     return task
 
 
@@ -443,7 +446,7 @@ def parse(argv: list[str], default: Config | None = None, about: str = "") -> Co
     """
     has_name = bool(argv) and not argv[0].startswith("-")
     name = argv[0] if has_name else "toy"
-    guess = difflib.get_close_matches(name, [*PRESETS, *COMMANDS], 1, 0.7)
+    guess = difflib.get_close_matches(name, [*PRESETS, *COMMANDS], 1, 0.6)
     require(
         name in PRESETS,
         f"unknown preset '{name}': {f'did you mean {guess[0]}? ' if guess else ''}choose from {', '.join(PRESETS)}; "

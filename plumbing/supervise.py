@@ -217,6 +217,9 @@ def run(processes, stop_timeout, is_over):
         signal.signal(number, signal.SIG_IGN)
     if ended:
         say(f"run.sh: {ended}, stopping")
+    else:
+        # the other stages end by themselves, and say last what they have counted
+        wait([process for process in processes if not isinstance(process, Engine)], GRACE)
     # ranks wait for one that has died, and cannot save
     stop(processes, 0 if ended and ended.is_trainer else stop_timeout)
     return ended
@@ -250,17 +253,22 @@ def watch(processes, is_over):
         time.sleep(0.5)
 
 
+def wait(processes, seconds):
+    """Wait until all of these processes have ended, at most so many seconds."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(p.process.poll() is None for p in processes):
+        time.sleep(0.1)
+
+
 def stop(processes, seconds):
     """End all processes: first the trainer, which saves for so many seconds."""
     started = [process for process in processes if process.process]
     ranks = [process for process in started if process.name.startswith("train")]
     orders = [(ranks, signal.SIGTERM, seconds), (started, signal.SIGTERM, GRACE)]
-    for some, number, wait in (*orders, (started, signal.SIGKILL, GRACE)):
+    for some, number, limit in (*orders, (started, signal.SIGKILL, GRACE)):
         for process in some:
             process.signal(number)
-        deadline = time.monotonic() + wait
-        while time.monotonic() < deadline and any(p.process.poll() is None for p in some):
-            time.sleep(0.1)
+        wait(some, limit)
     for process in started:
         # its last words
         process.thread.join(1)

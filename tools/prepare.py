@@ -191,9 +191,9 @@ def describe(problems):
         if "train" in problems:
             trained = problems["train"][task]
             line = (
-                f"{task}: {len(trained)} problems to train on, {len(held_out)} held out, of which "
+                f"{task}: {len(trained)} problems to train on, {len(held_out)} held out "
+                f"({in_both(trained, held_out) or 'none'} of these are trained on, too)"
             )
-            line += f"{in_both(trained, held_out) or 'none'} are trained on, too"
         least = getattr(cfg.load_task(task), "SUCCESS", 1.0)
         say(f"{line}; solved: the outcome 'correct', or a reward of at least {least:g}")
     for split, by_task in problems.items():
