@@ -446,7 +446,7 @@ def parse(argv: list[str], default: Config | None = None, about: str = "") -> Co
     """
     has_name = bool(argv) and not argv[0].startswith("-")
     name = argv[0] if has_name else "toy"
-    guess = difflib.get_close_matches(name, [*PRESETS, *COMMANDS], 1, 0.6)
+    guess = difflib.get_close_matches(name, [*PRESETS, *COMMANDS], 1, 0.65)
     require(
         name in PRESETS,
         f"unknown preset '{name}': {f'did you mean {guess[0]}? ' if guess else ''}choose from {', '.join(PRESETS)}; "
