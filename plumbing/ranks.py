@@ -6,7 +6,6 @@ Deliberately absent: accelerate's own FSDP, which falls back to DDP on CPU; trai
 
 import os
 import signal
-import threading
 from datetime import timedelta
 
 import torch
@@ -19,6 +18,21 @@ from plumbing.transport import open_store
 
 class Stopped(Exception):
     """Told to stop (SIGTERM): what is done is to be saved, the step in progress is not."""
+
+
+class Flag:
+    """As threading.Event, but without a lock: a second SIGTERM may come while a handler of the first one is at `set`, and
+    would wait for itself for ever.
+    """
+
+    def __init__(self):
+        self.is_up = False
+
+    def set(self):
+        self.is_up = True
+
+    def is_set(self):
+        return self.is_up
 
 
 class Ranks:
@@ -52,7 +66,7 @@ class Ranks:
         limit = timedelta(seconds=2 * longest_wait(config))
         self.group = dist.new_group(backend="gloo", timeout=limit)
         self.saving = dist.new_group(backend="gloo", timeout=limit)
-        self.stop = threading.Event()
+        self.stop = Flag()
 
     def listen_for_stop(self):
         signal.signal(signal.SIGTERM, lambda *_: self.stop.set())

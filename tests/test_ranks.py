@@ -261,6 +261,34 @@ for folder in sys.argv[1:]:
 """
 
 
+# told to stop a hundred thousand times, as if by the launcher, the system and an impatient user at once
+STOPPED = """
+import os
+import subprocess
+import sys
+import time
+import config as cfg
+from plumbing.ranks import Ranks
+
+ranks = Ranks(cfg.Config())
+ranks.listen_for_stop()
+code = f"import os\\nfor _ in range(100000): os.kill({os.getpid()}, 15)"
+sender = subprocess.Popen([sys.executable, "-c", code])
+while sender.poll() is None:
+    time.sleep(0.0001)
+print(ranks.stop.is_set())
+os._exit(0)
+"""
+
+
+def test_a_trainer_that_is_told_to_stop_many_times_does_not_hang():
+    stopped = subprocess.Popen([sys.executable, "-c", STOPPED], cwd=ROOT, stdout=subprocess.PIPE)
+    try:
+        assert stopped.communicate(timeout=120)[0] == b"True\n"
+    finally:
+        stopped.kill()
+
+
 def test_rank_0_alone_loads_the_model_and_hands_it_out(tmp_path):
     """Buffers, too, that are in no file; weights that are tied stay so."""
     tied = {"qwen2": False, "gemma3_text": True, "gpt2": True}
