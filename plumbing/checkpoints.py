@@ -239,7 +239,8 @@ class Saver:
                 copy_model_files(self.run_dir / "model_files", temporary)
             dist.barrier(self.ranks.saving)
             group = self.ranks.saving
-            dcp.save(shards, checkpoint_id=temporary / "trainer", process_group=group)
+            writer = shard_writer(temporary / "trainer")
+            dcp.save(shards, storage_writer=writer, process_group=group)
             if self.ranks.rank > 0:
                 return
             write_weights(temporary, self.model, whole)
@@ -274,6 +275,28 @@ def first_failure(error):
     """The error of the first rank that failed, which torch.distributed.checkpoint wraps in one of its own."""
     failures = getattr(error, "failures", None)
     return next(iter(failures.values()))[0] if failures else error
+
+
+def shard_writer(folder):
+    """torch's writer of a checkpoint's shards, which names the system's error (a full disk, a quota) as the cause.
+
+    torch.save hides it behind one about its archive, and ranks tell each other no more than the last error.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    class Writer(dcp.FileSystemWriter):
+        def write_data(self, plan, planner):
+            try:
+                return super().write_data(plan, planner)
+            except Exception as e:
+                cause = e
+                while cause.__context__ and not isinstance(cause, OSError):
+                    cause = cause.__context__
+                if isinstance(cause, OSError):
+                    raise cause from None
+                raise
+
+    return Writer(folder)
 
 
 def param_groups(optimizers):
