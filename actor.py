@@ -22,7 +22,7 @@ import numpy as np
 
 import config as cfg
 from plumbing.checkpoints import last_state
-from plumbing.client import Engines, reap
+from plumbing.client import EngineClient, reap
 from plumbing.endpoint import Endpoint
 from plumbing.episode import Attempt
 from plumbing.ledger import InFlight
@@ -118,7 +118,7 @@ class Actor:
         self.tasks = list(cfg.task_weights(config.task))
         self.prompter = Prompter(config)
         self.sandbox = Sandbox(config)
-        self.engines = Engines(config, self.prompter.stop, self.prompter.vocabulary, run_dir)
+        self.engines = EngineClient(config, self.prompter.stop, self.prompter.vocabulary, run_dir)
         self.endpoint = Endpoint(self)
         self.rollouts = Queue(self.queues / "rollouts")
         self.evals = Queue(self.queues / "evals")

@@ -29,8 +29,8 @@ from transformers.utils import logging
 
 import config as cfg
 from plumbing import checkpoints, lora
+from plumbing.guards import Guards
 from plumbing.metrics import MetricsLog, Sums, largest
-from plumbing.mismatch import Guards
 from plumbing.model import empty_model, finish_logits, hand_out, keeping, project, to_device, whole
 from plumbing.ranks import Ranks, Stopped
 from plumbing.reader import Reader

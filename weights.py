@@ -26,10 +26,10 @@ from pathlib import Path
 import torch
 
 from plumbing import lora
-from plumbing.group import Engines, Group
 from plumbing.model import whole
 from plumbing.queues import publish_json
 from plumbing.transport import bucket_ranges, synchronize
+from plumbing.weight_group import EngineRegistry, WeightGroup
 
 TIMES = ("sync_s", "gather_s", "wait_sync_s", "send_s", "ready_s", "pause_s")
 
@@ -60,7 +60,7 @@ class Sender:
         sizes = [elements for _, _, elements in self.ranges]
         memory = dict(dtype=self.dtype, pin_memory=ranks.device.type == "cuda")
         self.buckets = [torch.empty(n, **memory) for n in sizes]
-        self.engines = Engines(config, run_dir)
+        self.engines = EngineRegistry(config, run_dir)
         self.group = None
         # who took part in the last delivery, well or not
         self.tried = []
@@ -228,7 +228,7 @@ class Sender:
         if self.group and self.group.members == engines:
             return
         self._leave_group()
-        self.group = Group(self.config, self.engines, engines, self.layout, self.ranks.device)
+        self.group = WeightGroup(self.config, self.engines, engines, self.layout, self.ranks.device)
         backend = self.config.weight_backend
         print(f"weights: {backend} group of the trainer and {len(engines)} engines", flush=True)
 

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import runs
 from bench.common import band, panels, table
 from bench.runs import COMMON, PIPELINE, QUICK, column, conventional, places, scores_of
-from tools.comparison import paired
+from tools.report_comparison import paired
 
 # later on, runs that are faster have ended
 SHARES = (0.5, 0.75)

@@ -10,8 +10,8 @@ import aiohttp
 
 import config as cfg
 from bench.common import WORK, flags
-from plumbing import launch
-from plumbing.queues import secret_header
+from plumbing import placement, rundir
+from plumbing.secret import secret_header
 from plumbing.transport import in_thread
 from tools import base_model
 
@@ -19,11 +19,11 @@ from tools import base_model
 def make_run(name, **knobs):
     """(config, run directory) of a run out/bench/<name> of the toy preset on CPUs, with its model."""
     argv = ["toy", *flags(dict(run=name, out=WORK) | knobs)]
-    config = launch.resolve(cfg.parse(argv), 0)
+    config = placement.resolve(cfg.parse(argv), 0)
     if not knobs.get("model"):
         base_model.make_model([config.task], config.model, config.seed)
     shutil.rmtree(Path(config.out, config.run), ignore_errors=True)
-    return config, launch.write(config)
+    return config, rundir.write(config)
 
 
 def url_of(config):

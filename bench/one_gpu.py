@@ -135,7 +135,7 @@ class OneRank:
 
 
 class StandIn:
-    """An engine in a thread of this process, and in place of plumbing.group.Engines, which calls it: without
+    """An engine in a thread of this process, and in place of plumbing.weight_group.EngineRegistry, which calls it: without
     HTTP. `received`: the newest parameters, {name: tensor on the device}.
     """
 

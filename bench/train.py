@@ -236,7 +236,7 @@ def measure(name, shape_name, seed):
 def run(names, shape_name, rounds):
     """{name: [measurement of every round]}."""
     # only here: bench/gpu.py launches nothing
-    from plumbing.launch import KEEP_MEMORY
+    from plumbing.placement import KEEP_MEMORY
 
     spawn = multiprocessing.get_context("spawn")
     order = [(name, r) for r in range(rounds) for name in names]

@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.common import WORK, in_turn, keep, machine, median_and_range, parser, result_file, table
 from bench.engines import Load, make_run, requests_of, url_of
 from bench.train import SMALL, model_config
-from plumbing.queues import secret_header
 from plumbing.ranks import Ranks
+from plumbing.secret import secret_header
 from plumbing.transport import join_group, open_store
 from tasks import toy
 from tools.base_model import make_tokenizer

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from config import require
-from plumbing.queues import secret_header
+from plumbing.secret import secret_header
 
 # a failed request is tried again this often before the attempt is given up
 RETRIES = 3
@@ -129,7 +129,7 @@ async def reap(tasks):
     return going_on
 
 
-class Engines:
+class EngineClient:
     """The engines of a run that serve the trainer's weights. stop, vocabulary: of `read_answer`."""
 
     def __init__(self, config, stop, vocabulary, run_dir=None):

@@ -28,7 +28,7 @@ PASSED = {"model", "messages", "tools", "tool_choice", "stream", "stream_options
 PASSED |= {"max_tokens", "max_completion_tokens", "chat_template_kwargs", "parallel_tool_calls"}
 # what an answer would not be as the client expects it without
 REFUSED = {"n", "stop", "logit_bias", "logprobs", "echo", "best_of", "suffix"}
-# what engines call the model, see launch.py; of requests to vLLM's renderer, which samples nothing
+# what engines call the model, see placement.py; of requests to vLLM's renderer, which samples nothing
 NAME = "policy"
 OWN = dict(model=NAME, stream=False, stream_options=None, max_tokens=1, max_completion_tokens=1)
 # the header in which the packages of OpenAI and Anthropic count the retries of a request

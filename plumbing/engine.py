@@ -30,7 +30,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from plumbing import transport
 from plumbing.plan import Plan
-from plumbing.queues import SECRET_HEADER, secret_header
+from plumbing.secret import SECRET_HEADER, secret_header
 
 OPEN_CALLS = [("GET", "/health"), ("GET", "/metrics")]
 # held while parts of a bucket are copied out: two groups' threads write into the same memory

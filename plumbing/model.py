@@ -2,7 +2,7 @@
 
 In a packed row several sequences lie end to end and none sees another (transformers' attention
 implementation "packed"); how several of them begin is computed once (samples.share). A family of models that does something else ends the run at its first
-update, as engines then differ (plumbing/mismatch.py). Deliberately absent: padding, dropout (what is
+update, as engines then differ (plumbing/guards.py). Deliberately absent: padding, dropout (what is
 trained is what sampled), attention sinks, capped scores, a list of families (tests/test_model.py has one).
 """
 

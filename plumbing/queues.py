@@ -1,4 +1,4 @@
-"""The queue between two stages: a directory of numbered record files; values published beside it; the run's secret.
+"""The queue between two stages: a directory of numbered record files; values published beside it.
 
 A record is a flat dict: its numpy arrays go into one .safetensors file as they are, the rest
 (numbers, strings, lists, dicts) as one more array of JSON; nothing read from a queue can execute
@@ -12,7 +12,6 @@ before it believes it. Deliberately absent: a server, several writers or readers
 import errno
 import json
 import os
-import secrets
 import threading
 import time
 from pathlib import Path
@@ -138,19 +137,3 @@ def read_json(path) -> dict:
         if e.errno not in (errno.ENOENT, errno.ESTALE):
             raise
         return {}
-
-
-SECRET_HEADER = "x-run-secret"
-
-
-def make_secret(run_dir):
-    """Make out/<run>/secret, unless it is there, for its owner alone: engines obey who knows it."""
-    path = Path(run_dir, "secret")
-    if not path.exists() or not path.read_text():
-        path.touch(0o600)
-        path.write_text(secrets.token_hex(16))
-
-
-def secret_header(run_dir):
-    """The header that an engine of this run asks for."""
-    return {SECRET_HEADER: Path(run_dir, "secret").read_text()}

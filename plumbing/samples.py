@@ -141,7 +141,7 @@ class Transcript:
         self.append(prompt)
 
     def append(self, tokens, behavior_logprobs=None, versions=None):
-        """Tokens that an engine sampled, as Engines.generate gives them; without versions: a prompt or
+        """Tokens that an engine sampled, as EngineClient.generate gives them; without versions: a prompt or
         an environment's words, which are not trained.
         """
         n = len(tokens)

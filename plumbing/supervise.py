@@ -1,7 +1,7 @@
 """The processes of a run on this machine: starts them, watches them, stops them.
 
 An engine that dies or hangs is started again. While it runs and has begun to answer, out/<run>/engines/<name>.json
-says where; the trainer admits and drops what is listed there. Deliberately absent: what is started, and where (launch.py).
+says where; the trainer admits and drops what is listed there. Deliberately absent: what is started, and where (placement.py).
 """
 
 import contextlib

@@ -47,9 +47,9 @@ def base_model():
 def resolved(*argv, gpus=0):
     """The Config of a command line, as run.sh resolves it."""
     import config as cfg
-    from plumbing import launch
+    from plumbing import placement
 
-    return launch.resolve(cfg.parse([str(a) for a in argv]), gpus)
+    return placement.resolve(cfg.parse([str(a) for a in argv]), gpus)
 
 
 def wait_until(condition, seconds=300):
@@ -94,14 +94,14 @@ def register(run_dir, name, url):
 @pytest.fixture(scope="session")
 def engine(base_model, tmp_path_factory):
     """A real vLLM server with the toy model; yields its Config."""
-    from plumbing import launch
+    from plumbing import rundir
     from plumbing.supervise import stop
     from tools.evaluate import start_engines
 
     out = tmp_path_factory.mktemp("engine")
     config = resolved("toy", "--run", "engine", "--out", out, "--port", PORT, "--concurrency", "64")
     config.prefix_caching = "on"
-    launch.write(config)
+    rundir.write(config)
     engines = start_engines(config, as_loaded=False)
     yield config
     stop(engines, 0)

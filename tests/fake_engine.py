@@ -170,7 +170,7 @@ class Server:
 
     def __init__(self, engine):
         self.engine = engine
-        self.secret = queues.secret_header(os.environ["PIPELINE_RUN_DIR"])[queues.SECRET_HEADER]
+        self.secret = secret.secret_header(os.environ["PIPELINE_RUN_DIR"])[secret.SECRET_HEADER]
         self.handlers = {
             "/init_process_group": self.init_process_group,
             "/request_weight_update": self.request_weight_update,
@@ -181,7 +181,7 @@ class Server:
         return web.Response()
 
     async def call(self, request):
-        if request.headers.get(queues.SECRET_HEADER) != self.secret:
+        if request.headers.get(secret.SECRET_HEADER) != self.secret:
             return web.json_response({"error": "not this run's secret"}, status=403)
         try:
             return await self.handlers[request.path](await request.json())
@@ -244,7 +244,7 @@ if __name__ == "__main__":
     from aiohttp import web
     from transformers import AutoModelForCausalLM, DynamicCache
 
-    from plumbing import queues, transport
+    from plumbing import secret, transport
 
     print("this is the FAKE engine of tests/fake_engine.py", flush=True)
     main()

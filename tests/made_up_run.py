@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from conftest import resolved
-from plumbing import launch
+from plumbing import rundir
 from plumbing.queues import publish_json
 
 LETTERS = np.array(list("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"))
@@ -23,7 +23,7 @@ def made_up_run(folder, name, seed=0, steps=60, rollouts=0, slope=1.0, **knobs):
     words = f"toy --out {folder} --run {name} --seed {seed} --dry_run True"
     changed = [f"--{knob}={value}" for knob, value in knobs.items()]
     c = resolved(*words.split(), *changed)
-    run_dir = launch.write(c)
+    run_dir = rundir.write(c)
     rng = np.random.default_rng(seed)
     lines = [made_up_step(rng, c, step, slope * step / steps) for step in range(1, steps + 1)]
     for version in range(0, steps + 1, max(steps // 5, 1)):

@@ -13,7 +13,7 @@ from test_tasks import prompter
 
 import config as cfg
 from actor import HINT, Actor, Sampler, allowed_groups, overlong_penalty
-from plumbing import client, queues
+from plumbing import client, secret
 from plumbing.checkpoints import NEW_RUN
 from plumbing.ledger import InFlight
 from plumbing.queues import Queue, publish_json, read_json
@@ -199,7 +199,7 @@ def with_fake_engine(run_dir, model, answer, work, engine=None, **knobs):
         limits = dict(max_new_tokens=40, max_model_len=200, start_timeout=300, reward_timeout=300)
         config = cfg.Config(model=str(model), engines=1, run_id="abc", **limits | knobs)
         (run_dir / "queues").mkdir()
-        queues.make_secret(run_dir)
+        secret.make_secret(run_dir)
         actor = Actor(config, run_dir)
         fake = engine or FakeEngine(answer)
         async with fake.serve() as url:

@@ -13,7 +13,7 @@ import pytest
 import requests
 
 from conftest import ROOT
-from plumbing.launch import ENGINE_ENV
+from plumbing.placement import ENGINE_ENV
 
 KNOBS = """--steps 2 --batch_size 32 --attempts 8 --max_new_tokens 120 --max_model_len 250 --eval_problems 8 --eval_attempts 1
 --samples_logged 100 --save_every 0 --port 9470"""

@@ -11,7 +11,7 @@ from test_actor import FakeEngine
 
 import config as cfg
 from plumbing import client
-from plumbing.client import Engines, read_answer
+from plumbing.client import EngineClient, read_answer
 
 # what is asked for: at most ASKED tokens below VOCABULARY, ended by 1
 ASKED = 8
@@ -91,7 +91,7 @@ def test_good_answers(body):
 
 
 def generate_from(responses, monkeypatch, n=1):
-    """Ask an engine that gives these responses, then good ones: (Engines, completions)."""
+    """Ask an engine that gives these responses, then good ones: (EngineClient, completions)."""
     monkeypatch.setattr(client.random, "uniform", lambda low, high: 0.0)
     monkeypatch.setattr(client, "BACK_OFF", 0.0)
 
@@ -100,7 +100,7 @@ def generate_from(responses, monkeypatch, n=1):
 
     async def run():
         async with FakeEngine(respond).serve() as url:
-            engines = Engines(cfg.Config(engines=1), STOP, VOCABULARY)
+            engines = EngineClient(cfg.Config(engines=1), STOP, VOCABULARY)
             engines.set_engines([url])
             completions = [await engines.generate([5, 6], 1.0, ASKED) for _ in range(n)]
             await engines.close()
@@ -141,7 +141,7 @@ def test_an_engine_that_only_gives_bad_answers_costs_the_attempts(monkeypatch):
 def engines_of(urls, post, monkeypatch):
     """Engines of 4 slots each, asked by post(url, path, body) instead of HTTP."""
     monkeypatch.setattr(client.random, "uniform", lambda low, high: 0.0)
-    engines = Engines(cfg.Config(concurrency=4), STOP, VOCABULARY)
+    engines = EngineClient(cfg.Config(concurrency=4), STOP, VOCABULARY)
     engines.set_engines(urls)
     monkeypatch.setattr(engines, "_post", post)
     return engines
@@ -195,7 +195,7 @@ def test_requests_of_an_engine_that_is_dropped_move_and_new_ones_wait_for_one_th
         hung.generate = hang
         well = FakeEngine(lambda n, body: web.Response(body=answer()))
         async with hung.serve() as first, well.serve() as second:
-            engines = Engines(cfg.Config(concurrency=1), STOP, VOCABULARY)
+            engines = EngineClient(cfg.Config(concurrency=1), STOP, VOCABULARY)
             engines.set_engines([first])
             asked = [asyncio.create_task(ask(engines, 1)) for _ in range(3)]
             while not engines.load[first]:
@@ -259,7 +259,7 @@ class FakeMortals:
         self.losses = []
 
     async def post(self, url, path, body):
-        """As Engines._post."""
+        """As EngineClient._post."""
         prompt = body.get("token_ids", [path])
         answered = asyncio.get_running_loop().create_future()
         requests = self.in_progress.setdefault(url, {})
@@ -280,7 +280,7 @@ class FakeMortals:
 
 
 def mortal_engines(urls, killers, monkeypatch):
-    """(Engines of 4 slots each, FakeMortals behind them)."""
+    """(EngineClient of 4 slots each, FakeMortals behind them)."""
     mortals = FakeMortals(killers)
     engines = engines_of(urls, mortals.post, monkeypatch)
     monkeypatch.setattr(client, "BACK_OFF", 0.0)

@@ -12,7 +12,7 @@ import pytest
 
 import config as cfg
 from conftest import ROOT, resolved
-from plumbing import knobs, launch
+from plumbing import knobs, placement, rundir
 from plumbing.queues import publish_json
 from tools import run
 
@@ -162,10 +162,10 @@ def test_nccl_takes_two_gpus():
 
 def test_an_evaluation_has_every_gpu_for_engines():
     c = cfg.parse(["toy", "--engines", "8"])
-    c = launch.resolve(c, 8, training=False)
-    devices = [env["CUDA_VISIBLE_DEVICES"] for _, env, _ in launch.engine_commands(c, 8)]
+    c = placement.resolve(c, 8, training=False)
+    devices = [env["CUDA_VISIBLE_DEVICES"] for _, env, _ in placement.engine_commands(c, 8)]
     assert devices == list("01234567")
-    assert "train" not in [name for name, _, _ in launch.placement(c, 8)]
+    assert "train" not in [name for name, _, _ in placement.commands(c, 8)]
 
 
 def shown(text):
@@ -221,9 +221,9 @@ def test_help_says_that_nothing_matches_and_what_is_near():
 def test_a_stopped_run_continues_a_complete_one_makes_room_and_fixed_knobs_are_refused(tmp_path):
     argv = ["toy", "--out", str(tmp_path)]
     c = resolved(*argv)
-    assert "new run" in launch.open_run(c)
+    assert "new run" in rundir.open_run(c)
     first = c.run_id
-    run_dir = launch.write(c)
+    run_dir = rundir.write(c)
     assert json.loads((run_dir / "config.json").read_text())["config"]["steps"] == c.steps
     assert cfg.load(str(run_dir)) == c
     (run_dir / "checkpoints" / "step_000130").mkdir(parents=True)
@@ -231,32 +231,32 @@ def test_a_stopped_run_continues_a_complete_one_makes_room_and_fixed_knobs_are_r
     (run_dir / "engines").mkdir()
     again = resolved(*argv, "--lr", "1e-5")
     assert re.search(
-        "from step_000130; from here on with other knobs .*: lr ", launch.open_run(again)
+        "from step_000130; from here on with other knobs .*: lr ", rundir.open_run(again)
     )
     assert not (run_dir / "queues").exists()
     assert not (run_dir / "engines").exists()
     assert again.run_id == first
     refusal = "--batch_size cannot change within a run: .* It is 448 in .*, and 16 now"
     with pytest.raises(cfg.ConfigError, match=refusal):
-        launch.open_run(resolved(*argv, "--batch_size", "16"))
+        rundir.open_run(resolved(*argv, "--batch_size", "16"))
     # it died before its last evaluation
     (run_dir / "checkpoints" / f"step_{c.steps:06d}").mkdir()
-    assert f"from step_{c.steps:06d}" in launch.open_run(resolved(*argv))
+    assert f"from step_{c.steps:06d}" in rundir.open_run(resolved(*argv))
     (run_dir / "queues").mkdir()
     publish_json(run_dir / "queues" / "version.json", version=c.steps, done=True)
     # a complete one goes on if there are more steps
     more = resolved(*argv, "--steps", str(c.steps + 30))
     words = f"continuing .* from step_{c.steps:06d}; .*: steps \\({c.steps} -> {c.steps + 30}"
-    assert re.search(words, launch.open_run(more))
+    assert re.search(words, rundir.open_run(more))
     assert more.run_id == first
     history = (run_dir / "continued.jsonl").read_text().splitlines()
     assert json.loads(history[0])["changed"] == {"lr": [c.lr, 1e-5]}
     changed = {"steps": [c.steps, c.steps + 30]}
     assert json.loads(history[-1]) == {"step": c.steps, "changed": changed}
-    assert f"from step_{c.steps:06d}" in launch.open_run(resolved(*argv))
+    assert f"from step_{c.steps:06d}" in rundir.open_run(resolved(*argv))
     (run_dir / "queues").mkdir()
     publish_json(run_dir / "queues" / "version.json", version=c.steps, done=True)
-    assert "the one before it is now" in launch.open_run(c)
+    assert "the one before it is now" in rundir.open_run(c)
     assert c.run_id != first
     assert (tmp_path / "toy.1" / "checkpoints").exists()
 
@@ -264,4 +264,4 @@ def test_a_stopped_run_continues_a_complete_one_makes_room_and_fixed_knobs_are_r
 def test_no_git_is_no_obstacle(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     c = resolved("toy", "--out", str(tmp_path))
-    assert json.loads((launch.write(c) / "config.json").read_text())["git"] == ""
+    assert json.loads((rundir.write(c) / "config.json").read_text())["git"] == ""

@@ -14,7 +14,7 @@ from test_config import call
 import config as cfg
 import train
 from conftest import resolved, with_knobs
-from plumbing import checkpoints, launch
+from plumbing import checkpoints, rundir
 from plumbing.queues import publish_json
 from tools import run
 
@@ -50,15 +50,15 @@ def another(value):
 
 def test_the_table_has_every_knob_once():
     assert sorted(sum(KNOBS.values(), [])) == sorted(field.name for field in fields(cfg.Config))
-    assert set(KNOBS["fixed"]) == launch.FIXED.keys()
-    assert set(KNOBS["given"]) == launch.FILLED_IN | {"run"}
+    assert set(KNOBS["fixed"]) == rundir.FIXED.keys()
+    assert set(KNOBS["given"]) == rundir.FILLED_IN | {"run"}
 
 
 def stopped_run(out, **knobs):
     """(Config, directory) of a run that was stopped after step 2."""
     config = with_knobs(resolved("toy", "--out", out, "--run", "r"), **knobs)
-    launch.Opening(config).make()
-    run_dir = launch.write(config)
+    rundir.Opening(config).make()
+    run_dir = rundir.write(config)
     (run_dir / "checkpoints" / "step_000002" / "trainer").mkdir(parents=True)
     publish_json(run_dir / "queues.json", version=2)
     (run_dir / "queues").mkdir()
@@ -79,19 +79,19 @@ def test_a_changed_knob_is_in_effect_or_refused_by_name(tmp_path):
     for name in KNOBS["fixed"]:
         changed = with_knobs(config, **{name: another(getattr(config, name))})
         with pytest.raises(cfg.ConfigError, match=f"^--{name} cannot change within a run: ") as e:
-            launch.Opening(changed)
+            rundir.Opening(changed)
         # both values
         assert repr(getattr(config, name)) in str(e.value)
         assert repr(getattr(changed, name)) in str(e.value)
     for name in KNOBS["read"] + KNOBS["optimizer"]:
         changed = with_knobs(config, **{name: another(getattr(config, name))})
-        opening = launch.Opening(changed)
+        opening = rundir.Opening(changed)
         assert opening.changed == {name: (getattr(config, name), getattr(changed, name))}
         assert f"with other knobs (--run NAME for a run of its own): {name} (" in opening.said
     assert contents(tmp_path) == before
     # what the processes will read
     opening.make()
-    launch.write(changed)
+    rundir.write(changed)
     assert asdict(cfg.load(run_dir)) == asdict(changed)
     history = json.loads((run_dir / "continued.jsonl").read_text())
     assert history == {
@@ -111,7 +111,7 @@ class OneRank:
 def saved(tmp_path, base_model, monkeypatch):
     """(Config, run directory) with a real checkpoint of version 1, whose optimizer has made a step."""
     config = resolved("toy", "--out", tmp_path, "--run", "r", "--model", base_model)
-    run_dir = launch.write(config)
+    run_dir = rundir.write(config)
     model, optimizers = train.build(config, CPU, 1)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
@@ -192,7 +192,7 @@ def strange_model(base_model, folder):
 def test_a_models_own_files_are_copied_as_they_are(tmp_path, base_model, monkeypatch):
     model = strange_model(base_model, tmp_path / "model")
     config = resolved("toy", "--out", tmp_path, "--run", "r", "--model", model)
-    run_dir = launch.write(config)
+    run_dir = rundir.write(config)
     policy, optimizers = train.build(config, CPU, 1)
     monkeypatch.setattr(torch.distributed, "barrier", lambda group: None)
     saver = checkpoints.Saver(config, run_dir, policy, optimizers, OneRank, checkpoints.NEW_RUN)
@@ -215,7 +215,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_said_before_anything_is_trained
     tmp_path, base_model, monkeypatch
 ):
     config = resolved("toy", "--out", tmp_path, "--run", "r", "--model", base_model)
-    run_dir = launch.write(config)
+    run_dir = rundir.write(config)
     policy, optimizers = train.build(config, CPU, 1)
     # FAKE: a full disk
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 1000))
@@ -303,9 +303,9 @@ def test_a_start_that_fails_before_its_first_step_leaves_everything_as_it_was(
         config, run_dir = stopped_run(tmp_path, model=str(base_model))
     before = contents(tmp_path)
     started = with_knobs(config, max_lag=7)
-    opening = launch.Opening(started)
+    opening = rundir.Opening(started)
     assert ("is now" if case == "complete" else "continuing") in opening.make()
-    launch.write(started)
+    rundir.write(started)
     assert contents(tmp_path) != before
     # FAKE: an engine that cannot start
     dies = ["bash", "-c", "echo 'ValueError: no such flag' >&2; exit 3"]
@@ -320,6 +320,6 @@ def test_a_start_that_fails_before_its_first_step_leaves_everything_as_it_was(
         now = {p: x for p, x in now.items() if ".failed" not in str(p)}
         # the run's secret is made by the first start, and stays
         assert now == before
-        opening = launch.Opening(started)
+        opening = rundir.Opening(started)
         opening.make()
-        launch.write(started)
+        rundir.write(started)

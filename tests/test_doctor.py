@@ -23,14 +23,15 @@ from plumbing.problems import Prompter, load_problems
 from plumbing.queues import Queue
 from plumbing.samples import Transcript, join, split
 from tasks import toy
-from tools import checks, doctor, plain
+from tools import doctor, doctor_checks
+from tools import doctor_reference as reference
 
 # 4 groups a step; rewards differ by how long answers are
 KNOBS = """toy --dtype float32 --temperature 0.7 --eval_temperature 0.7 --batch_size 8 --attempts 2 --max_lag 1
 --max_new_tokens 20 --overlong_buffer 20 --steps 4 --warmup_steps 2 --lr 1e-3 --max_grad_norm 0.1 --kl_coef 0.1"""
 
 
-class Run(plain.Recording):
+class Run(reference.Recording):
     """What two short runs leave, by the project's own functions, but that transformers samples.
 
     Steps 1 and 2 train what version 0 has sampled, steps 3 and 4, after the stop, what version 2 has, and version 3 in
@@ -59,7 +60,7 @@ class Run(plain.Recording):
                 self.groups[draw] = self.group(draw, version)
             groups = [self.groups[draw]["samples"] for draw in draws]
             self.batches[step] = join(sum(groups, []))
-            of_trainer.steps = plain.PLANNED if step <= 2 else c.steps
+            of_trainer.steps = reference.PLANNED if step <= 2 else c.steps
             line = self.train(step, of_trainer)
             self.steps[step] = line | {"problems": {str(draw): 2 for draw in draws}, "drops": {}}
             self.keep(step)
@@ -91,7 +92,7 @@ class Run(plain.Recording):
         own["num_versions"] = 1
         own["outcome"] = int(right < 1)
         sample = transcript.fields() | own
-        sample["behavior_logprobs"][sample["mask"]] = plain.expected(self, sample)[0]
+        sample["behavior_logprobs"][sample["mask"]] = reference.expected(self, sample)[0]
         return sample
 
     def train(self, step, config):
@@ -119,7 +120,7 @@ class Run(plain.Recording):
         self.models[version].load_state_dict(model)
 
     def model(self, version):
-        return self.models[0 if version == plain.TEACHER else version]
+        return self.models[0 if version == reference.TEACHER else version]
 
     def trained(self, step):
         return split(self.batches[step])
@@ -147,11 +148,11 @@ def run(made, monkeypatch):
     run = copy.copy(made)
     for name in ("config", "groups", "steps", "batches", "states"):
         setattr(run, name, copy.deepcopy(getattr(made, name)))
-    monkeypatch.setattr(plain, "trainer_state", lambda run, version: run.states[version])
+    monkeypatch.setattr(reference, "trainer_state", lambda run, version: run.states[version])
     run.stopped = dict(drawn=12, pending={str(k): ["toy", k] for k in range(6, 12)})
     now = {"sampler": dict(drawn=16, pending={})}
-    monkeypatch.setattr(checks.checkpoints, "state_of", lambda _: {"sampler": run.stopped})
-    monkeypatch.setattr(checks.checkpoints, "last_state", lambda _: now)
+    monkeypatch.setattr(doctor_checks.checkpoints, "state_of", lambda _: {"sampler": run.stopped})
+    monkeypatch.setattr(doctor_checks.checkpoints, "last_state", lambda _: now)
     return run
 
 
@@ -159,8 +160,8 @@ def run(made, monkeypatch):
 
 
 def trained_rows(run, monkeypatch):
-    monkeypatch.setattr(plain, "trainer_state", lambda run, version: run.states[version])
-    return said(checks.check_trainer(run))
+    monkeypatch.setattr(reference, "trainer_state", lambda run, version: run.states[version])
+    return said(doctor_checks.check_trainer(run))
 
 
 @pytest.mark.parametrize(
@@ -292,7 +293,7 @@ def worsen(run, draw):
 @pytest.mark.parametrize("name,change,expected", CHANGES)
 def test_what_is_changed_is_found(name, change, expected, run):
     exec(change, dict(run=run, one=run.groups[0]["samples"][0], np=np, worsen=worsen))
-    assert said(getattr(checks, f"check_{name}")(run)) == expected
+    assert said(getattr(doctor_checks, f"check_{name}")(run)) == expected
 
 
 @pytest.mark.parametrize(
@@ -320,22 +321,22 @@ def test_evaluations_are_repeated(change, expected, run, monkeypatch, tmp_path):
     results = dict(metrics=dict(toy={"pass@1": [0.25, 0, 1]}))
     (tmp_path / "eval" / "results.json").write_text(json.dumps(results))
     done = SimpleNamespace(returncode=0, stdout="numbers in", stderr="")
-    monkeypatch.setattr(checks.subprocess, "run", lambda *_, **__: done)
+    monkeypatch.setattr(doctor_checks.subprocess, "run", lambda *_, **__: done)
     exec(change, dict(run=run, done=done))
-    assert said(checks.check_evaluation(run)) == expected
+    assert said(doctor_checks.check_evaluation(run)) == expected
 
 
 def test_a_stale_cache_and_a_new_one_differ_after_an_update_alone(run):
     one = run.groups[0]["samples"][0]
     one["versions"][-4:] = 2
-    stale = plain.expected(run, one)[0]
+    stale = reference.expected(run, one)[0]
     run.config.recompute_kv = True
-    again = plain.expected(run, one)[0]
+    again = reference.expected(run, one)[0]
     assert stale[:-4] == pytest.approx(again[:-4], abs=1e-5)
     assert np.abs(stale[-4:] - again[-4:]).max() > 1e-4
     # a cache that is computed again is that of version 2 from the beginning
     one["versions"][one["mask"]] = 2
-    assert again[-4:] == pytest.approx(plain.expected(run, one)[0][-4:], abs=1e-5)
+    assert again[-4:] == pytest.approx(reference.expected(run, one)[0][-4:], abs=1e-5)
 
 
 def test_an_episode_is_played_again(run, monkeypatch):
@@ -348,14 +349,14 @@ def test_an_episode_is_played_again(run, monkeypatch):
             return 1.0
 
         monkeypatch.setattr(toy, "episode", episode, raising=False)
-        assert said(checks.check_texts(run)) == expected + "yy-"
+        assert said(doctor_checks.check_texts(run)) == expected + "yy-"
 
     async def client(problem, model):
         return model.base_url
 
     monkeypatch.setattr(toy, "episode", client)
-    assert said(checks.check_texts(run)) == "y-yy-"
-    assert said(checks.check_rewards(run)) == "-"
+    assert said(doctor_checks.check_texts(run)) == "y-yy-"
+    assert said(doctor_checks.check_rewards(run)) == "-"
 
 
 def test_turns_of_a_client(run, monkeypatch):
@@ -381,7 +382,7 @@ def test_turns_of_a_client(run, monkeypatch):
         transcripts[-1]["segment"] += len(segments) - 1
         for name in transcripts[0]:
             one[name] = np.concatenate([x[name] for x in transcripts])
-        return said(checks.check_texts(run))[3:]
+        return said(doctor_checks.check_texts(run))[3:]
 
     assert found([[b], [b, end], [a, b], [b, end]]) == "yy"
     assert found([[b], [b, end], [b], [b, end]]) == "yn"
@@ -393,7 +394,7 @@ def test_turns_of_a_client(run, monkeypatch):
 @pytest.mark.parametrize("kind", ["loo", "mean", "mean_std", "none"])
 @pytest.mark.parametrize("rewards", [[1.0, 0.0, 0.0, 0.5], [0.3], [2.0, 2.0]])
 def test_advantages_are_the_definitions(kind, rewards):
-    own = plain.ADVANTAGES[kind](np.array(rewards))
+    own = reference.ADVANTAGES[kind](np.array(rewards))
     assert own == pytest.approx(preprocess.advantages(rewards, kind))
 
 

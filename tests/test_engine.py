@@ -13,7 +13,7 @@ from test_weights import check_stamps, sender_to, served
 from transformers import AutoModelForCausalLM
 
 from conftest import PORT, ROOT
-from plumbing import launch, queues
+from plumbing import placement, secret
 
 GENERATE = "/inference/v1/generate"
 CHAT = [f"/v1/chat/completions/{what}" for what in ("render", "derender")]
@@ -51,7 +51,7 @@ def answer(method, path, headers=None, body=b""):
 @pytest.fixture(scope="module")
 def key(engine):
     """The header with the secret of the engine's run."""
-    return queues.secret_header(f"{engine.out}/{engine.run}")
+    return secret.secret_header(f"{engine.out}/{engine.run}")
 
 
 def test_the_contract_is_all_there_is(engine, key):
@@ -72,11 +72,11 @@ def test_the_contract_is_all_there_is(engine, key):
 
 @pytest.mark.parametrize("path", [GENERATE, *ORDERS, *CHAT])
 def test_strangers_are_refused(engine, path, key):
-    right = key[queues.SECRET_HEADER]
+    right = key[secret.SECRET_HEADER]
     for value in ("", "x", right[:-1], right + "0", right.upper() + "x", engine.run_id):
-        assert answer("POST", path, {queues.SECRET_HEADER: value}, b"{}")[0] == 403
+        assert answer("POST", path, {secret.SECRET_HEADER: value}, b"{}")[0] == 403
     assert answer("POST", path, {"x-run-id": right, "Authorization": right}, b"{}")[0] == 403
-    assert answer("POST", f"{path}?{queues.SECRET_HEADER}={right}", {}, b"{}")[0] == 403
+    assert answer("POST", f"{path}?{secret.SECRET_HEADER}={right}", {}, b"{}")[0] == 403
 
 
 def test_an_order_that_cannot_be_followed_is_refused_in_a_line(engine, key):
@@ -115,16 +115,16 @@ def test_a_client_that_hangs_up_ends_its_sampling():
 
 
 def test_the_secret_is_for_its_owner_alone_and_stays(tmp_path):
-    queues.make_secret(tmp_path)
+    secret.make_secret(tmp_path)
     first = (tmp_path / "secret").read_text()
     assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600 and len(first) == 32
-    queues.make_secret(tmp_path)
-    assert queues.secret_header(tmp_path) == {queues.SECRET_HEADER: first}
+    secret.make_secret(tmp_path)
+    assert secret.secret_header(tmp_path) == {secret.SECRET_HEADER: first}
 
 
 def test_no_command_line_has_the_secret(engine, key):
     """Anybody on a machine may read those of all processes."""
-    value = key[queues.SECRET_HEADER]
+    value = key[secret.SECRET_HEADER]
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
         assert value not in " ".join(words)
@@ -135,7 +135,7 @@ def test_no_command_line_has_the_secret(engine, key):
 def test_tokens_are_stamped_where_vllm_runs_as_on_gpus(how, base_model, tmp_path, monkeypatch):
     words = f"toy --run {how} --out {tmp_path} --model {base_model} --port {PORT + 3}"
     words += f" --concurrency 64 --enforce_eager {how != 'compiled'}"
-    commands = launch.engine_commands
+    commands = placement.engine_commands
 
     def asynchronous(*arguments):
         [(name, env, command)] = commands(*arguments)
@@ -144,7 +144,7 @@ def test_tokens_are_stamped_where_vllm_runs_as_on_gpus(how, base_model, tmp_path
         return [(name, env, command)]
 
     if how == "asynchronous":
-        monkeypatch.setattr(launch, "engine_commands", asynchronous)
+        monkeypatch.setattr(placement, "engine_commands", asynchronous)
     with served(words, as_loaded=False) as config:
         sender = sender_to(config, AutoModelForCausalLM.from_pretrained(base_model))
         sender.config.recompute_kv = True

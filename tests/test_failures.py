@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 
 from conftest import ROOT, resolved, with_knobs
 from fake_engine import fake_vllm
-from plumbing import client, launch
+from plumbing import client, placement, rundir
 from plumbing.problems import load_problems
 from plumbing.supervise import Engine, stop
 from test_run import leftovers, metrics, run
@@ -45,11 +45,11 @@ class House:
         config = resolved("toy", *where, *knobs.split())
         # one tensor per broadcast: many moments to die at
         config.bucket_mb = 0
-        self.run_dir = launch.write(config)
+        self.run_dir = rundir.write(config)
         (self.run_dir / "queues").mkdir()
         self.base_model = base_model
         self.version = 0
-        commands = launch.engine_commands(config, 0)
+        commands = placement.engine_commands(config, 0)
         self.engines = [Engine(self.run_dir, *words, 300) for words in commands]
         ports = [int(engine.url.rpartition(":")[2]) for engine in self.engines]
         self.configs = [with_knobs(config, engines=1, port=port) for port in ports]
@@ -238,7 +238,7 @@ def mortal_engine(out, base_model):
     tokenizer.save_pretrained(out / "model")
     where = ["--run", "mortal", "--out", out, "--model", out / "model", "--port", PORT + 50]
     config = resolved("toy", *where, "--concurrency", 4, "--engines", 1)
-    launch.write(config)
+    rundir.write(config)
     [engine] = start_engines(config)
     over = threading.Event()
 
@@ -258,7 +258,7 @@ def mortal_engine(out, base_model):
 
 def test_a_request_that_kills_a_real_engine_is_sent_three_times_and_left_out(tmp_path, base_model):
     async def sample(config, engine):
-        engines = client.Engines(config, {1}, 64, f"{config.out}/{config.run}")
+        engines = client.EngineClient(config, {1}, 64, f"{config.out}/{config.run}")
         engines.set_engines([engine.url])
         post = engines._post
 

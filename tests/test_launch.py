@@ -15,7 +15,7 @@ import pytest
 import requests
 
 from conftest import ROOT, resolved
-from plumbing import launch, supervise
+from plumbing import placement, rundir, supervise
 from plumbing.queues import read_json
 from tools import run
 
@@ -136,11 +136,11 @@ def test_an_engine_takes_the_next_free_port(supervised):
 
 LAUNCH = """
 import json, sys
-from plumbing import launch
+from plumbing import placement, rundir
 from tools import run
-c = launch.cfg.load(sys.argv[1])
-lock, start = launch.hold(c)
-launch.write(c, start)
+c = placement.cfg.load(sys.argv[1])
+lock, start = rundir.hold(c)
+rundir.write(c, start)
 sys.exit(run.run(c, json.loads(sys.argv[2]), start, lock))
 """
 
@@ -151,7 +151,7 @@ def launched(folder, *processes, grace=25):
     config = resolved(
         "toy", "--out", folder, "--run", "run", "--model", folder, "--stop_timeout", grace
     )
-    run_dir = launch.write(config)
+    run_dir = rundir.write(config)
     commands = [(name, {}, ["bash", "-c", command]) for name, command in processes]
     words = [sys.executable, "-c", LAUNCH, str(run_dir), json.dumps(commands)]
     said = []
@@ -244,10 +244,10 @@ def test_everything_stops_however_the_launcher_ends(tmp_path, how):
         else:
             process.send_signal(signal.SIGTERM if how == "term" else signal.SIGKILL)
         code = process.wait(40)
-        config = launch.cfg.load(tmp_path / "run")
+        config = placement.cfg.load(tmp_path / "run")
         if how == "kill":
-            assert launch.holder(config).startswith(f"process {process.pid} on ")
-        launch.hold(config)
+            assert rundir.holder(config).startswith(f"process {process.pid} on ")
+        rundir.hold(config)
         assert (tmp_path / "saved").exists()
         eventually(lambda: not marked(tmp_path), 40)
     expected = {"ctrl-c": ("interrupted", 130), "term": ("terminated", 143)}
@@ -273,8 +273,8 @@ def test_a_death_ends_the_run_with_its_last_error(tmp_path):
 def test_an_engine_that_serves_takes_the_runs_knobs_and_ends_with_it(tmp_path, monkeypatch):
     config = resolved("toy", "--out", tmp_path, "--model", tmp_path, "--max_model_len", "100")
     (tmp_path / "config.json").touch()
-    _, start = launch.hold(config)
-    run_dir = launch.write(config, start)
+    _, start = rundir.hold(config)
+    run_dir = rundir.write(config, start)
     told = []
     monkeypatch.setattr(run, "run", lambda *arguments: told.append(arguments))
     run.serve(["--run", "toy", "--out", str(tmp_path), "--engines", "2"])
@@ -283,4 +283,4 @@ def test_an_engine_that_serves_takes_the_runs_knobs_and_ends_with_it(tmp_path, m
     names = [f"serve-127.0.0.1-{os.getpid()}-engine{i}" for i in range(2)]
     assert [name for name, _, _ in processes] == names
     assert all(env["PIPELINE_RUN_DIR"] == str(run_dir) for _, env, _ in processes)
-    assert processes[0][2] != launch.engine_commands(config, 0)[0][2]
+    assert processes[0][2] != placement.engine_commands(config, 0)[0][2]

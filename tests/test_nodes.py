@@ -18,7 +18,7 @@ import pytest
 import config as cfg
 from conftest import ROOT, node_of, resolved, wait_until, with_knobs
 from fake_engine import fake_vllm, standing_still
-from plumbing import launch
+from plumbing import placement, rundir
 from plumbing.queues import publish_json, read_json
 from plumbing.supervise import Ended
 from test_run import leftovers, metrics
@@ -44,15 +44,15 @@ def test_a_node_knows_itself_by_the_usual_variables(env, expected, tmp_path):
 def test_wrong_variables_and_addresses_are_refused(monkeypatch):
     monkeypatch.setenv("NNODES", "2")
     monkeypatch.setenv("NODE_RANK", "1")
-    assert launch.which_node() == (1, 2)
+    assert placement.which_node() == (1, 2)
     monkeypatch.setenv("NODE_RANK", "2")
     with pytest.raises(cfg.ConfigError, match="NODE_RANK=2 NNODES=2"):
-        launch.which_node()
+        placement.which_node()
     with pytest.raises(cfg.ConfigError, match="localhost is 127.0.0.1 here, which no other node"):
-        launch.own_address("localhost")
-    assert launch.own_address("127.0.0.1") == "127.0.0.1"
+        placement.own_address("localhost")
+    assert placement.own_address("127.0.0.1") == "127.0.0.1"
     monkeypatch.setenv("NODE_ADDR", "10.1.2.3")
-    assert launch.own_address("localhost") == "10.1.2.3"
+    assert placement.own_address("localhost") == "10.1.2.3"
 
 
 ALL = "0 1 2 3 4 5 6 7"  # every GPU of a node has an engine
@@ -86,14 +86,14 @@ ALL = "0 1 2 3 4 5 6 7"  # every GPU of a node has an engine
 def test_placement_over_nodes(gpus, n, knobs, engines, ranks):
     c = cfg.parse(["toy", *knobs.split()])
     c.nnodes = n
-    c = launch.resolve(c, gpus)
+    c = placement.resolve(c, gpus)
     found = {}
-    for node, own in launch.spread(c, gpus)[1]:
+    for node, own in placement.spread(c, gpus)[1]:
         found.setdefault(node, []).append("".join(map(str, own)) or "-")
     assert {node: " ".join(words) for node, words in found.items()} == engines
-    assert Counter(node for node, _ in launch.spread(c, gpus)[0]) == ranks
+    assert Counter(node for node, _ in placement.spread(c, gpus)[0]) == ranks
     # no GPU twice, but the only one; tests/started/ has the processes
-    used = [(node, g) for part in launch.spread(c, gpus) for node, own in part for g in own]
+    used = [(node, g) for part in placement.spread(c, gpus) for node, own in part for g in own]
     assert len(set(used)) == len(used) or n * gpus == 1
 
 
@@ -104,7 +104,7 @@ def test_placement_over_nodes(gpus, n, knobs, engines, ranks):
 def run(tmp_path):
     """The config of a run that nobody has started."""
     c = resolved("toy", "--out", tmp_path, "--model", tmp_path, "--start_timeout", 1)
-    launch.write(c, "process 1 on h, start 0")
+    rundir.write(c, "process 1 on h, start 0")
     return c
 
 
@@ -113,28 +113,28 @@ def test_another_node_believes_the_start_that_holds_the_run(run):
     with pytest.raises(
         cfg.ConfigError, match="has not started .*/toy within 1 s: does it run, and"
     ):
-        launch.wait_for_node_0(run)
-    [lock], start = launch.hold(run)
+        rundir.wait_for_node_0(run)
+    [lock], start = rundir.hold(run)
     with pytest.raises(cfg.ConfigError, match="has not started"):
-        launch.wait_for_node_0(run)
-    threading.Timer(0.3, lambda: launch.write(run, start)).start()
-    assert launch.wait_for_node_0(with_knobs(run, start_timeout=300)) == (run, start)
+        rundir.wait_for_node_0(run)
+    threading.Timer(0.3, lambda: rundir.write(run, start)).start()
+    assert rundir.wait_for_node_0(with_knobs(run, start_timeout=300)) == (run, start)
     os.close(lock)
 
 
 def test_node_0_is_done_or_has_stopped_or_has_gone(run):
-    [lock], start = launch.hold(run)
-    assert not launch.node_0_is_done(run, start)
+    [lock], start = rundir.hold(run)
+    assert not rundir.node_0_is_done(run, start)
     # of another start nothing counts
     with pytest.raises(Ended, match=r"node 0 \(127.0.0.1\) has stopped or is gone"):
-        launch.node_0_is_done(run, "another")
+        rundir.node_0_is_done(run, "another")
     os.close(lock)
     with pytest.raises(Ended, match="has stopped or is gone"):
-        launch.node_0_is_done(run, start)
+        rundir.node_0_is_done(run, start)
     word = Path(run.out, run.run, "queues", "version.json")
     word.parent.mkdir()
     publish_json(word, done=True)
-    assert launch.node_0_is_done(run, start)
+    assert rundir.node_0_is_done(run, start)
 
 
 # ---- whole runs on several hosts

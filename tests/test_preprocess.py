@@ -13,7 +13,7 @@ from test_samples import group_record, make_sample
 
 import config as cfg
 from conftest import ROOT, register, wait_until
-from plumbing import launch
+from plumbing import rundir
 from plumbing.ledger import Ledger
 from plumbing.patience import Patience
 from plumbing.queues import Queue, publish_json, read_json
@@ -297,7 +297,7 @@ def write_run(out, **knobs):
     common = dict(batch_size=8, attempts=4, steps=3, row_tokens=64, trainers=1, run_id="abc")
     limits = dict(stall_timeout=300, start_timeout=300)
     config = cfg.Config(run="r", out=str(out), **common | limits | knobs)
-    run_dir = launch.write(config)
+    run_dir = rundir.write(config)
     (run_dir / "queues").mkdir()
     position = {"next": 0, "ahead": []}
     publish_json(run_dir / "queues" / "version.json", version=0, position=position)

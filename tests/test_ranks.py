@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 import config as cfg
 import train
 from conftest import PROCESS, ROOT
-from plumbing import checkpoints, launch
+from plumbing import checkpoints, rundir
 from plumbing.checkpoints import NEW_RUN, newest, restore
 from plumbing.ledger import Ledger
 from plumbing.queues import Queue, publish_json
@@ -68,7 +68,7 @@ def write_run(out, name, base_model, ranks=1, first=0, steps=STEPS, reverse=Fals
     limits |= dict(max_new_tokens=8, max_model_len=60)
     batch = dict(batch_size=GROUPS * ATTEMPTS, attempts=ATTEMPTS, model=str(base_model))
     config = cfg.Config(run=name, out=str(out), **training | limits | batch | knobs)
-    run_dir = launch.write(cfg.check(config))
+    run_dir = rundir.write(cfg.check(config))
     queues = run_dir / "queues"
     batches = [Queue(queues / "batches" / f"rank_{r}") for r in range(ranks)]
     packer = Packer(config, batches, Ledger(first * GROUPS, []), first)

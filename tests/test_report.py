@@ -17,8 +17,8 @@ from conftest import ROOT, register
 from made_up_run import made_up_run, read_lines, write_lines
 from plumbing.problems import load_problems
 from plumbing.queues import publish_json
-from tools import comparison, panels, report
-from tools.panels import Panel
+from tools import report, report_comparison, report_panels
+from tools.report_panels import Panel
 from tools.status import Status, alarms, find_run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -40,9 +40,12 @@ def assert_one_line(done, words):
 
 
 def compared(folder, **settings):
-    """comparison.Run of made up runs: {name: knobs}."""
+    """report_comparison.Run of made up runs: {name: knobs}."""
     run_dirs = [made_up_run(folder, name, **knobs) for name, knobs in settings.items()]
-    return [comparison.Run(run_dir, *report.read(run_dir, "step", "eval")) for run_dir in run_dirs]
+    return [
+        report_comparison.Run(run_dir, *report.read(run_dir, "step", "eval"))
+        for run_dir in run_dirs
+    ]
 
 
 # ---- the page
@@ -204,17 +207,17 @@ def test_panels_without_evaluations_or_measurements(tmp_path):
     run_dir = made_up_run(tmp_path, "short", steps=2)
     [steps] = report.read(run_dir, "step")
     steps = [line | {"mismatch": None} for line in steps]
-    first, more = panels.run_panels(steps, [], [])
+    first, more = report_panels.run_panels(steps, [], [])
     for panel in first + more:
-        json.dumps(panels.as_json(panel), allow_nan=False)
-    panels.draw(tmp_path / "some.png", "no evaluations", first + more)
+        json.dumps(report_panels.as_json(panel), allow_nan=False)
+    report_panels.draw(tmp_path / "some.png", "no evaluations", first + more)
 
 
 def test_a_curve_as_json():
     panel = Panel("t", include=(0, 2.5))
     y = np.array([1.0, math.nan, math.inf, 123456.789])
     panel.add("a", np.arange(4) + 123456, y, low=y, high=y)
-    found = json.loads(json.dumps(panels.as_json(panel), allow_nan=False))
+    found = json.loads(json.dumps(report_panels.as_json(panel), allow_nan=False))
     [curve] = found["curves"]
     assert curve["y"] == curve["low"] == curve["high"] == [1.0, None, None, 123456.8]
     assert curve["x"] == [123456, 123457, 123458, 123459] and found["include"] == [0, 2.5]
@@ -243,10 +246,10 @@ def test_runs_are_compared_by_what_differs(tmp_path):
 
 def test_seeds_alone_are_one_setting_and_have_a_band(tmp_path):
     runs = compared(tmp_path, a=dict(seed=0), b=dict(seed=1))
-    assert comparison.differing(runs) == {}
-    by_setting = comparison.settings(runs)
-    assert list(by_setting.values()) == [runs] and comparison.differences(by_setting) == []
-    for panel in comparison.panels(by_setting):
+    assert report_comparison.differing(runs) == {}
+    by_setting = report_comparison.settings(runs)
+    assert list(by_setting.values()) == [runs] and report_comparison.differences(by_setting) == []
+    for panel in report_comparison.panels(by_setting):
         [curve] = panel.curves
         assert "(2 seeds: " in curve.label and (curve.low <= curve.high).all()
 
@@ -254,8 +257,8 @@ def test_seeds_alone_are_one_setting_and_have_a_band(tmp_path):
 def test_seeds_that_have_little_in_common_get_no_band():
     x = np.arange(10.0)
     panel = Panel("a")
-    comparison.add_curves(panel, "a", [(x, x), (x + 8, x)], 0)
-    comparison.add_curves(panel, "b", [(x, x), (x + 1, x)], 0)
+    report_comparison.add_curves(panel, "a", [(x, x), (x + 8, x)], 0)
+    report_comparison.add_curves(panel, "b", [(x, x), (x + 1, x)], 0)
     *apart, curve = panel.curves
     assert [curve.low for curve in apart] == [None, None]
     assert curve.x[0] == 1 and curve.x[-1] == 9 and curve.low is not None
@@ -263,17 +266,17 @@ def test_seeds_that_have_little_in_common_get_no_band():
 
 def test_the_interval_is_of_paired_seeds_and_holds_the_truth_in_95_of_100():
     # seeds differ by far more than the settings do
-    mean, (low, high) = comparison.paired([0.1, 0.5, 0.9], [0.2, 0.6, 1.01])
+    mean, (low, high) = report_comparison.paired([0.1, 0.5, 0.9], [0.2, 0.6, 1.01])
     assert (mean, high - low) == (pytest.approx(0.31 / 3), pytest.approx(2 * 0.0143, abs=1e-4))
-    assert comparison.paired([0.1], [0.3]) == (pytest.approx(0.2), None)
+    assert report_comparison.paired([0.1], [0.3]) == (pytest.approx(0.2), None)
     rng = np.random.default_rng(0)
-    intervals = [comparison.paired(np.zeros(3), rng.normal(size=3))[1] for _ in range(400)]
+    intervals = [report_comparison.paired(np.zeros(3), rng.normal(size=3))[1] for _ in range(400)]
     assert 0.92 < np.mean([low <= 0 <= high for low, high in intervals]) < 0.98
 
 
 def test_runs_that_were_stopped_are_compared_over_what_all_have(tmp_path):
     runs = compared(tmp_path, long=dict(steps=60, max_lag=1), short=dict(steps=24, max_lag=8))
-    rows = {row[0]: row for row in comparison.differences(comparison.settings(runs))}
+    rows = {row[0]: row for row in report_comparison.differences(report_comparison.settings(runs))}
     assert rows["steps"][2:6] == ["24.000", "60.000", "-36", "one seed"]
     # 24 steps of 448 samples, evaluated at 0, 4, ... 24
     assert "held-out toy, mean of the first 10.8k samples" in rows

@@ -15,7 +15,7 @@ import torch
 from test_config import call
 
 from conftest import ROOT, resolved, wait_until
-from plumbing import launch
+from plumbing import placement, rundir
 from test_run import leftovers
 from tools import base_model, prepare, run
 
@@ -183,12 +183,12 @@ def test_a_tiny_model_is_made_by_one_thread_and_says_how_long_it_takes(
 
 def test_status_says_what_an_earlier_start_has_left_and_which_name_was_meant(tmp_path):
     c = resolved("toy", "--out", tmp_path / "out")
-    launch.write(c, "process 7 on there, start 1")
-    lock, start = launch.hold(c)
+    rundir.write(c, "process 7 on there, start 1")
+    lock, start = rundir.hold(c)
     shown = status(tmp_path).stdout
     assert shown.startswith(f"{tmp_path}/out/toy: being prepared by {start}: ")
     assert f"{tmp_path}/out/toy: as an earlier start has left it\n" in shown
-    launch.write(c, start)
+    rundir.write(c, start)
     assert status(tmp_path).stdout.startswith(f"{tmp_path}/out/toy: running\n")
     assert status(tmp_path, "tyo").stderr.endswith(": did you mean toy?\n")
     os.close(lock[0])
@@ -220,8 +220,8 @@ def test_a_teacher_has_the_same_token_ids(base_model, tmp_path):
 
 def test_another_node_fetches_before_it_waits_for_node_0(tmp_path, monkeypatch):
     order = []
-    monkeypatch.setattr(launch, "prepare", lambda c: order.append(c.model))
-    monkeypatch.setattr(launch, "wait_for_node_0", lambda c: sys.exit("waits"))
+    monkeypatch.setattr(placement, "prepare", lambda c: order.append(c.model))
+    monkeypatch.setattr(rundir, "wait_for_node_0", lambda c: sys.exit("waits"))
     for name, value in dict(NNODES="2", NODE_RANK="1", MASTER_ADDR="127.0.0.1").items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match="waits"):

@@ -15,9 +15,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import train
 from config import LOSSES, Config, check
 from conftest import ROOT
-from plumbing import checkpoints, mismatch, queues
+from plumbing import checkpoints, secret
+from plumbing.guards import Guards
 from plumbing.metrics import Sums
-from plumbing.mismatch import Guards
 from plumbing.queues import publish_json
 from plumbing.samples import filler, join, layout
 from train import ess, learning_rate, policy_loss, token_logprobs
@@ -483,9 +483,9 @@ class Answers:
 
 def measure(model, tmp_path, monkeypatch, engine, guards):
     (tmp_path / "queues").mkdir(exist_ok=True)
-    queues.make_secret(tmp_path)
+    secret.make_secret(tmp_path)
     publish_json(tmp_path / "queues" / "version.json", engines=["http://a", "http://b"])
-    monkeypatch.setattr(mismatch.requests, "post", engine.post)
+    monkeypatch.setattr("plumbing.guards.requests.post", engine.post)
     record = micro_record(model, [10, 13, 4, 30, 9, 5, 6, 7, 8], version=3)
     # temperatures and the age of samples do not matter
     record["temperature"][:] = 0.5

@@ -12,7 +12,7 @@ import torch
 import config as cfg
 from conftest import wait_until
 from plumbing import transport
-from plumbing.group import Group
+from plumbing.weight_group import WeightGroup
 
 NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
 # seconds: what hangs does so for longer than a busy machine takes for anything else
@@ -106,7 +106,7 @@ def trainers_group(engines):
 
     those = SimpleNamespace(listed=lambda: engines, call_all=call_all)
     config = cfg.Config(sync_timeout=FOREVER, weight_backend="nccl", master_addr="127.0.0.1")
-    return Group(config, those, ["engine"], {}, torch.device("cpu"))
+    return WeightGroup(config, those, ["engine"], {}, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("hangs", ["broadcast", "wait", "broadcast abort", "wait abort"])

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import held_requests
 from conftest import PORT, register, resolved, wait_until, with_knobs
-from plumbing import group, launch, queues
+from plumbing import rundir, secret, weight_group
 from plumbing.client import Span, token_versions
 from plumbing.queues import read_json
 from plumbing.ranks import Ranks
@@ -34,7 +34,7 @@ PROMPT = [45, 4, 52, 29, 2]
 def served(words, environment=None, **how):
     """The Config of a command line, while its engines run. environment: variables of theirs, {name: value}."""
     config = resolved(*words.split())
-    launch.write(config)
+    rundir.write(config)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (environment or {}).items():
             patch.setenv(name, value)
@@ -51,7 +51,7 @@ def url_of(config):
 
 def post(config, **order):
     url = f"{url_of(config)}/inference/v1/generate"
-    headers = queues.secret_header(f"{config.out}/{config.run}")
+    headers = secret.secret_header(f"{config.out}/{config.run}")
     return requests.post(url, timeout=300, headers=headers, json=order)
 
 
@@ -372,7 +372,7 @@ def test_an_only_engine_that_refuses_a_swap_is_asked_again(engine, sender, monke
     update(sender, 412)
     announced = []
     refusals = [f"refused, 500 number {n}" for n in range(3)]
-    call = group.Engines._call
+    call = weight_group.EngineRegistry._call
 
     def refuse(self, member, path, body):
         announced.append(read_json(sender.version_file))
@@ -380,7 +380,7 @@ def test_an_only_engine_that_refuses_a_swap_is_asked_again(engine, sender, monke
             raise RuntimeError(refusals.pop())
         return call(self, member, path, body)
 
-    monkeypatch.setattr(group.Engines, "_call", refuse)
+    monkeypatch.setattr(weight_group.EngineRegistry, "_call", refuse)
     perturb(sender.model)
     update(sender, 413)
     # meanwhile it served what it had

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 import config as cfg
 import weights
-from plumbing.group import Group
 from plumbing.queues import read_json
 from plumbing.ranks import Ranks
+from plumbing.weight_group import WeightGroup
 
 MOMENT = {"stop at": "none"}
 
@@ -40,8 +40,8 @@ def at(moment):
         sys.stdin.readline()
 
 
-class StoppableGroup(Group):
-    """The real Group, which waits for a line at one moment of an update."""
+class StoppableGroup(WeightGroup):
+    """The real WeightGroup, which waits for a line at one moment of an update."""
 
     def ring(self, version):
         at("start")
@@ -59,7 +59,7 @@ class StoppableGroup(Group):
 
 def main(run_dir):
     config = cfg.load(run_dir)
-    weights.Group = StoppableGroup
+    weights.WeightGroup = StoppableGroup
     model = model_of(config.model, 0)
     sender = weights.Sender(config, model, Ranks(config), run_dir)
     print("ready", flush=True)

@@ -3,7 +3,7 @@
     bash run.sh doctor [preset] [--any knob]
 
 Two short real runs of that configuration in out/doctor-<run>: the first one is interrupted, the second one continues
-it. What the stages handed on is kept (--keep_steps) and computed once more, see tools/checks.py. Prints a table, leaves
+it. What the stages handed on is kept (--keep_steps) and computed once more, see tools/doctor_checks.py. Prints a table, leaves
 doctor.json there; exit code 1 if something FAILs, and only then its checkpoints stay. A row with a dash had nothing to
 look at, or to compare with. Deliberately absent: whether anything is learnt; tasks' own correctness; engines that die.
 """
@@ -24,17 +24,18 @@ import torch
 from transformers.utils import logging
 
 import config as cfg
-from plumbing import checkpoints, launch
+from plumbing import checkpoints, placement
 from plumbing.queues import read_json
-from tools import checks, plain
+from tools import doctor_checks
+from tools import doctor_reference as reference
 
 # groups of a step, at most; steps of the first run before it is interrupted, at least, and of the second one
 GROUPS, FIRST, SECOND = 8, 3, 3
 # a learning rate whose steps bfloat16 does not hide
 VISIBLE = 1e-4
 # what differs is to be looked at, and must not end the run; what is looked at is the user's own
-KNOBS = f"""--steps {plain.PLANNED} --mismatch_limit 1e9 --eval_every 0 --eval_problems 16
---save_every 1 --keep_last 0 --keep_steps {plain.PLANNED}"""
+KNOBS = f"""--steps {reference.PLANNED} --mismatch_limit 1e9 --eval_every 0 --eval_problems 16
+--save_every 1 --keep_last 0 --keep_steps {reference.PLANNED}"""
 WORDS = {True: "ok", False: "FAIL", None: "-"}
 
 logging.disable_progress_bar()
@@ -48,7 +49,7 @@ def shorten(argv):
     c = cfg.parse(argv, about=__doc__)
     batch_size = min(GROUPS, c.groups_per_step) * c.attempts
     words = [*argv, *f"--run doctor-{c.run} --batch_size {batch_size} {KNOBS}".split()]
-    if c.dtype == "bfloat16" or (c.dtype == "auto" and launch.gpu_count()):
+    if c.dtype == "bfloat16" or (c.dtype == "auto" and placement.gpu_count()):
         # a warm-up reaches it within the first run
         words += ["--lr", str(max(c.lr, VISIBLE, VISIBLE * c.warmup_steps / FIRST))]
     return cfg.parse(words), words
@@ -102,9 +103,9 @@ def examine(run_dir, continued):
     if not torch.cuda.is_available():
         # single sequences of small models: threads that wait for each other took 15 times as long beside other work
         torch.set_num_threads(1)
-    run = plain.Recording(run_dir, continued)
+    run = reference.Recording(run_dir, continued)
     found = []
-    for name, check in vars(checks).items():
+    for name, check in vars(doctor_checks).items():
         if not name.startswith("check_"):
             continue
         try:

@@ -26,7 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import config as cfg  # noqa: E402
-from plumbing import checkpoints, launch  # noqa: E402
+from plumbing import checkpoints, placement, rundir  # noqa: E402
 from plumbing.samples import join  # noqa: E402
 from plumbing.supervise import Engine, Process, stop  # noqa: E402
 
@@ -45,7 +45,7 @@ def start_engines(config, gpus=0, as_loaded=True):
     deadline = time.monotonic() + config.start_timeout
     engines = []
     try:
-        for name, env, command in launch.engine_commands(config, gpus):
+        for name, env, command in placement.engine_commands(config, gpus):
             engines.append(Engine(run_dir, name, env | own, command, config.start_timeout))
             engines[-1].start()
         while not all(engine.has_answered for engine in engines):
@@ -146,7 +146,7 @@ def configure(argv, gpus):
     own = {knob: value for knob, value in own.items() if f"--{knob}" not in given}
     # on this node alone, wherever the run was
     own |= dict(model=str(path), fresh=True, trainers=0, nnodes=1, master_addr="", teacher="")
-    return launch.resolve(dataclasses.replace(c, **own), gpus, training=False)
+    return placement.resolve(dataclasses.replace(c, **own), gpus, training=False)
 
 
 async def attempt(actor, task, source, number, problem, k):
@@ -220,19 +220,19 @@ def print_results(results):
 def prepare(argv, gpus):
     """Everything that can be found wrong before engines start: (the actor, the opened directory). Raises ConfigError."""
     c = configure(argv, gpus)
-    launch.hold(c)
-    opening = launch.Opening(c)
-    launch.prepare(c, ["test"])
+    rundir.hold(c)
+    opening = rundir.Opening(c)
+    placement.prepare(c, ["test"])
     print(f"eval: {opening.make()} | {c.model}, temperature {c.eval_temperature}", flush=True)
     # only here, as it takes five seconds: a wrong flag is reported at once
     from actor import Actor
 
-    return Actor(c, launch.write(c)), opening
+    return Actor(c, rundir.write(c)), opening
 
 
 def main(argv):
     """`MODEL [--knob value ...]` -> table on stdout; out/<run>/answers.jsonl, results.json."""
-    gpus = launch.gpu_count()
+    gpus = placement.gpu_count()
     try:
         if "--help" in argv:
             cfg.parse(argv[argv.index("--help") :], about=__doc__)

@@ -23,7 +23,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 import config as cfg
-from plumbing import launch, mismatch
+from plumbing import mismatch, placement
 from train import head_chunk
 
 GB = 1e9
@@ -267,13 +267,13 @@ class Placed:
 
 def main(argv):
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    options.add_argument("--gpus", type=int, default=launch.gpu_count() or 8)
+    options.add_argument("--gpus", type=int, default=placement.gpu_count() or 8)
     options.add_argument("--gpu_memory_gb", type=float, default=80.0)
     given, words = options.parse_known_args(argv)
     # from here on no GPU is to be touched
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        c = launch.resolve(cfg.parse(words, about=__doc__), given.gpus)
+        c = placement.resolve(cfg.parse(words, about=__doc__), given.gpus)
     except cfg.ConfigError as e:
         sys.exit(f"memory: {e}")
     for name in {c.model, c.teacher} - {"", "self"}:

@@ -1,6 +1,6 @@
 """What a run needs before its processes start, and clocks with them: its models, and problems that they can take.
 
-    python tools/prepare.py < {"config": {...}, "splits": ["train", "test"]}, as plumbing/launch.prepare writes it
+    python tools/prepare.py < {"config": {...}, "splits": ["train", "test"]}, as plumbing/placement.prepare writes it
 
 Problems of these splits are read. A model of the hub comes into its cache; the tiny one of a task, and that of `bash run.sh
 smol`, are made, once. Then all is checked that would otherwise end the run minutes later: the model's files, prompts, names of
@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import config as cfg
-from plumbing import checkpoints, launch
+from plumbing import checkpoints, placement
 from plumbing.problems import Prompter, in_both, load_problems
 from plumbing.prompts import prompt_text
 from tools import base_model
@@ -76,7 +76,7 @@ def bring_model(model, task, knob="--model"):
 
     knob: which names the model.
     """
-    if Path(model).parent == launch.MODELS and not Path(model, "config.json").exists():
+    if Path(model).parent == placement.MODELS and not Path(model, "config.json").exists():
         if model == cfg.SMOL["model"]:
             make_smol(model)
         elif model == cfg.AGENT["model"]:

@@ -22,9 +22,9 @@ from safetensors.torch import load_file
 import config as cfg
 import train
 from plumbing import checkpoints, lora
-from plumbing.launch import gpu_count, share_cores
 from plumbing.metrics import Sums
 from plumbing.model import whole
+from plumbing.placement import gpu_count, share_cores
 from plumbing.ranks import Ranks
 from tools import report
 from tools.status import find_run

@@ -18,9 +18,9 @@ from safetensors import safe_open
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import config as cfg  # noqa: E402
 from plumbing.queues import read_record  # noqa: E402
-from tools import comparison  # noqa: E402
+from tools import report_comparison
 from tools.evaluate import wilson  # noqa: E402
-from tools.panels import column, draw, run_panels, table, write_page  # noqa: E402
+from tools.report_panels import column, draw, run_panels, table, write_page  # noqa: E402
 from tools.show import answer_to, read_rollouts, right_answers  # noqa: E402
 from tools.status import advice_on, alarms, find_run, read  # noqa: E402
 
@@ -162,7 +162,7 @@ def drops(steps):
 
 
 def continuations(run_dir):
-    """[[step, what changed]] of a run that was stopped and went on (plumbing/launch.open_run)."""
+    """[[step, what changed]] of a run that was stopped and went on (plumbing/rundir.open_run)."""
     path = Path(run_dir, "continued.jsonl")
     found = []
     for line in map(json.loads, path.read_text().splitlines() if path.exists() else []):
@@ -196,24 +196,24 @@ def report_run(run_dir):
 
 def compare_runs(run_dirs):
     """Runs beside each other: tables, comparison.png and comparison.html."""
-    runs = [comparison.Run(run_dir, *known(run_dir)[:2]) for run_dir in run_dirs]
+    runs = [report_comparison.Run(run_dir, *known(run_dir)[:2]) for run_dir in run_dirs]
     try:
-        settings = comparison.settings(runs)
+        settings = report_comparison.settings(runs)
     except ValueError as e:
         sys.exit(f"report: {e}")
     text = ""
     for name, own in settings.items():
         text += f"{name}: {', '.join(str(run.run_dir) for run in own)}\n"
-    knobs = [[name, *values] for name, values in comparison.differing(runs).items()]
+    knobs = [[name, *values] for name, values in report_comparison.differing(runs).items()]
     header = ["knob", *(Path(run_dir).name for run_dir in run_dirs)]
-    rows = comparison.differences(settings)
-    print(f"{text}\n{comparison.as_text(header, knobs)}")
-    print(comparison.as_text(comparison.HEADER, rows))
+    rows = report_comparison.differences(settings)
+    print(f"{text}\n{report_comparison.as_text(header, knobs)}")
+    print(report_comparison.as_text(report_comparison.HEADER, rows))
     tables = [
         table("What differs", header, knobs, "nothing but the seeds"),
-        table("Differences from the first", comparison.HEADER, rows, "there is one setting"),
+        table("Differences from the first", report_comparison.HEADER, rows, "there is one setting"),
     ]
-    panels = comparison.panels(settings)
+    panels = report_comparison.panels(settings)
     picture = Path(run_dirs[0]).parent / "comparison.png"
     title = " against ".join(settings)
     draw(picture, title, panels)

@@ -14,59 +14,59 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import config as cfg
-from plumbing import checkpoints, launch, supervise
+from plumbing import checkpoints, placement, rundir, supervise
 from plumbing.queues import read_json
 
 
 def train(argv) -> int:
     """`run.sh [preset] --knob value ...`: this node's part of a run; returns the exit code."""
-    gpus = launch.gpu_count()
-    node, n = launch.which_node()
+    gpus = placement.gpu_count()
+    node, n = placement.which_node()
     c = cfg.parse(argv)
     c.nnodes = n
     # of the others nothing is known, nor needed
     hosts = [f"<node {k}>" for k in range(n)]
     head = os.environ.pop("MASTER_ADDR", "")
     if n == 1 or not c.dry_run:
-        hosts[node] = launch.own_address(head if n > 1 else "127.0.0.1")
+        hosts[node] = placement.own_address(head if n > 1 else "127.0.0.1")
     c.master_addr = hosts[0]
-    launch.resolve(c, gpus)
+    placement.resolve(c, gpus)
     lock, start, opening = [], "", None
     done = "dry run, nothing is started"
     if node == 0 and c.dry_run:
-        launch.prepare(c, ["train", "test"])
+        placement.prepare(c, ["train", "test"])
     elif node == 0:
-        lock, start = launch.hold(c)
+        lock, start = rundir.hold(c)
         opening = begin(c, start)
         done = opening.said
     elif not c.dry_run:
-        launch.prepare(c)
-        c, start = launch.wait_for_node_0(c)
+        placement.prepare(c)
+        c, start = rundir.wait_for_node_0(c)
         # refused here unless this node has node 0's GPUs
-        launch.resolve(c, gpus)
+        placement.resolve(c, gpus)
         done = "configuration from node 0"
     print(
         f"run.sh: {done} | task {c.task}, model {c.model} | {c.steps} steps of {c.batch_size} samples | "
         f"engines: {c.engines}, trainer ranks: {c.trainers}, GPUs: {gpus * n}, cores: {len(os.sched_getaffinity(0))} | {c.dtype}"
     )
     for k in range(n) if c.dry_run else [node]:
-        processes = launch.placement(c, gpus, k, hosts[k])
+        processes = placement.commands(c, gpus, k, hosts[k])
         print(f"run.sh: node {k} of {n}")
-        launch.show(processes, c.dry_run)
+        placement.show(processes, c.dry_run)
     return 0 if c.dry_run else run(c, processes, start, lock, opening)
 
 
-def begin(c: cfg.Config, start: str) -> launch.Opening:
+def begin(c: cfg.Config, start: str) -> rundir.Opening:
     """Node 0: all that is to be done before processes start. What can be refused is refused before anything is touched."""
-    opening = launch.Opening(c)
-    launch.prepare(c, ["train", "test"])
+    opening = rundir.Opening(c)
+    placement.prepare(c, ["train", "test"])
     if c.trainers > 1:
         claim = supervise.claim_port(c.master_addr, c.master_port)
         c.master_port = claim.getsockname()[1]
         # never closed
         claim.detach()
     opening.make()
-    launch.write(c, start)
+    rundir.write(c, start)
     return opening
 
 
@@ -81,7 +81,7 @@ def run(c, commands, start, lock=(), opening=None) -> int:
             # if this process is killed, nobody gets the run before the trainer has saved
             files = lock if name.startswith("train") else []
             processes.append(supervise.Process(run_dir, name, env, command, files))
-    is_over = functools.partial(launch.node_0_is_done, c, start)
+    is_over = functools.partial(rundir.node_0_is_done, c, start)
     ended = supervise.run(processes, c.stop_timeout, (lambda: False) if lock else is_over)
     if ended:
         supervise.say(ended_words(c, opening) * bool(lock) + ended.details)
@@ -103,9 +103,9 @@ def ended_words(c, opening):
 
 def serve(argv) -> int:
     """Start engines and wait for the run's end; returns the exit code."""
-    gpus = launch.gpu_count()
+    gpus = placement.gpu_count()
     given = cfg.parse(argv, cfg.Config())
-    started, start = launch.wait_for_node_0(given)
+    started, start = rundir.wait_for_node_0(given)
     # flags that are not given are the run's
     c = cfg.parse(argv, started)
     c.trainers = 0
@@ -115,17 +115,17 @@ def serve(argv) -> int:
     # other random numbers than the run's own engines
     c.seed = secrets.randbits(30)
     cfg.require(
-        len(launch.spread(c, gpus)[1]) == c.engines and (gpus or c.weight_backend == "gloo"),
+        len(placement.spread(c, gpus)[1]) == c.engines and (gpus or c.weight_backend == "gloo"),
         f"--engines {c.engines} x {c.tensor_parallel} GPUs: this machine has {gpus}",
     )
-    host = launch.own_address(c.master_addr)
+    host = placement.own_address(c.master_addr)
     processes = []
-    for name, env, command in launch.engine_commands(c, gpus, 0, host):
+    for name, env, command in placement.engine_commands(c, gpus, 0, host):
         processes.append((f"serve-{host}-{os.getpid()}-{name}", env, command))
     print(f"run.sh: {c.engines} engines for {c.out}/{c.run}; Ctrl-C takes them away")
-    launch.show(processes, c.dry_run)
+    placement.show(processes, c.dry_run)
     if not c.dry_run:
-        launch.prepare(c)
+        placement.prepare(c)
     return 0 if c.dry_run else run(c, processes, start)
 
 

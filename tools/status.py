@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import config as cfg  # noqa: E402
-from plumbing import checkpoints, launch  # noqa: E402
+from plumbing import checkpoints, rundir  # noqa: E402
 from plumbing.problems import held_out_scores  # noqa: E402
 from plumbing.queues import read_json  # noqa: E402
 
@@ -64,7 +64,7 @@ def find_run(name=None, file="config.json"):
 def being_prepared(run_dir):
     """Which start holds a run's name, and has not written its config.json yet: "process 7 on host, start 1a2b"; "" if none."""
     run_dir = Path(run_dir).resolve()
-    start = launch.holder(cfg.Config(out=str(run_dir.parent), run=run_dir.name))
+    start = rundir.holder(cfg.Config(out=str(run_dir.parent), run=run_dir.name))
     # evaluations write no start
     return start if read_json(run_dir / "config.json").get("start") not in (start, "") else ""
 
@@ -194,7 +194,7 @@ class Status:
     def is_running(self):
         """Does a process of the run, on any machine, still hold its name?"""
         run_dir = self.run_dir.resolve()
-        return launch.holder(replace(self.config, out=str(run_dir.parent), run=run_dir.name)) != ""
+        return rundir.holder(replace(self.config, out=str(run_dir.parent), run=run_dir.name)) != ""
 
     def state(self):
         """Running, complete, or stopped."""
@@ -202,7 +202,7 @@ class Status:
             return "as an earlier start has left it"
         if self.is_running():
             return "running"
-        if launch.is_complete(self.run_dir):
+        if rundir.is_complete(self.run_dir):
             return "complete; a larger --steps extends it"
         if checkpoints.newest(self.run_dir) is None:
             return "stopped; there is no checkpoint yet, the same command starts anew"

@@ -21,9 +21,9 @@ import preprocess
 import train
 from conftest import resolved
 from fake_engine import fake_vllm
-from plumbing import checkpoints, launch
+from plumbing import checkpoints, rundir
+from plumbing.guards import Guards
 from plumbing.ledger import Ledger
-from plumbing.mismatch import Guards
 from plumbing.patience import Patience
 from plumbing.queues import Queue
 from plumbing.ranks import Ranks
@@ -176,7 +176,7 @@ def test_subset_of_parameters_alone_is_trained_and_sent(tmp_path, base_model, mo
     """With a FAKE engine: it has the new values of those, and of all others what it has loaded."""
     words = f"toy --run t --out {tmp_path} --port 8985 --model {base_model}"
     config = resolved(*words.split(), "--trained", r"\.mlp\.up|norm")
-    run_dir = launch.write(config)
+    run_dir = rundir.write(config)
     ranks = Ranks(config)
     model, optimizers = train.build(config, CPU, 1)
     before = copies(model)

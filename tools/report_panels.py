@@ -1,4 +1,4 @@
-"""Curves of a run or of several, as a picture (matplotlib) and as a page (plotly.js, tools/page.html).
+"""Curves of a run or of several, as a picture (matplotlib) and as a page (plotly.js, tools/report_page.html).
 
 A panel is a title and curves over one axis. The page is one file that fetches nothing: curves to zoom into, tables,
 rollouts to leaf through.
@@ -182,7 +182,7 @@ def draw(path, title, panels):
 
 
 def as_json(panel):
-    """A panel as page.html takes it: dicts and lists; JSON knows no NaN."""
+    """A panel as report_page.html takes it: dicts and lists; JSON knows no NaN."""
     curves = []
     for curve in panel.curves:
         values = vars(curve) | {}
@@ -194,7 +194,7 @@ def as_json(panel):
 
 
 def table(title, header, rows, empty="none", folded=False):
-    """As page.html takes it; empty: said where there are no rows; folded: shown when one clicks on it."""
+    """As report_page.html takes it; empty: said where there are no rows; folded: shown when one clicks on it."""
     cells = [[str(cell) for cell in row] for row in rows]
     return dict(title=title, header=header, rows=cells, empty=empty, folded=folded)
 
@@ -208,7 +208,7 @@ def write_page(path, title, summary, tables, panels, rollouts=()):
     data["panels"] = [as_json(panel) for panel in panels]
     # nothing in a rollout may end the script that it is in
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    page = Path(__file__).with_name("page.html").read_text()
+    page = Path(__file__).with_name("report_page.html").read_text()
     parts = {"title": escape(title), "plotly": get_plotlyjs(), "data": text}
     whole = re.sub(r"\{\{(title|plotly|data)\}\}", lambda match: parts[match[1]], page)
     Path(path).write_text(whole)

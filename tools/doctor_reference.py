@@ -1,6 +1,6 @@
 """What a run should have computed, in the plainest way: one sequence at a time, all logits, Hugging Face's own model.
 
-tools/checks.py compares a run with it; it shares no code with what it checks, beyond the tokenizer and the tasks. It
+tools/doctor_checks.py compares a run with it; it shares no code with what it checks, beyond the tokenizer and the tasks. It
 knows the advantages, losses, normalisers and schedules named here. Deliberately absent: packing, speed.
 """
 

@@ -14,8 +14,9 @@ import requests
 import torch
 
 from plumbing import lora
-from plumbing.queues import read_json, secret_header
+from plumbing.queues import read_json
 from plumbing.samples import layout
+from plumbing.secret import secret_header
 from plumbing.supervise import DIRECT
 
 # updates from one measurement to the next

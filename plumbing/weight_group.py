@@ -8,11 +8,12 @@ import requests
 import torch
 
 from plumbing import transport
-from plumbing.queues import read_json, secret_header
+from plumbing.queues import read_json
+from plumbing.secret import secret_header
 from plumbing.supervise import DIRECT, is_healthy
 
 
-class Engines:
+class EngineRegistry:
     """The engines that their launchers have listed, and rank 0's calls to them.
 
     An engine is (url, started): one that was started again is another one. It is asked for its health
@@ -65,7 +66,7 @@ class Engines:
         return answer.json()
 
 
-class Group:
+class WeightGroup:
     """The weight group of the trainer and these engines. Forming it raises RuntimeError or TimeoutError."""
 
     def __init__(self, config, engines, members, layout, device):

@@ -1,6 +1,6 @@
-"""The doctor's checks: each compares what two short runs have left with what it should be (tools/plain.py).
+"""The doctor's checks: each compares what two short runs have left with what it should be (tools/doctor_reference.py).
 
-A function `check_...` takes the plain.Recording of the runs and yields rows of the table, (name, ok, figure); its
+A function `check_...` takes the reference.Recording of the runs and yields rows of the table, (name, ok, figure); its
 docstring, shown where one fails, says what faults it finds. A fork's own loss, advantage or optimizer is no fault: its
 row has None for ok, like one without data.
 """
@@ -21,7 +21,8 @@ from plumbing.problems import in_both, share_prompts
 from plumbing.queues import read_record
 from plumbing.samples import split
 from plumbing.sandbox import Sandbox
-from tools import plain, report
+from tools import doctor_reference as reference
+from tools import report
 
 # answers that are scored again; tokens of sequences that are computed again, of each kind
 SCORED, RECOMPUTED = 200, 20_000
@@ -63,11 +64,11 @@ def logprob_rows(run, who, origins, samples):
     some = np.random.default_rng(0).permutation(len(samples))[::every]
     by_origin = {origin: [] for origin in origins}
     tokens = surprise = variance = 0
-    parts = [part for i in some for part in plain.segments(samples[i])]
+    parts = [part for i in some for part in reference.segments(samples[i])]
     for sample in sorted(parts, key=lambda x: x["versions"].max()):
         origin = origin_of(sample)
         if origin:
-            logprobs, entropy, of_surprise = plain.expected(run, sample)
+            logprobs, entropy, of_surprise = reference.expected(run, sample)
             distances = np.abs(logprobs - sample["behavior_logprobs"][sample["mask"]])
             by_origin.setdefault(origin, []).append(distances)
             # -log p of what is drawn is the distribution's entropy on average
@@ -123,14 +124,14 @@ def check_texts(run):
         # of a client's episode only tokens are known
         has_client = False
         if hasattr(task, "episode"):
-            replayed = plain.Replayed(run, sample)
+            replayed = reference.Replayed(run, sample)
             has_client = asyncio.run(replayed.play(task, group["problem"])) is None
             wrong_replies += replayed.wrong
             replies += 0 if has_client else len(turns)
         else:
             ends += not stop.isdisjoint(sum(turns, [])[:-1])
         contexts = []
-        for part in plain.segments(sample):
+        for part in reference.segments(sample):
             tokens = part["tokens"].tolist()
             change = np.diff(part["mask"].astype(int))
             contexts += [tuple(tokens[: k + 1]) for k in np.flatnonzero(change == 1)]
@@ -163,7 +164,7 @@ def check_draws(run):
     c = run.config
     became = {draw: {what for _, what in found} for draw, found in report.ends(run.steps).items()}
     untrained = sum("trained" not in of_draw for of_draw in became.values())
-    known = c.advantage in plain.ADVANTAGES
+    known = c.advantage in reference.ADVANTAGES
     early = silent = judged = 0
     for draw, group in run.groups.items():
         first = min(v for sample in group["samples"] for v in sample["versions"][sample["mask"]])
@@ -201,7 +202,7 @@ def check_packing(run):
     """
     c = run.config
     seen = changed = other = 0
-    known = c.advantage in plain.ADVANTAGES
+    known = c.advantage in reference.ADVANTAGES
     sampled = {sample["sample_id"]: sample for _, sample in run.samples()}
     for step, line in run.steps.items():
         times = Counter()
@@ -235,8 +236,8 @@ def check_trainer(run):
         if run.config.adam_8bit:
             yield name, None, "--adam_8bit: not known to the doctor"
             continue
-        before, after = (plain.trainer_state(run, v) for v in (version, version + 1))
-        steps = list(plain.adam_steps(run, version, before, after))
+        before, after = (reference.trainer_state(run, v) for v in (version, version + 1))
+        steps = list(reference.adam_steps(run, version, before, after))
         differ = sum(int((~same).sum()) for _, _, same, _ in steps)
         counted = {count for *_, count in steps}
         figure = f"{differ} elements of {len(steps)} tensors differ, Adam counts {counted}"
@@ -253,11 +254,11 @@ def gradient_rows(run, step, given, after, before):
     """The rows of a step's gradient. given: what Adam got, clipped; after: the trainer's state; before: the model's."""
     c = run.config
     name = f"gradient of step {step}"
-    if c.loss not in plain.LOSSES or c.normalizer not in plain.NORMALIZERS:
+    if c.loss not in reference.LOSSES or c.normalizer not in reference.NORMALIZERS:
         yield name, None, f"--loss {c.loss} --normalizer {c.normalizer}: not known to the doctor"
         return
     trained = after["optimizer"]["state"]
-    gradients, older, ess = plain.gradient(run, step, trained, before)
+    gradients, older, ess = reference.gradient(run, step, trained, before)
     norm = float(get_total_norm(gradients.values()))
     full = run.steps[step]["grad_norm"]
     limit = RELATIVE[c.dtype]
@@ -293,7 +294,7 @@ def check_rewards(run):
             group = run.groups[draw]
             task = sandbox.tasks[group["task"]]
             finished = bool(sample["finished"])
-            replayed = plain.Replayed(run, sample)
+            replayed = reference.Replayed(run, sample)
             if hasattr(task, "episode"):
                 reply = asyncio.run(replayed.play(task, group["problem"]))
             else:
@@ -303,7 +304,7 @@ def check_rewards(run):
             if reply is None:
                 continue
             judged += 1
-            reward, outcome = plain.verdict(c, task, reply, finished)
+            reward, outcome = reference.verdict(c, task, reply, finished)
             # less the soft penalty of DAPO (arXiv 2503.14476) eq. 13
             over = sample["mask"].sum() - (c.max_new_tokens - c.overlong_buffer)
             reward -= min(max(over, 0) / max(c.overlong_buffer, 1), 1)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 import config as cfg
-from tools.panels import Panel, column, evaluated, smooth
+from tools.report_panels import Panel, column, evaluated, smooth
 
 # two runs are the same setting whatever these are
 OWN = "run out run_id seed port nnodes master_addr master_port fresh dry_run wandb"
