@@ -1,38 +1,68 @@
-"""A task is one file here, named on the command line: `--task toy` is tasks/toy.py. This is all that it may define.
+"""A task is one Python file in this folder: `--task toy` is tasks/toy.py.
 
-    problems(split, seed) or problems(split, seed, data)    required
-        A sequence of problems; split is "train" or "test". Problems for "test" are held out: none of them may be
-        among those for "train". The same arguments give the same problems in the same order, as runs are continued by
-        a problem's index. A task that reads data files takes the third argument, what --train_data or --eval_data names
-        ("" if nothing); tasks/_data.py reads files of many kinds. ValueError: the message, which names file and line,
-        ends the start before anything is touched.
+These are all the names that the rest of the code looks for in a task's file:
 
-    A problem is a dict:
-        prompt    required: a text, or a list of messages with `role` and `content` for the model's chat template
-        answer    what is right; shown beside rollouts
-        source    the set that it comes from: evaluations report every source by itself (default: the task's name)
-        where     file and line, for messages about this problem
-        ...       anything else that `reward` or `episode` needs
+    problems(split, seed) or problems(split, seed, data)             required
+        Returns a sequence of problems. split is "train" or "test"; problems of "test" are held
+        out, so none of them should be among those of "train". The same arguments must give the
+        same problems in the same order, because a run is continued by a problem's index. A third
+        parameter receives the text of --train_data or --eval_data, "" if it was not given;
+        tasks/_data.py reads files of many kinds. To refuse its arguments or its data the function
+        raises ValueError: the run ends with the message, and nothing has been started.
 
-    reward(problem, completion, finished) -> reward         required, unless there is an episode
-        completion: the text that the model wrote; finished: it ended by itself, and was not cut off at --max_new_tokens.
-        It runs in a process of its own with limits on time (--reward_timeout) and memory.
+    A problem is a dict with text that UTF-8 can hold:
+        prompt     required: a text, or a list of messages, each a dict with `role` and `content`,
+                   for the model's chat template
+        answer     the right answer; it is shown beside decoded samples
+        source     the name of the set that the problem comes from. Evaluations report each source
+                   by itself. If it is absent, it is the task's name; two tasks must not share one
+        where      the file and line of the problem, for messages about it
+        read_as    how tasks/_data.py understood the columns of the set, one line; needs `where`
+        ...        anything else that `reward` or `episode` needs
 
-    async episode(problem, model) -> reward                 instead of reward: several turns, tools, agents
-        `await model(text)` is the model's next turn, the prompt being the first text; `model.base_url` and `model.api_key`
-        are an OpenAI endpoint of this attempt's own; `await model.call("function", ...)` calls a function of this file in a
-        process of its own. Errors of its own are counted; `raise AttemptLost("why")` (plumbing.episode) leaves it out.
+    reward(problem, completion, finished) -> reward                  required without `episode`
+        completion is the text that the model wrote. finished is True if the model ended by
+        itself, and False if it was cut off at --max_new_tokens. The function runs in a process of
+        its own, with limits on time (--reward_timeout) and memory. If it exceeds one of them or
+        raises, the outcome is "unparsable", and this is counted.
 
-    A reward is a number (of Python, numpy, torch, Fraction, Decimal; finite), or one of the outcomes "correct", "wrong",
-    "no_answer", "unparsable", whose numbers are --reward_finished and --reward_cut_off.
+    async episode(problem, model) -> reward                          instead of `reward`
+        For several turns, tools and agents. It runs in the actor, for at most --episode_timeout.
+        await model(text)                 the model's next turn, a text. The first text must be the
+                                          prompt. It raises plumbing.episode.CutOff if no tokens
+                                          are left; unless it is caught, the outcome is "no_answer"
+        model.turns, model.finished       all turns so far; whether the last one ended by itself
+        model.base_url, model.api_key     an OpenAI endpoint for this attempt alone
+        await model.call("name", ...)     calls a function of the task's file in a process of its
+                                          own, with limits as for `reward`, and returns its number
+                                          or text. It raises TimeoutError, RuntimeError, TypeError
+        An exception makes the outcome "unparsable", and is counted. To leave the attempt out
+        instead, as when a tool is out of order, raise plumbing.episode.AttemptLost("reason").
 
-    SUCCESS = 1.0                         a reward from here on counts as solved; so does the outcome "correct"
-    INSTANT = False                       True: no text can keep `reward` busy; it is called without a process of its own
-    answer(problem, completion) -> text   what attempts are compared by when they vote (maj@k of tools/evaluate.py); None: no vote
-    demonstration(rng) -> [(text, learn)] an example for the tiny base model that is made where --model is empty;
-                                          learn: the model says this text. Some examples should be wrong
-    TINY = dict(...)                      what is special about that model: see DEFAULT in tools/base_model.py
+    A reward is a finite number (of Python, numpy, torch, Fraction or Decimal; True is 1), or an
+    outcome: "correct", "wrong", "no_answer" or "unparsable". --reward_finished holds the four
+    numbers that the outcomes stand for, and --reward_cut_off those for answers that were cut off.
 
-A file whose name starts with `_` is no task, but may help some. `tasks/toy.py` is the shortest task, `tasks/guess.py` the
-shortest with an episode, `tasks/maths.py` one that reads data.
+    SUCCESS = 1.0
+        A number of at least this much counts as solved. So does the outcome "correct".
+
+    INSTANT = False
+        True promises that no text can keep the task's functions busy or make them take much
+        memory. They are then called in the actor itself, which is faster.
+
+    answer(problem, completion) -> a number, a text or None
+        The vote of an attempt, for maj@k of tools/evaluate.py; None is no vote. completion is the
+        model's text or, in a task with an episode, the list of its turns. It runs as `reward`
+        does. Without this function an attempt votes with its whole text.
+
+    demonstration(rng) -> [(text, learn), ...]
+        One example for the tiny base model that is made where --model is empty, in parts. The
+        model learns to write the texts with learn = True. Some examples should be wrong, so that
+        reinforcement learning has something to improve. rng is a random.Random.
+
+    TINY = dict(...)
+        Settings of that tiny model which differ from DEFAULT in tools/base_model.py.
+
+A file whose name starts with `_` is no task; it holds functions that tasks use. tasks/toy.py is the
+shortest task, tasks/guess.py the shortest one with an episode, and tasks/maths.py reads data.
 """
