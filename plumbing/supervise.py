@@ -1,13 +1,15 @@
-"""The processes of a run on this machine: starts them, watches them, stops them.
+"""The processes of a run on this machine are started, watched and stopped here.
 
-An engine that dies or hangs is started again. While it runs and has begun to answer, out/<run>/engines/<name>.json
-says where; the trainer admits and drops what is listed there. Deliberately absent: what is started, and where (placement.py).
+An engine that dies or hangs is started again. From its first answer until its end the file
+out/<run>/engines/<name>.json holds its URL: the trainer sends weights to the engines that are
+listed there. Deliberately absent: which processes there are, and where they run (placement.py).
 """
 
 import contextlib
 import ctypes
 import os
 import re
+import resource
 import secrets
 import shlex
 import signal
@@ -23,20 +25,30 @@ import requests
 from config import ROOT
 from plumbing.queues import publish_json
 
-ANSWER = 3.0  # seconds an engine has to say that it is healthy
-DIRECT = {"http": ""}  # proxies of our own requests: none, whatever the environment says
-HANGS = 10  # questions in a row left unanswered by an engine that hangs
-RESTARTS = 2  # of an engine, without an answer in between
-BETWEEN = 10.0  # seconds from one start of an engine to the next, at least
-GRACE = 4.0  # seconds that processes have to end by themselves; the trainer has more
-LIBC = ctypes.CDLL(None)
+# seconds that an engine may take to answer GET /health
+HEALTH_TIMEOUT = 3.0
+# `proxies` of our own HTTP requests: no proxy, whatever the environment says
+DIRECT = {"http": ""}
+# An engine hangs if it leaves so many health checks in a row unanswered
+MAX_UNANSWERED = 10
+# how often an engine is started again without having answered in between
+RESTARTS = 2
+# least number of seconds between two starts of an engine
+RESTART_INTERVAL = 10.0
+# seconds that a process has to end after SIGTERM; --stop_timeout says how many the trainer has
+GRACE_PERIOD = 4.0
+# signals that end a run
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LIBC = ctypes.CDLL(None)
+# prctl's option, from linux/prctl.h
 PR_SET_PDEATHSIG = 1
 
 
 class Ended(Exception):
-    """A run that ends before its last step; code: the launcher's own, details: what is known of it, is_trainer: a
-    rank of the trainer has died.
+    """The run ends before its last step.
+
+    code: the exit code of the launcher. details: the last errors of the process that died.
+    is_trainer: a rank of the trainer has died, so that no checkpoint can be saved.
     """
 
     def __init__(self, why, code=1, details="", is_trainer=False):
@@ -47,13 +59,17 @@ class Ended(Exception):
 
 
 def say(line):
-    # in one write, as many threads do; the terminal may have gone
+    """Print a line in a single write, as several threads print. The terminal may be gone."""
     with contextlib.suppress(OSError):
         print(f"{line}\n", end="", flush=True)
 
 
 def claim_port(host, first):
-    """A socket of the first free port from `first` on: no other run gets it while that is open, a server of ours can."""
+    """Reserve the first free port from `first` on: a socket that is bound to it.
+
+    While the socket is open no other run can reserve the port, but a server that we start can
+    listen on it. Raises OSError if no port is free.
+    """
     for port in range(first, 65536):
         claim = socket.socket()
         with contextlib.suppress(OSError):
@@ -63,8 +79,11 @@ def claim_port(host, first):
     raise OSError(f"--port {first}: no port of {host} is free from there on")
 
 
-def is_healthy(url, timeout=ANSWER):
-    """Does this engine answer, and well? timeout: seconds, or those to connect and those to answer."""
+def is_healthy(url, timeout=HEALTH_TIMEOUT):
+    """Does this engine answer that it is healthy?
+
+    timeout: seconds, or a pair: seconds to connect, seconds to answer.
+    """
     try:
         return requests.get(f"{url}/health", timeout=timeout, proxies=DIRECT).ok
     except requests.RequestException:
@@ -72,15 +91,31 @@ def is_healthy(url, timeout=ANSWER):
 
 
 def end_with_launcher():
-    """In a new process: should the launcher be killed, it is told to end; the trainer then saves."""
+    """Ask Linux to send this process SIGTERM if the launcher is killed; the trainer then saves.
+
+    It is called in each new process (preexec_fn).
+    """
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def allow_many_connections():
+    """Raise the limit of open files to the highest value that this process may set.
+
+    Each sequence in progress is a connection between the actor and an engine. Processes inherit the
+    limit when they are started.
+    """
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 class Process:
-    """One process of a run, leader of a process group. What it prints goes to its log and the terminal, its
-    stderr to the log alone. files: open files that it inherits.
+    """One process of a run, which leads a process group of its own.
+
+    Its stdout goes to its log and to the terminal, its stderr to the log alone. files: descriptors
+    of open files that it inherits.
     """
 
+    # False: stdout goes to the log alone
     is_shown = True
 
     def __init__(self, run_dir, name, env, command, files=()):
@@ -93,89 +128,116 @@ class Process:
         self.process = None
 
     def start(self):
+        """Start the process, and a thread that passes on what it prints."""
+        allow_many_connections()
         reading, writing = os.pipe()
         with open(self.log, "ab", buffering=0) as log:
             log.write(f"== {time.strftime('%F %T')} {shlex.join(self.command)}\n".encode())
-            # where its own words begin
+            # position in the log at which the output of this start begins
             self.begin = log.tell()
-            # the reading end, too: if the launcher is killed, last words break no pipe
-            streams = dict(stdin=subprocess.DEVNULL, stdout=writing, stderr=log)
-            streams["pass_fds"] = [reading, *self.files]
-            group = dict(start_new_session=True, preexec_fn=end_with_launcher)
-            env = os.environ | self.env
-            self.process = subprocess.Popen(self.command, cwd=ROOT, env=env, **streams, **group)
+            self.process = subprocess.Popen(
+                self.command,
+                cwd=ROOT,
+                env=os.environ | self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=writing,
+                stderr=log,
+                # It inherits the pipe's reading end, too: if the launcher is killed, it can still
+                # print and gets no SIGPIPE
+                pass_fds=[reading, *self.files],
+                start_new_session=True,
+                preexec_fn=end_with_launcher,
+            )
         os.close(writing)
         self.thread = threading.Thread(target=self._pass_on, args=(reading,), daemon=True)
         self.thread.start()
 
     def _pass_on(self, reading):
+        """The thread: copy each line of stdout to the log and, if is_shown, to the terminal."""
         with open(reading, "rb") as lines, open(self.log, "ab", buffering=0) as log:
             for line in lines:
                 if self.is_shown:
                     say(f"[{self.name}] {line.decode(errors='replace').rstrip()}")
-                # a full disk must not keep it from the terminal
+                # a full disk must not end the thread, as the terminal still shows the lines
                 with contextlib.suppress(OSError):
                     log.write(line)
 
     def signal(self, number):
-        """To all of its process group."""
+        """Send a signal to its whole process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
     def poll(self):
-        """Its exit code, as a shell has it; None while it runs. What it leaves behind ends with it."""
+        """Its exit code as a shell would give it (137 after kill -9); None while it runs.
+
+        Once it has ended, the processes that it leaves behind are killed.
+        """
         code = self.process.poll()
         if code is not None:
             self.signal(signal.SIGKILL)
         return 128 - code if code and code < 0 else code
 
     def last_errors(self):
-        """What its log says last of errors since it was started, or of anything."""
+        """The last three lines that it has logged of errors since this start, or of anything."""
         lines = self.log.read_bytes()[self.begin :].decode(errors="replace").splitlines()
         lines = [line for line in lines if line.strip() and not line.startswith("nanobind: ")]
-        # what a stage says by itself may come after errors of libraries
-        own = [x for x in lines if x.startswith(f"{self.name}: ")][-1:]
-        errors = [x for x in lines if re.search(r"\b\w+(Error|Exception|Exit): ", x) or x in own]
+        # the line in which a stage says why it ends; libraries may print errors before it
+        final = [line for line in lines if line.startswith(f"{self.name}: ")][-1:]
+        error = re.compile(r"\b\w+(Error|Exception|Exit): ")
+        errors = [line for line in lines if error.search(line) or line in final]
         return "\n".join(f"  [{self.name}] {line}" for line in (errors or lines)[-3:])
 
 
 class Engine(Process):
-    """An engine, on the first free port from its own on, which is started again when it dies or hangs."""
+    """An engine, which is started again when it dies or hangs.
+
+    It listens on the first free port from the one in its command on. start_timeout: seconds until
+    an engine that has not answered yet counts as hanging.
+    """
 
     is_shown = False
 
     def __init__(self, run_dir, name, env, command, start_timeout):
         host = command[command.index("--host") + 1]
-        k = command.index("--port") + 1
-        self.claim = claim_port(host, int(command[k]))
+        port_index = command.index("--port") + 1
+        # this socket keeps the port for the engine until the run ends, restarts included
+        self.claim = claim_port(host, int(command[port_index]))
         port = self.claim.getsockname()[1]
-        # vLLM leaves its sockets where it made them
+        command = list(command)
+        command[port_index] = str(port)
+        # vLLM does not delete the sockets that it makes: they get a directory that is deleted
         self.sockets = tempfile.TemporaryDirectory()
         env = env | {"VLLM_RPC_BASE_PATH": self.sockets.name}
-        super().__init__(run_dir, name, env, [*command[:k], str(port), *command[k + 1 :]])
+        super().__init__(run_dir, name, env, command)
         self.url = f"http://{host}:{port}"
         self.file = self.run_dir / "engines" / f"{name}.json"
         self.start_timeout = start_timeout
         self.deaths = 0
 
     def start(self):
+        """Start the engine. It is listed in out/<run>/engines when it first answers."""
         self.file.unlink(missing_ok=True)
         super().start()
-        self.started = self.next_look = time.monotonic()
+        self.started = time.monotonic()
+        self.next_check = self.started
         self.has_answered = False
-        self.failures = 0
+        self.unanswered = 0
 
     def poll(self):
-        """The exit code of its last death, when it is given up; None before."""
+        """The exit code of its last death, once it is not started again any more; None before.
+
+        This method also checks its health and starts it again if it is dead.
+        """
         code = super().poll()
         if code is None:
-            if time.monotonic() > self.next_look:
+            if time.monotonic() > self.next_check:
                 self._check_health(time.monotonic() - self.started)
             return None
         self.file.unlink(missing_ok=True)
-        if time.monotonic() > self.started + BETWEEN:
+        if time.monotonic() > self.started + RESTART_INTERVAL:
             self.deaths += 1
             if self.deaths > RESTARTS:
+                # an engine has no reason to end, even if it says that all is well (code 0)
                 return code or 1
             say(f"run.sh: {self.name} died with exit code {code}, and is started again")
             say(self.last_errors())
@@ -183,25 +245,28 @@ class Engine(Process):
         return None
 
     def _check_health(self, seconds):
-        """Kill it if it hangs; seconds: since its start."""
-        self.failures = 0 if is_healthy(self.url) else self.failures + 1
-        self.next_look = time.monotonic() + 1
-        if not self.failures and not self.has_answered:
+        """List it at its first answer, and kill it if it hangs. seconds: since its start."""
+        self.unanswered = 0 if is_healthy(self.url) else self.unanswered + 1
+        self.next_check = time.monotonic() + 1
+        if self.unanswered == 0 and not self.has_answered:
             self.has_answered = True
             self.deaths = 0
             self.file.parent.mkdir(exist_ok=True)
-            # each start is an engine of its own, without weights
+            # `started` tells the trainer that this is a new engine, which has no weights yet
             publish_json(self.file, url=self.url, started=secrets.token_hex(8))
             say(f"[{self.name}] answers after {seconds:.0f} s")
-        if self.failures >= HANGS and (self.has_answered or seconds > self.start_timeout):
+        may_hang = self.has_answered or seconds > self.start_timeout
+        if may_hang and self.unanswered >= MAX_UNANSWERED:
             say(f"run.sh: {self.name} does not answer {self.url}/health: it is killed")
             self.process.kill()
 
 
 def run(processes, stop_timeout, is_over):
-    """Start the processes, wait until the trainer has ended well or is_over(), end those that are left.
+    """Start the processes, wait for the end of the run, and stop the processes that are left.
 
-    stop_timeout: seconds that the trainer has to save. Returns why it ended early, Ended, or None.
+    The run ends when the trainer ends with exit code 0, when is_over() is true, when a process
+    dies, or at a signal. stop_timeout: seconds that the trainer has to save a checkpoint. Returns
+    the reason (Ended) if the run ends before its last step, else None.
     """
     ended = None
     end_at_signals()
@@ -218,15 +283,16 @@ def run(processes, stop_timeout, is_over):
     if ended:
         say(f"run.sh: {ended}, stopping")
     else:
-        # the other stages end by themselves, and say last what they have counted
-        wait([process for process in processes if not isinstance(process, Engine)], GRACE)
-    # ranks wait for one that has died, and cannot save
+        # the other stages end by themselves, and print what they have counted
+        stages = [process for process in processes if not isinstance(process, Engine)]
+        wait(stages, GRACE_PERIOD)
+    # If a rank of the trainer has died, the others wait for it and cannot save
     stop(processes, 0 if ended and ended.is_trainer else stop_timeout)
     return ended
 
 
 def end_at_signals():
-    """From now on Ctrl-C, and an order to end, raise Ended."""
+    """From now on Ctrl-C, SIGTERM and SIGHUP raise Ended in this process."""
     for number in SIGNALS:
         signal.signal(number, _raise_ended)
 
@@ -236,7 +302,10 @@ def _raise_ended(number, frame):
 
 
 def watch(processes, is_over):
-    """Until the trainer has ended well, or is_over(). Raises Ended if a process dies."""
+    """Wait until the trainer has ended with exit code 0, or until is_over().
+
+    Raises Ended if a process dies.
+    """
     running = list(processes)
     while not is_over():
         for process in list(running):
@@ -246,31 +315,37 @@ def watch(processes, is_over):
                 if process.name == "train":
                     return
             elif code:
-                why = f"{process.name} died with exit code {code}"
-                why += " (kill -9, perhaps for want of memory)" if code == 137 else ""
-                details = f"{process.log}:\n{process.last_errors()}"
-                raise Ended(why, details=details, is_trainer=process.name.startswith("train"))
+                hint = " (kill -9, perhaps because memory ran out)" if code == 137 else ""
+                raise Ended(
+                    f"{process.name} died with exit code {code}{hint}",
+                    details=f"{process.log}:\n{process.last_errors()}",
+                    is_trainer=process.name.startswith("train"),
+                )
         time.sleep(0.5)
 
 
 def wait(processes, seconds):
-    """Wait until all of these processes have ended, at most so many seconds."""
+    """Wait until all of these processes have ended, but at most this number of seconds."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(p.process.poll() is None for p in processes):
         time.sleep(0.1)
 
 
 def stop(processes, seconds):
-    """End all processes: first the trainer, which saves for so many seconds."""
+    """End all processes: first the trainer, which has this number of seconds to save."""
     started = [process for process in processes if process.process]
     ranks = [process for process in started if process.name.startswith("train")]
-    orders = [(ranks, signal.SIGTERM, seconds), (started, signal.SIGTERM, GRACE)]
-    for some, number, limit in (*orders, (started, signal.SIGKILL, GRACE)):
-        for process in some:
+    signals = [
+        (ranks, signal.SIGTERM, seconds),
+        (started, signal.SIGTERM, GRACE_PERIOD),
+        (started, signal.SIGKILL, GRACE_PERIOD),
+    ]
+    for receivers, number, limit in signals:
+        for process in receivers:
             process.signal(number)
-        wait(some, limit)
+        wait(receivers, limit)
     for process in started:
-        # its last words
+        # its last lines may still be in the pipe
         process.thread.join(1)
         if isinstance(process, Engine):
             process.file.unlink(missing_ok=True)

@@ -77,9 +77,9 @@ class Supervised(supervise.Engine):
 
 @pytest.fixture
 def supervised(tmp_path, monkeypatch):
-    monkeypatch.setattr(supervise, "ANSWER", 0.5)
-    monkeypatch.setattr(supervise, "HANGS", 3)
-    monkeypatch.setattr(supervise, "BETWEEN", 0.0)
+    monkeypatch.setattr(supervise, "HEALTH_TIMEOUT", 0.5)
+    monkeypatch.setattr(supervise, "MAX_UNANSWERED", 3)
+    monkeypatch.setattr(supervise, "RESTART_INTERVAL", 0.0)
     made = []
 
     def start(*arguments, **options):
