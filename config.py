@@ -160,8 +160,7 @@ class Config:
     clip_high: float = -1.0
     # loss: token sum / samples (the paper); token sum / tokens; sum of sequence means / samples
     normalizer: Literal["samples", "tokens", "sequence"] = "samples"
-    # on-policy distillation from a model with the same vocabulary; self: from the engines' own, which are shown
-    # a correct attempt of the group
+    # on-policy distillation from this model, a directory or hub name, which has the same vocabulary
     teacher: str = ""
     # weight of log teacher - log mu of a sampled token in its advantage
     teacher_coef: NotNegative = 1.0

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import os
 import sys
-import types
 
 import numpy as np
 import torch
@@ -31,10 +30,20 @@ import config as cfg
 from plumbing import checkpoints, lora
 from plumbing.guards import Guards
 from plumbing.metrics import MetricsLog, Sums, largest
-from plumbing.model import empty_model, finish_logits, hand_out, keeping, project, to_device, whole
+from plumbing.model import (
+    empty_model,
+    finish_logits,
+    hand_out,
+    head_product,
+    is_packed,
+    keeping,
+    shared_prefixes,
+    to_device,
+    whole,
+)
 from plumbing.ranks import Ranks, Stopped
 from plumbing.reader import Reader
-from plumbing.samples import layout, share
+from plumbing.samples import layout
 from weights import Sender
 
 logging.disable_progress_bar()
@@ -44,81 +53,133 @@ logging.disable_progress_bar()
 
 
 def head_chunk(vocabulary, width):
-    """How many tokens' logits exist at once: 256 MB of them in float32, or as much as the head's matrix
-    takes in bfloat16. Every chunk adds to that matrix's gradient: small ones cost time and digits.
+    """How many tokens' logits exist at once: 256 MB of them in float32, or as much as the head's
+    matrix takes in bfloat16. Every chunk adds to that matrix's gradient: small chunks cost time
+    and digits.
     """
     return max((1 << 26) // vocabulary, width // 2)
 
 
 def head_logprobs(hidden, targets, temperature, head, model_config, entropy_grad):
-    """Logprobs and entropy of one chunk, in float32.
+    """Logprobs and entropy of one chunk of C tokens, in float32.
 
-    hidden [C, D], targets [C], temperature [C], head: (function to logits, weight [V, D], bias [V] or
-    None) -> ([C], [C])
+    hidden [C, D], targets [C], temperature [C], head: (function to logits, weight [V, D], bias [V]
+    or None) -> (logprobs [C], entropy [C])
     """
     to_logits, weight, bias = head
     logits = to_logits(hidden, weight)  # [C, V]
     if bias is not None:
         logits = logits + bias
-    # in float32, as temperature is
+    # The division promotes the logits to float32, the dtype of temperature.
     logits = finish_logits(logits, model_config) / temperature[:, None]
     logp = torch.log_softmax(logits, dim=-1)
     del logits
     logprobs = logp.gather(1, targets[:, None])[:, 0]
-    # last: what is recomputed in the backward pass ends with what that needs
+    # The entropy is computed last: when the backward pass recomputes this function it stops as soon
+    # as it has all that it needs, and then leaves the entropy out.
     with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
         entropy = -(logp.exp() * logp).sum(-1)
     return logprobs, entropy
 
 
-def token_logprobs(model, input_ids, position_ids, temperature, wanted=None, entropy_grad=False):
-    """log p(token | tokens before it in its sequence) for one packed row, and the entropy of the
-    distribution it came from: (logprobs [T], entropy [T]), float32, on the model's device.
+def token_logprobs(
+    model,
+    input_ids,
+    position_ids,
+    temperature,
+    wanted=None,
+    entropy_grad=False,
+    to_logits=torch.nn.functional.linear,
+    chunk_logprobs=head_logprobs,
+):
+    """log p(token | tokens before it in its sequence) for one packed row of T tokens, and the
+    entropy of the distribution that each token came from: (logprobs [T], entropy [T]), float32, on
+    the model's device.
 
-    input_ids, position_ids [T], numpy (FSDP2 moves tensors to the GPU; the sequences' boundaries
-    must be known on the CPU) or CPU tensors; positions restart at 0 with every sequence, none of which
-    sees another. temperature: a number, or one per token [T], of its sequence; wanted [T] bool: of
-    which tokens (None: of all); entropy_grad: the entropy has a gradient, too. Both are 0 at the row's
-    first token and at those not wanted, which the head does not see; a sequence's first token has no
-    context: its value must be masked out by the caller. How sequences that lie side by side begin
-    alike is computed once.
+    model: a Hugging Face causal LM. input_ids, position_ids [T]: numpy arrays (FSDP2 would move
+    tensors to the GPU, and the sequences' boundaries must be known on the CPU) or CPU tensors;
+    positions restart at 0 with every sequence, and no sequence sees another one. temperature: a
+    number, or one per token [T]. wanted [T] bool: the tokens whose values are asked for (None: all
+    of them). entropy_grad: the entropy has a gradient, too. to_logits: the product of hidden states
+    and the head's weight; chunk_logprobs: head_logprobs, perhaps compiled.
+
+    Both values are 0 at the row's first token and at tokens that are not wanted, which the head
+    does not see. The first token of any other sequence has no context: the caller must mask its
+    value out. A beginning that neighbouring sequences share is computed once.
     """
     ids, positions, temperature = map(np.asarray, (input_ids, position_ids, temperature))
     temperature = np.broadcast_to(temperature.astype(np.float32), ids.shape)
-    bounds = np.append(np.flatnonzero(positions == 0), len(ids))
-    place = np.arange(len(ids))
-    # others take the tokens of a row as they come
-    if model.config._attn_implementation == "packed":
-        place = share(ids, np.diff(bounds))
-    # the Q <= T tokens that are computed
-    own = np.unique(place, return_index=True)[1]
-    own_bounds = np.searchsorted(own, bounds)
-    # a token's distribution comes from the hidden state of the one before it
-    of = np.arange(1, len(ids)) if wanted is None else np.flatnonzero(wanted[1:]) + 1
+    # Attention implementations other than ours take every token of a row as it comes.
+    plan = shared_prefixes(ids, positions, is_packed=is_packed(model))
+    # The distribution of a token comes from the hidden state of the token before it.
+    target_index = np.arange(1, len(ids)) if wanted is None else np.flatnonzero(wanted[1:]) + 1
+    context_index = plan.computed_index[target_index - 1]
     head = model.get_output_embeddings()
     weight = head.weight
-    bias = getattr(head, "bias", None)
-    arrays = [ids[own], positions[own], place[of - 1], of, ids[of], temperature[of]]
-    arrays += [place, own_bounds.astype(np.int32), bounds.astype(np.int32)]
-    tensors = to_device(weight.device, *map(torch.from_numpy, arrays))
-    own_ids, own_positions, before, of, targets, temperature, *packing = tensors
+    device = weight.device
+    computed_ids, computed_positions = to_device(
+        device, ids[plan.computed], positions[plan.computed]
+    )
+    targets, target_temperature = to_device(device, ids[target_index], temperature[target_index])
+    target_index, context_index = to_device(device, target_index, context_index)
     hidden = model.base_model(
-        input_ids=own_ids[None],
-        position_ids=own_positions[None],
+        input_ids=computed_ids[None],
+        position_ids=computed_positions[None],
         use_cache=False,
-        packing=(*packing, *(torch.from_numpy(np.diff(x)) for x in (own_bounds, bounds))),
-    ).last_hidden_state[0]  # [Q, D]
-    hidden = hidden.index_select(0, before)  # [N, D]
-    how = ((project(model), weight, bias), model.config, entropy_grad)
-    of_chunk = getattr(model, "compiled_head", head_logprobs)
-    chunks = [x.split(head_chunk(*weight.shape)) for x in (hidden, targets, temperature)]
+        packing=plan.packing(device),
+    ).last_hidden_state[0]  # [Q, D]: Q <= T tokens are computed
+    hidden = hidden.index_select(0, context_index)  # [N, D]: N tokens are wanted
+    head_arguments = ((to_logits, weight, getattr(head, "bias", None)), model.config, entropy_grad)
+    chunks = [x.split(head_chunk(*weight.shape)) for x in (hidden, targets, target_temperature)]
     if len(chunks[0]) > 1:
-        # the logits of a chunk are recomputed in the backward pass, so [T, V] never exists
-        of_chunk = functools.partial(checkpoint, of_chunk, use_reentrant=False)
-    parts = [of_chunk(*chunk, *how) for chunk in zip(*chunks)]
+        # The logits of a chunk are recomputed in the backward pass, so that [T, V] never exists.
+        chunk_logprobs = functools.partial(checkpoint, chunk_logprobs, use_reentrant=False)
+    parts = [chunk_logprobs(*chunk, *head_arguments) for chunk in zip(*chunks)]
     logprobs, entropy = (torch.cat(x) for x in zip(*parts))
     zeros = logprobs.new_zeros(len(ids))
-    return zeros.index_copy(0, of, logprobs), zeros.index_copy(0, of, entropy)
+    logprobs = zeros.index_copy(0, target_index, logprobs)
+    entropy = zeros.index_copy(0, target_index, entropy)
+    return logprobs, entropy
+
+
+class Policy(torch.nn.Module):
+    """The model that is trained; what the loss may ask of it and of the frozen models beside it.
+
+    model: a Hugging Face causal LM, whose parameters are all that this module has.
+    """
+
+    def __init__(self, model, config):
+        super().__init__()
+        self.model = model
+        self.config = config
+        self.chunk_logprobs = head_logprobs
+        # The Policy of a frozen model by its role, "reference" or "teacher". They lie in a dict,
+        # where torch does not look for parameters.
+        self.frozen = {}
+
+    def logprobs(self, *inputs, entropy_grad=False):
+        """(logprobs [T], entropy [T]) under the policy; inputs: those of `token_logprobs`."""
+        return token_logprobs(
+            self.model,
+            *inputs,
+            entropy_grad=entropy_grad,
+            to_logits=head_product(self.config.head_float32),
+            chunk_logprobs=self.chunk_logprobs,
+        )
+
+    @torch.no_grad()
+    def reference_logprobs(self, *inputs):
+        """Logprobs [T] under the base model, which is frozen; for --kl_coef."""
+        if "reference" in self.frozen:
+            return self.frozen["reference"].logprobs(*inputs)[0]
+        # With adapters the base model is this one without them.
+        with lora.adapters_off():
+            return self.logprobs(*inputs)[0]
+
+    @torch.no_grad()
+    def teacher_logprobs(self, *inputs):
+        """Logprobs [T] under the model of --teacher."""
+        return self.frozen["teacher"].logprobs(*inputs)[0]
 
 
 # ---------------------------------------------------------------------------- the loss
@@ -218,7 +279,7 @@ def mean_if_any(total, n):
     return total / n if n else None
 
 
-def micro_batch(model, batch, version, config, device):
+def micro_batch(policy, batch, version, config, device):
     """Forward, loss and metrics of one micro-batch; nothing here waits for the device.
 
     batch: a record of plumbing/samples.py with the advantages of preprocess.py. Returns the summed
@@ -227,15 +288,14 @@ def micro_batch(model, batch, version, config, device):
     """
     positions, sequence_ids = layout(batch["lengths"], batch["segment"])
     inputs = (batch["tokens"], positions, batch["temperature"][sequence_ids], batch["mask"])
-    # before the policy's forward pass, of which much is kept
-    ref_logprobs = model.reference_logprobs(*inputs)[0] if config.kl_coef else None
-    has_teacher = config.teacher not in ("", "self")
-    teacher_logprobs = model.teacher_logprobs(*inputs)[0] if has_teacher else None
+    # The frozen models come first: much memory of the policy's forward pass is kept until backward.
+    ref_logprobs = policy.reference_logprobs(*inputs) if config.kl_coef else None
+    teacher_logprobs = policy.teacher_logprobs(*inputs) if config.teacher else None
     with keeping(config, device):
-        logprobs, entropy = model.token_logprobs(*inputs, entropy_grad=config.entropy_coef > 0)
+        logprobs, entropy = policy.logprobs(*inputs, entropy_grad=config.entropy_coef > 0)
     arrays = {k: v for k, v in batch.items() if isinstance(v, np.ndarray)}
     arrays |= dict(sequence_ids=sequence_ids, positions=positions)
-    tensors = to_device(device, *(torch.from_numpy(x) for x in arrays.values()))
+    tensors = to_device(device, *arrays.values())
     b = dict(zip(arrays, tensors))
 
     lag = version - b["versions"]
@@ -246,11 +306,11 @@ def micro_batch(model, batch, version, config, device):
     lag = lag * mask
     sampled_ids = torch.where(mask, b["sequence_ids"], -1)
     behavior_logprobs = torch.where(mask, b["behavior_logprobs"], logprobs.detach())
-    # what a sampled token adds to -KL(mu || teacher)
-    log_ratio = b["teacher_log_ratio"]
-    if has_teacher:
-        log_ratio = (teacher_logprobs - behavior_logprobs) * mask
-    advantages = b["advantage"][b["sequence_ids"]] + config.teacher_coef * log_ratio
+    # What a sampled token adds to -KL(mu || teacher).
+    teacher_log_ratio = torch.zeros_like(logprobs)
+    if config.teacher:
+        teacher_log_ratio = (teacher_logprobs - behavior_logprobs) * mask
+    advantages = b["advantage"][b["sequence_ids"]] + config.teacher_coef * teacher_log_ratio
 
     per_token, clipped = policy_loss(
         config.loss, logprobs, behavior_logprobs, advantages, sampled_ids, config
@@ -296,7 +356,7 @@ def micro_batch(model, batch, version, config, device):
             "ess": (ess, w.sum(), (w * w).sum(), tokens),
             "kl_behavior": (mean, kl_behavior.sum(), tokens),
             "kl_ref": (mean, (kl_ref * mask).sum(), tokens),
-            "kl_teacher": (mean, -(log_ratio * mask).sum(), tokens),
+            "kl_teacher": (mean, -(teacher_log_ratio * mask).sum(), tokens),
             "mismatch": (mean_if_any, (log_w.abs() * pure).sum(), pure.sum()),
             "lag_mean": (mean, lag.sum(), tokens),
             "lag_max": (largest, lag.max()),
@@ -338,15 +398,13 @@ def optimizer_step(model, optimizers, sums, version, config):
 
 def load_model(config, dtype):
     """The causal LM of `config.model`, with attention for packed rows and without dropout."""
-    model = AutoModelForCausalLM.from_pretrained(
+    return AutoModelForCausalLM.from_pretrained(
         config.model, dtype=dtype, attn_implementation="packed"
     )
-    model.head_float32 = config.head_float32
-    return model
 
 
 def make_optimizers(model, config, device):
-    """The optimizers of the model's parameters, a list. Each group's learning rate is the schedule's
+    """The optimizers of a module's parameters, a list. Each group's learning rate is the schedule's
     times its lr_scale.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -366,60 +424,59 @@ def make_optimizers(model, config, device):
     return [torch.optim.AdamW(groups, lr=config.lr, betas=tuple(config.betas), fused=fused)]
 
 
-def load_sharded(config, dtype, device, world, trained=False):
-    """load_model on all ranks, with `token_logprobs`: rank 0 alone loads it, and it is sharded. What is
-    trained with --lora_rank gets adapters.
+def load_policy(config, dtype, device, world, trained=False):
+    """The Policy of `config.model` on all ranks: rank 0 alone reads the model, then it is sharded.
+
+    trained: with --lora_rank it gets adapters. Collective if there is more than one rank.
     """
-    sharded = world > 1 or config.dtype != "float32"
-    # it stays in eval mode, so that no dropout comes between what samples and what is trained
-    if sharded and dist.get_rank() > 0:
+    is_sharded = world > 1 or config.dtype != "float32"
+    if is_sharded and dist.get_rank() > 0:
         model = empty_model(config, dtype)
     else:
         model = load_model(config, dtype)
-    model.token_logprobs = types.MethodType(token_logprobs, model)
     if trained and config.lora_rank:
         lora.add(model, config)
+    policy = Policy(model, config)
     layers = [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
     if config.checkpointed_layers:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         for layer in layers[: config.checkpointed_layers]:
-            # transformers asks this of a layer; the modules within it stay as they are
+            # transformers checkpoints the layers that are in training mode. The modules within the
+            # layer stay in evaluation mode: dropout would come between what samples and what trains.
             layer.training = True
     if config.compile:
-        # of each kind of layer one for rows of one sequence, of one token, without gradients
+        # Each kind of layer is compiled for rows of one sequence, of one token, without gradients.
         torch._dynamo.config.recompile_limit = 64
-        model.compiled_head = torch.compile(head_logprobs, dynamic=True)
+        policy.chunk_logprobs = torch.compile(head_logprobs, dynamic=True)
         for layer in layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
-    if sharded:
+    if is_sharded:
         mesh = dist.init_device_mesh(device.type, (world,))
         compute = getattr(torch, config.dtype)
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-        # one after the other, so that no rank but 0 ever holds more than a layer and its shards
-        for part in [*layers, model]:
+        # The parts are sharded one after the other, so that no rank but 0 ever holds more than a
+        # layer and its shards.
+        for part in [*layers, policy]:
             hand_out(part, device)
             fully_shard(part, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
-        register_fsdp_forward_method(model, "token_logprobs")
-    return model.to(device)
+        register_fsdp_forward_method(policy, "logprobs")
+    return policy.to(device)
 
 
 def build(config, device, world):
-    """The policy, a Hugging Face causal LM, and its optimizers. What is trained is in float32. With kl_coef
-    it has `reference_logprobs`, token_logprobs of the frozen base model; with a teacher `teacher_logprobs`.
+    """The Policy to be trained, with the frozen models that its loss needs, and its optimizers.
+
+    What is trained is in float32.
     """
     compute = getattr(torch, config.dtype)
     dtype = compute if config.lora_rank else torch.float32
-    model = load_sharded(config, dtype, device, world, trained=True)
-    if config.kl_coef and config.lora_rank:
-        model.reference_logprobs = functools.partial(lora.base_logprobs, model)
-    elif config.kl_coef:
-        reference = load_sharded(config, compute, device, world)
-        model.reference_logprobs = torch.no_grad()(reference.token_logprobs)
-    if config.teacher not in ("", "self"):
-        of_teacher = dataclasses.replace(config, model=config.teacher)
-        teacher = load_sharded(of_teacher, compute, device, world)
-        model.teacher_logprobs = torch.no_grad()(teacher.token_logprobs)
-    return model, make_optimizers(model, config, device)
+    policy = load_policy(config, dtype, device, world, trained=True)
+    if config.kl_coef and not config.lora_rank:
+        policy.frozen["reference"] = load_policy(config, compute, device, world)
+    if config.teacher:
+        teacher = dataclasses.replace(config, model=config.teacher)
+        policy.frozen["teacher"] = load_policy(teacher, compute, device, world)
+    return policy, make_optimizers(policy, config, device)
 
 
 # ---------------------------------------------------------------------------- the run
@@ -431,10 +488,10 @@ def updates_engines(config, version):
     return not g or version % g == 0 or version == config.steps
 
 
-def start_engines(model, state, sender, ranks):
+def start_engines(policy, state, sender, ranks):
     """Put the run's weights into the engines, which start from the base model."""
     if ranks.rank == 0:
-        size = sum(p.numel() for p in model.parameters()) / 1e6
+        size = sum(p.numel() for p in policy.parameters()) / 1e6
         where = f"{ranks.world} x {ranks.device.type}"
         print(f"train: {size:.2f}M parameters on {where}; waiting for engines", flush=True)
     sender.push(state["version"], state["position"])
@@ -447,13 +504,13 @@ def start_engines(model, state, sender, ranks):
 
 def train(config, run_dir, ranks):
     """The run, from its newest checkpoint to its last step; told to stop, it saves."""
-    model, optimizers = build(config, ranks.device, ranks.world)
-    state = checkpoints.restore(checkpoints.newest(run_dir), model, optimizers)
-    saver = checkpoints.Saver(config, run_dir, model, optimizers, ranks, state)
-    sender = Sender(config, model, ranks, run_dir)
+    policy, optimizers = build(config, ranks.device, ranks.world)
+    state = checkpoints.restore(checkpoints.newest(run_dir), policy.model, optimizers)
+    saver = checkpoints.Saver(config, run_dir, policy.model, optimizers, ranks, state)
+    sender = Sender(config, policy.model, ranks, run_dir)
     reader = Reader(config, run_dir, ranks, sender.check)
     guards = Guards(config, run_dir, ranks)
-    start_engines(model, state, sender, ranks)
+    start_engines(policy, state, sender, ranks)
     log = MetricsLog(config, run_dir, state, ranks.rank)
     ranks.listen_for_stop()
     version = state["version"]
@@ -461,12 +518,12 @@ def train(config, run_dir, ranks):
         while version < config.steps:
             sums = Sums()
             for batch in reader.step(version):
-                loss, metrics, logprobs = micro_batch(model, batch, version, config, ranks.device)
+                loss, metrics, logprobs = micro_batch(policy, batch, version, config, ranks.device)
                 # FSDP2 averages over ranks; the sum is wanted
                 (loss * ranks.world).backward()
                 sums.add(metrics)
                 log.rollouts(batch, logprobs, version)
-            metrics = optimizer_step(model, optimizers, sums, version, config)
+            metrics = optimizer_step(policy, optimizers, sums, version, config)
             state = checkpoints.next_state(state, metrics, reader.last, log.wall_s())
             version = state["version"]
             log.step(state, metrics, reader, sender.take_timing())
@@ -477,7 +534,7 @@ def train(config, run_dir, ranks):
             else:
                 sender.announce(version, state["position"])
             if guards.is_due(version):
-                log.mismatch(version, guards.measure(model, batch, sender, version))
+                log.mismatch(version, guards.measure(policy, batch, sender, version))
             log.evaluations(reader.evaluations())
             if saver.is_due(version):
                 log.save_s = saver.save(state)

@@ -106,7 +106,7 @@ def packed(model, sequences):
     """token_logprobs of these sequences as one packed row, without what first tokens get."""
     positions = torch.cat([torch.arange(len(s)) for s in sequences])
     tokens = torch.cat(sequences)
-    found, _ = model.token_logprobs(tokens.numpy(), positions.numpy(), 1.0)
+    found, _ = model.logprobs(tokens.numpy(), positions.numpy(), 1.0)
     return found.cpu()[positions > 0]
 
 
@@ -138,15 +138,15 @@ def parity():
     sequences[-1][: lengths[-2] // 2] = sequences[-2][: lengths[-2] // 2]
     _, model, _ = build(shape, "float32", SHARP)
     in_row = packed(model, sequences)
-    model.set_attn_implementation("sdpa")
+    model.model.set_attn_implementation("sdpa")
     exact = alone(model, sequences)
     yield from apart("float32: packed - alone", in_row, exact, torch.tensor([1e-4]))
     _, model, _ = build(shape, "bfloat16", SHARP)
     in_row = packed(model, sequences)
     one_by_one = alone(model, sequences)
-    model.set_attn_implementation("sdpa")
+    model.model.set_attn_implementation("sdpa")
     of_sdpa = alone(model, sequences)
-    model.set_attn_implementation("packed")
+    model.model.set_attn_implementation("packed")
     yardstick = (of_sdpa - exact).abs()
     yield from apart("alone (sdpa) - float32", of_sdpa, exact)
     yield from apart("packed - float32", in_row, exact, yardstick)

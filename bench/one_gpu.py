@@ -86,7 +86,6 @@ def random_model(shape, changed, config, dtype):
     torch.manual_seed(0)
     with DEVICE:
         model = Qwen2ForCausalLM(model_config(shape, attn_implementation="packed", **changed))
-    model.head_float32 = config.head_float32
     return model.to(dtype)
 
 

@@ -90,7 +90,7 @@ def draw(shape, seed):
             sample = filler() | dict(outcome=0, num_versions=1, sample_id=len(samples))
             tokens = np.append(of_prompt, rng.integers(0, shape["vocab_size"], length - prompt))
             sample |= dict(tokens=tokens, mask=mask)
-            sample |= dict.fromkeys(("segment", "teacher_log_ratio"), np.zeros(length))
+            sample["segment"] = np.zeros(length)
             sample |= dict(behavior_logprobs=np.where(mask, -np.log(shape["vocab_size"]), 0))
             sample |= dict(versions=np.where(mask, 0, -1), advantage=advantage)
             samples.append(sample)

@@ -46,7 +46,7 @@ class Guards:
         return version % (EVERY * between) == between
 
     @torch.no_grad()
-    def measure(self, model, batch, sender, version):
+    def measure(self, policy, batch, sender, version):
         """{mismatch, tokens} of this version, which was just pushed, and merge_survival of adapters; {} on other ranks, and if
         no engine answers.
 
@@ -56,8 +56,8 @@ class Guards:
         tokens = batch["tokens"][: lengths.sum()]
         positions, _ = layout(lengths, batch["segment"][: len(tokens)])
         # engines tell logprobs of prompts at temperature 1, whatever the run's is
-        logprobs = model.token_logprobs(tokens, positions, 1.0)[0].cpu().numpy()
-        of_adapters = lora.survival(model)
+        logprobs = policy.logprobs(tokens, positions, 1.0)[0].cpu().numpy()
+        of_adapters = lora.survival(policy.model)
         if self.ranks.rank != 0:
             return {}
         sender.wait()
@@ -78,7 +78,7 @@ class Guards:
         found = float(differences.mean())
         if not found <= self.config.highest_mismatch:
             raise RuntimeError(
-                f"train: mismatch of {model.config.model_type} is above {self.config.highest_mismatch:g} nats at version "
+                f"train: mismatch of {policy.model.config.model_type} is above {self.config.highest_mismatch:g} nats at version "
                 f"{version}: {found:.1e}; engine and trainer logprobs differ. Does plumbing/model.py know this family? Else "
                 "--dtype, --head_float32, logs/engine*.log; --mismatch_limit moves it; `bash run.sh doctor` looks closer"
             )

@@ -7,6 +7,7 @@ if it were not there, and A and B stay in float32, where small updates add up. D
 embeddings and of the output head; merges into what is kept.
 """
 
+import contextlib
 import json
 
 import torch
@@ -50,12 +51,12 @@ def of(model):
     return {name: x for name, x in model.named_modules() if isinstance(x, Adapted)}
 
 
-@torch.no_grad()
-def base_logprobs(model, *inputs):
-    """model.token_logprobs of the base model."""
+@contextlib.contextmanager
+def adapters_off():
+    """The models of this process compute as their base models do."""
     Adapted.on = False
     try:
-        return model.token_logprobs(*inputs)
+        yield
     finally:
         Adapted.on = True
 

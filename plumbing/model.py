@@ -1,14 +1,20 @@
-"""The model as the trainer runs it: packed attention, finished logits, weights loaded by rank 0 alone.
+"""The model as the trainer runs it: packed attention, finished logits, weights read by rank 0 alone.
 
-In a packed row several sequences lie end to end and none sees another (transformers' attention
-implementation "packed"); how several of them begin is computed once (samples.share). A family of models that does something else ends the run at its first
-update, as engines then differ (plumbing/guards.py). Deliberately absent: padding, dropout (what is
-trained is what sampled), attention sinks, capped scores, a list of families (tests/test_model.py has one).
+In a packed row several sequences lie end to end, and none of them sees another one (transformers'
+attention implementation "packed"). A beginning that neighbouring sequences share is computed once
+(`shared_prefixes`). A family of models that computes something else ends the run at its first
+weight update, as the engines' logprobs then differ (plumbing/guards.py).
+
+A family whose head does something of its own gets a line in `finish_logits`, one whose attention
+does, in `packed_attention`. Deliberately absent: padding, dropout (what is trained is what
+sampled), attention sinks, capped scores, a list of families (tests/test_model.py has one).
 """
 
 import contextlib
 import inspect
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -17,44 +23,117 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-# torch 2.11 takes fewer key heads as they are, and knows no such argument
+from plumbing.samples import share
+
+# newer versions than torch 2.11 must be told that there are fewer key heads than query heads
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def flash_runs_on(x):
-    """FlashAttention is for GPUs, in 16 bits."""
+    """Does FlashAttention run on this tensor? It is for GPUs, in 16 bits."""
     return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
+
+
+class Packing(NamedTuple):
+    """How the Q computed tokens of a packed row make up its T tokens, in N sequences.
+
+    With a beginning that two sequences share computed once, a sequence has fewer queries than keys.
+    """
+
+    # at which computed token the key of each token of the row is found [T], on the device
+    computed_index: torch.Tensor
+    # where sequences begin and end, among the queries and among the keys [N + 1], on the device
+    query_bounds: torch.Tensor
+    key_bounds: torch.Tensor
+    # the same as lengths [N], on the host
+    query_lengths: torch.Tensor
+    key_lengths: torch.Tensor
+
+
+class SharedPrefixes(NamedTuple):
+    """Which tokens of a packed row of T tokens, in N sequences, are computed; numpy arrays."""
+
+    # the Q tokens of the row that are computed [Q]
+    computed: np.ndarray
+    # at which computed token the hidden state of each token of the row is found [T]
+    computed_index: np.ndarray
+    query_bounds: np.ndarray
+    key_bounds: np.ndarray
+
+    def packing(self, device):
+        """The same as `packed_attention` takes it."""
+        index, query_bounds, key_bounds = to_device(
+            device,
+            self.computed_index,
+            self.query_bounds.astype(np.int32),
+            self.key_bounds.astype(np.int32),
+        )
+        query_lengths = torch.from_numpy(np.diff(self.query_bounds))
+        key_lengths = torch.from_numpy(np.diff(self.key_bounds))
+        return Packing(index, query_bounds, key_bounds, query_lengths, key_lengths)
+
+
+def shared_prefixes(ids, positions, is_packed=True):
+    """SharedPrefixes of a packed row, ids and positions [T] (positions are 0 where a sequence
+    begins). What a sequence and the one before it begin with in common is computed once
+    (samples.share), unless is_packed is False: then every token is computed.
+    """
+    key_bounds = np.append(np.flatnonzero(positions == 0), len(ids))
+    computed_index = np.arange(len(ids))
+    if is_packed:
+        computed_index = share(ids, np.diff(key_bounds))
+    computed = np.unique(computed_index, return_index=True)[1]
+    query_bounds = np.searchsorted(computed, key_bounds)
+    return SharedPrefixes(computed, computed_index, query_bounds, key_bounds)
+
+
+def is_packed(model):
+    """Does this model attend through `packed_attention`?"""
+    return model.config._attn_implementation == "packed"
 
 
 @torch.compiler.disable
 def packed_attention(module, query, key, value, mask, packing, scaling=None, **options):
     """Causal attention within each sequence of a packed row.
 
-    query [1, H, Q, D], key, value [1, K, Q, D] -> [1, Q, H, D], of what is computed. packing: (place [T]:
-    where each token of the row is among that; bounds of the sequences in both [N+1], on the device; the
-    same as lengths [N], on the host). FlashAttention on GPUs (16 bits); elsewhere sequence by sequence,
-    1.3 times as fast as one sdpa over the row with a mask [T, T] (bench/train.py).
+    query [1, H, Q, D], key, value [1, K, Q, D] of the computed tokens, packing: Packing -> [1, Q, H,
+    D]. FlashAttention on GPUs (16 bits); elsewhere sequence by sequence, which is 1.3 times as fast
+    as one sdpa over the row with a mask [T, T] (bench/train.py).
     """
-    place, own_bounds, bounds, *lengths = packing
-    own, whole = (x.tolist() for x in lengths)
+    query_lengths = packing.query_lengths.tolist()
+    key_lengths = packing.key_lengths.tolist()
     window = options.get("sliding_window")
-    if sum(own) < sum(whole):
-        key = key.index_select(2, place)
-        value = value.index_select(2, place)
+    if sum(query_lengths) < sum(key_lengths):
+        key = key.index_select(2, packing.computed_index)
+        value = value.index_select(2, packing.computed_index)
     if flash_runs_on(query):
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
-        # a sequence's last query is its last key's
-        how = dict(scale=scaling, window_size=(window - 1 if window else -1, 0), **GROUPED)
-        return varlen_attn(q, k, v, own_bounds, bounds, max(own), max(whole), **how)[None], None
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [Q or T, heads, D]
+        # The mask is aligned at the end: the last query of a sequence is that of its last key.
+        out = varlen_attn(
+            q,
+            k,
+            v,
+            packing.query_bounds,
+            packing.key_bounds,
+            max(query_lengths),
+            max(key_lengths),
+            scale=scaling,
+            window_size=(window - 1 if window else -1, 0),
+            **GROUPED,
+        )
+        return out[None], None
     grouped = query.shape[1] != key.shape[1]
     out = []
-    for q, k, v in zip(query.split(own, 2), key.split(whole, 2), value.split(whole, 2)):
-        seen = causal_lower_right(q.shape[2], k.shape[2])
+    parts = zip(
+        query.split(query_lengths, 2), key.split(key_lengths, 2), value.split(key_lengths, 2)
+    )
+    for q, k, v in parts:
+        visible = causal_lower_right(q.shape[2], k.shape[2])
         if window and k.shape[2] > window:
             position = torch.arange(k.shape[2], device=k.device)
-            ago = position[-q.shape[2] :, None] - position
-            seen = (ago >= 0) & (ago < window)
-        out.append(sdpa(q, k, v, seen, scale=scaling, enable_gqa=grouped))
+            distance = position[-q.shape[2] :, None] - position
+            visible = (distance >= 0) & (distance < window)
+        out.append(sdpa(q, k, v, visible, scale=scaling, enable_gqa=grouped))
     return torch.cat(out, dim=2).transpose(1, 2), None
 
 
@@ -62,8 +141,8 @@ AttentionInterface.register("packed", packed_attention)
 
 
 def finish_logits(logits, model_config):
-    """What models do to the output of their head [.., V], as their Hugging Face config says."""
-    # Granite divides by it, Cohere multiplies
+    """Scale the output of a head [.., V] as its family does, by what its Hugging Face config says."""
+    # Cohere multiplies by logit_scale, Granite divides by logits_scaling
     scale = getattr(model_config, "logit_scale", None) or 1.0
     scale = scale / (getattr(model_config, "logits_scaling", None) or 1.0)
     if scale != 1.0:
@@ -84,20 +163,19 @@ class FloatLogits(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight)
         if hidden.is_cuda:
             return torch.mm(hidden, weight.T, out_dtype=torch.float32)
-        # only CUDA has such a product
+        # Only CUDA has a product of 16-bit matrices with a result in 32 bits.
         return hidden.float() @ weight.float().T
 
     @staticmethod
     def backward(ctx, gradient):
         hidden, weight = ctx.saved_tensors
-        # as of a head in 16 bits
+        # The gradient is rounded as that of a head in 16 bits is.
         gradient = gradient.to(hidden.dtype)
         return gradient @ weight, gradient.T @ hidden
 
 
-def project(model):
-    """The function of hidden [C, D] and the head's weight [V, D] to logits [C, V]."""
-    in_float32 = getattr(model, "head_float32", False)
+def head_product(in_float32):
+    """The function of hidden states [C, D] and the head's weight [V, D] to logits [C, V]."""
     return FloatLogits.apply if in_float32 else torch.nn.functional.linear
 
 
@@ -108,27 +186,30 @@ def keeping(config, device):
     return contextlib.nullcontext()
 
 
-def to_device(device, *tensors):
-    """CPU tensors on `device`, without waiting for what it is doing."""
+def to_device(device, *arrays):
+    """Numpy arrays as tensors on `device`, without waiting for what it is doing."""
+    tensors = [torch.from_numpy(x) for x in arrays]
     if device.type != "cuda":
-        return list(tensors)
+        return tensors
     return [x.pin_memory().to(device, non_blocking=True) for x in tensors]
 
 
 def empty_model(config, dtype):
-    """As train.load_model, in memory that is not there before it is written to: see `hand_out`."""
+    """The model of train.load_model without values; memory is taken when it is first written to."""
     shape = AutoConfig.from_pretrained(config.model)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation="packed")
-    model.head_float32 = config.head_float32
     model.to_empty(device="cpu").tie_weights()
-    # unlike a model that is loaded, it would train with dropout
+    # Unlike a model that is loaded it is made in training mode, with dropout.
     return model.eval()
 
 
 @torch.no_grad()
 def hand_out(part, device):
-    """Put rank 0's parameters and buffers of a part on every rank's device; shards stay as they are. Collective."""
+    """Copy rank 0's parameters and buffers of a part to every rank's device. Collective.
+
+    Tensors that are sharded already stay as they are.
+    """
     for tensor in [*part.parameters(), *part.buffers()]:
         if not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(device)

@@ -1,25 +1,24 @@
 """The schema of a sample: one attempt at one problem, from the engine's answer to the loss.
 
-A sample is a dict of arrays over its tokens [T] and of scalars, listed here once. Samples travel as
-records: per-token fields end to end, per-sample fields as arrays [S], and `lengths` [S]. A group in
-queues/rollouts and a micro-batch in queues/batches have the same form. A new field is one line
-below; whatever is put into the samples under its name arrives in the trainer's micro-batches.
+A sample is a dict of arrays over its T tokens and of scalars. All its fields are listed here. S
+samples travel as one record: the per-token fields of all samples end to end, the per-sample fields
+as arrays [S], and `lengths` [S]. A group in queues/rollouts and a micro-batch in queues/batches
+both have this form. To add a field, add a line below: values that are put into the samples under
+its name then arrive in the trainer's micro-batches.
 """
 
 import numpy as np
 
 TOKEN_FIELDS = {
-    # prompt, what was sampled, and what an environment said in between, never re-tokenised
+    # the prompt, the sampled tokens, and an environment's texts between them, never re-tokenised
     "tokens": np.int64,
-    # was this token sampled (and is it to be trained)?
+    # True if the token was sampled; only sampled tokens are trained
     "mask": np.bool_,
-    # log mu: the engine's logprob when it sampled the token; 0 where nothing was sampled
+    # log mu: the engine's logprob of the token when it sampled it; 0 if it was not sampled
     "behavior_logprobs": np.float32,
-    # log teacher - log mu, of --teacher self; 0 where there is none
-    "teacher_log_ratio": np.float32,
-    # the weights' version that sampled the token; -1 where nothing was sampled
+    # the version of the weights that sampled the token; -1 if it was not sampled
     "versions": np.int64,
-    # which segment of its attempt it stands in, from 0 on: each is a sequence of its own
+    # the number, from 0 on, of the token's segment in its attempt; each segment is a sequence
     "segment": np.int16,
 }
 SAMPLE_FIELDS = {
@@ -27,33 +26,33 @@ SAMPLE_FIELDS = {
     "task": np.int16,
     # index of its problem in the task's list of training problems
     "problem": np.int64,
-    # temperature it was sampled at, and is trained at
+    # the temperature at which it was sampled, and is trained
     "temperature": np.float32,
     "reward": np.float32,
-    # index in config.OUTCOMES; -1: no sample, but a filler that keeps ranks in step
+    # index in config.OUTCOMES; -1: a filler, which keeps ranks in step and is not trained
     "outcome": np.int8,
-    # it ended by itself, and was not cut off
+    # True if the answer ended by itself, False if it was cut off
     "finished": np.bool_,
-    # how many versions sampled it, or computed the KV cache of another attempt that it began from
+    # the number of versions that sampled its tokens, or computed the KV cache that it began from
     "num_versions": np.int16,
-    # which one of the run it is: draw * attempts + attempt
+    # the sample's number in the run: draw * attempts + attempt
     "sample_id": np.int64,
-    # from preprocess.py
+    # the advantage, which preprocess.py computes
     "advantage": np.float32,
 }
 
 
 def join(samples):
-    """Samples -> record. Fields that they do not have (yet) are left out."""
+    """Samples -> record. Fields that the samples do not have yet are left out."""
     lengths = [len(sample["tokens"]) for sample in samples]
     record = {"lengths": np.array(lengths, np.int64)}
-    known = samples[0] if samples else {}
+    first = samples[0] if samples else {}
     for name, dtype in TOKEN_FIELDS.items():
-        if name in known:
+        if name in first:
             parts = [sample[name] for sample in samples]
             record[name] = np.concatenate(parts).astype(dtype)
     for name, dtype in SAMPLE_FIELDS.items():
-        if name in known:
+        if name in first:
             values = [sample[name] for sample in samples]
             record[name] = np.array(values, dtype)
     return record
@@ -76,9 +75,10 @@ def split(record):
 
 
 def layout(lengths, segment=None):
-    """Where each token of a record stands: (position in its sequence [T], number of its sample [T]).
+    """(position of each token in its sequence [T], number of its sample [T]).
 
-    [2, 3] -> ([0, 1, 0, 1, 2], [0, 0, 1, 1, 1]). segment [T]: a sample's segments are sequences of their own.
+    Lengths [2, 3] -> ([0, 1, 0, 1, 2], [0, 0, 1, 1, 1]). segment [T]: if it is given, each segment
+    of a sample is a sequence of its own, whose positions begin at 0.
     """
     sample_ids = np.repeat(np.arange(len(lengths)), lengths)
     begins = np.diff(sample_ids, prepend=-1) != 0
@@ -89,37 +89,40 @@ def layout(lengths, segment=None):
 
 
 def share(tokens, lengths):
-    """Where each token of packed sequences [T] is computed: how a sequence begins is computed once, if the
-    one before it begins so as well. Attempts at one problem have their prompt in common.
+    """For each token of packed sequences [T], the index of the computed token that stands for it.
 
-    tokens [7, 8, 1, 7, 8, 2], lengths [3, 3] -> [0, 1, 2, 0, 1, 3]. The last token is a sequence's own.
+    The model computes a beginning that two neighbouring sequences share only once. Attempts at one
+    problem share their prompt. tokens [7, 8, 1, 7, 8, 2], lengths [3, 3] -> [0, 1, 2, 0, 1, 3]: the
+    second sequence uses the computed tokens 0 and 1 of the first one. The last token of a sequence
+    is always computed for this sequence alone.
     """
-    place = np.arange(len(tokens))
+    # for each token, the first token in the row that has the same beginning
+    representative = np.arange(len(tokens))
     bounds = [0, *np.cumsum(lengths)]
-    for before, start, end in zip(bounds, bounds[1:], bounds[2:]):
-        n = min(start - before, end - start - 1)
-        differ = np.flatnonzero(tokens[before : before + n] != tokens[start : start + n])
+    for previous, start, end in zip(bounds, bounds[1:], bounds[2:]):
+        n = min(start - previous, end - start - 1)
+        differ = np.flatnonzero(tokens[previous : previous + n] != tokens[start : start + n])
         n = differ[0] if len(differ) else n
-        place[start : start + n] = place[before : before + n]
-    is_own = place == np.arange(len(tokens))
-    return (np.cumsum(is_own) - 1)[place]
+        representative[start : start + n] = representative[previous : previous + n]
+    is_computed = representative == np.arange(len(tokens))
+    return (np.cumsum(is_computed) - 1)[representative]
 
 
 def filler():
-    """A sample of one token that is no sample: a rank that has no micro-batch left trains it."""
+    """A sample of one token without weight in the loss, for ranks that have no micro-batch left."""
     sample = {name: np.zeros(1, dtype) for name, dtype in TOKEN_FIELDS.items()}
     sample |= {name: dtype(0) for name, dtype in SAMPLE_FIELDS.items()}
     return sample | {"outcome": -1, "temperature": 1.0}
 
 
 def check_record(record, file, **expected):
-    """Raise RuntimeError, by the file's name, if a record is not what the stage before writes.
+    """Raise RuntimeError that names the file unless a record is as the stage before writes it.
 
-    expected: what stands beside the arrays and must be so, such as run_id=..., step=3, row=0.
+    expected: values that the record must have beside its arrays, such as run_id=..., step=3, row=0.
     """
     tokens = record["lengths"].sum()
     problems = [
-        f"{name} is {record.get(name)!r}, expected is {value!r}"
+        f"{name} is {record.get(name)!r}, {value!r} was expected"
         for name, value in expected.items()
         if record.get(name) != value
     ]
@@ -132,7 +135,7 @@ def check_record(record, file, **expected):
 
 
 class Transcript:
-    """The tokens of one conversation: what was sent and what was sampled, never re-tokenised."""
+    """The tokens of one conversation, those sent and those sampled. They are never re-tokenised."""
 
     def __init__(self, prompt=()):
         self.tokens = []
@@ -141,8 +144,9 @@ class Transcript:
         self.append(prompt)
 
     def append(self, tokens, behavior_logprobs=None, versions=None):
-        """Tokens that an engine sampled, as EngineClient.generate gives them; without versions: a prompt or
-        an environment's words, which are not trained.
+        """Append tokens that an engine sampled, with the values that EngineClient.generate returns.
+
+        Without versions they are a prompt's or an environment's tokens, which are not trained.
         """
         n = len(tokens)
         self.tokens += tokens
@@ -151,17 +155,16 @@ class Transcript:
 
     @property
     def sampled(self):
-        """How many tokens were sampled."""
+        """The number of sampled tokens."""
         return sum(version >= 0 for version in self.versions)
 
     def fields(self):
-        """Its per-token fields."""
+        """The per-token fields of a sample with these tokens."""
         versions = np.array(self.versions)
         return dict(
             tokens=np.array(self.tokens),
             mask=versions >= 0,
             behavior_logprobs=np.array(self.behavior_logprobs, np.float32),
-            teacher_log_ratio=np.zeros(len(versions), np.float32),
             versions=versions,
             segment=np.zeros(len(versions), np.int16),
         )

@@ -112,7 +112,8 @@ def saved(tmp_path, base_model, monkeypatch):
     """(Config, run directory) with a real checkpoint of version 1, whose optimizer has made a step."""
     config = resolved("toy", "--out", tmp_path, "--run", "r", "--model", base_model)
     run_dir = rundir.write(config)
-    model, optimizers = train.build(config, CPU, 1)
+    policy, optimizers = train.build(config, CPU, 1)
+    model = policy.model
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizers[0].step()
@@ -126,7 +127,8 @@ def saved(tmp_path, base_model, monkeypatch):
 def test_an_optimizers_knobs_are_those_of_the_command_not_of_the_checkpoint(saved):
     config, run_dir = saved
     knobs = {name: another(getattr(config, name)) for name in KNOBS["optimizer"]}
-    model, optimizers = train.build(with_knobs(config, **knobs), CPU, 1)
+    policy, optimizers = train.build(with_knobs(config, **knobs), CPU, 1)
+    model = policy.model
     chosen = [[dict(g, params=None) for g in o.param_groups] for o in optimizers]
     checkpoints.restore(checkpoints.newest(run_dir), model, optimizers)
     restored = [[dict(g, params=None) for g in o.param_groups] for o in optimizers]
@@ -150,7 +152,8 @@ def test_a_checkpoint_is_damaged_only_if_it_was_read_and_is_damaged(
     error, complaint, saved, monkeypatch
 ):
     config, run_dir = saved
-    model, optimizers = train.build(config, CPU, 1)
+    policy, optimizers = train.build(config, CPU, 1)
+    model = policy.model
 
     def fail(*arguments, **options):
         raise error
@@ -166,8 +169,9 @@ def test_a_checkpoint_is_damaged_only_if_it_was_read_and_is_damaged(
 
 def test_a_checkpoint_of_another_model_is_named_and_not_called_damaged(saved):
     config, run_dir = saved
-    model, optimizers = train.build(with_knobs(config, lora_rank=4), CPU, 1)
-    complaint = "step_000001 is of another model: .*lora_A has .* here, and there is none"
+    policy, optimizers = train.build(with_knobs(config, lora_rank=4), CPU, 1)
+    model = policy.model
+    complaint = "step_000001 is of another model: .*lora_A has .* here, and is absent there"
     with pytest.raises(cfg.ConfigError, match=complaint):
         checkpoints.restore(checkpoints.newest(run_dir), model, optimizers)
 
@@ -195,7 +199,9 @@ def test_a_models_own_files_are_copied_as_they_are(tmp_path, base_model, monkeyp
     run_dir = rundir.write(config)
     policy, optimizers = train.build(config, CPU, 1)
     monkeypatch.setattr(torch.distributed, "barrier", lambda group: None)
-    saver = checkpoints.Saver(config, run_dir, policy, optimizers, OneRank, checkpoints.NEW_RUN)
+    saver = checkpoints.Saver(
+        config, run_dir, policy.model, optimizers, OneRank, checkpoints.NEW_RUN
+    )
     # a run of days outlives many a directory
     own = {path.name: path.read_bytes() for path in model.glob("*.json*")}
     shutil.rmtree(model)
@@ -207,7 +213,7 @@ def test_a_models_own_files_are_copied_as_they_are(tmp_path, base_model, monkeyp
     written = json.loads((checkpoint / "config.json").read_text())
     assert written == json.loads(own["config.json"]) | {"dtype": "float32"}
     again = train.load_model(with_knobs(config, model=str(checkpoint)), torch.float32)
-    for (name, p), q in zip(policy.named_parameters(), again.parameters(), strict=True):
+    for (name, p), q in zip(policy.model.named_parameters(), again.parameters(), strict=True):
         assert torch.equal(p, q), name
 
 
@@ -220,7 +226,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_said_before_anything_is_trained
     # FAKE: a full disk
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 1000))
     with pytest.raises(cfg.ConfigError, match="a checkpoint takes 0.0 GB, and 0.0 GB are free"):
-        checkpoints.Saver(config, run_dir, policy, optimizers, OneRank, checkpoints.NEW_RUN)
+        checkpoints.Saver(config, run_dir, policy.model, optimizers, OneRank, checkpoints.NEW_RUN)
 
 
 # ---- a start that fails

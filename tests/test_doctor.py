@@ -105,18 +105,18 @@ class Run(reference.Recording):
 
     def keep(self, version):
         """As checkpoints do."""
-        names = {id(p): name for name, p in self.policy.named_parameters()}
+        names = {id(p): name for name, p in self.policy.model.named_parameters()}
         state, groups = {}, []
         for optimizer in self.optimizers:
             state |= {names[id(p)]: values for p, values in optimizer.state.items()}
             for group in optimizer.param_groups:
                 groups.append(group | {"params": [names[id(p)] for p in group["params"]]})
-        model = self.policy.state_dict()
+        model = self.policy.model.state_dict()
         kept = {"model": model, "optimizer": {"state": state, "param_groups": groups}}
         self.states[version] = copy.deepcopy(kept)
         self.models[version] = copy.deepcopy(super().model(0))
         model = dict(model)
-        lora.split(self.policy, model)
+        lora.split(self.policy.model, model)
         self.models[version].load_state_dict(model)
 
     def model(self, version):

@@ -61,7 +61,7 @@ def tiny(family, folder, **changed):
 
 
 def build(folder, **knobs):
-    """The model as the trainer has it."""
+    """The Policy as the trainer has it."""
     return train.build(cfg.Config(model=str(folder), dtype="float32", **knobs), CPU, 1)[0]
 
 
@@ -93,7 +93,7 @@ def test_packed_is_the_models_own(family, tmp_path, monkeypatch):
 
     # layers that are recomputed are without dropout, too
     model = build(folder, checkpointed_layers=1 if family in ("gpt2", "qwen2") else 0)
-    logprobs, _ = model.token_logprobs(np.concatenate(sequences), positions, 0.7)
+    logprobs, _ = model.logprobs(np.concatenate(sequences), positions, 0.7)
     packed = logprobs[positions > 0]
     (packed * weights).sum().backward()
     assert (packed - expected).abs().max() < 1e-5
@@ -115,7 +115,7 @@ def test_compiled_is_the_same(tmp_path, monkeypatch):
         found = []
         for model in models:
             model.zero_grad()
-            both = torch.stack(model.token_logprobs(tokens, positions, 0.7, entropy_grad=True))
+            both = torch.stack(model.logprobs(tokens, positions, 0.7, entropy_grad=True))
             (both * weights).sum().backward()
             found.append((both.detach(), gradient(model)))
         (plain, g), (compiled, h) = found
@@ -205,7 +205,7 @@ def test_engine_is_trainer_after_updates(family, tmp_path):
     words = f"toy --run engine --out {tmp_path} --model {folder} --port {PORT + 3} --concurrency 8"
     # two of them compiled, as on GPUs
     words += f" --enforce_eager {family in ('gemma3_text', 'olmo2')}"
-    model = build(folder)
+    model = build(folder).model
     with served(words, as_loaded=False) as config:
         sender = sender_to(config, model)
         # the first one learns where everything goes, the other uses it

@@ -226,6 +226,7 @@ def test_two_ranks_change_nothing(on_two_ranks, base_model):
     assert_same_step(on_two_ranks[1], *plain_step(base_model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
 def test_ranks_may_be_started_by_hand(launcher, on_two_ranks, tmp_path, base_model):
     run_dir = write_run(tmp_path, "by-hand", base_model, 2, **TWO)
@@ -253,10 +254,11 @@ ranks = Ranks(cfg.Config(stall_timeout=300))
 if ranks.rank:
     train.load_model = None
 for folder in sys.argv[1:]:
-    model, _ = train.build(cfg.Config(model=folder, dtype="float32"), ranks.device, 2)
+    policy, _ = train.build(cfg.Config(model=folder, dtype="float32"), ranks.device, 2)
+    model = policy.model
     tensors = {name: p.full_tensor() for name, p in model.named_parameters()}
     tensors |= {name: b.clone() for name, b in model.named_buffers()}
-    tensors["logprobs"] = model.token_logprobs(np.arange(40), np.arange(40), 1.0)[0]
+    tensors["logprobs"] = policy.logprobs(np.arange(40), np.arange(40), 1.0)[0]
     save_file(tensors, f"{folder}/rank_{ranks.rank}")
 """
 
@@ -329,7 +331,8 @@ def test_a_checkpoint_is_of_when_it_was_begun(dtype, tmp_path, base_model, monke
     run_dir = write_run(tmp_path, "r", base_model, dtype=dtype)
     config = cfg.load(run_dir)
     ranks = Ranks(config)
-    model, optimizers = train.build(config, ranks.device, 1)
+    policy, optimizers = train.build(config, ranks.device, 1)
+    model = policy.model
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     goes_on = threading.Event()
     monkeypatch.setattr(torch.distributed, "barrier", lambda group: goes_on.wait())
@@ -367,6 +370,7 @@ def test_moments_in_8_bits(ranks, reference, tmp_path, base_model):
     assert same(again, weights)
 
 
+@pytest.mark.slow
 def test_activations_in_host_memory_change_nothing(reference, tmp_path, base_model):
     knobs = dict(checkpointed_layers=2, offload_activations=True)
     run_dir = write_run(tmp_path, "host", base_model, **knobs)
@@ -404,7 +408,8 @@ def test_a_damaged_checkpoint_is_named(file, reference, tmp_path, base_model):
     shutil.copytree(reference[2] / "checkpoints", tmp_path / "checkpoints")
     path = newest(tmp_path)
     os.truncate(path / "trainer" / file, 100)
-    model, optimizers = train.build(config, torch.device("cpu"), 1)
+    policy, optimizers = train.build(config, torch.device("cpu"), 1)
+    model = policy.model
     complaint = rf"{path} is damaged \(.*\): remove it; the same command"
     with pytest.raises(cfg.ConfigError, match=complaint):
         restore(path, model, optimizers)

@@ -47,6 +47,7 @@ def test_a_step_that_was_not_kept_is_named(kept_run):
         replay.main([str(kept_run), "--step", "2"])
 
 
+@pytest.mark.slow
 def test_several_ranks_come_out_alike(tmp_path, base_model):
     run_dir = write_run(tmp_path, "two", base_model, 2, keep_steps=9, **ALONE)
     run_trainer(run_dir, ranks=2)

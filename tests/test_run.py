@@ -265,15 +265,6 @@ def test_kill_continue_interrupt(tmp_path, base_model):
     user.interrupt()
     done = last_step()
     assert f"version {done} is saved" in user.log.read_text()
-    # kill -9 of the launcher: nothing outlives it, and its work is saved, too
-    user.start(f"step {done + 1}/1000")
-    user.process.kill()
-    user.process.wait()
-    deadline = time.monotonic() + 180
-    while leftovers(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert leftovers(tmp_path) == []
-    assert last_step() > done
     # and once more, to the end, which is the phase after the next one's
     end = (last_step() // 2 + 2) * 2
     user.command += ["--steps", str(end)]
@@ -286,6 +277,28 @@ def test_kill_continue_interrupt(tmp_path, base_model):
     # conventional RL, G = 2: weights go out every second step, so lags within a phase are 0, 1, and never more
     assert all(x["lag_max"] <= (x["step"] - 1) % 2 and x["versions_2"] == 0 for x in steps)
     assert sum(x["sync_s"] > 0 for x in steps) <= end // 2 + 5
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_leaves_no_process_and_loses_no_step(tmp_path, base_model):
+    user = User(tmp_path, "k", 8740, "--steps 1000 --batch_size 64 --save_every 2")
+    run_dir = tmp_path / "k"
+    user.take_fake_engines(tmp_path / "fake")
+    user.start("step 3/1000")
+    user.process.kill()
+    user.process.wait()
+    deadline = time.monotonic() + 180
+    while leftovers(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert leftovers(tmp_path) == []
+    # The trainer has saved its work before it ended.
+    last = max(x["step"] for x in metrics(run_dir)[0])
+    assert (run_dir / "checkpoints" / f"step_{last:06d}").exists()
+    user.command += ["--steps", str(last + 2)]
+    user.start("picture")
+    assert user.process.wait(180) == 0
+    balance(run_dir, 64, 16)
+    assert metrics(run_dir)[0][-1]["samples"] == (last + 2) * 64
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ def make_sample(n=5, reward=0.0, version=0, prompt=2, **others):
         "mask": mask,
         "behavior_logprobs": np.where(mask, -0.5, 0.0),
         "versions": np.where(mask, version, -1),
-        "teacher_log_ratio": np.zeros(n),
         "segment": np.zeros(n),
         "task": 0,
         "problem": 0,
@@ -106,7 +105,7 @@ def test_what_no_stage_writes_ends_the_run_by_name():
         with pytest.raises(RuntimeError, match=complaint):
             check_record(record | changed, "the file", run_id="abc")
 
-    refused("run_id is 'xyz', expected is 'abc'", run_id="xyz")
+    refused("run_id is 'xyz', 'abc' was expected", run_id="xyz")
     refused("tokens has 8 values for 9 tokens", tokens=record["tokens"][1:])
     del record["mask"]
     refused("mask has 0 values for 9 tokens")

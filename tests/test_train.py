@@ -4,7 +4,6 @@ import math
 import os
 import subprocess
 import sys
-import types
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +17,7 @@ from conftest import ROOT
 from plumbing import checkpoints, secret
 from plumbing.guards import Guards
 from plumbing.metrics import Sums
+from plumbing.model import Packing
 from plumbing.queues import publish_json
 from plumbing.samples import filler, join, layout
 from train import ess, learning_rate, policy_loss, token_logprobs
@@ -34,11 +34,15 @@ def tiny_model(vocab=50):
 
 
 def packed_model():
-    """The tiny model as train.build gives it: micro_batch calls its token_logprobs."""
+    """The tiny model with attention for packed rows, as the trainer has it."""
     model = tiny_model()
     model.set_attn_implementation("packed")
-    model.token_logprobs = types.MethodType(token_logprobs, model)
     return model
+
+
+def micro_batch(model, record, version, config):
+    """train.micro_batch of a model."""
+    return train.micro_batch(train.Policy(model, config), record, version, config, CPU)
 
 
 @pytest.fixture()
@@ -214,13 +218,13 @@ def test_head_in_float32(model):
     exact_gradient = gradient(model)
     model.zero_grad()
     model.bfloat16()
-    packing = (None, None, None, torch.tensor([40]), torch.tensor([40]))
+    lengths = torch.tensor([40])
+    packing = Packing(None, None, None, lengths, lengths)
     hidden = model.model(input_ids=ids[None], packing=packing).last_hidden_state[0, :-1]
     logits = hidden.float() @ model.lm_head.weight.float().T
     reference = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0]
     rounded = token_logprobs(model, ids, ids, 1.0)[0]
-    model.head_float32 = True
-    got = token_logprobs(model, ids, ids, 1.0)[0]
+    got = train.Policy(model, knobs(head_float32=True)).logprobs(ids, ids, 1.0)[0]
     assert got.dtype == rounded.dtype == torch.float32
     assert (got[1:] - reference).abs().max() < 1e-5 < (rounded[1:] - reference).abs().max()
     assert (got - exact).abs().max() < 0.1
@@ -293,7 +297,6 @@ def micro_record(model, lengths, version, offset=0.0):
         mask = np.arange(n) >= 3
         sample = {"tokens": tokens, "mask": mask, "behavior_logprobs": logprobs * mask}
         sample |= {"versions": np.where(mask, version, -1), "segment": np.zeros(n)}
-        sample |= {"teacher_log_ratio": np.zeros(n)}
         sample |= {"temperature": 1.0, "reward": i, "outcome": 0 if i else 1}
         samples.append(sample | {"num_versions": 1, "advantage": 1.0 - i, "finished": True})
     return join(samples)
@@ -308,7 +311,7 @@ def reduced(metrics):
 
 def metrics_of(model, record, version, **changed):
     """(loss, {name: value}) of one micro-batch."""
-    loss, metrics, _ = train.micro_batch(model, record, version, knobs(**changed), CPU)
+    loss, metrics, _ = micro_batch(model, record, version, knobs(**changed))
     return loss, reduced(metrics)
 
 
@@ -327,7 +330,7 @@ def test_metrics_by_hand(model):
 
 def test_what_generates_and_what_trains_are_compared_where_they_must_agree(model):
     record = micro_record(model, [10, 13], version=6)
-    loss, metrics, logprobs = train.micro_batch(model, record, 6, knobs(), CPU)
+    loss, metrics, logprobs = micro_batch(model, record, 6, knobs())
     distance = (logprobs.numpy() - record["behavior_logprobs"])[record["mask"]]
     assert abs(distance).max() < 1e-5 and not logprobs.requires_grad
     m = reduced(metrics)
@@ -359,8 +362,9 @@ def test_late_tokens_are_masked_and_counted(model):
 def test_what_was_not_sampled_contributes_nothing(model, loss):
     """A filler, and tokens, not even where their ratio would be infinite."""
     config = knobs(loss=loss, entropy_coef=0.1, kl_coef=0.1, normalizer="sequence")
-    model.reference_logprobs = lambda ids, *_: [torch.linspace(-9, 0, len(ids))]
-    value, metrics, _ = train.micro_batch(model, join([filler()]), 3, config, CPU)
+    policy = train.Policy(model, config)
+    policy.reference_logprobs = lambda ids, *_: torch.linspace(-9, 0, len(ids))
+    value, metrics, _ = train.micro_batch(policy, join([filler()]), 3, config, CPU)
     value.backward()
     assert not any(part.any() for _, *parts in metrics.values() for part in parts)
     assert not any(p.grad is not None and p.grad.any() for p in model.parameters())
@@ -369,38 +373,36 @@ def test_what_was_not_sampled_contributes_nothing(model, loss):
     for logprob in (0.0, -200.0):
         record["behavior_logprobs"][~record["mask"]] = logprob
         model.zero_grad()
-        value, metrics, _ = train.micro_batch(model, record, 7, config, CPU)
+        value, metrics, _ = train.micro_batch(policy, record, 7, config, CPU)
         value.backward()
         found.append((gradient(model), reduced(metrics)))
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
 
 
-@pytest.mark.parametrize("teacher", ["self", "another", ""])
+@pytest.mark.parametrize("teacher", ["another", ""])
 def test_a_teacher_adds_to_each_tokens_advantage(model, teacher):
     record = micro_record(model, [12], version=6, offset=0.1)
     sampled = np.flatnonzero(record["mask"])
     log_ratio = np.linspace(-2, 1, 12).astype(np.float32)
-    if teacher == "another":
-        told = torch.from_numpy(record["behavior_logprobs"] + log_ratio)
-        model.teacher_logprobs = lambda *_: [told]
-    elif teacher:
-        record["teacher_log_ratio"] = log_ratio * record["mask"]
     config = knobs(teacher=teacher, teacher_coef=0.5)
-    loss, metrics, logprobs = train.micro_batch(model, record, 6, config, CPU)
+    policy = train.Policy(model, config)
+    teacher_logprobs = torch.from_numpy(record["behavior_logprobs"] + log_ratio)
+    policy.teacher_logprobs = lambda *_: teacher_logprobs
+    loss, metrics, logprobs = train.micro_batch(policy, record, 6, config, CPU)
     advantage = record["advantage"][0] + 0.5 * log_ratio[sampled] * (teacher != "")
     w = np.exp(logprobs.numpy() - record["behavior_logprobs"])[sampled]
     assert loss.item() == pytest.approx(
         -(w * advantage * logprobs.numpy()[sampled]).sum(), rel=1e-4
     )
-    told = -log_ratio[sampled].mean() if teacher else 0.0
-    assert reduced(metrics)["kl_teacher"] == pytest.approx(told, abs=1e-5)
+    expected_kl = -log_ratio[sampled].mean() if teacher else 0.0
+    assert reduced(metrics)["kl_teacher"] == pytest.approx(expected_kl, abs=1e-5)
 
 
 def test_the_loss_may_be_divided_by_the_tokens(model):
     record = micro_record(model, [10, 13, 8], version=6)
     after, _ = parameters_after([record], normalizer="tokens")
-    train.micro_batch(model, record, 6, knobs(), CPU)[0].backward()
+    micro_batch(model, record, 6, knobs())[0].backward()
     assert torch.allclose(after - vector(model), -0.1 * gradient(model) / 22, atol=1e-7)
 
 
@@ -411,7 +413,7 @@ def one_step(model, optimizers, batches, version, config):
     """A step as train.train does it; returns its metrics."""
     sums = Sums()
     for batch in batches:
-        loss, metrics, _ = train.micro_batch(model, batch, version, config, CPU)
+        loss, metrics, _ = micro_batch(model, batch, version, config)
         loss.backward()
         sums.add(metrics)
     return train.optimizer_step(model, optimizers, sums, version, config)
@@ -481,37 +483,46 @@ class Answers:
         return SimpleNamespace(raise_for_status=lambda: None, json=lambda: answer)
 
 
-def measure(model, tmp_path, monkeypatch, engine, guards):
+def measure(policy, tmp_path, monkeypatch, engine, guards):
     (tmp_path / "queues").mkdir(exist_ok=True)
     secret.make_secret(tmp_path)
     publish_json(tmp_path / "queues" / "version.json", engines=["http://a", "http://b"])
     monkeypatch.setattr("plumbing.guards.requests.post", engine.post)
-    record = micro_record(model, [10, 13, 4, 30, 9, 5, 6, 7, 8], version=3)
+    record = micro_record(policy.model, [10, 13, 4, 30, 9, 5, 6, 7, 8], version=3)
     # temperatures and the age of samples do not matter
     record["temperature"][:] = 0.5
     # these begin as the one before does
     record["tokens"][10:16] = record["tokens"][:6]
     record["tokens"][23:26] = record["tokens"][10:13]
     sender = SimpleNamespace(wait=lambda: None)
-    return guards.measure(model, record, sender, 40)
+    return guards.measure(policy, record, sender, 40)
 
 
 def test_the_mismatch_is_measured_by_engines_in_turn(model, tmp_path, monkeypatch):
     guards = make_guards(tmp_path)
     engine = Answers(tiny_model(), 40, off=5e-4)
-    found = measure(model, tmp_path, monkeypatch, engine, guards)
+    found = measure(train.Policy(model, knobs()), tmp_path, monkeypatch, engine, guards)
     # of eight sequences all tokens but the first
     assert found == {"mismatch": pytest.approx(5e-4, rel=0.05), "tokens": 76}
     assert [url[7] for url, _ in engine.asked] == ["b", "a"] * 4
     assert engine.asked[0][1]["sampling_params"] == dict(max_tokens=1, prompt_logprobs=0)
-    assert measure(model, tmp_path, monkeypatch, engine, make_guards(tmp_path, rank=1)) == {}
+    assert (
+        measure(
+            train.Policy(model, knobs()),
+            tmp_path,
+            monkeypatch,
+            engine,
+            make_guards(tmp_path, rank=1),
+        )
+        == {}
+    )
 
 
 def test_another_policy_in_the_engines_ends_the_run(model, tmp_path, monkeypatch):
     engine = Answers(tiny_model(), 40, off=2e-3)
     complaint = "mismatch of qwen2 is above 0.001 nats at version 40: 2.0e-03"
     with pytest.raises(RuntimeError, match=complaint):
-        measure(model, tmp_path, monkeypatch, engine, make_guards(tmp_path))
+        measure(train.Policy(model, knobs()), tmp_path, monkeypatch, engine, make_guards(tmp_path))
 
 
 def test_an_engine_of_another_version_says_nothing_and_the_third_time_ends_the_run(
@@ -522,11 +533,11 @@ def test_an_engine_of_another_version_says_nothing_and_the_third_time_ends_the_r
     words = "mismatch of version 40 not measured: the engine has version 39"
     # one that is measured, and it begins again
     for engine in (other, other, Answers(tiny_model(), 40), other, other):
-        found = measure(model, tmp_path, monkeypatch, engine, guards)
+        found = measure(train.Policy(model, knobs()), tmp_path, monkeypatch, engine, guards)
         assert (found == {}) == (engine is other)
     assert capsys.readouterr().out.count(words) == 4
     with pytest.raises(RuntimeError, match=f"{words}; this was so 3 times in a row"):
-        measure(model, tmp_path, monkeypatch, other, guards)
+        measure(train.Policy(model, knobs()), tmp_path, monkeypatch, other, guards)
 
 
 def test_every_configuration_has_a_mismatch_every_20_updates():

@@ -292,8 +292,8 @@ def loss_of(run, sample, positions, version):
 
 def of_teacher(run, sample, positions):
     """log teacher - log mu of a sample's tokens at these positions [N]."""
-    if run.config.teacher in ("", "self"):
-        return torch.as_tensor(sample["teacher_log_ratio"][positions], device=run.device)
+    if not run.config.teacher:
+        return torch.zeros(len(positions), device=run.device)
     logprobs = of_segments(run, TEACHER, sample, positions)[0]
     return logprobs - torch.as_tensor(sample["behavior_logprobs"][positions], device=run.device)
 

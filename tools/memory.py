@@ -177,7 +177,7 @@ class Placed:
         found = {"trainer rank": rank, "rank 0": rank_0, "engine": engine}
         # their own forward passes end before the policy's begins; under adapters the base model is there
         others = {"reference model": c.model} if c.kl_coef and not c.lora_rank else {}
-        if c.teacher not in ("", "self"):
+        if c.teacher:
             others["teacher"] = c.teacher
         for what, name in others.items():
             rank[what] = rank_0[what] = itemsize(c) * parameters(name) / GB / c.trainers
@@ -276,7 +276,7 @@ def main(argv):
         c = placement.resolve(cfg.parse(words, about=__doc__), given.gpus)
     except cfg.ConfigError as e:
         sys.exit(f"memory: {e}")
-    for name in {c.model, c.teacher} - {"", "self"}:
+    for name in {c.model, c.teacher} - {""}:
         if model_config(name) is None:
             print(f"memory: not checked: {name} has no config.json here, and is no known Qwen2.5")
             return

@@ -250,7 +250,7 @@ def main():
             show(config, problems, prompter)
             return
         check_parsers(config)
-        if config.teacher not in ("", "self"):
+        if config.teacher:
             check_vocabularies(folder, bring_model(config.teacher, config.task, "--teacher"))
     except cfg.ConfigError as e:
         sys.exit(f"prepare: {e}")

@@ -35,32 +35,32 @@ NUMBERS = "loss grad_norm entropy ess kl_behavior kl_ref mismatch clip_frac rewa
 # ---- the step again
 
 
-def train_step(model, optimizers, batches, version, config, ranks):
+def train_step(policy, optimizers, batches, version, config, ranks):
     """train.train's loop for the micro-batches of one step; its metrics. Without optimizers the weights stay."""
     sums = Sums()
     for batch in batches:
-        loss, metrics, _ = train.micro_batch(model, batch, version, config, ranks.device)
+        loss, metrics, _ = train.micro_batch(policy, batch, version, config, ranks.device)
         loss.backward()
         sums.add(metrics)
-    metrics = train.optimizer_step(model, optimizers, sums, version, config)
-    model.zero_grad()
+    metrics = train.optimizer_step(policy, optimizers, sums, version, config)
+    policy.zero_grad()
     return metrics
 
 
 def train_until(run_dir, step, config, ranks):
-    """(model, optimizers) as they were before `step`, trained again from the newest checkpoint before it."""
+    """(policy, optimizers) as they were before `step`, trained again from the newest checkpoint before it."""
     saved = {int(path.name[5:]): path for path in checkpoints.all_of(run_dir)}
     version = max((version for version in saved if version < step), default=0)
     path = saved.get(version)
     # all of them, before anything is computed
     batches = {k: report.batches(run_dir, k) for k in range(version + 1, step)}
-    model, optimizers = train.build(config, ranks.device, 1)
-    checkpoints.restore(path, model, optimizers)
+    policy, optimizers = train.build(config, ranks.device, 1)
+    checkpoints.restore(path, policy.model, optimizers)
     print(f"replay: from {path or config.model}", flush=True)
     for k, of_step in batches.items():
-        metrics = train_step(model, optimizers, of_step, k - 1, config, ranks)
+        metrics = train_step(policy, optimizers, of_step, k - 1, config, ranks)
         print(f"replay: step {k}: loss {metrics['loss']:.6g}", flush=True)
-    return model, optimizers
+    return policy, optimizers
 
 
 def six_digits(value):
@@ -117,18 +117,18 @@ def main(argv=None):
             # sums come out alike only if they are split alike
             torch.set_num_threads(share_cores(config, 0, 0)[1])
         ranks = Ranks(config)
-        model, optimizers = train_until(run_dir, a.step, config, ranks)
+        policy, optimizers = train_until(run_dir, a.step, config, ranks)
     except (cfg.ConfigError, FileNotFoundError) as e:
         sys.exit(f"replay: {e}")
     [lines] = report.read(run_dir, "step")
     columns = {"run": {line["step"]: line for line in lines}.get(a.step, {}), "again": {}}
     if knobs:
-        columns[other.loss] = train_step(model, [], batches, a.step - 1, other, ranks)
-    columns["again"] = train_step(model, optimizers, batches, a.step - 1, config, ranks)
+        columns[other.loss] = train_step(policy, [], batches, a.step - 1, other, ranks)
+    columns["again"] = train_step(policy, optimizers, batches, a.step - 1, config, ranks)
     differ = print_numbers(columns, config.trainers == 1)
     after = Path(run_dir, "checkpoints", f"step_{a.step:06d}")
     if after.exists():
-        differ += compare_weights(model, after, getattr(torch, config.dtype))
+        differ += compare_weights(policy.model, after, getattr(torch, config.dtype))
     ranks.close()
     return differ
 

@@ -120,14 +120,15 @@ def test_cispo_by_position_counts_ratios_above_2_by_tenth():
 
 
 def test_temperature_per_member_is_sampled_and_trained_at(tmp_path, base_model):
-    model, _ = train.build(knobs(model=str(base_model), dtype="float32"), CPU, 1)
+    policy, _ = train.build(knobs(model=str(base_model), dtype="float32"), CPU, 1)
+    model = policy.model
 
     def answer(n, body):
         """What an engine says that has sampled `ab` and the end."""
         ids = np.array([*body["token_ids"], 29, 30, 1])
         temperature = body["sampling_params"]["temperature"]
         with torch.no_grad():
-            logprobs, _ = model.token_logprobs(ids, np.arange(len(ids)), temperature)
+            logprobs, _ = policy.logprobs(ids, np.arange(len(ids)), temperature)
         return choice([29, 30, 1], [("5", 0, 3)], logprobs[-3:].tolist())
 
     _, record, _, _ = one_group(tmp_path, base_model, answer, attempts=5)
@@ -178,7 +179,8 @@ def test_subset_of_parameters_alone_is_trained_and_sent(tmp_path, base_model, mo
     config = resolved(*words.split(), "--trained", r"\.mlp\.up|norm")
     run_dir = rundir.write(config)
     ranks = Ranks(config)
-    model, optimizers = train.build(config, CPU, 1)
+    policy, optimizers = train.build(config, CPU, 1)
+    model = policy.model
     before = copies(model)
     monkeypatch.setenv("PYTHONPATH", str(fake_vllm(tmp_path / "fake")))
     engines = start_engines(config, as_loaded=False)
@@ -195,7 +197,7 @@ def test_subset_of_parameters_alone_is_trained_and_sent(tmp_path, base_model, mo
             model.get_input_embeddings().weight.mul_(2)
         update(sender, 1)
         model.load_state_dict(after, strict=False)
-        assert Guards(config, run_dir, ranks).measure(model, record, sender, 1)["mismatch"] < 1e-5
+        assert Guards(config, run_dir, ranks).measure(policy, record, sender, 1)["mismatch"] < 1e-5
         sender.close()
         # its checkpoints are like any other's
         state = checkpoints.NEW_RUN | {"version": 1}
@@ -203,7 +205,7 @@ def test_subset_of_parameters_alone_is_trained_and_sent(tmp_path, base_model, mo
         saver.save(state)
         saver.finish()
         newest = checkpoints.newest(run_dir)
-        assert checkpoints.restore(newest, *train.build(config, CPU, 1))["version"] == 1
+        assert checkpoints.restore(newest, policy.model, optimizers)["version"] == 1
     finally:
         stop(engines, 0)
 
@@ -220,7 +222,7 @@ def test_entropy_per_task_by_hand():
     positions, ids = layout(record["lengths"])
     with torch.no_grad():
         temperature = record["temperature"][ids]
-        entropy = model.token_logprobs(record["tokens"], positions, temperature)[1].numpy()
+        entropy = train.token_logprobs(model, record["tokens"], positions, temperature)[1].numpy()
     of_task = record["task"][ids]
     mean = [entropy[record["mask"] & (of_task == number)].mean() for number in (0, 1)]
     metrics, _ = trained(model, record, task="toy,tail")
