@@ -1,12 +1,14 @@
-"""The queue between two stages: a directory of numbered record files; values published beside it.
+"""A queue between two stages is a directory of numbered record files.
 
-A record is a flat dict: its numpy arrays go into one .safetensors file as they are, the rest
-(numbers, strings, lists, dicts) as one more array of JSON; nothing read from a queue can execute
-code. A file is written under a temporary name and renamed, so a reader sees all of it or nothing.
-What was not acknowledged is seen again by the next reader.
+A record is a flat dict. It is written to one .safetensors file: its numpy arrays as they are, and
+everything else (numbers, strings, lists, dicts) as one more array, which holds JSON. So nothing
+that is read from a queue can execute code. A file is written under a temporary name and then
+renamed, so that a reader sees all of it or nothing. Records that were not acknowledged are seen
+again by the next reader. Small values are published beside the queues, as JSON files.
 
-A shared file system need promise no more than NFS: a reader that misses a name lists the directory
-before it believes it. Deliberately absent: a server, several writers or readers.
+A shared file system need promise no more than NFS does: a reader that does not see a file lists the
+directory before it believes that the file is absent. Deliberately absent: a server, several writers
+or readers.
 """
 
 import errno
@@ -20,15 +22,16 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save_file
 
-# seconds between two looks, each of which costs NFS a few round trips
+# seconds between two looks for the next record; on NFS a look costs a few round trips
 POLL = 0.005
 
 
 class Queue:
     """A directory used as an ordered, persistent queue of records: one writer, one reader.
 
-    path: the directory, made if absent. How many records lie there is bounded by the gate (actor.py)
-    and by preprocess.py, which keeps at most one step ahead of the trainer.
+    path: the directory, which is made if absent. The queue itself has no limit: the gate of
+    actor.py bounds its number of records, and preprocess.py is at most one step ahead of the
+    trainer.
     """
 
     def __init__(self, path):
@@ -40,11 +43,11 @@ class Queue:
         self.lock = threading.Lock()
 
     def __len__(self) -> int:
-        """Records on disk that were not acknowledged."""
+        """The number of records on disk that were not acknowledged."""
         return len(self._numbers())
 
     def file(self, number: int) -> Path:
-        """Where the record of this number lies."""
+        """The file of the record with this number."""
         return self.path / f"{number:010d}.safetensors"
 
     def put(self, record: dict) -> int:
@@ -56,9 +59,9 @@ class Queue:
         return number
 
     def get(self, timeout: float = 0.0) -> tuple[int, dict]:
-        """The number of the next record, and the record; timeout: seconds to wait, 0 to look once.
+        """(number of the next record, the record). timeout: seconds to wait; 0: look once.
 
-        Raises TimeoutError, or RuntimeError naming a file that is no record.
+        Raises TimeoutError, or RuntimeError that names a file which is no record.
         """
         deadline = time.monotonic() + timeout
         number = self._next()
@@ -72,7 +75,11 @@ class Queue:
         return number, record
 
     def ack(self, number: int, keep: int = 0) -> None:
-        """The record of this number is dealt with: delete it, or move it to the folder kept, where so many stay."""
+        """Acknowledge the record with this number: nobody needs it in the queue any more.
+
+        It is deleted. With `keep` it is moved into the folder kept/ instead, in which only the
+        newest `keep` records stay.
+        """
         if not keep:
             self.file(number).unlink(missing_ok=True)
             return
@@ -85,44 +92,56 @@ class Queue:
         return sorted(int(p.stem) for p in self.path.glob("*.safetensors"))
 
     def _next(self) -> int | None:
-        """Number of the next unread record, None if there is none yet."""
+        """The number of the next unread record; None if there is none yet."""
         if self.file(self.next_get).exists():
             return self.next_get
         later = [number for number in self._numbers() if number >= self.next_get]
-        # a gap was acknowledged by an earlier reader, unless the record appeared during the listing
+        # A number is missing if an earlier reader acknowledged it, or if its record appeared only
+        # while the directory was listed.
         if later and self.file(self.next_get).exists():
             return self.next_get
         return later[0] if later else None
 
 
 def _write_record(record: dict, file: Path) -> None:
-    # safetensors takes the memory of an array as it lies
-    arrays = {k: np.asarray(v, order="C") for k, v in record.items() if isinstance(v, np.ndarray)}
-    rest = {k: v for k, v in record.items() if k not in arrays}
+    arrays = {}
+    rest = {}
+    for name, value in record.items():
+        if isinstance(value, np.ndarray):
+            # safetensors copies the memory of an array as it lies
+            arrays[name] = np.asarray(value, order="C")
+        else:
+            rest[name] = value
     arrays["json"] = np.frombuffer(json.dumps(rest).encode(), dtype=np.uint8)
     temporary = file.with_suffix(".tmp")
     try:
         save_file(arrays, temporary)
         os.rename(temporary, file)
-    # the first of the library's, which says no more than what the system said
+    # a SafetensorError only passes on the system's error
     except (SafetensorError, OSError) as e:
-        words = "free space, or mount it again; the same command continues"
-        raise OSError(f"{file} cannot be written ({e}): {words}") from None
+        raise OSError(
+            f"{file} cannot be written ({e}): free disk space, or mount the file system again; the "
+            "same command continues the run"
+        ) from None
 
 
 def read_record(file: Path) -> dict:
-    """The record in a file; its arrays may be written to. Raises RuntimeError, by name, if it is none."""
+    """The record in a file; its arrays can be written to.
+
+    Raises RuntimeError that names the file if it holds no record.
+    """
     try:
         record = load(file.read_bytes())
         return record | json.loads(record.pop("json").tobytes())
-    # a data type that numpy lacks is a KeyError
+    # safetensors raises KeyError for a data type that numpy lacks
     except (SafetensorError, ValueError, KeyError, TypeError, OSError) as e:
-        words = f"{type(e).__name__}: {e}); the same command continues the run"
-        raise RuntimeError(f"{file} cannot be read ({words}") from None
+        raise RuntimeError(
+            f"{file} cannot be read ({type(e).__name__}: {e}); the same command continues the run"
+        ) from None
 
 
 def publish_json(path, **values) -> None:
-    """Publish a few values for other processes: an atomically replaced JSON file."""
+    """Publish a few values for other processes, as a JSON file that is replaced atomically."""
     path = Path(path)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(values))
@@ -130,7 +149,10 @@ def publish_json(path, **values) -> None:
 
 
 def read_json(path) -> dict:
-    """What was last published at `path`; {} if nothing was yet, or another node of NFS just replaces it."""
+    """The values that were last published at `path`; {} if there are none.
+
+    It is also {} for a moment on NFS, while another node replaces the file (ESTALE).
+    """
     try:
         return json.loads(Path(path).read_text())
     except OSError as e:
