@@ -68,7 +68,7 @@ class Attempt:
     async def __call__(self, text):
         """Continue the conversation with a text, the prompt first: the model's turn. Raises CutOff, EngineUnavailable."""
         prompter = self.actor.prompter
-        more = prompter.more if self.conversation else prompter.start
+        more = prompter.reply if self.conversation else prompter.start
         prompt = self.conversation + more(text)
         answer = await self.generate(prompt)
         self.conversation = prompt + answer["tokens"]

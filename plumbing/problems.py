@@ -1,5 +1,7 @@
-"""The problems of a run's tasks, checked before anything starts, and their prompts as token ids: raw text, or through
-the model's chat template.
+"""The problems of a run's tasks, and their prompts as token ids.
+
+Problems are checked before anything starts. A prompt becomes tokens as plain text or, with --chat
+True, through the model's chat template.
 """
 
 import functools
@@ -12,94 +14,103 @@ from plumbing.prompts import beginning, messages_of, prompt_text
 
 
 def load_problems(config: Config, split: str) -> dict[str, list[dict]]:
-    """Problems of every task of the run, by task; split: "train" or "test".
+    """{task: its problems} for every task of the run. split: "train" or "test".
 
-    Raises ConfigError naming the task and the problem, or file and line.
+    Raises ConfigError that names the task and the problem, or file and line.
     """
     problems = {}
-    # Scores are told by the set that a problem comes from: no two tasks may use one name for theirs.
+    # Scores are reported for each source, so two tasks must not have sources of the same name.
     task_of_source = {}
     for task in task_weights(config.task):
         problems[task] = _problems_of(config, task, split)
         require(problems[task], f"task {task} has no {split} problems")
         for number, problem in enumerate(problems[task], 1):
-            place = f"task {task}, {split} problem {number}"
+            where = f"task {task}, {split} problem {number}"
             require(
                 isinstance(problem, dict),
-                f"{place}: it must be a dict, it is {beginning(problem)}",
+                f"{where}: it must be a dict, it is {beginning(problem)}",
             )
-            place = problem.get("where", place)
-            _check_problem(problem, place)
+            where = problem.get("where", where)
+            _check_problem(problem, where)
             source = problem.get("source", task)
             other = task_of_source.setdefault(source, task)
             require(
                 other == task,
-                f"{place}: the tasks {task} and {other} both have a set called {source}",
+                f"{where}: the tasks {task} and {other} both have a set called {source}",
             )
     return problems
 
 
-def _check_problem(problem, place):
-    """Raise ConfigError unless a problem has a prompt, text or messages, and only text that UTF-8 has."""
+def _check_problem(problem, where):
+    """Raise ConfigError unless a problem has a prompt, and only text that UTF-8 can hold.
+
+    where: the problem's place, for the message. A list of messages is replaced by a checked one.
+    """
     prompt = problem.get("prompt")
     require(
         prompt and isinstance(prompt, (str, list)),
-        f'{place}: it must have a text or a list of messages under "prompt", it has {beginning(prompt)}',
+        f'{where}: it must have a text or a list of messages under "prompt", it has '
+        f"{beginning(prompt)}",
     )
     if isinstance(prompt, list):
         try:
             problem["prompt"] = messages_of(prompt, "prompt")
         except ValueError as e:
-            raise ConfigError(f"{place}: {e}") from None
+            raise ConfigError(f"{where}: {e}") from None
     for name, value in problem.items():
         try:
             json.dumps(value, ensure_ascii=False, default=repr).encode()
         except UnicodeEncodeError as e:
             raise ConfigError(
-                f"{place}: '{name}' has half of a character (a lone surrogate, {e.object[e.start]!a}): mend the text"
+                f"{where}: '{name}' has half of a character (a lone surrogate, "
+                f"{e.object[e.start]!a}): mend the text"
             ) from None
 
 
 def share_prompts(problems: list[dict]) -> bool:
-    """Do a task's problems have few different prompts, as those of a game do?"""
+    """Do many problems of a task have the same prompt, as those of a game do?"""
     return len({json.dumps(problem["prompt"]) for problem in problems}) < len(problems) / 2
 
 
 def in_both(trained: list[dict], held_out: list[dict]) -> int:
-    """How many held-out problems are trained on.
+    """The number of held-out problems that are trained on, too.
 
-    Problems are the same if their prompts are. In a task whose problems share few prompts, as those of a game do, all
-    that a problem says must be the same, but for where it stands.
+    Two problems are the same if their prompts are. In a task whose problems share prompts, as those
+    of a game do, all other values but `where` must be the same, too.
     """
     is_game = share_prompts(trained)
 
     def identity(problem):
         if not is_game:
             return json.dumps(problem["prompt"])
-        said = {name: value for name, value in problem.items() if name != "where"}
-        return json.dumps(said, sort_keys=True, default=repr)
+        values = {name: value for name, value in problem.items() if name != "where"}
+        return json.dumps(values, sort_keys=True, default=repr)
 
     identities = set(map(identity, trained))
     return sum(identity(problem) in identities for problem in held_out)
 
 
 def held_out_scores(line):
-    """What an evaluation's line of metrics.jsonl says of each set: the share of solved problems, and the mean reward
-    where that is something else: "toy 0.914", or "toy 0.125 solved, mean reward 0.410".
+    """The scores of each set in an evaluation's line of metrics.jsonl, as a text.
+
+    They are the share of solved problems and, where that is another number, the mean reward:
+    "toy 0.914", or "toy 0.125 solved, mean reward 0.410".
     """
-    texts = []
-    for name, solved in line["eval"].items():
-        reward = line.get("eval_reward", {}).get(name, solved)
-        same = abs(reward - solved) < 5e-4
-        more = "" if same else f" solved, mean reward {reward:.3f}"
-        texts.append(f"{name} {solved:.3f}{more}")
-    return " | ".join(texts)
+    scores = []
+    for source, solved in line["eval"].items():
+        reward = line.get("eval_reward", {}).get(source, solved)
+        if abs(reward - solved) < 5e-4:
+            scores.append(f"{source} {solved:.3f}")
+        else:
+            scores.append(f"{source} {solved:.3f} solved, mean reward {reward:.3f}")
+    return " | ".join(scores)
 
 
 def _problems_of(config, task, split) -> list:
-    """What the task itself gives; only tasks that read data files are told their names."""
+    """The problems that the task itself returns. Raises ConfigError for its ValueError."""
     module = load_task(task)
     arguments = [split, config.seed]
+    # only a task that reads data has a parameter for its name
     if len(inspect.signature(module.problems).parameters) > 2:
         arguments.append({"train": config.train_data, "test": config.eval_data}[split])
     try:
@@ -113,7 +124,7 @@ class Prompter:
 
     def __init__(self, config):
         self.config = config
-        # only here: the launcher needs no torch
+        # imported only here, because it imports torch, which the launcher must not wait for
         from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
         self.tokenizer = AutoTokenizer.from_pretrained(config.model)
@@ -122,31 +133,35 @@ class Prompter:
             f"--chat True: the tokenizer of {config.model} has no chat template",
         )
         model = AutoConfig.from_pretrained(config.model)
-        # how many token ids the model has; the tokenizer may know fewer
+        # the number of token ids that the model has; the tokenizer may have another one
         self.vocabulary = model.get_text_config().vocab_size
-        # chat models often have several stop tokens
         try:
             ends = GenerationConfig.from_pretrained(config.model).eos_token_id
-        # a model need not have a generation config; vLLM, too, then makes it of the model's
+        # a model without a generation config: as vLLM does, make one from the model's own config
         except OSError:
             ends = GenerationConfig.from_model_config(model).eos_token_id
+        # a single token, or a list: chat models often have several stop tokens
         if not isinstance(ends, list):
             ends = [ends]
         self.stop = {*ends, self.tokenizer.eos_token_id} - {None}
-        # what chat templates are told
+        # arguments of the chat template
         self.thinking = {}
         if config.thinking != "auto":
             self.thinking = {"enable_thinking": config.thinking == "on"}
-        # All attempts at a problem have the same prompt.
+        # all attempts at a problem have the same prompt, so results are kept
         self.tokenized = functools.lru_cache(1000)(self._tokenized)
 
     def render(self, messages):
-        """Messages as text, by the chat template, up to where the assistant speaks."""
-        options = dict(tokenize=False, add_generation_prompt=True)
-        return self.tokenizer.apply_chat_template(messages, **options, **self.thinking)
+        """Messages as text, by the chat template, up to where the assistant's turn begins."""
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **self.thinking
+        )
 
     def start(self, prompt):
-        """Token ids of a problem's prompt: a text, or a list of messages. Raises ConfigError if the knobs do not fit it."""
+        """Token ids of a problem's prompt: a text, or a list of messages.
+
+        Raises ConfigError if the prompt needs other knobs.
+        """
         return self.tokenized(json.dumps(prompt))
 
     def _tokenized(self, prompt_json):
@@ -156,8 +171,8 @@ class Prompter:
             if isinstance(prompt, list):
                 require(
                     len(prompt) == 1 and prompt[0]["role"] == "user",
-                    f"a prompt of {len(prompt)} messages, the first one of the {prompt[0]['role']}, needs "
-                    "--chat True",
+                    f"a prompt of {len(prompt)} messages, the first one of the "
+                    f"{prompt[0]['role']}, needs --chat True",
                 )
             return self.tokenizer(system + prompt_text(prompt))["input_ids"]
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -169,69 +184,84 @@ class Prompter:
             messages = [{"role": "system", "content": system}, *messages]
         return self.tokenizer(self.render(messages), add_special_tokens=False)["input_ids"]
 
-    def more(self, text):
-        """Token ids of the environment's answer to a turn, to be appended to what the engine has
-        sampled, its stop token included; with what the template puts between two turns.
+    def reply(self, text):
+        """Token ids of the environment's reply to a turn of the model.
+
+        They are appended to the tokens that the engine has sampled, which end with a stop token.
+        With --chat True they include the text that the template puts between two turns.
         """
         if self.config.chat:
+            # A random text marks the model's turn, behind which the template's text is taken
             turn = secrets.token_hex(8)
-            said = [("user", "x"), ("assistant", turn), ("user", text)]
-            messages = [{"role": role, "content": content} for role, content in said]
+            messages = [
+                {"role": "user", "content": "x"},
+                {"role": "assistant", "content": turn},
+                {"role": "user", "content": text},
+            ]
             text = self.render(messages).partition(turn)[2]
-            # the engine has sampled the end of the turn already
+            # the engine has already sampled the stop token that ends the turn
             for end in self.tokenizer.convert_ids_to_tokens(sorted(self.stop)):
                 if text.lstrip(" ").startswith(end):
                     text = text.lstrip(" ").removeprefix(end)
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def decode(self, tokens):
-        """Token ids as text, without special tokens."""
+        """The text of token ids, without special tokens."""
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def usable(self, problems, say=None):
-        """{task: indices of the problems whose prompts the model can take}; problems: {task: list}.
+        """{task: indices of the problems whose prompts the model can take}. problems: {task: list}.
 
-        A prompt cannot be taken if it has no tokens, leaves no room for an answer, or has a token that the model has no
-        row for. Such problems are left out while they are at most --max_left_out of a task's; say: a function that is
-        told so, a line each task. Raises ConfigError, with the first of them, if they are more.
+        The model cannot take a prompt that has no tokens, leaves no room for an answer, or has a
+        token id that the model lacks. Such problems are left out if they are at most the share
+        --max_left_out of a task's problems; `say` is then called with a line about them. If they
+        are more, raises ConfigError that shows the first of them.
         """
-        room = self.config.max_model_len - 1
-        indices = {}
-        for task, of_task in problems.items():
-            indices[task] = []
+        usable = {}
+        for task, task_problems in problems.items():
+            usable[task] = []
             complaints = []
-            for index, problem in enumerate(of_task):
-                place = problem.get("where", f"task {task}, problem {index + 1}")
-                try:
-                    tokens = self.start(problem["prompt"])
-                # the template's own words for messages that it does not take are of many kinds
-                except Exception as e:
-                    raise ConfigError(f"{place}: the prompt cannot be used: {e}") from None
-                text = prompt_text(problem["prompt"])[:50]
-                if not 0 < len(tokens) <= room:
-                    complaints.append(
-                        f"{place}: the prompt {text!r} has {len(tokens)} tokens, there may be 1 to {room} "
-                        "(--max_model_len - 1)"
-                    )
-                elif max(tokens) >= self.vocabulary:
-                    complaints.append(
-                        f"{place}: the prompt {text!r} has the token {max(tokens)} "
-                        f"({self.tokenizer.convert_ids_to_tokens(max(tokens))!r}), the model knows "
-                        f"{self.vocabulary}, from 0 on"
-                    )
+            for index, problem in enumerate(task_problems):
+                where = problem.get("where", f"task {task}, problem {index + 1}")
+                complaint = self._complaint(problem["prompt"], where)
+                if complaint:
+                    complaints.append(complaint)
                 else:
-                    indices[task].append(index)
+                    usable[task].append(index)
             if not complaints:
                 continue
             summary = (
-                f"{len(complaints)} of {len(of_task)} problems of task {task} have prompts that the model cannot "
-                f"take, the first: {complaints[0]}"
+                f"{len(complaints)} of {len(task_problems)} problems of task {task} have prompts "
+                f"that the model cannot take, the first: {complaints[0]}"
             )
             require(
-                len(complaints) <= self.config.max_left_out * len(of_task) and indices[task],
+                len(complaints) <= self.config.max_left_out * len(task_problems) and usable[task],
                 f"{summary}. Mend them, or raise --max_model_len; or let --max_left_out, now "
                 f"{self.config.max_left_out:g}, be the share that may be left out",
             )
             if say:
                 say(f"{summary}; they are left out")
-        return indices
+        return usable
+
+    def _complaint(self, prompt, where):
+        """The reason why the model cannot take a prompt; "" if it can. See `usable`."""
+        try:
+            tokens = self.start(prompt)
+        # chat templates raise errors of many kinds for messages that they do not take
+        except Exception as e:
+            raise ConfigError(f"{where}: the prompt cannot be used: {e}") from None
+        room = self.config.max_model_len - 1
+        text = prompt_text(prompt)[:50]
+        if not 0 < len(tokens) <= room:
+            return (
+                f"{where}: the prompt {text!r} has {len(tokens)} tokens, there may be 1 to {room} "
+                "(--max_model_len - 1)"
+            )
+        largest = max(tokens)
+        if largest >= self.vocabulary:
+            return (
+                f"{where}: the prompt {text!r} has the token {largest} "
+                f"({self.tokenizer.convert_ids_to_tokens(largest)!r}), the model's tokens are 0 to "
+                f"{self.vocabulary - 1}"
+            )
+        return ""

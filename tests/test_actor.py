@@ -294,8 +294,8 @@ def test_turns_keep_the_exact_tokens_that_were_sampled(tmp_path):
 
     r, prompts, calls = guess(tmp_path, answer)
     start = p.start(GUESS["prompt"])
-    lower = p.more("lower\n")
-    higher = p.more("higher\n")
+    lower = p.reply("lower\n")
+    higher = p.reply("higher\n")
     second = start + turns[0] + higher
     third = second + turns[1] + lower
     assert prompts == [start, second, third]

@@ -190,7 +190,7 @@ TEMPLATE = (
 def test_raw_and_templated_prompts(tmp_path):
     raw = prompter(tmp_path, system_prompt="Be brief. ")
     assert raw.tokenizer.decode(raw.start("2+2?")) == "Be brief. 2+2?"
-    assert raw.tokenizer.decode(raw.more("lower\n")) == "lower\n"
+    assert raw.tokenizer.decode(raw.reply("lower\n")) == "lower\n"
     with pytest.raises(cfg.ConfigError, match="no chat template"):
         prompter(tmp_path, chat=True)
     chat = prompter(tmp_path, TEMPLATE, chat=True, system_prompt="Be brief.", thinking="off")
@@ -202,9 +202,9 @@ def test_raw_and_templated_prompts(tmp_path):
     assert decode(chat.start("2+2?")) == first
     # what was sampled ends in <|im_end|>; what is appended goes on from there exactly as the template would
     sampled = chat.tokenizer("4<|im_end|>", add_special_tokens=False)["input_ids"]
-    whole = decode(chat.start("2+2?") + sampled + chat.more("And 3+3?"))
+    whole = decode(chat.start("2+2?") + sampled + chat.reply("And 3+3?"))
     assert whole == first + "4<|im_end|>\n" + turn.format("And 3+3?")
-    assert "user\nYOUR TURN: guess<|im_end|>" in decode(chat.more("YOUR TURN: guess"))
+    assert "user\nYOUR TURN: guess<|im_end|>" in decode(chat.reply("YOUR TURN: guess"))
     auto = prompter(tmp_path, TEMPLATE, chat=True)
     assert "<think>" not in auto.tokenizer.decode(auto.start("a"))
 
@@ -237,7 +237,7 @@ def test_prompts_that_the_model_cannot_take_are_left_out_or_refused(tmp_path):
         ({"prompt": "\u4f60\u597d"}, "task toy, problem 2: the prompt .* has 0 tokens"),
         (
             {"prompt": "<|im_start|>a"},
-            "task toy, problem 2: the prompt .* has the token .*im_start.*knows",
+            "task toy, problem 2: the prompt .* has the token .*im_start.*tokens are",
         ),
     ]:
         said = []
