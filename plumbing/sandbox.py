@@ -1,8 +1,18 @@
-"""Reward functions, in processes of their own with a limit on time and memory: one hostile answer delays nobody but itself.
+"""Reward functions run in processes of their own, with limits on time and memory.
 
-A pebble.ProcessPool ends what takes too long and replaces workers that die. A task that says INSTANT = True, as no text
-can keep its functions busy, is spared the way to a worker: it is called in the actor itself, without limits.
-Deliberately absent: a defence against the task's own code, which is trusted; an end of programs that it starts.
+So a hostile answer delays only its own attempt. A pebble.ProcessPool ends a call that takes too
+long, and replaces workers that die. A task with INSTANT = True promises that no text can keep its
+functions busy: they are called in the actor itself, without limits, which is faster.
+
+The reply to a call is a dict with a single key:
+
+    {"value": ...}      the number, text or None that the function returned
+    {"refused": text}   it returned something else; the text says what, and why it is refused
+    {"error": text}     it raised an exception; the text is the exception in one line
+    {"limit": text}     it took too much time or memory, or its process died
+
+Deliberately absent: a defence against the task's own code, which is trusted; an end of the programs
+that a task's code starts.
 """
 
 import asyncio
@@ -24,46 +34,60 @@ from pebble import ProcessExpired, ProcessPool
 
 import config as cfg
 
-# bytes of memory a call may take; the largest reward, in float32
-MEMORY, LARGEST = 4 << 30, 3.4e38
-# how many pools of workers a call may break, or see broken
+# bytes of memory that a call may take
+MEMORY = 4 << 30
+# the largest reward, as float32 holds it
+LARGEST = 3.4e38
+# A call is given up after so many pools of workers broke while it waited for its answer.
 POOLS = 3
-# longest message of an exception, and longest line made of an exception, characters
-MESSAGE_LENGTH, LINE_LENGTH = 240, 400
-# how values that are refused are shown
+# The run ends if more than this number of the newest verdicts failed alike, and more than half.
+FEW_FAILURES = 20
+# most characters of an exception's message, and of the line made of an exception and its causes
+MESSAGE_LENGTH = 240
+LINE_LENGTH = 400
+# shows a refused value in a message
 SHORT_REPR = reprlib.Repr()
 SHORT_REPR.maxstring = SHORT_REPR.maxother = 100
 
 
 class Sandbox:
-    """tasks: {name: module} of the run. counts: of verdicts, and of what went wrong with them."""
+    """Calls the functions of the run's tasks, and makes verdicts of what they return.
+
+    tasks: {name: module}. counts: the number of verdicts, and of those that were an error or over
+    a limit.
+    """
 
     def __init__(self, config):
         self.config = config
         names = cfg.task_weights(config.task)
         self.tasks = {name: importlib.import_module(f"tasks.{name}") for name in names}
         self.counts = Counter()
-        self.last = deque(maxlen=1000)
+        # the key of the reply ("value", "error", ...) of the newest verdicts
+        self.newest = deque(maxlen=1000)
         self.pool = None
-        # futures of what its workers have not answered
+        # futures of the calls that the pool has not answered yet
         self.calls = set()
 
     async def start(self):
-        """Start the workers, if a task wants them; they come up with the first call."""
+        """Start the workers, unless all tasks are INSTANT."""
         if all(getattr(task, "INSTANT", False) for task in self.tasks.values()):
             return
         self.make_pool()
+        # pebble starts its workers at the first call: this one does nothing
         await asyncio.to_thread(self.pool.schedule, os.getpid)
 
     def make_pool(self):
+        """Make a new pool of workers, in processes that have imported the tasks already."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["__main__", *(f"tasks.{name}" for name in self.tasks)])
         workers = min(max(len(os.sched_getaffinity(0)), 2), 16)
-        self.pool = ProcessPool(workers, 10000, initializer=prepare, context=context)
+        # a worker is replaced after this number of calls, in case the functions leak memory
+        max_tasks = 10000
+        self.pool = ProcessPool(workers, max_tasks, initializer=prepare, context=context)
         self.calls = set()
 
     async def call(self, task, function, *args) -> dict:
-        """What the function returned, see `returned`; {"error": words} if it raised, {"limit": words} if it took too much."""
+        """Call a function of a task; returns its reply (see above)."""
         if getattr(self.tasks[task], "INSTANT", False):
             return run(task, function, args)
         seconds = self.config.reward_timeout
@@ -79,35 +103,35 @@ class Sandbox:
             except ProcessExpired as e:
                 return {"limit": f"its worker died, exit code {e.exitcode}"}
             except RuntimeError as e:
-                # pebble gives a pool up when a worker dies before it is known which call it has
+                # pebble breaks a pool if a worker dies before it is known which call it has
                 reason = e
                 if pool is self.pool:
                     self.make_pool()
                     await asyncio.to_thread(pool.join)
-                    # it has told those calls alone that it had passed on to workers
-                    for unanswered in [x for x in calls if not x.done()]:
+                    # pebble has failed only the calls that had reached a worker; fail the others
+                    for unanswered in [call for call in calls if not call.done()]:
                         unanswered.set_exception(e)
         raise RuntimeError(
-            f"actor: tasks/{task}.py: {function} was not called, as {POOLS} pools of workers broke, now by {reason!r}"
+            f"actor: tasks/{task}.py: {function} was not called: {POOLS} pools of workers broke, "
+            f"the last one by {reason!r}"
         )
 
     def verdict(self, task, reply, finished) -> dict:
-        """Reward, success and outcome of an attempt from what `call` of its reward, or its episode, has given: a number
-        or an outcome of the reward table.
+        """{reward, success, outcome} of an attempt, from the reply of its reward or its episode.
 
-        An answer that the function could not deal with is `unparsable`, and counted: as `limit` if it took too much
-        time or memory or its worker died, as `error` if it raised. Raises RuntimeError if most answers fail alike, and
-        if what was returned is no reward.
+        The value of the reply must be a number, or an outcome, which the reward table makes a
+        number. If the reply is an error or a limit instead, the outcome is "unparsable", and this
+        is counted. Raises RuntimeError if most attempts fail alike, or if the value is no reward.
         """
         [(kind, value)] = reply.items()
         self.counts["verdicts"] += 1
-        self.last.append(kind)
+        self.newest.append(kind)
         if kind in ("error", "limit"):
             self.counts[kind] += 1
             failure = f"{kind}: {value}"
             if self.counts[kind] in (1, 10, 100, 1000, 10000):
                 print(f"actor: tasks/{task}.py: {failure} (unparsable, {self.counts[kind]} so far)")
-            if self.last.count(kind) > max(20, len(self.last) / 2):
+            if self.newest.count(kind) > max(FEW_FAILURES, len(self.newest) / 2):
                 raise RuntimeError(f"actor: tasks/{task}.py: most rewards fail, now by {failure}")
             value = "unparsable"
         if kind != "refused" and value in cfg.OUTCOMES:
@@ -118,8 +142,8 @@ class Sandbox:
             function = "episode" if hasattr(self.tasks[task], "episode") else "reward"
             refused = value if kind == "refused" else shown(value)
             raise RuntimeError(
-                f"actor: tasks/{task}.py: {function} returned {refused}; it must return a finite number "
-                f"of at most {LARGEST}, or one of {', '.join(cfg.OUTCOMES)}"
+                f"actor: tasks/{task}.py: {function} returned {refused}; it must return a finite "
+                f"number of at most {LARGEST}, or one of {', '.join(cfg.OUTCOMES)}"
             )
         success = value >= getattr(self.tasks[task], "SUCCESS", 1.0)
         return dict(reward=value, success=success, outcome="correct" if success else "wrong")
@@ -131,22 +155,22 @@ class Sandbox:
             self.pool.join()
 
 
-# ---- what a function returned
+# ---- the value that a function returned
 
 
 def number(value) -> float:
-    """The float of a number of any library: of whatever float() takes, but texts, bytes and complex numbers.
+    """The float of a number of any library: of all that float() takes, but for text and bytes.
 
-    Arrays and tensors of one element are numbers, True is 1. Raises TypeError or ValueError if the value is no
-    number, such as a container, and OverflowError if it is beyond all floats.
+    Arrays and tensors of one element are numbers, and True is 1. Raises TypeError or ValueError if
+    the value is no real number, such as a container, and OverflowError if it is beyond all floats.
     """
     element = value.item() if hasattr(value, "item") else value
     is_complex = isinstance(element, numbers.Complex) and not isinstance(element, numbers.Real)
-    # float() takes texts and bytes, too, without these methods
+    # text and bytes lack these methods, though float() takes them, too
     converts = hasattr(type(element), "__float__") or hasattr(type(element), "__index__")
     if is_complex or not converts:
         raise TypeError("no number")
-    # not of the element: a masked one is not a number, and hides its value
+    # float() gets the value, and not the element: a masked element is nan then, not what it hides
     result = float(value)
     if math.isinf(result) and element != result:
         raise OverflowError("beyond all floats")
@@ -154,14 +178,14 @@ def number(value) -> float:
 
 
 def returned(value) -> dict:
-    """What a function or an episode of a task returned: {"value": a float, a text or None}.
+    """The reply for the value that a function or an episode returned.
 
-    {"refused": words} if it is something else: its type, the value, and why it is none of them.
+    {"value": a float, a text or None}, or {"refused": its type, the value, and the reason}.
     """
     if value is None:
         return {"value": None}
     if isinstance(value, str):
-        # numpy's texts and enumerations, as they are
+        # a plain str: the value may be an enumeration or one of numpy's
         return {"value": str.__str__(value)}
     try:
         return {"value": number(value)}
@@ -170,11 +194,11 @@ def returned(value) -> dict:
 
 
 def shown(value):
-    """A value for a message, on one line of at most 200 characters: its type, and what it looks like."""
+    """The type of a value and its repr, for a message: one line of at most 200 characters."""
     try:
         text = SHORT_REPR.repr(value)
     except Exception:
-        # Python prints no whole number of more than some thousand digits
+        # for example Python refuses to print integers with many thousands of digits
         text = "(its value cannot be printed)"
     return shortened(f"{type_name(type(value))} {text}", 200)
 
@@ -183,10 +207,11 @@ def shown(value):
 
 
 def error_line(error, file=None):
-    """An exception in one line of at most LINE_LENGTH characters, with what it was caused by.
+    """An exception and its causes in one line of at most LINE_LENGTH characters.
 
-    `KeyError: 'answer' at tasks/mine.py:12 in reward`: type and message, then the last frame in `file`, the task's, or
-    the very last one if none is there. The exceptions of a group follow its own message, in brackets.
+    `KeyError: 'answer' at tasks/mine.py:12 in reward`: its type, its message, and the last frame of
+    its traceback in `file`, the task's file, or the very last frame if none is in that file. The
+    exceptions of an ExceptionGroup follow its own message, in brackets.
     """
     parts = []
     seen = set()
@@ -203,7 +228,7 @@ def error_line(error, file=None):
 
 
 def message_of(error):
-    """`Type: message, its notes` of an exception, one line of at most MESSAGE_LENGTH characters."""
+    """`Type: message and notes` of an exception, one line of at most MESSAGE_LENGTH characters."""
     try:
         text = " ".join([str(error), *getattr(error, "__notes__", [])])
     except Exception:
@@ -212,24 +237,24 @@ def message_of(error):
 
 
 def place_of(error, file):
-    """` at folder/file.py:line in function`: the last frame of an exception in this file, or its last one; or nothing."""
+    """` at folder/file.py:line in function`, see `error_line`; "" without a traceback."""
     frames = list(traceback.walk_tb(error.__traceback__))
-    inside = [frame for frame in frames if frame[0].f_code.co_filename == file]
+    in_file = [entry for entry in frames if entry[0].f_code.co_filename == file]
     if not frames:
         return ""
-    frame, line = (inside or frames)[-1]
+    frame, line = (in_file or frames)[-1]
     path = "/".join(Path(frame.f_code.co_filename).parts[-2:])
     return f" at {path}:{line} in {frame.f_code.co_name}"
 
 
 def type_name(kind):
-    """The name of a type; of those that are not Python's own with its module."""
+    """The name of a type, with its module unless it is one of Python's own types."""
     module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
     return module + kind.__qualname__
 
 
 def shortened(text, length):
-    """A text on one line, of at most this many characters."""
+    """A text as one line, cut off after `length` characters."""
     text = " ".join(text.split())
     return text if len(text) <= length else f"{text[: length - 4]} ..."
 
@@ -238,8 +263,8 @@ def shortened(text, length):
 
 
 def prepare():
-    """Limits of a new worker; what it prints goes nowhere."""
-    # pebble's handler would have to wait for Python's next step
+    """Set the limits of a new worker, and send everything that it prints to /dev/null."""
+    # The default action ends it at once; a Python handler would wait while C code runs.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     memory = psutil.Process().memory_info().vms + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
@@ -248,11 +273,14 @@ def prepare():
 
 
 def run(task, function, args, alarm=0.0):
-    """One call, as Sandbox.call says. alarm: seconds until the process dies, if the actor that would end it is gone."""
+    """Make one call in this process; returns its reply.
+
+    alarm: seconds after which the process dies, in case the actor that would end it is gone.
+    """
     signal.setitimer(signal.ITIMER_REAL, alarm)
     name = f"tasks.{task}"
     try:
-        # anything else than a number or a text need not survive the way back
+        # here and not in the actor, as other values may not survive the way back
         return returned(getattr(importlib.import_module(name), function)(*args))
     except (MemoryError, RecursionError) as e:
         return {"limit": type(e).__name__}
