@@ -1,8 +1,9 @@
-"""The knobs of a dataclass on a command line: read from it, shown and searched.
+"""The fields of a dataclass as knobs of a command line: they are read, shown and searched here.
 
-A knob is a field. The comment above a field describes it, and the fields right below that have none; `# ---- title`
-begins a group. The standard library is enough: `bash run.sh --help` answers before anything is installed.
-Deliberately absent: short options, flags without a value.
+The comment above a field describes it, and also the fields right below it that have no comment. A
+comment `# ---- title` begins a group of knobs. Only the standard library is used, so that `bash
+run.sh --help` works before anything is installed. Deliberately absent: short options, flags without
+a value.
 """
 
 import difflib
@@ -12,14 +13,21 @@ import textwrap
 from dataclasses import fields
 from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-# columns of what help prints
+# the width of the help text, in columns
 WIDTH = 100
+# what the help text shows for a value of each type
 TYPES = {str: "TEXT", int: "INT", float: "FLOAT"}
+# what an error message calls it
 MEANINGS = {int: "a whole number", float: "a number"}
 
 
 class Knob(NamedTuple):
-    """kind: type of its values; choices: their texts, empty if any will do; count: how many it takes."""
+    """One field of the dataclass.
+
+    group: the title of its group. about: the comment that describes it. kind: the type of its
+    values. choices: the texts that it may have, empty if any text will do. count: how many values
+    it takes.
+    """
 
     name: str
     group: str
@@ -29,14 +37,14 @@ class Knob(NamedTuple):
     count: int
 
     def usage(self):
-        """The flag and what it takes: "--betas FLOAT FLOAT"."""
+        """The flag and its values: "--betas FLOAT FLOAT"."""
         values = [TYPES.get(self.kind)] * self.count
         if self.choices:
             values = ["{" + ",".join(self.choices) + "}"]
         return " ".join([f"--{self.name}", *values])
 
     def read(self, text):
-        """The value that a text means. Raises ValueError, one line."""
+        """The value that a text stands for. Raises ValueError with a message of one line."""
         if self.choices and text not in self.choices:
             known = f"{', '.join(self.choices[:-1])} or {self.choices[-1]}"
             guess = did_you_mean(difflib.get_close_matches(text, self.choices))
@@ -50,9 +58,13 @@ class Knob(NamedTuple):
 
 
 def comments(source):
-    """{name: (title of its group, comment above it)} of each line `name: ...` of source code."""
-    found = {}
-    group, above, shared = "", [], ""
+    """{name: (title of its group, comment above it)} for each line `name: ...` of source code."""
+    described = {}
+    group = ""
+    # the comment lines right above the current line
+    above = []
+    # the last comment, which describes all entries below it that have none
+    comment = ""
     for line in map(str.strip, source.splitlines()):
         entry = re.match(r'"?([\w-]+)"?:', line)
         if line.startswith("# ----"):
@@ -60,21 +72,24 @@ def comments(source):
         elif line.startswith("#"):
             above.append(line[1:].strip())
         elif entry:
-            shared = " ".join(above) or shared
-            found[entry[1]] = (group, shared)
+            comment = " ".join(above) or comment
+            described[entry[1]] = (group, comment)
             above = []
         else:
-            above, shared = [], ""
-    return found
+            above = []
+            comment = ""
+    return described
 
 
 def knobs_of(cls):
-    """{name: Knob} of a dataclass. Raises TypeError for a field of a kind that knobs do not have."""
+    """{name: Knob} of a dataclass. Raises TypeError for a field whose type no knob has."""
     hints = get_type_hints(cls)
     described = comments(inspect.getsource(cls))
     knobs = {}
     for field in fields(cls):
-        kind, choices, count = hints[field.name], (), 1
+        kind = hints[field.name]
+        choices = ()
+        count = 1
         if get_origin(kind) is Literal:
             choices = tuple(map(str, get_args(kind)))
             kind = type(get_args(kind)[0])
@@ -85,8 +100,8 @@ def knobs_of(cls):
             choices = ("True", "False")
         if kind not in (*TYPES, bool):
             raise TypeError(
-                f"{cls.__name__}.{field.name}: a knob is a str, bool, int, float, a Literal, or a tuple of "
-                f"so many numbers, not {hints[field.name]}"
+                f"{cls.__name__}.{field.name}: a knob is a str, bool, int, float, a Literal, or a "
+                f"tuple of so many numbers, not {hints[field.name]}"
             )
         knobs[field.name] = Knob(field.name, *described[field.name], kind, choices, count)
     return knobs
@@ -96,12 +111,13 @@ def knobs_of(cls):
 
 
 def read(words, knobs):
-    """{name: value} of the words of a command line; of a knob that is given twice the last one.
+    """The words of a command line -> {name: value}. If a knob is given twice, the last one counts.
 
-    Raises ValueError, one line, for what is no knob or no value of it.
+    Raises ValueError with a message of one line for a word that is no knob, or no value of one.
     """
     values = {}
     rest = list(words)
+    # the knob before the current word
     knob = None
     while rest:
         word = rest.pop(0)
@@ -123,54 +139,59 @@ def read(words, knobs):
 
 
 def complaint(word, knobs, before):
-    """What is wrong with a word that is no knob, one line. before: the knob before it, None if there is none."""
+    """The message for a word that is no knob, one line. before: the knob before it, or None."""
     flag, equals, _ = word.partition("=")
     if not flag.startswith("-") and not equals:
         if before:
             return f"{word}: unexpected after --{before.name}, which takes {before.count} of them"
         return f"{word}: unexpected; knobs are written --name VALUE, and a preset comes before them"
-    what = "there is no such knob" if flag.startswith("--") else "a knob begins with two dashes"
     guess = did_you_mean(nearest(flag, knobs))
-    return f"{word}: {what}{guess} (bash run.sh --help WORD searches them)"
+    if flag.startswith("--"):
+        return f"{word}: there is no such knob{guess} (bash run.sh --help WORD searches them)"
+    return f"{word}: a knob begins with two dashes{guess} (bash run.sh --help WORD searches them)"
 
 
 def did_you_mean(names):
+    """The end of a message that suggests these names; "" if there are none."""
     return f", did you mean {' or '.join(names)}?" if names else ""
 
 
 def nearest(flag, knobs, cutoff=0.6):
-    """At most three knobs, as flags, that are spelt alike, or are described in these words.
+    """At most three flags whose names are spelt like this one, or that these words describe.
 
-    cutoff: how much alike the spelling must be, from 0 to 1.
+    cutoff: the least similarity of the spelling, from 0 to 1.
     """
     name = flag.lstrip("-").replace("-", "_").lower()
-    if name in knobs or not name:
-        return [f"--{name}"] * (name in knobs)
+    if name in knobs:
+        return [f"--{name}"]
+    if not name:
+        return []
     parts = name.split("_")
-    alike = difflib.get_close_matches(name, knobs, cutoff=max(cutoff, 0.7))
-    alike += [other for other in knobs if name in other or other in parts]
-    alike += [knob.name for knob in search(parts, knobs)]
-    alike += difflib.get_close_matches(name, knobs, cutoff=cutoff)
-    return [f"--{other}" for other in list(dict.fromkeys(alike))[:3]]
+    # the best suggestions first
+    similar = difflib.get_close_matches(name, knobs, cutoff=max(cutoff, 0.7))
+    similar += [other for other in knobs if name in other or other in parts]
+    similar += [knob.name for knob in search(parts, knobs)]
+    similar += difflib.get_close_matches(name, knobs, cutoff=cutoff)
+    return [f"--{other}" for other in list(dict.fromkeys(similar))[:3]]
 
 
 # ---- help
 
 
 def search(words, knobs):
-    """The knobs that have all of these words in their name, description or choices."""
+    """The knobs that have each of these words in their name, description or choices."""
     wanted = [word.lstrip("-").replace("-", "_").lower() for word in words]
-    found = []
+    matches = []
     for knob in knobs.values():
         text = " ".join([knob.name, knob.about, *knob.choices]).lower()
         text = f"{text} {text.replace('-', '_')}"
         if all(word in text for word in wanted):
-            found.append(knob)
-    return found
+            matches.append(knob)
+    return matches
 
 
 def describe(knobs, defaults):
-    """The text of help about these knobs; defaults: an object with their values."""
+    """The help text of these knobs. defaults: an instance of the dataclass, for their values."""
     lines = []
     group = None
     for knob in knobs:
@@ -180,6 +201,9 @@ def describe(knobs, defaults):
         value = getattr(defaults, knob.name)
         value = " ".join(map(str, value)) if isinstance(value, tuple) else value
         text = f"{knob.about} (default: {'empty' if value == '' else value})"
-        indent = dict(initial_indent=8 * " ", subsequent_indent=8 * " ", break_on_hyphens=False)
-        lines += [f"  {knob.usage()}", *textwrap.wrap(text, WIDTH, **indent)]
+        indent = 8 * " "
+        lines.append(f"  {knob.usage()}")
+        lines += textwrap.wrap(
+            text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+        )
     return "\n".join(lines[1:])

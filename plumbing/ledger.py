@@ -1,7 +1,9 @@
-"""Which draws of the sampler are in flight and which are done with, so that nothing is lost in a stop.
+"""A record of all draws of the sampler, so that none is lost when a run stops.
 
-A draw, and the group sampled for it, is trained, dropped with a counted reason, or drawn again when
-the run continues; checkpoints keep both ends. Deliberately absent: which problem comes next
+A draw is one problem that the sampler has chosen; its number is its position in the run. The group
+of attempts sampled for it is trained, or dropped for a reason that is counted, or sampled again
+when the run continues. The actor keeps one half of the record (`InFlight`), preprocess.py the other
+half (`Ledger`), and checkpoints hold both. Deliberately absent: which problem comes next
 (actor.Sampler).
 """
 
@@ -11,9 +13,10 @@ from plumbing.queues import publish_json
 
 
 class InFlight:
-    """The actor's end: numbers what the sampler draws; what was in flight at a stop is drawn again.
+    """The actor's half: it numbers the draws, and repeats those that were in flight at a stop.
 
-    queues/sampler.json says, before any of it is started, what has been drawn: checkpoints keep it.
+    path: queues/sampler.json, to which `save` writes the draws before any of them is started.
+    Checkpoints copy it. state: the state that the run continues from.
     """
 
     def __init__(self, sampler, path, state):
@@ -21,22 +24,25 @@ class InFlight:
         self.path = path
         saved = state["sampler"]
         self.drawn = saved.get("drawn", state["position"]["next"])
-        # {draw: (task, problem)} of those that are not done with, as far as this stage knows
-        self.pending = {int(draw): tuple(x) for draw, x in saved.get("pending", {}).items()}
+        # {draw: (task, index of the problem)} of the draws that are not done, as far as it is known
+        self.pending = {}
+        for draw, (task, index) in saved.get("pending", {}).items():
+            self.pending[int(draw)] = (task, index)
         self.forget(state["position"])
-        self.again = deque(sorted(self.pending))
+        # the draws that were in flight when the run stopped
+        self.repeated = deque(sorted(self.pending))
 
     def forget(self, position):
-        """These draws are done with: all below `next`, and those in `ahead`."""
+        """Forget the draws that are done: all below position["next"], and those in "ahead"."""
         ahead = set(position["ahead"])
         for draw in list(self.pending):
             if draw < position["next"] or draw in ahead:
                 del self.pending[draw]
 
     def next(self):
-        """(draw, task, index of the problem)."""
-        if self.again:
-            draw = self.again.popleft()
+        """The next draw: (its number, task, index of the problem)."""
+        if self.repeated:
+            draw = self.repeated.popleft()
         else:
             draw = self.drawn
             self.pending[draw] = self.sampler.next()
@@ -44,46 +50,48 @@ class InFlight:
         return draw, *self.pending[draw]
 
     def save(self):
-        """Write down what has been drawn."""
+        """Write the draws and the sampler's state to queues/sampler.json."""
         state = self.sampler.state()
         publish_json(self.path, drawn=self.drawn, pending=self.pending, state=state)
 
 
 class Ledger:
-    """The end of preprocess.py: what became of the draws and their samples.
+    """The half of preprocess.py: what became of the draws and their samples.
 
-    A draw is done with when its group is trained or dropped: all below `next` are, and those in
-    `ahead`.
+    A draw is done when its group was trained or dropped. All draws below `next` are done, and so
+    are those in `ahead`.
     """
 
     def __init__(self, next, ahead):
         self.next = next
         self.ahead = set(ahead)
-        # of the step in progress: {draw: samples trained}, {reason: {draw: samples dropped}}
+        # the step in progress: {draw: number of samples trained}
         self.trained = {}
+        # the step in progress: {reason: {draw: number of samples dropped}}
         self.dropped = {}
-        # since the run was started: {reason: samples}, and whole groups
+        # {reason: number of samples dropped} since this start of the run
         self.reasons = Counter()
+        # number of groups dropped whole since this start of the run
         self.dropped_groups = 0
 
     def drop(self, draw, samples, reason):
-        """So many samples of a draw will not be trained."""
+        """Note that this number of samples of a draw will not be trained, for this reason."""
         if samples:
-            of_reason = self.dropped.setdefault(reason, {})
-            of_reason[draw] = of_reason.get(draw, 0) + samples
+            by_draw = self.dropped.setdefault(reason, {})
+            by_draw[draw] = by_draw.get(draw, 0) + samples
             self.reasons[reason] += samples
 
     def done(self, draw):
-        """The group of a draw is trained, or dropped whole."""
+        """Note that the group of a draw was trained, or dropped whole."""
         self.ahead.add(draw)
         while self.next in self.ahead:
             self.ahead.remove(self.next)
             self.next += 1
 
     def close_step(self):
-        """{problems, drops, position} of the step, for its last record; the next one begins."""
+        """{problems, drops, position} for the last record of the step; then the next one begins."""
         position = {"next": self.next, "ahead": sorted(self.ahead)}
-        of_step = {"problems": self.trained, "drops": self.dropped, "position": position}
+        step_ledger = {"problems": self.trained, "drops": self.dropped, "position": position}
         self.trained = {}
         self.dropped = {}
-        return of_step
+        return step_ledger

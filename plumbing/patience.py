@@ -1,8 +1,8 @@
-"""How long a stage waits for another one before the run counts as stalled.
+"""The time that a stage waits for another one before the run counts as stalled.
 
-Engines may be started in the meantime, at first or after they have died. That takes as long as --start_timeout
-allows, and the launcher ends the run if nothing comes of it (plumbing/supervise.py): --stall_timeout is for the time
-in which engines answer.
+--stall_timeout limits only the time in which engines answer. While engines are started, at first or
+after they have died, the stage waits on: a start may take --start_timeout seconds, and the launcher
+ends the run if it fails (plumbing/supervise.py).
 """
 
 import time
@@ -10,17 +10,17 @@ from pathlib import Path
 
 from plumbing.supervise import RESTARTS
 
-# seconds between two looks at which engines answer
-LOOK = 1.0
+# seconds between two looks whether an engine answers
+LOOK_INTERVAL = 1.0
 
 
 def longest_wait(config):
-    """Seconds that a stage may wait for another one, engines' starts included."""
+    """The most seconds that a stage may wait for another one, with all starts of engines."""
     return config.stall_timeout + (RESTARTS + 1) * config.start_timeout
 
 
 class Patience:
-    """The clock of a stage that waits; it is started anew whenever there is progress."""
+    """The clock of a stage that waits. Call `start` at any progress, and `check` while it waits."""
 
     def __init__(self, config, run_dir):
         self.config = config
@@ -28,22 +28,28 @@ class Patience:
         self.start()
 
     def start(self):
-        """There is progress: the wait begins now."""
-        self.started = self.looked = time.monotonic()
-        # seconds in which engines answered
+        """Start the clock anew, because there was progress."""
+        self.started = time.monotonic()
+        self.looked = self.started
+        # seconds of this wait in which an engine answered
         self.waited = 0.0
 
     def check(self, complaint):
-        """TimeoutError, with this complaint, if the wait has been too long. Cheap: it may be called all the time."""
+        """Raise TimeoutError if the wait has been too long. complaint: what did not happen.
+
+        It is cheap: it looks at most once in LOOK_INTERVAL seconds.
+        """
         now = time.monotonic()
-        if now < self.looked + LOOK:
+        if now < self.looked + LOOK_INTERVAL:
             return
-        # an engine is listed there while it runs and has begun to answer
+        # this folder lists the engines that run and have begun to answer
         if any(self.engines.glob("*.json")):
             self.waited += now - self.looked
         self.looked = now
         if self.waited > self.config.stall_timeout:
             raise TimeoutError(f"{complaint} for {self.config.stall_timeout:.0f} s")
         if now > self.started + longest_wait(self.config):
-            limit = f"{longest_wait(self.config):.0f} s, in most of which no engine answered"
-            raise TimeoutError(f"{complaint} for {limit}")
+            raise TimeoutError(
+                f"{complaint} for {longest_wait(self.config):.0f} s, in most of which no engine "
+                "answered"
+            )

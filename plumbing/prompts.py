@@ -1,18 +1,23 @@
-"""Prompts of problems: a text, or a list of messages, each a dict with `role` and `content`, a text.
+"""Prompts of problems. A prompt is a text, or a list of messages.
 
-Nothing here needs a tokenizer; plumbing/problems.py makes token ids of prompts.
+A message is a dict with two texts, `role` and `content`. Nothing here needs a tokenizer:
+plumbing/problems.py turns prompts into token ids.
 """
 
+# the roles that a message may have
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def beginning(value):
-    """The type of a value, and how it begins, for a message about it."""
+    """The type of a value and the beginning of its text, for an error message."""
     return f"{type(value).__name__} {str(value)[:80]!r}"
 
 
 def messages_of(value, column):
-    """A list of messages, each with its content as one text. Raises ValueError if the value is anything else."""
+    """The messages of a prompt, with each content as one text.
+
+    value: what the data has in this column. Raises ValueError if it is no list of messages.
+    """
     if not isinstance(value, list) or not value:
         raise ValueError(
             f"column '{column}' must be a text or a list of messages, it is {beginning(value)}"
@@ -21,24 +26,25 @@ def messages_of(value, column):
     for number, message in enumerate(value, 1):
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise ValueError(
-                f"message {number} of column '{column}' must be an object with a content and a role, one "
-                f"of {', '.join(ROLES)}; it is {beginning(message)}"
+                f"message {number} of column '{column}' must be an object with a content and a "
+                f"role, one of {', '.join(ROLES)}; it is {beginning(message)}"
             )
-        # Parquet has every field in every message, null where it is not used.
-        message = {name: x for name, x in message.items() if x is not None}
+        # In a Parquet file every message has all fields, with null for those that it does not use.
+        message = {name: field for name, field in message.items() if field is not None}
         content = message.get("content")
         if isinstance(content, list):
-            parts = [part.get("text") for part in content if isinstance(part, dict)]
-            is_text = len(parts) == len(content) and all(isinstance(x, str) for x in parts)
-            content = "".join(parts) if is_text else content
+            # a list of parts, [{"type": "text", "text": ...}, ...]
+            texts = [part.get("text") for part in content if isinstance(part, dict)]
+            is_text = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
+            content = "".join(texts) if is_text else content
         if not isinstance(content, str) or not content.strip() or "tool_calls" in message:
             raise ValueError(
-                f"message {number} of column '{column}' must have a text as its content, and no images or "
-                f"tool calls; it is {beginning(message)}"
+                f"message {number} of column '{column}' must have a text as its content, and no "
+                f"images or tool calls; it is {beginning(message)}"
             )
         messages.append(message | dict(content=content))
     if messages[-1]["role"] in ("system", "developer"):
-        raise ValueError(f"column '{column}' has no message after that of the system")
+        raise ValueError(f"column '{column}' has no message after the one of the system")
     return messages
 
 
@@ -46,12 +52,12 @@ def with_instruction(prompt, instruction):
     """A prompt, text or messages, with an instruction at the end of its last message."""
     if isinstance(prompt, str):
         return prompt + instruction
-    *before, last = prompt
-    return [*before, last | dict(content=last["content"] + instruction)]
+    *earlier, last = prompt
+    return [*earlier, last | dict(content=last["content"] + instruction)]
 
 
 def prompt_text(prompt):
-    """All that a prompt, text or messages, says, as one text."""
+    """A prompt as one text: the contents of its messages, one below the other."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(message["content"] for message in prompt)

@@ -1,6 +1,7 @@
-"""The run's secret, out/<run>/secret: engines obey whoever knows it.
+"""The run's secret, in out/<run>/secret: an engine obeys every request that contains it.
 
-The launcher makes it, for the owner of the run alone; whoever calls an engine sends it in a header.
+The launcher makes the file, which only the run's owner can read. The actor and the trainer send the
+secret to engines in a header of each request.
 """
 
 import secrets
@@ -10,7 +11,7 @@ SECRET_HEADER = "x-run-secret"
 
 
 def make_secret(run_dir):
-    """Make out/<run>/secret, unless it is there, readable by its owner alone."""
+    """Make out/<run>/secret, which only its owner can read, unless it is there."""
     path = Path(run_dir, "secret")
     if not path.exists() or not path.read_text():
         path.touch(0o600)
@@ -18,5 +19,5 @@ def make_secret(run_dir):
 
 
 def secret_header(run_dir):
-    """The header that an engine of this run asks for."""
+    """The header that each request to an engine of this run must have, as a dict."""
     return {SECRET_HEADER: Path(run_dir, "secret").read_text()}

@@ -209,7 +209,7 @@ def test_bytes_in_parquet_are_refused(tmp_path):
         ([{"role": "bot", "content": "a"}], "one of system, developer, user, assistant, tool"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "no images or tool calls"),
         ([{"role": "user", "content": ""}], "must have a text as its content"),
-        ([{"role": "system", "content": "a"}], "no message after that of the system"),
+        ([{"role": "system", "content": "a"}], "no message after the one of the system"),
         ([{"role": "assistant", "content": "a"}], "no message of the user"),
         ([], "must be a text or a list of messages, it is list"),
         (5, "must be a text or a list of messages, it is int '5'"),
