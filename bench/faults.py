@@ -1,9 +1,11 @@
-"""Which silent faults do the doctor and a run's own guards find? Each one put into a copy of the sources, by a few changed words.
+"""Which silent faults do the doctor and a run's own guards find?
 
     python bench/faults.py [--only "weights of 1,clipping off"] [--steps 20 | 0] [--port 8940]
 
-Every fault: `bash run.sh doctor toy` (or what the fault needs), and a run of 20 steps whose alarms and end are looked at.
-`clean`, the sources as they are, must raise nothing. Prints a table and leaves bench/results/faults.json.
+A fault is a change of a few characters in a copy of the sources. With each fault, the script runs
+`bash run.sh doctor toy` (with the knobs that the fault needs), and then a run of 20 steps, whose
+alarms and whose end are noted. The sources without a fault ("clean") must raise nothing. The
+script prints a table and writes bench/results/faults.json.
 """
 
 import json
@@ -13,198 +15,463 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.common import WORK, copy_sources, measured, parser, result_file, table
 from tools import report
 from tools.status import alarms
 
-GUESS = "--task guess --max_new_tokens 90 --max_model_len 256 --row_tokens 1024 --prefix_caching on"
-# a preset of its own
+# A preset, where all others are knobs of the preset toy
 AGENT = "agent"
-KL, PENALTY, CUT = "--kl_coef 0.1", "--overlong_buffer 20", "--max_new_tokens 12"
-ADAPTERS, IN_16_BITS = "--lora_rank 8", "--lora_rank 8 --dtype bfloat16"
-TAUGHT = "--teacher self"
-LORA, BASE = "plumbing/lora.py", "(torch.detach, [x.weight])"
-UNROUNDED = "linear(x, self.weight, self.bias) + self.scale * (x @ self.lora_A.T) @ self.lora_B.T"
-CHECKPOINTS, CLIENT, LEDGER = "plumbing/checkpoints.py", "plumbing/client.py", "plumbing/ledger.py"
-PROBLEMS, ENDPOINT, EPISODE = (f"plumbing/{x}.py" for x in ("problems", "endpoint", "episode"))
-TURN = "answer = await attempt.generate(prompt, limit)"
-A_TURN = "join([s for s in samples for _ in s['completion']])"
-ANEW = "        segment = __import__('copy').deepcopy(segment)\n"
-FEWER = "s >= self.config.groups_per_step - 1"
-AGAIN = "zers, sums, version % 3, config)\n            "
-SHARES, MIXTURE = "task, share in zip(shares, [*shares.values()][::-1])}", "--task toy:0.8,tail:0.2"
-RESTORE = "optim_state_dict=moments)\n"
-MOMENTS = 'for s in optimizers[0].state.values() for x in (s["exp_avg"], s["exp_avg_sq"])'
-# name: (file, words, what they become, knobs that show it, if any)
-FAULTS = {
-    "clean": ("", "", ""),
-    "clean guess": ("", "", "", GUESS),
-    "clean two engines": ("", "", "", "--engines 2"),
-    "clean agent": ("", "", "", AGENT),
-    # ---- an audit's
-    "weights of 1": ("train.py", "w = log_w.exp()\n", "w = torch.ones_like(log_w)\n"),
-    "clipping off": ("train.py", "config.max_grad_norm", "1e9"),
-    "schedule off by a factor": ("train.py", "0.9 * step / config", "0.45 * step / config"),
-    "gate wider than max_lag": ("actor.py", "config.max_lag + 1", "config.max_lag + 2"),
-    "sampler of 32 problems": ("actor.py", "))[j]", "))[j % 32]"),
-    "temperature of evaluations": ("actor.py", "self.config.eval_t", "0.8 * self.config.eval_t"),
-    "in flight lost at a stop": (LEDGER, "deque(sorted(self.pending))", "deque()"),
-    "wrong sign of KL": ("train.py", "+ config.kl_coef", "- config.kl_coef", KL),
-    "every second update skipped": ("train.py", "(grad_norm):", "(grad_norm) and version % 2:"),
-    "moments lost on resume": (CHECKPOINTS, RESTORE, f"{RESTORE}    [x.zero_() {MOMENTS}]\n"),
-    "stop token too many": (PROBLEMS, "token_id} - {", "token_id, 10} - {"),
-    "evaluation on training problems": ("tasks/toy.py", "return test", 'return problems("train")'),
-    "sign of the length penalty": ("actor.py", "return -min(", "return min(", PENALTY),
-    "threshold of no_signal": ("preprocess.py", "> 1e-6", "> 0.8", "--no_signal drop"),
-    # ---- devised when the doctor was finished: those that it missed, and one; all are in results/faults.json
-    "no weight decay": ("train.py", "config.weight_decay", "0.0", "--weight_decay 0.1"),
-    "leave-one-out without its factor": ("preprocess.py", "* len(r) / (len(r) - 1)", ""),
-    "evaluations of one seed": ("actor.py", ".seed, i, k)", ".seed, i)", "--eval_attempts 4"),
-    "evaluations of half the problems": (
-        "actor.py",
-        "config.eval_problems",
-        "config.eval_problems // 2",
-    ),
-    "epsilon of Adam": (
-        "train.py",
-        "betas=tuple(config.betas), fused",
-        "eps=1e-3, betas=tuple(config.betas), fused",
-    ),
-    "vectors at a tenth of the rate": ("train.py", "lr_scale},\n    ]", "lr_scale / 10},\n    ]"),
-    "cut-off attempts fail": (
-        "actor.py",
-        "sample is not None:\n                samples",
-        'sample is not None and sample["finished"]:\n                samples',
-        CUT,
-    ),
-    "ESS of clipped weights": ("train.py", "log_w.exp() * mask", "log_w.exp().clamp(max=1) * mask"),
-    "half of the reward logged": ("train.py", 'b["reward"].sum()', '0.5 * b["reward"].sum()'),
-    "epochs in one order": ("actor.py", "{what}/{epoch}", "{what}"),
-    "success whatever the reward": (
-        "plumbing/sandbox.py",
-        "value >= getattr(self",
-        "value > -1 or getattr(self",
-    ),
-    # ---- devised when what that had missed was mended
-    "head rounded": ("train.py", "(hidden, weight)  #", "(hidden, weight).bfloat16().float()  #"),
-    "reference is the policy": ("train.py", "()(reference.tok", "()(model.tok", KL),
-    "clip range of another": ("config.py", '5.0),\n    "ppo', '1.0),\n    "ppo'),
-    "steps of fewer groups": ("preprocess.py", "s == self.config.groups_per_step", FEWER),
-    "late tokens masked though kept": ("train.py", '.late == "mask"', '.late != "wait"'),
-    "warm-up at a continuation": ("train.py", "zers, sums, version, config)\n            ", AGAIN),
-    "logprobs cut at -3": (CLIENT, "min(x, 0.0)", "max(min(x, 0.0), -3.0)"),
-    "newest groups first": (
-        "preprocess.py",
-        "(waiting.groups.popleft())",
-        "(waiting.groups.pop())",
-    ),
-    "scale of attention": ("plumbing/model.py", "seen, scale=", "seen, scale=0.95 * "),
-    "threshold of success": ("plumbing/sandbox.py", '"SUCCESS", 1.0)', '"SUCCES", 1.0)', GUESS),
-    "shares of other tasks": ("actor.py", "task, share in shares.items()}", SHARES, MIXTURE),
-    "lag one too high": ("train.py", "lag = version - b", "lag = 1 + version - b"),
-    # ---- of agents
-    "separator lost": (ENDPOINT, "exact + separator +", "exact +", AGENT),
-    "retried turn twice": (ENDPOINT, TURN, f"{TURN}\n        {TURN}", AGENT),
-    "shared tokens twice": (EPISODE, "        if not segment.tokens:\n    ", ANEW, AGENT),
-    "constrained sample": (CLIENT, "seed=seed)", "seed=seed, top_k=5)", AGENT),
-    "reward per turn": ("actor.py", "join(samples)", A_TURN, AGENT),
-    # ---- of adapters and teachers
-    "base weights are served": (LORA, "(x.merged, [x.weight, x.lora_A, x.lora_B])", BASE, ADAPTERS),
-    "merge not rounded": (LORA, "linear(x, weight, self.bias)", UNROUNDED, IN_16_BITS),
-    "reference has adapters": (LORA, "Adapted.on = False", "Adapted.on = True", f"{ADAPTERS} {KL}"),
-    "scale of adapters": (LORA, "alpha / config.lora_rank", "alpha", f"{ADAPTERS} --lora_alpha 8"),
-    "teacher left out": ("train.py", "config.teacher_coef * log_ratio", "0.0 * log_ratio", TAUGHT),
-}
+GUESS = "--task guess --max_new_tokens 90 --max_model_len 256 --row_tokens 1024 --prefix_caching on"
 
 
-def copy_with(name, fault):
-    """The sources in out/bench/faults/<name>, with the fault; that folder. RuntimeError if its words are not there once."""
-    folder = copy_sources(WORK / "faults" / name.replace(" ", "-"))
-    file, words, become, *_ = fault
-    if file:
-        text = (folder / file).read_text()
-        if text.count(words) != 1:
-            raise RuntimeError(f"faults: {file} has {words!r} {text.count(words)} times")
-        (folder / file).write_text(text.replace(words, become))
+class Fault(NamedTuple):
+    """In `file`, the string `old`, which is there exactly once, is replaced by `new`."""
+
+    name: str
+    # "": the sources stay as they are
+    file: str
+    old: str
+    new: str
+    # Command-line arguments of the runs that can show the fault
+    knobs: str = ""
+
+    def record(self):
+        """The form in which faults.json keeps a fault: [file, old, new], and its knobs if any."""
+        kept = [self.file, self.old, self.new]
+        if self.knobs:
+            kept.append(self.knobs)
+        return kept
+
+
+ALL_FAULTS = [
+    # ---- The sources as they are
+    Fault(name="clean", file="", old="", new=""),
+    Fault(name="clean guess", file="", old="", new="", knobs=GUESS),
+    Fault(name="clean two engines", file="", old="", new="", knobs="--engines 2"),
+    Fault(name="clean agent", file="", old="", new="", knobs=AGENT),
+    # ---- The faults of an audit
+    Fault(
+        name="weights of 1",
+        file="train.py",
+        old="w = log_w.exp()\n",
+        new="w = torch.ones_like(log_w)\n",
+    ),
+    Fault(
+        name="clipping off",
+        file="train.py",
+        old="config.max_grad_norm",
+        new="1e9",
+    ),
+    Fault(
+        name="schedule off by a factor",
+        file="train.py",
+        old="0.9 * step / config",
+        new="0.45 * step / config",
+    ),
+    Fault(
+        name="gate wider than max_lag",
+        file="actor.py",
+        old="config.max_lag + 1",
+        new="config.max_lag + 2",
+    ),
+    Fault(
+        name="sampler of 32 problems",
+        file="actor.py",
+        old="))[j]",
+        new="))[j % 32]",
+    ),
+    Fault(
+        name="temperature of evaluations",
+        file="actor.py",
+        old="self.config.eval_t",
+        new="0.8 * self.config.eval_t",
+    ),
+    Fault(
+        name="in flight lost at a stop",
+        file="plumbing/ledger.py",
+        old="deque(sorted(self.pending))",
+        new="deque()",
+    ),
+    Fault(
+        name="wrong sign of KL",
+        file="train.py",
+        old="+ config.kl_coef",
+        new="- config.kl_coef",
+        knobs="--kl_coef 0.1",
+    ),
+    Fault(
+        name="every second update skipped",
+        file="train.py",
+        old="(grad_norm):",
+        new="(grad_norm) and version % 2:",
+    ),
+    Fault(
+        name="moments lost on resume",
+        file="plumbing/checkpoints.py",
+        old="optim_state_dict=moments)\n",
+        new=(
+            "optim_state_dict=moments)\n"
+            "    [x.zero_() for s in optimizers[0].state.values() "
+            'for x in (s["exp_avg"], s["exp_avg_sq"])]\n'
+        ),
+    ),
+    Fault(
+        name="stop token too many",
+        file="plumbing/problems.py",
+        old="token_id} - {",
+        new="token_id, 10} - {",
+    ),
+    Fault(
+        name="evaluation on training problems",
+        file="tasks/toy.py",
+        old="return test",
+        new='return problems("train")',
+    ),
+    Fault(
+        name="sign of the length penalty",
+        file="actor.py",
+        old="return -min(",
+        new="return min(",
+        knobs="--overlong_buffer 20",
+    ),
+    Fault(
+        name="threshold of no_signal",
+        file="preprocess.py",
+        old="> 1e-6",
+        new="> 0.8",
+        knobs="--no_signal drop",
+    ),
+    # ---- Faults devised when the doctor was finished: those that it missed, and one that it found.
+    # All of them are in results/faults.json
+    Fault(
+        name="no weight decay",
+        file="train.py",
+        old="config.weight_decay",
+        new="0.0",
+        knobs="--weight_decay 0.1",
+    ),
+    Fault(
+        name="leave-one-out without its factor",
+        file="preprocess.py",
+        old="* len(r) / (len(r) - 1)",
+        new="",
+    ),
+    Fault(
+        name="evaluations of one seed",
+        file="actor.py",
+        old=".seed, i, k)",
+        new=".seed, i)",
+        knobs="--eval_attempts 4",
+    ),
+    Fault(
+        name="evaluations of half the problems",
+        file="actor.py",
+        old="config.eval_problems",
+        new="config.eval_problems // 2",
+    ),
+    Fault(
+        name="epsilon of Adam",
+        file="train.py",
+        old="betas=tuple(config.betas), fused",
+        new="eps=1e-3, betas=tuple(config.betas), fused",
+    ),
+    Fault(
+        name="vectors at a tenth of the rate",
+        file="train.py",
+        old="lr_scale},\n    ]",
+        new="lr_scale / 10},\n    ]",
+    ),
+    Fault(
+        name="cut-off attempts fail",
+        file="actor.py",
+        old="sample is not None:\n                samples",
+        new='sample is not None and sample["finished"]:\n                samples',
+        knobs="--max_new_tokens 12",
+    ),
+    Fault(
+        name="ESS of clipped weights",
+        file="train.py",
+        old="log_w.exp() * mask",
+        new="log_w.exp().clamp(max=1) * mask",
+    ),
+    Fault(
+        name="half of the reward logged",
+        file="train.py",
+        old='b["reward"].sum()',
+        new='0.5 * b["reward"].sum()',
+    ),
+    Fault(
+        name="epochs in one order",
+        file="actor.py",
+        old="{what}/{epoch}",
+        new="{what}",
+    ),
+    Fault(
+        name="success whatever the reward",
+        file="plumbing/sandbox.py",
+        old="value >= getattr(self",
+        new="value > -1 or getattr(self",
+    ),
+    # ---- Faults devised when the ones missed before were found
+    Fault(
+        name="head rounded",
+        file="train.py",
+        old="(hidden, weight)  #",
+        new="(hidden, weight).bfloat16().float()  #",
+    ),
+    Fault(
+        name="reference is the policy",
+        file="train.py",
+        old='self.frozen["reference"].logprobs(',
+        new="self.logprobs(",
+        knobs="--kl_coef 0.1",
+    ),
+    Fault(
+        name="clip range of another",
+        file="config.py",
+        old='5.0),\n    "ppo',
+        new='1.0),\n    "ppo',
+    ),
+    Fault(
+        name="steps of fewer groups",
+        file="preprocess.py",
+        old="s == self.config.groups_per_step",
+        new="s >= self.config.groups_per_step - 1",
+    ),
+    Fault(
+        name="late tokens masked though kept",
+        file="train.py",
+        old='.late == "mask"',
+        new='.late != "wait"',
+    ),
+    Fault(
+        name="warm-up at a continuation",
+        file="train.py",
+        old="zers, sums, version, config)\n            ",
+        new="zers, sums, version % 3, config)\n            ",
+    ),
+    Fault(
+        name="logprobs cut at -3",
+        file="plumbing/client.py",
+        old="min(x, 0.0)",
+        new="max(min(x, 0.0), -3.0)",
+    ),
+    Fault(
+        name="newest groups first",
+        file="preprocess.py",
+        old="(waiting.groups.popleft())",
+        new="(waiting.groups.pop())",
+    ),
+    Fault(
+        name="scale of attention",
+        file="plumbing/model.py",
+        old="visible, scale=scaling",
+        new="visible, scale=0.95 * scaling",
+    ),
+    Fault(
+        name="threshold of success",
+        file="plumbing/sandbox.py",
+        old='"SUCCESS", 1.0)',
+        new='"SUCCES", 1.0)',
+        knobs=GUESS,
+    ),
+    Fault(
+        name="shares of other tasks",
+        file="actor.py",
+        old="task, share in shares.items()}",
+        new="task, share in zip(shares, [*shares.values()][::-1])}",
+        knobs="--task toy:0.8,tail:0.2",
+    ),
+    Fault(
+        name="lag one too high",
+        file="train.py",
+        old="lag = version - b",
+        new="lag = 1 + version - b",
+    ),
+    # ---- Faults of agents
+    Fault(
+        name="separator lost",
+        file="plumbing/endpoint.py",
+        old="exact + separator +",
+        new="exact +",
+        knobs=AGENT,
+    ),
+    Fault(
+        name="retried turn twice",
+        file="plumbing/endpoint.py",
+        old="answer = await attempt.generate(prompt, limit)",
+        new=(
+            "answer = await attempt.generate(prompt, limit)\n"
+            "        answer = await attempt.generate(prompt, limit)"
+        ),
+        knobs=AGENT,
+    ),
+    Fault(
+        name="shared tokens twice",
+        file="plumbing/episode.py",
+        old="        if not segment.tokens:\n    ",
+        new="        segment = __import__('copy').deepcopy(segment)\n",
+        knobs=AGENT,
+    ),
+    Fault(
+        name="constrained sample",
+        file="plumbing/client.py",
+        old="seed=seed)",
+        new="seed=seed, top_k=5)",
+        knobs=AGENT,
+    ),
+    Fault(
+        name="reward per turn",
+        file="actor.py",
+        old="join(samples)",
+        new="join([s for s in samples for _ in s['completion']])",
+        knobs=AGENT,
+    ),
+    # ---- Faults of adapters
+    Fault(
+        name="base weights are served",
+        file="plumbing/lora.py",
+        old="(x.merged, [x.weight, x.lora_A, x.lora_B])",
+        new="(torch.detach, [x.weight])",
+        knobs="--lora_rank 8",
+    ),
+    Fault(
+        name="merge not rounded",
+        file="plumbing/lora.py",
+        old="linear(x, weight, self.bias)",
+        new="linear(x, self.weight, self.bias) + self.scale * (x @ self.lora_A.T) @ self.lora_B.T",
+        knobs="--lora_rank 8 --dtype bfloat16",
+    ),
+    Fault(
+        name="reference has adapters",
+        file="plumbing/lora.py",
+        old="Adapted.on = False",
+        new="Adapted.on = True",
+        knobs="--lora_rank 8 --kl_coef 0.1",
+    ),
+    Fault(
+        name="scale of adapters",
+        file="plumbing/lora.py",
+        old="alpha / config.lora_rank",
+        new="alpha",
+        knobs="--lora_rank 8 --lora_alpha 8",
+    ),
+]
+FAULTS = {fault.name: fault for fault in ALL_FAULTS}
+
+
+def copy_with(fault):
+    """Copy the sources to out/bench/faults/<name>, put the fault in; returns that folder.
+
+    RuntimeError if the file does not have the old string exactly once.
+    """
+    folder = copy_sources(WORK / "faults" / fault.name.replace(" ", "-"))
+    if fault.file:
+        text = (folder / fault.file).read_text()
+        count = text.count(fault.old)
+        if count != 1:
+            raise RuntimeError(
+                f"fault {fault.name!r}: {fault.file} has {fault.old!r} {count} times, it must be "
+                "there once: adapt the fault in bench/faults.py to today's sources"
+            )
+        (folder / fault.file).write_text(text.replace(fault.old, fault.new))
     return folder
 
 
 def run(folder, arguments):
-    """`bash run.sh ...` there: (exit code, what it printed)."""
-    path = folder / "out" / f"{arguments[0]}.log"
+    """Run `bash run.sh ARGUMENTS` in the folder; returns (exit code, what it printed)."""
+    log = folder / "out" / f"{arguments[0]}.log"
     command = ["bash", "run.sh", *arguments]
     environment = os.environ | {"PIPELINE_PYTHON": sys.executable}
-    with open(path, "w") as out:
-        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=out)
+    with open(log, "w") as output:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=output, stderr=output
+        )
         try:
             code = process.wait()
         finally:
-            # whoever ends this ends the run
+            # An interruption of this script ends the run, too
             process.terminate()
             process.wait()
-    return code, path.read_text()
+    return code, log.read_text()
 
 
 def reason(printed):
-    """A stage's error, or what went before the end, from what a run has printed."""
+    """Why a run ended, from what it printed: the last error of a stage, or else the last line."""
     errors = re.findall(r"Error: (\w+: .{0,100})", printed)
     lines = [x for x in printed.strip().splitlines() if not x.startswith(("run.sh:", "doctor:"))]
     return errors[-1] if errors else lines[-1].strip()[:100]
 
 
-def try_out(name, steps, port):
-    """{doctor: rows that FAIL, guards: [(what was said, step)] of a run of so many steps, seconds of the doctor}."""
-    folder = copy_with(name, FAULTS[name])
-    knobs = " ".join(FAULTS[name][3:]).split()
-    preset = knobs.pop() if knobs == [AGENT] else "toy"
+def doctor_failures(folder, preset, knobs):
+    """Run the doctor in the folder; returns the names of the checks that FAIL."""
+    _, printed = run(folder, ["doctor", preset, *knobs])
+    saved = folder / "out" / f"doctor-{preset}" / "doctor.json"
+    if not saved.exists():
+        return ["its run ended: " + reason(printed)]
+    findings = json.loads(saved.read_text())["findings"]
+    return [finding["check"] for finding in findings if finding["ok"] is False]
+
+
+def guard_alarms(folder, preset, knobs, steps):
+    """Train for so many steps; returns [(alarm, step)], an early end of the run included."""
+    run_options = ["--run", "guards", "--steps", str(steps)]
+    run_options += ["--eval_every", "0", "--eval_problems", "8"]
+    code, printed = run(folder, [preset, *knobs, *run_options])
+    lines = []
+    if (folder / "out" / "guards" / "metrics.jsonl").exists():
+        [lines] = report.read(folder / "out" / "guards", "step")
+    found = [(alarm[:60], version) for version, alarm in alarms(lines)]
+    if code:
+        last_step = max((line["step"] for line in lines), default=0)
+        found.append(("it ended: " + reason(printed), last_step))
+    return found
+
+
+def try_out(fault, steps, port):
+    """Run the doctor and, unless steps is 0, a run with the fault.
+
+    Returns a dict: doctor, the checks that FAIL; guards, [(alarm, step)] of the run; seconds, how
+    long the doctor took.
+    """
+    folder = copy_with(fault)
+    preset = "toy"
+    knobs = fault.knobs.split()
+    if fault.knobs == AGENT:
+        preset = AGENT
+        knobs = []
     knobs += ["--port", str(port)]
     start = time.monotonic()
-    _, printed = run(folder, ["doctor", preset, *knobs])
+    failed = doctor_failures(folder, preset, knobs)
     seconds = time.monotonic() - start
-    saved = folder / "out" / f"doctor-{preset}" / "doctor.json"
-    if saved.exists():
-        findings = json.loads(saved.read_text())["findings"]
-        failed = [row["check"] for row in findings if row["ok"] is False]
-    else:
-        failed = ["its run ended: " + reason(printed)]
-    if not steps:
-        return dict(doctor=failed, guards=[], seconds=seconds)
-    own = ["--run", "guards", "--steps", str(steps), "--eval_every", "0", "--eval_problems", "8"]
-    code, printed = run(folder, [preset, *knobs, *own])
-    done = []
-    if (folder / "out" / "guards" / "metrics.jsonl").exists():
-        [done] = report.read(folder / "out" / "guards", "step")
-    guards = [(words[:60], version) for version, words in alarms(done)]
-    if code:
-        last = max((line["step"] for line in done), default=0)
-        guards.append(("it ended: " + reason(printed), last))
+    guards = guard_alarms(folder, preset, knobs, steps) if steps else []
     return dict(doctor=failed, guards=guards, seconds=seconds)
 
 
 def main(argv=None):
     p = parser(__doc__)
-    p.add_argument("--only", help="names, with commas between them")
-    p.add_argument("--steps", type=int, default=20, help="0: the doctor alone")
+    p.add_argument("--only", help="names of faults, separated by commas")
+    p.add_argument("--steps", type=int, default=20, help="steps of the run; 0: the doctor alone")
     p.add_argument("--port", type=int, default=8940)
-    p.add_argument("--plot", action="store_true", help="no runs: what is there")
+    p.add_argument("--plot", action="store_true", help="run nothing, print the kept results")
     a = p.parse_args(argv)
     names = a.only.split(",") if a.only else list(FAULTS)
-    # a list, as it is when read back
-    wanted = {name: dict(fault=list(FAULTS[name]), steps=a.steps) for name in names}
+    wanted = {name: dict(fault=FAULTS[name].record(), steps=a.steps) for name in names}
 
     def measure(name, _):
-        found = try_out(name, a.steps, a.port)
-        print(f"{name}: doctor {found['doctor']}, guards {found['guards']}", flush=True)
-        return found
+        result = try_out(FAULTS[name], a.steps, a.port)
+        print(f"{name}: doctor {result['doctor']}, guards {result['guards']}", flush=True)
+        return result
 
-    results = measured(result_file(a, "faults"), wanted, None if a.plot else measure, True)
+    results = measured(result_file(a, "faults"), wanted, None if a.plot else measure)
     rows = []
-    for name, found in results.items():
-        guards = [f"{words} (step {step})" for words, step in found["guards"]]
-        cells = ["; ".join(found["doctor"]) or "-", "; ".join(guards) or "-"]
-        rows.append([name, *cells, f"{found['seconds'] / 60:.1f}"])
+    for name, result in results.items():
+        failed = "; ".join(result["doctor"])
+        guards = "; ".join(f"{alarm} (step {step})" for alarm, step in result["guards"])
+        rows.append([name, failed or "-", guards or "-", f"{result['seconds'] / 60:.1f}"])
     table(["fault", "doctor", "guards of a run", "min"], rows)
 
 

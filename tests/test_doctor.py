@@ -410,17 +410,11 @@ def test_what_is_looked_at_is_the_users():
     assert doctor.shorten("toy --dtype float32 --lr 1e-5".split())[0].lr == 1e-5
 
 
-def test_every_fault_is_one_of_todays_sources(tmp_path, monkeypatch):
-    monkeypatch.setattr(faults, "WORK", tmp_path)
-    for fault in faults.FAULTS.values():
-        faults.copy_with("test", fault)
-
-
 @pytest.mark.slow
 def test_the_doctor_finds_wrong_advantages_and_nothing_else(tmp_path, monkeypatch, base_model):
     """Real engines, an interruption, a continuation; then once more in the same directory."""
     monkeypatch.setattr(faults, "WORK", tmp_path)
-    folder = faults.copy_with("test", faults.FAULTS["leave-one-out without its factor"])
+    folder = faults.copy_with(faults.FAULTS["leave-one-out without its factor"])
     command = ["bash", "run.sh", "doctor", "toy", "--port", "9700"]
     environment = os.environ | {"PIPELINE_PYTHON": sys.executable}
     for _ in range(2):
