@@ -1,9 +1,9 @@
 """Every knob, in one dataclass; the presets; and the checks that need no hardware.
 
-`bash run.sh toy --steps 50 --dry_run True` checks a configuration and prints what would be started.
-Nothing here imports torch: a wrong flag must be reported at once. Deliberately absent: config files,
-nesting, interpolation. A preset is a dict below, a new knob is one line in `Config`, and every
-process reads the one `out/<run>/config.json`.
+`bash run.sh toy --steps 50 --dry_run True` checks a configuration, prints what would be started.
+Nothing here imports torch: a wrong flag must be reported at once. Deliberately absent: config
+files, nesting, interpolation. A preset is a dict below, a new knob is one line in `Config`, and
+every process reads the one `out/<run>/config.json`.
 """
 
 import contextlib
@@ -53,7 +53,8 @@ class Config:
     dry_run: bool = False
     # start over: an existing run directory of this name is moved aside, never deleted
     fresh: bool = False
-    # filled in: tells this run's records from another's; a continued run keeps it
+    # set by the launcher: an id that tells this run's records from another's; a continued run keeps
+    # it
     run_id: str = ""
     # seeds the problem order, the sampling, the shuffling and the tiny base model
     seed: Annotated[int, Bounds(0, 2**31 - 1)] = 0
@@ -62,15 +63,15 @@ class Config:
 
     # ---- task and model
 
-    # file under tasks/, or a mixture: maths:0.7,toy:0.3
+    # name of a file under tasks/, or a mixture of several: maths:0.7,toy:0.3
     task: str = "toy"
-    # problems to train on, for tasks that read them: files, directories or data sets of the hub, with commas
-    # between; docs/data.md says what is understood
+    # problems to train on, for tasks that read them: files, directories or data sets of the hub,
+    # with commas between them; docs/data.md says what is understood
     train_data: str = ""
-    # held-out problems, likewise
+    # held-out problems, for tasks that read them, in the same form
     eval_data: str = ""
-    # share of a task's problems that are left out, and counted, if the model cannot take their prompts
-    # (too long, or with a token that it lacks); more of them are an error
+    # share of a task's problems that may be left out, and counted, because the model cannot take
+    # their prompts (too long, or with a token that it lacks); if there are more, the run is refused
     max_left_out: Annotated[float, Bounds(0, 1)] = 0.05
     # HF model directory or hub name; empty: the tiny base model that the task's demonstrations make
     model: str = ""
@@ -78,7 +79,7 @@ class Config:
     chat: bool = False
     # system message of the chat template; prepended to raw prompts
     system_prompt: str = ""
-    # enable_thinking of chat templates that know it
+    # the value of enable_thinking for chat templates that know it; auto: the template's own default
     thinking: Literal["auto", "on", "off"] = "auto"
     # compute dtype of engine and trainer; auto: float32 on CPU, bfloat16 on GPU
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -96,24 +97,29 @@ class Config:
     # the gate: groups are started at most this many steps ahead of the trainer; 0: synchronous.
     # Bounds starts, not ages: a long sequence may be older when it is trained (see `late`)
     max_lag: CountOr0 = 1
-    # 0: pipeline; G > 0: conventional RL, G optimizer steps per generation phase, whatever max_lag (ablation)
+    # 0: pipeline; G > 0: conventional RL, for comparison: generate for G optimizer steps, then
+    # train them; max_lag then has no meaning
     conventional_g: CountOr0 = 0
-    # trainer slower than engines: stall them, or keep only the newest two steps' worth of groups
+    # what happens when the trainer is slower than the engines: block: the engines wait;
+    # drop_oldest: only the newest two steps' worth of groups are kept
     on_full: Literal["block", "drop_oldest"] = "block"
-    # tokens older than max_lag: train them (the paper), mask them, or wait for slow groups
+    # tokens that are older than max_lag when they are trained: keep: train them (the paper); mask:
+    # leave them out of the loss; wait: train groups in the order of their starts, so that there are
+    # fewer
     late: Literal["keep", "mask", "wait"] = "keep"
     # groups in which every advantage is 0: train them, or drop and count them
     no_signal: Literal["keep", "drop"] = "keep"
 
     # ---- generation
 
-    # vLLM servers; 0: on three of eight GPUs; without GPUs one on every node that does not train
+    # number of vLLM servers; 0: three of every eight GPUs serve, without GPUs every node that does
+    # not train has one
     engines: CountOr0 = 0
     # GPUs per engine
     tensor_parallel: Count = 1
     # sequences in progress per engine
     concurrency: Count = 64
-    # sampling temperature; the trainer's logprobs use it, too
+    # sampling temperature; the trainer computes its logprobs at the same one
     temperature: Annotated[float, Bounds(0.01, 100)] = 1.0
     # longest completion, tokens; longer ones are cut off
     max_new_tokens: Count = 1024
@@ -121,19 +127,19 @@ class Config:
     max_model_len: Count = 2048
     # KV cache per engine, GB; 0: vLLM decides (GPU); the CPU build needs a number
     kv_cache_gb: Annotated[float, Bounds(0, 1000)] = 0.0
-    # share of a GPU's memory the engine takes; 0: 0.7, or 0.3 on a GPU shared with the trainer
+    # share of a GPU's memory that the engine takes; 0: 0.7, or 0.3 on a GPU shared with the trainer
     gpu_memory_utilization: Annotated[float, Bounds(0, 1)] = 0.0
-    # vLLM's prefix caching, within one weight version: pays off for long prompts and many turns
+    # vLLM's prefix caching, within one weight version; it pays off for long prompts and many turns
     prefix_caching: Literal["on", "off"] = "off"
     # vLLM's --tool-call-parser and --reasoning-parser, for agents' own clients: hermes, qwen3, ...
     tool_parser: str = "hermes"
     reasoning_parser: str = ""
-    # vLLM without CUDA graphs
+    # run vLLM without CUDA graphs: it starts sooner and samples more slowly
     enforce_eager: bool = False
 
     # ---- rewards
 
-    # reward table, for tasks that return outcomes: correct, wrong, no_answer, unparsable
+    # rewards of the outcomes correct, wrong, no_answer, unparsable, for tasks that return outcomes
     reward_finished: tuple[float, float, float, float] = (1.0, 0.0, 0.0, 0.0)
     # the same table for completions cut off at max_new_tokens
     reward_cut_off: tuple[float, float, float, float] = (1.0, 0.0, 0.0, 0.0)
@@ -148,28 +154,32 @@ class Config:
 
     # ---- loss
 
-    # baseline within a group, see preprocess.advantages
+    # baseline that is subtracted from rewards within a group, see preprocess.advantages
     advantage: Literal["loo", "mean", "mean_std", "none"] = "loo"
-    # see train.policy_loss
+    # policy-gradient loss, see train.policy_loss
     loss: Literal["reinforce", "ppo", "cispo", "gspo", "icepop"] = "reinforce"
-    # an importance weight for each token, or one for a sequence; "": the loss's own (config.LOSSES)
+    # token: each token has its own importance weight; sequence: all tokens of a sequence have the
+    # same; "": the loss's own choice (config.LOSSES)
     ratio: Literal["", "token", "sequence"] = ""
-    # lower bound of the importance weight; negative: the loss's own
+    # lower bound of the importance weight; negative: the loss's own bound
     clip_low: float = -1.0
-    # upper bound of the importance weight (reinforce c, ppo 1 + epsilon); negative: the loss's own
+    # upper bound of the importance weight (reinforce: c, ppo: 1 + epsilon); negative: the loss's
+    # own
     clip_high: float = -1.0
-    # loss: token sum / samples (the paper); token sum / tokens; sum of sequence means / samples
+    # what the loss is divided by. samples: sum over tokens / samples (the paper); tokens: sum over
+    # tokens / tokens; sequence: sum of the sequences' means / samples
     normalizer: Literal["samples", "tokens", "sequence"] = "samples"
     # on-policy distillation from this model, a directory or hub name, which has the same vocabulary
     teacher: str = ""
     # weight of log teacher - log mu of a sampled token in its advantage
     teacher_coef: NotNegative = 1.0
-    # weight of KL(policy || frozen base model); above 0 the trainer's ranks hold that model, too
+    # weight of KL(policy || frozen base model) in the loss; above 0 the ranks hold that model, too
     kl_coef: NotNegative = 0.0
     # bonus on the entropy of each sampled token's distribution
     entropy_coef: NotNegative = 0.0
-    # mean |trainer - engine logprob|, nats, that ends the run: measured at the first update and every 20th
-    # from there on. 0: 1e-3 in float32, 0.2 in bfloat16 (CPU: 0.05 to 0.09; a GPU: not measured)
+    # mean |trainer - engine logprob|, nats a token, above which the run ends; it is measured at the
+    # first update and at every 20th from there on. 0: 1e-3 in float32, 0.2 in bfloat16 (0.05 to
+    # 0.09 was measured on a CPU; nothing on a GPU)
     mismatch_limit: NotNegative = 0.0
 
     # ---- optimizer
@@ -180,77 +190,80 @@ class Config:
     warmup_steps: CountOr0 = 0
     # after warm-up; linear falls to 10% at the last step
     lr_schedule: Literal["constant", "linear"] = "constant"
-    # AdamW
+    # decay rates of AdamW's two moments
     betas: Annotated[tuple[float, float], Bounds(0, 0.999999)] = (0.9, 0.95)
-    # AdamW
+    # weight decay of AdamW, of matrices alone
     weight_decay: NotNegative = 0.0
-    # gradient clipping
+    # the gradient's norm is clipped to this value
     max_grad_norm: Positive = 1.0
     # tokens per packed micro-batch row
     row_tokens: Count = 4096
     # trainer ranks (FSDP2 when more than one); 0: the GPUs that do not serve, or 1 without GPUs
     trainers: CountOr0 = 0
-    # activation checkpointing of the first so many layers: less memory; all of them: ~30% slower
+    # number of layers, counted from the first, whose activations are recomputed in the backward
+    # pass: less memory; with all layers a step takes some 30% longer
     checkpointed_layers: CountOr0 = 0
-    # what the backward pass needs waits in host memory; best with all layers checkpointed
+    # keep activations for the backward pass in host memory; best with all layers checkpointed
     offload_activations: bool = False
-    # torch.compile for the trainer's layers and head: less memory traffic, minutes more to start
+    # compile the trainer's layers and head with torch.compile: less memory traffic, minutes more to
+    # start
     compile: bool = False
 
-    # AdamW's two moments in 8 bits (torchao): 2 bytes a parameter instead of 8
+    # keep AdamW's two moments in 8 bits (torchao): 2 bytes a parameter instead of 8
     adam_8bit: bool = False
     # train adapters of this rank (LoRA) of all linear layers but the head; 0: all of the weights
     lora_rank: CountOr0 = 0
-    # adapters are scaled by it / lora_rank; their learning rate is ten times --lr
+    # adapters are scaled by lora_alpha / lora_rank; their learning rate is ten times --lr
     lora_alpha: Positive = 32.0
 
     # ---- weight updates
 
-    # False: requests in progress keep their stale KV cache (the paper); True: recompute it
+    # False: requests in progress keep the KV cache that older weights computed (the paper); True:
+    # it is recomputed at each update
     recompute_kv: bool = False
     # auto: nccl between GPUs; gloo on CPU, and on one shared GPU, where NCCL refuses two ranks
     weight_backend: Literal["auto", "nccl", "gloo"] = "auto"
     # size of one broadcast, MB
     bucket_mb: Count = 256
-    # deadline of each call and broadcast of a weight update, s
+    # deadline of each call and broadcast of a weight update, seconds
     sync_timeout: Seconds = 60.0
 
     # ---- evaluation, checkpoints, logs
 
-    # evaluate every so many versions, always before training and at the end; 0: only those two
+    # evaluate every so many versions, and always before training and at the end; 0: only then
     eval_every: CountOr0 = 50
     # held-out problems per evaluation, of each set
     eval_problems: CountOr0 = 256
-    # attempts at each of them
+    # attempts at each held-out problem
     eval_attempts: Count = 1
     # sampling temperature of evaluations; 0: greedy
     eval_temperature: Annotated[float, Bounds(0, 100)] = 1.0
-    # checkpoint every so many steps (always at the end); 0: only at the end
+    # write a checkpoint every so many steps, and always at the end; 0: only at the end
     save_every: CountOr0 = 100
-    # checkpoints kept; 0: all
+    # number of checkpoints that are kept; 0: all
     keep_last: CountOr0 = 2
-    # decoded rollouts per step in samples.jsonl and report.html, of several ranks the first one's
+    # number of decoded rollouts per step in samples.jsonl and report.html, all from rank 0
     samples_logged: CountOr0 = 2
-    # keep the data of the last so many steps, until the run is continued, for tools/replay.py,
-    # which starts from a checkpoint: no fewer than save_every
+    # keep the data of the last so many steps, until the run is continued, for tools/replay.py; as
+    # it starts from a checkpoint, keep no fewer than save_every
     keep_steps: CountOr0 = 0
 
     # ---- machine
 
     # engine i listens on port + i, or on the next one that is free
     port: Annotated[int, Bounds(1, 65535)] = 8500
-    # filled in: how many nodes
+    # set by the launcher: number of nodes
     nnodes: Count = 1
-    # filled in: address of node 0, and where trainer ranks meet there
+    # set by the launcher: address of node 0
     master_addr: str = ""
-    # filled in
+    # set by the launcher: port of node 0 where trainer ranks meet
     master_port: CountOr0 = 0
-    # deadline for engines and models to come up, s
+    # deadline for an engine's start, seconds
     start_timeout: Seconds = 900.0
-    # longest wait of any stage for another, s, without the time in which engines start; a completion may take
-    # a third of it
+    # longest wait of any stage for another one, seconds, the time in which engines start left out;
+    # a completion may take a third of it
     stall_timeout: Seconds = 1800.0
-    # longest time that a stop leaves the trainer to save, s
+    # time that a stop leaves the trainer to save, seconds
     stop_timeout: Seconds = 120.0
     # CPU threads per engine, without GPUs; 0: half of the cores, shared out
     engine_threads: CountOr0 = 0
@@ -264,11 +277,12 @@ class Config:
 
     @property
     def highest_mismatch(self) -> float:
-        """mismatch_limit, or what it is by dtype, once that is resolved."""
+        """The knob mismatch_limit, or its default by dtype, once that is resolved."""
         return self.mismatch_limit or {"float32": 1e-3, "bfloat16": 0.2}[self.dtype]
 
 
-# By loss: ratio, and bounds [clip_low, clip_high] of the importance weight; train.policy_loss says what it does with them.
+# Of each loss: the level of its importance weights (--ratio), and their bounds clip_low and
+# clip_high. train.policy_loss says what it does with them.
 LOSSES = {
     "reinforce": ("token", 0.0, 5.0),
     "ppo": ("token", 0.8, 1.2),
@@ -276,12 +290,20 @@ LOSSES = {
     "gspo": ("sequence", 1 - 3e-4, 1 + 4e-4),
     "icepop": ("token", 0.5, 5.0),
 }
-# vLLM's knobs that make what is sampled another distribution than what is trained
-MASKS = {"__top_p", "__top_k", "__min_p"}
-MASKS |= {f"__{what}_penalty" for what in ("repetition", "presence", "frequency")}
-OUTCOMES = ("correct", "wrong", "no_answer", "unparsable")  # columns of the reward table
+# vLLM's options that would make what is sampled another distribution than what is trained
+DISTRIBUTION_OPTIONS = {
+    "__top_p",
+    "__top_k",
+    "__min_p",
+    "__repetition_penalty",
+    "__presence_penalty",
+    "__frequency_penalty",
+}
+# columns of the reward table
+OUTCOMES = ("correct", "wrong", "no_answer", "unparsable")
 
-# Tuned on 2 cores: sequences live longer than a step, so that most updates land in the middle of some.
+# Tuned on 2 cores: sequences live longer than a step, so that most updates land in the middle of
+# some.
 TOY = dict(
     task="toy",
     steps=270,
@@ -302,7 +324,8 @@ TOY = dict(
     start_timeout=300.0,
     stall_timeout=300.0,
 )
-# A real chat model, which tools/prepare.py makes, on sums of reasoning-gym: 200 of them, a quarter held out.
+# A real chat model, which tools/prepare.py makes, on 200 sums of reasoning-gym, a quarter of them
+# held out.
 SMOL = TOY | dict(
     task="gym",
     train_data="chain_sum/max_terms=2/max_digits=1",
@@ -313,7 +336,7 @@ SMOL = TOY | dict(
     steps=40,
     batch_size=64,
     attempts=8,
-    # at 1 half of its answers do not end within 24 tokens
+    # at temperature 1 half of its answers do not end within 24 tokens
     temperature=0.7,
     concurrency=64,
     max_new_tokens=16,
@@ -326,7 +349,7 @@ SMOL = TOY | dict(
     eval_temperature=0.7,
     save_every=20,
 )
-# up to 13 turns of up to 5 tokens
+# A number game of up to 13 turns of up to 5 tokens.
 GUESS = TOY | dict(
     task="guess",
     steps=60,
@@ -349,8 +372,8 @@ AGENT = TOY | dict(
     row_tokens=1024,
     eval_every=20,
 )
-# The paper's headline run (arXiv 2509.19128, section 5), on 8 GPUs of 80 GB or more. max_new_tokens, attempts and
-# overlong_buffer are our choice: the paper does not say them.
+# The paper's headline run (arXiv 2509.19128, section 5), on 8 GPUs of 80 GB or more.
+# max_new_tokens, attempts and overlong_buffer are our choice: the paper does not say them.
 MATH = dict(
     task="maths",
     train_data="orz57k",
@@ -359,8 +382,9 @@ MATH = dict(
     steps=1000,
     batch_size=1024,
     attempts=16,
-    # so many that reading their KV caches, of 2,000 tokens each, takes an engine as long as reading
-    # the weights: 7.6e9 x 2 bytes / (2,000 x 57 kB); more give little, fewer waste the reading
+    # With so many sequences reading their KV caches, of 2,000 tokens each, takes an engine as long
+    # as reading the weights: 7.6e9 x 2 bytes / (2,000 x 57 kB). More give little, fewer waste the
+    # reading
     concurrency=128,
     max_new_tokens=8192,
     overlong_buffer=1024,
@@ -377,9 +401,10 @@ MATH = dict(
     save_every=50,
     stop_timeout=300.0,
 )
-# The same on less, with adapters: what one GPU of 80 GB, and of 24, holds of both engine and trainer, with 2.5 GB or more
-# for what tools/memory.py does not know. vLLM would measure what is left for its KV cache while the trainer takes its share.
-# Samples that are dropped would have taken the trainer's time: engines wait instead.
+# The same on less, with adapters: what one GPU of 80 GB, and of 24, holds of both engine and
+# trainer, with 2.5 GB or more for what tools/memory.py does not know. vLLM would measure what is
+# left for its KV cache while the trainer takes its share. Samples that are dropped would have taken
+# the trainer's time: engines wait instead.
 MATH_1X80 = MATH | dict(lora_rank=32, batch_size=256, max_lag=2, on_full="block")
 MATH_1X80 |= dict(concurrency=96, kv_cache_gb=10.0)
 MATH_1X24 = MATH_1X80 | dict(model="Qwen/Qwen2.5-1.5B", row_tokens=10240)
@@ -400,19 +425,23 @@ PRESETS = {
     # Qwen2.5-1.5B with adapters on one GPU of 24 GB
     "math-1x24": MATH_1X24,
 }
-# first words of `bash run.sh` that are no presets
+# first arguments of `bash run.sh` that are no presets
 COMMANDS = ("serve", "status", "doctor", "setup", "help")
 
 
 def task_weights(task: str) -> dict[str, float]:
-    """Tasks of a run and their shares: "toy" -> {"toy": 1.0}; "maths:3,toy:1" -> {"maths": 0.75, "toy": 0.25}."""
+    """Tasks of a run and their shares: "toy" -> {"toy": 1.0}; "maths:3,toy:1" -> {"maths": 0.75,
+    "toy": 0.25}.
+    """
     weights = {}
     parts = [part.partition(":") for part in task.split(",")]
     with contextlib.suppress(ValueError):
         weights = {name.strip(): float(share or 1) for name, _, share in parts}
-    ok = len(weights) == len(parts) and all(0 < x < 1e30 for x in weights.values())
-    words = "write a task, or several different ones with shares above 0, as maths:0.7,toy:0.3"
-    require(ok, f"--task {task}: {words}")
+    require(
+        len(weights) == len(parts) and all(0 < x < 1e30 for x in weights.values()),
+        f"--task {task}: write a task, or several different ones with shares above 0, as "
+        "maths:0.7,toy:0.3",
+    )
     total = sum(weights.values())
     return {name: share / total for name, share in weights.items()}
 
@@ -421,35 +450,37 @@ def load_task(name):
     """The module tasks/<name>.py; ConfigError, one line, if it cannot be imported or is no task."""
     try:
         task = importlib.import_module(f"tasks.{name}")
-    # whatever its first lines do
+    # A file may raise anything in its first lines.
     except Exception as e:
         here = sorted(p.stem for p in (ROOT / "tasks").glob("[!_]*.py"))
         guess = difflib.get_close_matches(name, here, 1, 0.7) if name not in here else []
         raise ConfigError(
-            f"tasks/{name}.py: {type(e).__name__}: {e}; {f'did you mean {guess[0]}? ' if guess else ''}"
-            f"tasks here: {', '.join(here)}"
+            f"tasks/{name}.py: {type(e).__name__}: {e}; "
+            f"{f'did you mean {guess[0]}? ' if guess else ''}tasks here: {', '.join(here)}"
         ) from None
     is_task = hasattr(task, "problems") and (hasattr(task, "reward") or hasattr(task, "episode"))
     require(
         is_task,
-        f"tasks/{name}.py: has no function problems, or neither reward nor episode: tasks/__init__.py says what a task is",
+        f"tasks/{name}.py: has no function problems, or neither reward nor episode: "
+        "tasks/__init__.py says what a task is",
     )
     return task
 
 
 def parse(argv: list[str], default: Config | None = None, about: str = "") -> Config:
-    """`[preset] --knob value ...` -> Config; default: where flags start from instead of a preset; about: what --help
-    says first.
+    """`[preset] --knob value ...` -> Config.
 
-    Raises ConfigError with one line for anything that does not parse. `--help [WORD ...]` prints and exits.
+    default: the Config that flags change, instead of a preset's; about: the text that --help begins
+    with. Raises ConfigError, one line, for anything that does not parse. `--help [WORD ...]` prints
+    and exits.
     """
     has_name = bool(argv) and not argv[0].startswith("-")
     name = argv[0] if has_name else "toy"
     guess = difflib.get_close_matches(name, [*PRESETS, *COMMANDS], 1, 0.65)
     require(
         name in PRESETS,
-        f"unknown preset '{name}': {f'did you mean {guess[0]}? ' if guess else ''}choose from {', '.join(PRESETS)}; "
-        f"or one of the commands {', '.join(COMMANDS)}",
+        f"unknown preset '{name}': {f'did you mean {guess[0]}? ' if guess else ''}choose from "
+        f"{', '.join(PRESETS)}; or one of the commands {', '.join(COMMANDS)}",
     )
     default = default or Config(run=name, **PRESETS[name])
     asks = [position for position, word in enumerate(argv) if word in ("--help", "-h")]
@@ -458,18 +489,21 @@ def parse(argv: list[str], default: Config | None = None, about: str = "") -> Co
         sys.exit(0)
     for word in argv:
         require(
-            word.partition("=")[0].replace("-", "_") not in MASKS,
-            f"{word}: sampling from a part of the distribution is not supported: ratios would lack the mass left out",
+            word.partition("=")[0].replace("-", "_") not in DISTRIBUTION_OPTIONS,
+            f"{word}: sampling from a part of the distribution is not supported: importance "
+            "weights would lack the mass that is left out",
         )
     try:
         c = replace(default, **knobs.read(argv[has_name:], knobs.knobs_of(Config)))
     except ValueError as e:
         raise ConfigError(str(e)) from None
-    # the name of a directory, and of nothing above it
-    ok = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", c.run)
-    words = "up to 100 letters, digits, '.', '-' and '_', the first one a letter or digit"
-    require(ok, f"--run {c.run[:120]!r}: {words}")
-    # paths are the caller's; stages run in the repository
+    # It is the name of a directory in --out, and must not lead out of there.
+    require(
+        re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", c.run),
+        f"--run {c.run[:120]!r}: a name has up to 100 letters, digits, '.', '-' and '_', the first "
+        "one a letter or digit",
+    )
+    # Paths are relative to the caller's directory; the stages run in that of the repository.
     c.out = os.path.abspath(os.path.expanduser(c.out))
     c.model, c.teacher = (
         os.path.abspath(x) if os.path.isdir(x) else x for x in (c.model, c.teacher)
@@ -479,7 +513,7 @@ def parse(argv: list[str], default: Config | None = None, about: str = "") -> Co
 
 
 def _absolute(names):
-    """Names with commas between them; those of files and directories as absolute paths."""
+    """Names with commas between them, those of files and directories made absolute paths."""
     absolute = []
     for name in names.split(","):
         path, at, part = name.partition("@") if not os.path.exists(name) else (name, "", "")
@@ -488,27 +522,28 @@ def _absolute(names):
     return ",".join(absolute)
 
 
-def show_help(words, default, about):
-    """Print what the program is, the presets, and all knobs with their default values; or the knobs that have all of these
-    words. Raises ConfigError if none has.
+def show_help(search_words, default, about):
+    """Print what the program is, the presets, and all knobs with their default values; or, with
+    search words, the knobs that have all of them. Raises ConfigError if none has.
     """
-    # `| head` ends it without a complaint
+    # `| head` ends the program without a complaint.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     every = knobs.knobs_of(Config)
-    found = knobs.search(words, every)
-    near = ", ".join(knobs.nearest("_".join(words), every, cutoff=0.0))
+    matching = knobs.search(search_words, every)
+    nearest = ", ".join(knobs.nearest("_".join(search_words), every, cutoff=0.0))
     require(
-        found,
-        f"--help {' '.join(words)}: no knob has that in its name or description; the nearest names: {near}",
+        matching,
+        f"--help {' '.join(search_words)}: no knob has that in its name or description; the "
+        f"nearest names: {nearest}",
     )
-    if not words:
+    if not search_words:
         print(about or __doc__.splitlines()[0])
         print("\nPresets, the first word of a command line; toy is the default:")
         source = Path(__file__).read_text().partition("\nPRESETS = {")[2].partition("}")[0]
         for name, (_, text) in knobs.comments(source).items():
             print(f"  {name:<10} {text}")
         print("\nKnobs, with their values in this preset; --help WORD ... searches them:\n")
-    print(knobs.describe(found, default))
+    print(knobs.describe(matching, default))
 
 
 def require(ok, message):
@@ -526,21 +561,23 @@ def check(c: Config) -> Config:
         value = getattr(c, name)
         least, most = getattr(hint, "__metadata__", [Bounds()])[0]
         for x in value if isinstance(value, tuple) else [value]:
-            must = f"must be from {least:g} to {most:g}"
-            require(isinstance(x, str) or least <= x <= most, f"--{name} {x}: {must}")
+            require(
+                isinstance(x, str) or least <= x <= most,
+                f"--{name} {x}: must be from {least:g} to {most:g}",
+            )
     require(
         c.loss in LOSSES,
-        f"--loss {c.loss}: add its row to LOSSES in config.py: the level of its importance weights, token or sequence, and "
-        "their lowest and highest value",
+        f"--loss {c.loss}: add its row to LOSSES in config.py: the level of its importance "
+        "weights, token or sequence, and their lowest and highest value",
     )
     ratio, low, high = LOSSES[c.loss]
     c.ratio = c.ratio or ratio
     c.clip_low = low if c.clip_low < 0 else c.clip_low
     c.clip_high = high if c.clip_high < 0 else c.clip_high
     relations = {
-        "--attempts: this --advantage needs 2": c.attempts > 1
-        or c.advantage == "none"
-        or c.teacher,
+        "--attempts: this --advantage needs 2": (
+            c.attempts > 1 or c.advantage == "none" or c.teacher
+        ),
         "--batch_size must be a multiple of --attempts": c.batch_size % c.attempts == 0,
         "--max_new_tokens must be below --max_model_len": c.max_new_tokens < c.max_model_len,
         "--row_tokens must hold a sample of --max_model_len": c.max_model_len <= c.row_tokens,
@@ -550,21 +587,26 @@ def check(c: Config) -> Config:
         "--teacher needs --no_signal keep": not c.teacher or c.no_signal == "keep",
         "--late wait needs --on_full block": c.late != "wait" or c.on_full == "block",
     }
-    for words, holds in relations.items():
-        values = ", ".join(f"{name} {getattr(c, name)}" for name in re.findall(r"--(\w+)", words))
-        require(holds, f"{words}; now {values}")
+    for relation, holds in relations.items():
+        names = re.findall(r"--(\w+)", relation)
+        values = ", ".join(f"{name} {getattr(c, name)}" for name in names)
+        require(holds, f"{relation}; now {values}")
     return c
 
 
 def from_json(values: dict) -> Config:
-    """The Config of its fields in JSON, which has lists for tuples."""
+    """The Config of these values, which were read from JSON, where tuples are lists."""
     return Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
 
 def load(run_dir: str) -> Config:
-    """The Config that out/<run>/config.json holds; ConfigError if it is torn, or of another version."""
+    """The Config that out/<run>/config.json holds; ConfigError if it is torn, or of another
+    version.
+    """
     path = Path(run_dir, "config.json")
     try:
         return from_json(json.loads(path.read_text())["config"])
     except (ValueError, TypeError, KeyError) as e:
-        raise ConfigError(f"{path} cannot be read: --fresh True moves the run aside ({e})") from e
+        raise ConfigError(
+            f"{path} cannot be read ({e}): --fresh True moves the run aside and begins anew"
+        ) from e

@@ -1,11 +1,13 @@
-"""Stage 3: packed micro-batches -> policy-gradient loss -> optimizer step -> new weights to the engines.
+"""Stage 3: packed micro-batches -> policy-gradient loss -> optimizer step -> weights to engines.
 
-One step: micro-batches from queues/batches/rank_<r>, gradients added up, divided once by the number
-of samples, clipped, applied, the weights pushed (weights.py). The loop is `train()`.
+In one step the micro-batches of queues/batches/rank_<r> are read, their gradients are added up,
+divided once by the number of samples, clipped and applied, and the new weights are pushed to the
+engines (weights.py). The loop is `train()`.
 
-Alone, on a run directory that has queues to read: `accelerate launch train.py out/toy`; more ranks:
-`accelerate launch --multi_gpu --num_processes 2 train.py out/toy`. Deliberately absent: a Trainer class,
-callbacks, gradient accumulation settings (a step is a step, however it was packed).
+To start it alone, on a run directory that has queues to read: `accelerate launch train.py out/toy`;
+with two ranks: `accelerate launch --multi_gpu --num_processes 2 train.py out/toy`. Deliberately
+absent: a Trainer class, callbacks, settings of gradient accumulation (a step is a step, however its
+samples were packed).
 """
 
 import dataclasses
@@ -186,12 +188,12 @@ class Policy(torch.nn.Module):
 
 
 def sequence_ratio(log_w, sequence_ids):
-    """Geometric mean of a sequence's token ratios, at each of its tokens, and the number of its
-    tokens: [T] -> ([T], [T]).
+    """Geometric mean of the token ratios of a sequence, and the number of its sampled tokens, at
+    each of its tokens: log_w [T] -> ([T], [T]).
 
-    sequence_ids [T], negative where the token was not sampled; such tokens take no part.
+    sequence_ids [T] are negative where the token was not sampled; such tokens take no part.
     """
-    # row 0 collects what was not sampled
+    # Row 0 collects the tokens that were not sampled.
     rows = sequence_ids + 1
     zeros = log_w.new_zeros(len(log_w) + 1)
     count = zeros.index_add(0, rows, torch.ones_like(log_w)).clamp(min=1)[rows]
@@ -200,17 +202,19 @@ def sequence_ratio(log_w, sequence_ids):
 
 
 def policy_loss(kind, logprobs, behavior_logprobs, advantages, sequence_ids, config):
-    """Loss per token, to be summed over sampled tokens and minimised, and which tokens it clips or
-    drops: [T] -> (loss [T], clipped [T] bool).
+    """Loss per token, to be summed over sampled tokens and minimised, and the tokens whose weight
+    is outside of its bounds: [T] -> (loss [T], clipped [T] bool).
 
-    logprobs under the policy being trained (pi), behavior_logprobs as the engine reported them (mu),
-    sequence_ids >= 0 for sampled tokens. w = pi/mu is the importance weight, [low, high] the knobs
-    clip_low and clip_high, A the advantage; sg() stops the gradient. With --ratio sequence w is the
-    geometric mean over a sequence, and the loss is divided by its length |y|, so that its tokens add up
-    to one term.
+    logprobs are log pi, pi the policy being trained; behavior_logprobs are log mu, as the engine
+    reported them when it sampled the tokens; sequence_ids are >= 0 for sampled tokens. w = pi/mu is
+    the importance weight, [low, high] are the knobs clip_low and clip_high, A is the advantage;
+    sg() stops the gradient, so that w weighs the gradient of log pi and is not differentiated
+    itself. With --ratio sequence w is the geometric mean over a sequence, and the loss is divided
+    by the sequence's length, so that its tokens add up to one term.
 
     reinforce  -sg(min(w, high)) A log pi; truncated importance sampling, PipelineRL eq. 5
-               (arXiv 2509.19128), token by token, A from the group instead of a learned baseline
+               (arXiv 2509.19128), token by token; A comes from the group, not from a learned
+               baseline
     ppo        -min(w A, clip(w, low, high) A); Schulman et al. 2017 (arXiv 1707.06347) eq. 7
     cispo      -sg(clip(w, low, high)) A log pi; MiniMax-M1 2025 (arXiv 2506.13585) eq. 4
     gspo       ppo with --ratio sequence; GSPO 2025 (arXiv 2507.18071) eq. 5
@@ -238,8 +242,8 @@ def policy_loss(kind, logprobs, behavior_logprobs, advantages, sequence_ids, con
 
 
 def kl(logprobs, other):
-    """KL(p || q) per token of a sample of p, k3 estimator: exp(d) - 1 - d with d = log q - log p,
-    >= 0, [T] -> [T].
+    """KL(p || q) per token of a sample of p by the k3 estimator, exp(d) - 1 - d with
+    d = log q - log p, which is >= 0: log p [T], log q [T] -> [T].
 
     Schulman, "Approximating KL divergence" 2020; as a penalty with p the policy, q the reference:
     GRPO (arXiv 2402.03300) eq. 4.
@@ -249,8 +253,11 @@ def kl(logprobs, other):
 
 
 def ess(w, w2, n):
-    """Normalised effective sample size (sum w)^2 / (N sum w^2) of the unclipped importance weights, in (0, 1],
-    from sums, which add up over micro-batches and ranks; 1 of nothing.
+    """Normalised effective sample size (sum w)^2 / (N sum w^2) of the unclipped importance weights,
+    in (0, 1]; 1 if there are none.
+
+    w, w2: the sums of the weights and of their squares, n: their number. Sums add up over
+    micro-batches and ranks.
     """
     return w**2 / (n * w2) if w2 else 1.0
 
@@ -265,26 +272,27 @@ def learning_rate(config, step):
 
 # ---------------------------------------------------------------------------- one step
 
-# what a metric is of its sums over a step's micro-batches
+# Functions that make a metric of its sums over the micro-batches of a step.
 count = int
 
 
 def mean(total, n):
-    """Per token, per sample, ...; 0 if there is none."""
+    """The mean per token, per sample, ...; 0 if there is none of them."""
     return total / max(n, 1)
 
 
 def mean_if_any(total, n):
-    """Likewise; None if there is none."""
+    """The mean per token, per sample, ...; None if there is none of them."""
     return total / n if n else None
 
 
 def micro_batch(policy, batch, version, config, device):
-    """Forward, loss and metrics of one micro-batch; nothing here waits for the device.
+    """Forward pass, loss and metrics of one micro-batch of T tokens and S samples.
 
     batch: a record of plumbing/samples.py with the advantages of preprocess.py. Returns the summed
     loss (a scalar to call backward on), the metrics as {name: (function, sum, ...)}, which
-    plumbing.metrics.Sums adds up over the step, and the logprobs [T] of the trained policy.
+    plumbing.metrics.Sums adds up over the step, and the logprobs [T] of the trained policy. Nothing
+    here waits for the device.
     """
     positions, sequence_ids = layout(batch["lengths"], batch["segment"])
     inputs = (batch["tokens"], positions, batch["temperature"][sequence_ids], batch["mask"])
@@ -302,7 +310,8 @@ def micro_batch(policy, batch, version, config, device):
     late = torch.zeros_like(b["mask"])
     if config.late == "mask":
         late = b["mask"] & (lag > config.max_lag)
-    mask = b["mask"] & ~late  # [T] bool: tokens the engine sampled, and recently enough
+    # [T] bool: the tokens that an engine sampled, and recently enough.
+    mask = b["mask"] & ~late
     lag = lag * mask
     sampled_ids = torch.where(mask, b["sequence_ids"], -1)
     behavior_logprobs = torch.where(mask, b["behavior_logprobs"], logprobs.detach())
@@ -331,14 +340,15 @@ def micro_batch(policy, batch, version, config, device):
         w = log_w.exp() * mask
         kl_behavior = kl(behavior_logprobs, logprobs) * mask
         clipped = clipped & mask
-        is_sample = b["outcome"] >= 0  # [S]; not so: a filler
+        # [S] bool: False for a filler, which keeps a rank in step.
+        is_sample = b["outcome"] >= 0
         samples = is_sample.sum()
         tokens = mask.sum()
-        # The engine's logprob is of this version's forward only if all of the sequence was: its KV
-        # cache may be older.
+        # Only where one version computed the whole sequence is the engine's logprob one of this
+        # version: of other sequences a part of the KV cache is older.
         pure = mask & (lag == 0) & (b["num_versions"] == 1)[b["sequence_ids"]]
         is_real = is_sample[b["sequence_ids"]]
-        # a turn begins with a sampled token after one that was sent
+        # A turn begins with a sampled token that follows one that was not sampled.
         turns = (b["mask"][1:] & ~b["mask"][:-1]).sum()
         segments = ((b["positions"] == 0) & is_real).sum()
         metrics = {
@@ -369,10 +379,12 @@ def micro_batch(policy, batch, version, config, device):
 
 
 def optimizer_step(model, optimizers, sums, version, config):
-    """Divide the gradients, summed over a step's micro-batches, once; clip and apply them. Collective.
+    """Divide the gradients, summed over a step's micro-batches, once; clip and apply them.
 
-    sums: plumbing.metrics.Sums of the step; returns its metrics over all ranks. A gradient that is
-    not finite leaves the weights as they are, on every rank alike, as the norm is of all of them.
+    The divisor is the number of samples that the step has on all ranks (or of their tokens), so
+    that it does not matter how they were packed into micro-batches. sums: plumbing.metrics.Sums of
+    the step. Returns the step's metrics over all ranks. A gradient that is not finite leaves the
+    weights as they are, on every rank alike, as the norm is that of all ranks. Collective.
     """
     metrics = sums.reduce()
     n = metrics["sampled_tokens"] if config.normalizer == "tokens" else metrics["samples"]
@@ -385,7 +397,7 @@ def optimizer_step(model, optimizers, sums, version, config):
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             rate = lr * group["lr_scale"]
-            # a number would be compiled into torchao's step
+            # torchao compiles its step, and would compile a number into it.
             group["lr"] = torch.tensor(rate) if config.adam_8bit else rate
         if torch.isfinite(grad_norm):
             optimizer.step()
@@ -404,8 +416,8 @@ def load_model(config, dtype):
 
 
 def make_optimizers(model, config, device):
-    """The optimizers of a module's parameters, a list. Each group's learning rate is the schedule's
-    times its lr_scale.
+    """The optimizers of a module's parameters, a list. The learning rate of a group of parameters
+    is the schedule's times the group's lr_scale.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.dim() > 1]
@@ -416,7 +428,7 @@ def make_optimizers(model, config, device):
         {"params": vectors, "weight_decay": 0.0, "lr_scale": lr_scale},
     ]
     if config.adam_8bit:
-        # a slow import
+        # torchao is imported here alone, as that takes seconds.
         from torchao.optim import AdamW8bit
 
         return [AdamW8bit(groups, lr=config.lr, betas=tuple(config.betas))]
@@ -441,8 +453,8 @@ def load_policy(config, dtype, device, world, trained=False):
     if config.checkpointed_layers:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         for layer in layers[: config.checkpointed_layers]:
-            # transformers checkpoints the layers that are in training mode. The modules within the
-            # layer stay in evaluation mode: dropout would come between what samples and what trains.
+            # transformers checkpoints the layers that are in training mode. The modules within a
+            # layer stay in evaluation mode, without dropout, as what samples has none.
             layer.training = True
     if config.compile:
         # Each kind of layer is compiled for rows of one sequence, of one token, without gradients.
@@ -483,7 +495,7 @@ def build(config, device, world):
 
 
 def updates_engines(config, version):
-    """Do the engines get this version? All of the pipeline's; of conventional RL every G-th."""
+    """Do the engines get this version? In the pipeline each one, in conventional RL every G-th."""
     g = config.conventional_g
     return not g or version % g == 0 or version == config.steps
 
@@ -492,18 +504,24 @@ def start_engines(policy, state, sender, ranks):
     """Put the run's weights into the engines, which start from the base model."""
     if ranks.rank == 0:
         size = sum(p.numel() for p in policy.parameters()) / 1e6
-        where = f"{ranks.world} x {ranks.device.type}"
-        print(f"train: {size:.2f}M parameters on {where}; waiting for engines", flush=True)
+        print(
+            f"train: {size:.2f}M parameters on {ranks.world} x {ranks.device.type}; waiting for "
+            "engines",
+            flush=True,
+        )
     sender.push(state["version"], state["position"])
     sender.wait()
-    # it waited for engines to start: no update like the others
+    # This update waited for engines to start: its times are not those of an update.
     sender.take_timing()
     if ranks.rank == 0:
         print(f"train: version {state['version']} is in the engines", flush=True)
 
 
 def train(config, run_dir, ranks):
-    """The run, from its newest checkpoint to its last step; told to stop, it saves."""
+    """The run, from its newest checkpoint to its last step. If it is told to stop, it saves first.
+
+    The last evaluation is written by this stage, which therefore waits for the actor at the end.
+    """
     policy, optimizers = build(config, ranks.device, ranks.world)
     state = checkpoints.restore(checkpoints.newest(run_dir), policy.model, optimizers)
     saver = checkpoints.Saver(config, run_dir, policy.model, optimizers, ranks, state)
@@ -519,7 +537,7 @@ def train(config, run_dir, ranks):
             sums = Sums()
             for batch in reader.step(version):
                 loss, metrics, logprobs = micro_batch(policy, batch, version, config, ranks.device)
-                # FSDP2 averages over ranks; the sum is wanted
+                # FSDP2 averages gradients over ranks; multiplied by their number they are summed.
                 (loss * ranks.world).backward()
                 sums.add(metrics)
                 log.rollouts(batch, logprobs, version)
@@ -559,11 +577,12 @@ def main(run_dir):
         ranks = Ranks(config)
         cfg.require(
             ranks.world == config.trainers,
-            f"{ranks.world} ranks were started, micro-batches are packed for --trainers {config.trainers}: start as many",
+            f"{ranks.world} ranks were started, and micro-batches are packed for --trainers "
+            f"{config.trainers}: start as many ranks",
         )
         torch.manual_seed(config.seed + ranks.rank)
         train(config, run_dir, ranks)
-    # a machine that is not as it should be: one line, no traceback
+    # A machine or a model that is not as it should be is said in one line, without a traceback.
     except cfg.ConfigError as e:
         sys.exit(f"train: {e}")
     ranks.close()
@@ -572,5 +591,5 @@ def main(run_dir):
 if __name__ == "__main__":
     main(sys.argv[1])
     sys.stdout.flush()
-    # threads of gloo may still wait for the interpreter's lock: its own way out then aborts now and then
+    # Threads of gloo may still wait for the interpreter's lock: Python's own exit aborts at times.
     os._exit(0)

@@ -1,8 +1,9 @@
-"""Is what engines serve what is trained? And what else ends a run that goes wrong without a crash.
+"""Guards: the checks that end a run which goes wrong without a crash.
 
-Every so many updates the trainer computes the logprobs of a few sequences under its new weights, and
-an engine that has just swapped does so too: their mean difference is `mismatch`, in nats a token. It
-does not depend on how old samples are, nor on temperature, adapters or the loss.
+The first question is whether what the engines serve is what is trained. Every so many updates the
+trainer computes the logprobs of a few sequences under its new weights, and an engine that has just
+swapped computes them, too. The mean absolute difference is `mismatch`, in nats a token. It depends
+neither on how old samples are, nor on temperature, adapters or the loss.
 """
 
 import math
@@ -19,17 +20,18 @@ from plumbing.samples import layout
 from plumbing.secret import secret_header
 from plumbing.supervise import DIRECT
 
-# updates from one measurement to the next
+# number of updates from one measurement to the next
 EVERY = 20
-# sequences that are compared, and tokens of each: an engine computes all logits of a prompt at once
+# number of sequences that are compared
 SEQUENCES = 8
+# number of tokens that are compared of each: an engine computes all logits of a prompt at once
 LONGEST = 2048
-# of what may happen once or twice, and then ends the run
+# What may happen once or twice ends the run when it has happened so many times in a row.
 IN_A_ROW = 3
 
 
 class Guards:
-    """Looks at every step, on every rank alike; measures the mismatch, rank 0 of the trainer with one engine."""
+    """Checks every step, on every rank alike; rank 0 measures the mismatch, with one engine."""
 
     def __init__(self, config, run_dir, ranks):
         self.config = config
@@ -41,57 +43,77 @@ class Guards:
     # ---- served = trained
 
     def is_due(self, version):
-        """Is the mismatch to be measured at this version, which the engines get? The first one, then every 20th."""
+        """Is the mismatch to be measured at this version? At the first one that engines get after
+        the initial weights, then at every 20th.
+        """
         between = self.config.conventional_g or 1
         return version % (EVERY * between) == between
 
     @torch.no_grad()
     def measure(self, policy, batch, sender, version):
-        """{mismatch, tokens} of this version, which was just pushed, and merge_survival of adapters; {} on other ranks, and if
-        no engine answers.
+        """{mismatch, tokens} of this version, which was just pushed, and merge_survival.
 
-        batch: a micro-batch whose first sequences are compared. Collective. Raises RuntimeError above the limit.
+        batch: a micro-batch whose first sequences are compared. Returns {} on other ranks than 0,
+        and if no engine answers. Collective. Raises RuntimeError above the limit.
         """
         lengths = batch["lengths"][:SEQUENCES]
         tokens = batch["tokens"][: lengths.sum()]
         positions, _ = layout(lengths, batch["segment"][: len(tokens)])
-        # engines tell logprobs of prompts at temperature 1, whatever the run's is
+        # Engines tell the logprobs of a prompt at temperature 1, whatever the run's is.
         logprobs = policy.logprobs(tokens, positions, 1.0)[0].cpu().numpy()
-        of_adapters = lora.survival(policy.model)
+        merge_survival = lora.survival(policy.model)
         if self.ranks.rank != 0:
             return {}
         sender.wait()
         borders = np.flatnonzero(positions == 0)[1:]
         differences = []
         try:
-            for ids, own in zip(np.split(tokens, borders), np.split(logprobs, borders)):
-                served = self._engine_logprobs(ids[:LONGEST].tolist(), version)
-                differences.append(np.abs(own[1 : len(ids[:LONGEST])] - served))
+            sequences = zip(np.split(tokens, borders), np.split(logprobs, borders))
+            for ids, trained in sequences:
+                ids = ids[:LONGEST]
+                served = self._engine_logprobs(ids.tolist(), version)
+                differences.append(np.abs(trained[1 : len(ids)] - served))
         except (requests.RequestException, RuntimeError, KeyError) as e:
-            words = f"train: mismatch of version {version} not measured: {e}"
-            print(words, flush=True)
+            print(f"train: the mismatch of version {version} was not measured: {e}", flush=True)
             if self._lasts("unmeasured", True):
-                raise RuntimeError(f"{words}; this was so {IN_A_ROW} times in a row") from None
+                raise RuntimeError(
+                    f"train: {IN_A_ROW} times in a row the mismatch could not be measured, last at "
+                    f"version {version}: {e}. See logs/engine*.log"
+                ) from None
             return {}
         self._lasts("unmeasured", False)
         differences = np.concatenate(differences)
-        found = float(differences.mean())
-        if not found <= self.config.highest_mismatch:
+        mismatch = float(differences.mean())
+        limit = self.config.highest_mismatch
+        if not mismatch <= limit:
+            model_type = policy.model.config.model_type
             raise RuntimeError(
-                f"train: mismatch of {policy.model.config.model_type} is above {self.config.highest_mismatch:g} nats at version "
-                f"{version}: {found:.1e}; engine and trainer logprobs differ. Does plumbing/model.py know this family? Else "
-                "--dtype, --head_float32, logs/engine*.log; --mismatch_limit moves it; `bash run.sh doctor` looks closer"
+                "train: engines and trainer disagree: the mean |difference of logprobs| of "
+                f"{model_type} is {mismatch:.1e} nats at version {version}, the limit is "
+                f"{limit:g}. Likely causes: plumbing/model.py does not compute {model_type} as "
+                "engines do; --dtype or --head_float32 is too coarse for this model. See "
+                "logs/engine*.log; `bash run.sh doctor` looks closer; --mismatch_limit raises the "
+                "limit"
             )
-        return {"mismatch": found, "tokens": len(differences)} | of_adapters
+        return {"mismatch": mismatch, "tokens": len(differences)} | merge_survival
 
     def _engine_logprobs(self, ids, version):
-        """Logprobs [T-1] of a sequence as an engine's prompt; the engines take turns. RuntimeError if its version is another."""
+        """Logprobs [T - 1] of a sequence of T tokens, as the prompt of an engine; engines take
+        turns.
+
+        Raises RuntimeError if the engine has another version, and what requests raises.
+        """
         urls = read_json(self.run_dir / "queues" / "version.json")["engines"]
         self.measured += 1
         url = urls[self.measured % len(urls)] + "/inference/v1/generate"
         body = dict(token_ids=ids, sampling_params=dict(max_tokens=1, prompt_logprobs=0))
-        how = dict(timeout=self.config.sync_timeout, proxies=DIRECT)
-        answer = requests.post(url, json=body, headers=secret_header(self.run_dir), **how)
+        answer = requests.post(
+            url,
+            json=body,
+            headers=secret_header(self.run_dir),
+            timeout=self.config.sync_timeout,
+            proxies=DIRECT,
+        )
         answer.raise_for_status()
         answer = answer.json()
         served = answer["choices"][0]["weight_versions"][0]["version"]
@@ -102,13 +124,18 @@ class Guards:
     # ---- every step
 
     def check(self, version, metrics):
-        """Raise RuntimeError if steps in a row had gradients that are not finite."""
+        """Raise RuntimeError if so many steps in a row had gradients that are not finite."""
         not_finite = not math.isfinite(metrics["grad_norm"])
         if not_finite:
-            print(f"train: step {version}: gradient not finite, weights stay", flush=True)
+            print(
+                f"train: step {version}: the gradient is not finite, the weights stay as they are",
+                flush=True,
+            )
         if self._lasts("not_finite", not_finite):
-            words = "had gradients that are not finite: lower --lr, or look at the samples"
-            raise RuntimeError(f"train: {IN_A_ROW} steps in a row {words}")
+            raise RuntimeError(
+                f"train: {IN_A_ROW} steps in a row had gradients that are not finite: lower --lr, "
+                "or look at samples.jsonl"
+            )
 
     def _lasts(self, name, is_wrong):
         """Has it been wrong IN_A_ROW times in a row by now?"""

@@ -1,10 +1,13 @@
-"""LoRA (Hu et al. 2021, arXiv 2106.09685), trained through what is served: a frozen linear layer computes with
-round(W + alpha / rank B A), and so do the engines, which know nothing of adapters.
+"""LoRA (Hu et al. 2021, arXiv 2106.09685), trained through the matrices that are served.
 
-In 16 bits a merge rounds much of a small update away: engines would sample from another policy than the one that is
-trained. So the trainer's forward pass, too, uses the rounded matrix, made anew each time. Gradients pass the rounding as
-if it were not there, and A and B stay in float32, where small updates add up. Deliberately absent: adapters of
-embeddings and of the output head; merges into what is kept.
+A linear layer with the frozen weight W computes with round(W + alpha / rank B A). The engines get
+exactly this matrix, and know nothing of adapters. In 16 bits the rounding swallows much of a small
+update: if the trainer did not round, the engines would sample from another policy than the one that
+is trained. So the trainer's forward pass rounds, too, each time anew. Gradients pass the rounding
+as if it were not there (a straight-through estimator), and A and B stay in float32, where small
+updates add up.
+
+Deliberately absent: adapters of embeddings and of the output head; merging for good.
 """
 
 import contextlib
@@ -18,9 +21,9 @@ from plumbing.model import whole
 
 
 class Adapted(torch.nn.Linear):
-    """A linear layer with weight W [out, in], which is frozen, lora_A [rank, in] and lora_B [out, rank]."""
+    """A linear layer with a frozen weight W [out, in], lora_A [rank, in] and lora_B [out, rank]."""
 
-    # False: the base model
+    # False while the base model is computed, in all layers of the process
     on = True
 
     def forward(self, x):
@@ -28,13 +31,16 @@ class Adapted(torch.nn.Linear):
         return torch.nn.functional.linear(x, weight, self.bias)
 
     def merged(self, weight, A, B):
-        """round(W + scale B A), in W's dtype, to which FSDP2 rounds A and B."""
+        """round(W + scale B A), in the dtype of W, to which FSDP2 has rounded A and B, too."""
         A, B = (x.to(weight.dtype).float() for x in (A, B))
         return (weight + self.scale * (B @ A)).to(weight.dtype)
 
 
 def add(model, config):
-    """Freeze a model and give all its linear layers but the output head an adapter. ConfigError if it has none."""
+    """Freeze a model, and give all its linear layers but the output head an adapter.
+
+    Raises ConfigError if it has no linear layers.
+    """
     model.requires_grad_(False)
     layers = [x for x in model.base_model.modules() if type(x) is torch.nn.Linear]
     require(layers, f"--lora_rank: {model.config.model_type} has no torch.nn.Linear for adapters")
@@ -46,7 +52,7 @@ def add(model, config):
         torch.nn.init.kaiming_uniform_(layer.lora_A, a=5**0.5)
 
 
-def of(model):
+def adapted_layers(model):
     """{name: layer} of a model's adapted layers."""
     return {name: x for name, x in model.named_modules() if isinstance(x, Adapted)}
 
@@ -62,19 +68,24 @@ def adapters_off():
 
 
 def served(model):
-    """{name: (function, tensors it is called with)} of what is trained, as engines have it."""
-    found = {n: (torch.detach, [p]) for n, p in model.named_parameters() if p.requires_grad}
-    for name, x in of(model).items():
-        del found[f"{name}.lora_A"], found[f"{name}.lora_B"]
-        found[f"{name}.weight"] = (x.merged, [x.weight, x.lora_A, x.lora_B])
-    return found
+    """{name: (function, tensors it is called with)} of all that is trained: function(*tensors) is
+    the parameter of this name as engines get it.
+    """
+    sent = {n: (torch.detach, [p]) for n, p in model.named_parameters() if p.requires_grad}
+    for name, x in adapted_layers(model).items():
+        del sent[f"{name}.lora_A"]
+        del sent[f"{name}.lora_B"]
+        sent[f"{name}.weight"] = (x.merged, [x.weight, x.lora_A, x.lora_B])
+    return sent
 
 
 def split(model, state):
-    """Take the adapters out of a state dict, {name: tensor}, and put what is served in its weights' place."""
+    """Take the adapters out of a state dict, {name: tensor}: returns them, {name: tensor}. The
+    merged matrices, which are served, take the place of the frozen ones.
+    """
     adapters = {}
-    for name, x in of(model).items():
-        pair = {f"{name}.lora_{what}": state.pop(f"{name}.lora_{what}").clone() for what in "AB"}
+    for name, x in adapted_layers(model).items():
+        pair = {f"{name}.lora_{k}": state.pop(f"{name}.lora_{k}").clone() for k in "AB"}
         state[f"{name}.weight"] = x.merged(state[f"{name}.weight"], *pair.values())
         adapters |= pair
     return adapters
@@ -82,9 +93,12 @@ def split(model, state):
 
 @torch.no_grad()
 def survival(model):
-    """{"merge_survival": |round(W + d) - W| / |d|} with d = scale B A, over all layers; {} without adapters. Collective."""
+    """{"merge_survival": |round(W + d) - W| / |d|}, with d = scale B A and norms over all layers.
+
+    {} if the model has no adapters, or they are 0. Collective.
+    """
     kept = wanted = 0.0
-    for x in of(model).values():
+    for x in adapted_layers(model).values():
         weight, A, B = map(whole, (x.weight, x.lora_A, x.lora_B))
         kept += (x.merged(weight, A, B).float() - weight.float()).square().sum()
         wanted += (x.scale * (B @ A)).square().sum()
@@ -96,7 +110,12 @@ def save(folder, adapters, config):
     folder.mkdir()
     tensors = {f"base_model.model.{name}.weight": x.contiguous() for name, x in adapters.items()}
     save_file(tensors, folder / "adapter_model.safetensors")
-    about = dict(peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=config.model)
-    about |= dict(r=config.lora_rank, lora_alpha=config.lora_alpha)
-    about["target_modules"] = sorted({name.split(".")[-2] for name in adapters})
-    (folder / "adapter_config.json").write_text(json.dumps(about))
+    adapter_config = dict(
+        peft_type="LORA",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=config.model,
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        target_modules=sorted({name.split(".")[-2] for name in adapters}),
+    )
+    (folder / "adapter_config.json").write_text(json.dumps(adapter_config))

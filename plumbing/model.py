@@ -1,4 +1,4 @@
-"""The model as the trainer runs it: packed attention, finished logits, weights read by rank 0 alone.
+"""The model as the trainer runs it: packed attention, finished logits, loading by rank 0 alone.
 
 In a packed row several sequences lie end to end, and none of them sees another one (transformers'
 attention implementation "packed"). A beginning that neighbouring sequences share is computed once
@@ -96,9 +96,9 @@ def is_packed(model):
 def packed_attention(module, query, key, value, mask, packing, scaling=None, **options):
     """Causal attention within each sequence of a packed row.
 
-    query [1, H, Q, D], key, value [1, K, Q, D] of the computed tokens, packing: Packing -> [1, Q, H,
-    D]. FlashAttention on GPUs (16 bits); elsewhere sequence by sequence, which is 1.3 times as fast
-    as one sdpa over the row with a mask [T, T] (bench/train.py).
+    query [1, H, Q, D], key, value [1, K, Q, D] of the computed tokens, packing: Packing -> [1, Q,
+    H, D]. FlashAttention on GPUs (16 bits); elsewhere sequence by sequence, 1.3 times as fast as
+    one sdpa over the row with a mask [T, T] (bench/train.py).
     """
     query_lengths = packing.query_lengths.tolist()
     key_lengths = packing.key_lengths.tolist()
@@ -141,7 +141,7 @@ AttentionInterface.register("packed", packed_attention)
 
 
 def finish_logits(logits, model_config):
-    """Scale the output of a head [.., V] as its family does, by what its Hugging Face config says."""
+    """Scale the output of a head [.., V] as its family does; its Hugging Face config says how."""
     # Cohere multiplies by logit_scale, Granite divides by logits_scaling
     scale = getattr(model_config, "logit_scale", None) or 1.0
     scale = scale / (getattr(model_config, "logits_scaling", None) or 1.0)
@@ -156,7 +156,7 @@ def whole(tensor):
 
 
 class FloatLogits(torch.autograd.Function):
-    """hidden [C, D], weight [V, D] in 16 bits -> logits [C, V] in float32, as vLLM computes them."""
+    """hidden [C, D], weight [V, D] in 16 bits -> logits [C, V] in float32, as in vLLM."""
 
     @staticmethod
     def forward(ctx, hidden, weight):
@@ -180,7 +180,9 @@ def head_product(in_float32):
 
 
 def keeping(config, device):
-    """The context in which autograd keeps what the backward pass needs: on the device, or in host memory."""
+    """The context of a forward pass: autograd keeps what the backward pass needs on the device, or,
+    with --offload_activations, in host memory.
+    """
     if config.offload_activations:
         return torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
     return contextlib.nullcontext()

@@ -1,4 +1,8 @@
-"""Adapters: engines, checkpoints, other programs and the trainer have the same weights, to the bit."""
+"""Adapters: engines, checkpoints, other programs and the trainer have the same weights, bit for
+bit.
+
+The trainer, peft and vLLM are real. The weight sender is FAKE (tests/train_without_engines.py).
+"""
 
 import json
 import subprocess
@@ -31,7 +35,7 @@ def build(folder, **knobs):
     policy, optimizers = train.build(config, CPU, 1)
     model = policy.model
     torch.manual_seed(1)
-    for layer in lora.of(model).values():
+    for layer in lora.adapted_layers(model).values():
         torch.nn.init.normal_(layer.lora_B, std=0.02)
     return config, policy, optimizers
 
@@ -45,7 +49,7 @@ def plain(folder):
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="packed")
 
 
-def test_it_begins_as_the_base_model_and_trains_nothing_else(base_model):
+def test_adapters_begin_as_the_base_model_and_are_trained_alone(base_model):
     config = cfg.Config(model=str(base_model), dtype="float32", lora_rank=4)
     policy, [optimizer] = train.build(config, CPU, 1)
     model = policy.model
@@ -57,7 +61,7 @@ def test_it_begins_as_the_base_model_and_trains_nothing_else(base_model):
     assert all(group["lr_scale"] == 10 for group in optimizer.param_groups)
 
 
-def test_what_is_served_saved_and_trained_is_the_same(base_model, tmp_path):
+def test_served_saved_and_trained_weights_are_the_same(base_model, tmp_path):
     config, policy, _ = build(base_model)
     model = policy.model
     state = dict(model.state_dict())
@@ -86,7 +90,7 @@ def test_the_reference_is_the_model_without_its_adapters(base_model):
 
 
 @pytest.mark.parametrize("size,expected", [(1e-4, 0.0), (1.0, 1.0)])
-def test_merge_survival_is_what_rounding_leaves(size, expected):
+def test_merge_survival_is_the_share_that_rounding_leaves(size, expected):
     layer = torch.nn.Linear(8, 8, bias=False)
     layer.weight = torch.nn.Parameter(torch.full((8, 8), 1.5, dtype=torch.bfloat16))
     model = torch.nn.Sequential(layer)
@@ -118,7 +122,7 @@ def trained(base_model, tmp_path_factory):
     return run_dir
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(trained, tmp_path, base_model):
+def test_resumed_run_equals_the_uninterrupted_one(trained, tmp_path, base_model):
     halfway = trained / "checkpoints" / "step_000003"
     resume(tmp_path, "again", base_model, halfway, knobs=KNOBS)
     again = newest(tmp_path / "again")
@@ -126,7 +130,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(trained, tmp_path, base_model):
         assert same(load_file(again / file), load_file(newest(trained) / file))
 
 
-def test_a_step_is_replayed(trained, capsys):
+def test_step_with_adapters_is_replayed_bit_for_bit(trained, capsys):
     assert replay.main([str(trained), "--step", "6"]) == []
     assert "are the same, bit for bit" in capsys.readouterr().out
 
@@ -172,7 +176,7 @@ print("FOUND", json.dumps([x[i].logprob for i, x in zip(ids[1:], out.prompt_logp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", ["peft", "vllm"])
-def test_others_read_the_adapter(program, trained, base_model):
+def test_peft_and_vllm_read_the_adapter(program, trained, base_model):
     folder = newest(trained)
     expected = logprobs_of(plain(folder))[1:]
     if program == "peft":

@@ -1,4 +1,8 @@
-"""The loss and the logprobs, against values worked by hand and against separate sequences."""
+"""The loss, logprobs, metrics and guards of the trainer, against values worked by hand and against
+separate sequences.
+
+The model is tiny and random. The engine that measures the mismatch is FAKE (Answers).
+"""
 
 import math
 import os
@@ -114,7 +118,7 @@ def test_gspo_by_hand():
     assert grad == pytest.approx([2.0, 2.0])
 
 
-def test_a_weight_for_each_sequence_by_hand():
+def test_ratios_of_whole_sequences_by_hand():
     # TIS and MIS of sequences: ratios 2 and 18 have the geometric mean 6, two tokens share one term
     rows = dict(w=[2.0, 18.0, 1.0], advantages=[1.0, 1.0, 1.0], ids=[0, 0, 1], ratio="sequence")
     assert loss_of("reinforce", **rows)[1:] == (
@@ -150,7 +154,7 @@ def test_ess_by_hand():
     assert [ess(10, 10, 10), ess(4, 10, 2), ess(1, 1, 4), ess(0, 0, 0)] == [1, 16 / 20, 1 / 4, 1]
 
 
-def test_learning_rate():
+def test_learning_rate_by_hand():
     c = SimpleNamespace(lr=1.0, warmup_steps=4, lr_schedule="constant", steps=10)
     rates = [learning_rate(c, step) for step in (0, 1, 3, 9)]
     assert rates == pytest.approx([0.25, 0.5, 1.0, 1.0])
@@ -211,7 +215,7 @@ def test_a_packed_row_equals_the_separate_sequences(chunk, monkeypatch):
     assert not some[:, ~wanted].any()
 
 
-def test_head_in_float32(model):
+def test_head_float32_equals_a_head_in_float32(model):
     ids = torch.arange(40)
     exact = token_logprobs(model, ids, ids, 1.0)[0]
     exact.sum().backward()
@@ -328,7 +332,7 @@ def test_metrics_by_hand(model):
     assert m["mismatch"] is None
 
 
-def test_what_generates_and_what_trains_are_compared_where_they_must_agree(model):
+def test_mismatch_counts_tokens_of_the_current_version_alone(model):
     record = micro_record(model, [10, 13], version=6)
     loss, metrics, logprobs = micro_batch(model, record, 6, knobs())
     distance = (logprobs.numpy() - record["behavior_logprobs"])[record["mask"]]
@@ -359,7 +363,7 @@ def test_late_tokens_are_masked_and_counted(model):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_what_was_not_sampled_contributes_nothing(model, loss):
+def test_tokens_that_were_not_sampled_contribute_nothing(model, loss):
     """A filler, and tokens, not even where their ratio would be infinite."""
     config = knobs(loss=loss, entropy_coef=0.1, kl_coef=0.1, normalizer="sequence")
     policy = train.Policy(model, config)
@@ -399,7 +403,7 @@ def test_a_teacher_adds_to_each_tokens_advantage(model, teacher):
     assert reduced(metrics)["kl_teacher"] == pytest.approx(expected_kl, abs=1e-5)
 
 
-def test_the_loss_may_be_divided_by_the_tokens(model):
+def test_normalizer_tokens_divides_the_loss_by_the_sampled_tokens(model):
     record = micro_record(model, [10, 13, 8], version=6)
     after, _ = parameters_after([record], normalizer="tokens")
     micro_batch(model, record, 6, knobs())[0].backward()
@@ -452,7 +456,7 @@ def make_guards(run_dir="", rank=0, **changed):
     return Guards(knobs(dtype="float32", **changed), run_dir, SimpleNamespace(rank=rank))
 
 
-def test_three_wrong_steps_in_a_row_end_the_run():
+def test_three_gradients_in_a_row_that_are_not_finite_end_the_run():
     guards = make_guards()
     bad = {"grad_norm": math.nan}
     for metrics in (bad, bad, {"grad_norm": 1.0}, bad, bad):
@@ -520,27 +524,27 @@ def test_the_mismatch_is_measured_by_engines_in_turn(model, tmp_path, monkeypatc
 
 def test_another_policy_in_the_engines_ends_the_run(model, tmp_path, monkeypatch):
     engine = Answers(tiny_model(), 40, off=2e-3)
-    complaint = "mismatch of qwen2 is above 0.001 nats at version 40: 2.0e-03"
+    complaint = "of qwen2 is 2.0e-03 nats at version 40, the limit is 0.001"
     with pytest.raises(RuntimeError, match=complaint):
         measure(train.Policy(model, knobs()), tmp_path, monkeypatch, engine, make_guards(tmp_path))
 
 
-def test_an_engine_of_another_version_says_nothing_and_the_third_time_ends_the_run(
+def test_mismatch_that_cannot_be_measured_three_times_ends_the_run(
     model, tmp_path, monkeypatch, capsys
 ):
     guards = make_guards(tmp_path)
     other = Answers(tiny_model(), 39)
-    words = "mismatch of version 40 not measured: the engine has version 39"
+    words = "mismatch of version 40 was not measured: the engine has version 39"
     # one that is measured, and it begins again
     for engine in (other, other, Answers(tiny_model(), 40), other, other):
         found = measure(train.Policy(model, knobs()), tmp_path, monkeypatch, engine, guards)
         assert (found == {}) == (engine is other)
     assert capsys.readouterr().out.count(words) == 4
-    with pytest.raises(RuntimeError, match=f"{words}; this was so 3 times in a row"):
+    with pytest.raises(RuntimeError, match="3 times in a row the mismatch could not be measured, last at version 40"):
         measure(train.Policy(model, knobs()), tmp_path, monkeypatch, other, guards)
 
 
-def test_every_configuration_has_a_mismatch_every_20_updates():
+def test_mismatch_is_due_every_20_updates():
     pipeline = make_guards()
     assert [v for v in range(1, 70) if pipeline.is_due(v)] == [1, 21, 41, 61]
     # an update every 8 steps
