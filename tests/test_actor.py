@@ -1,4 +1,8 @@
-"""The gate, the sampler and what it is owed after a stop, and what the actor does when requests fail."""
+"""The actor: its gate, its sampler and the draws that it repeats after a stop, its groups and
+evaluations.
+
+The actor is real. Its engine is a FAKE HTTP server (FakeEngine) whose answers each test chooses.
+"""
 
 import asyncio
 import contextlib
@@ -28,7 +32,7 @@ def gate(versions, **knobs):
     return [allowed_groups(c, v) for v in versions]
 
 
-def test_gate_of_the_pipeline():
+def test_gate_allows_groups_up_to_max_lag_and_the_last_step():
     assert gate((0, 1, 5), max_lag=3, steps=100) == [40, 50, 90]
     # synchronous: only the step being collected
     assert gate((0, 1, 2), max_lag=0, steps=100) == [10, 20, 30]
@@ -37,7 +41,7 @@ def test_gate_of_the_pipeline():
     assert gate([0], max_lag=1000000, steps=6) == [60]
 
 
-def test_gate_of_conventional_rl():
+def test_gate_of_conventional_rl_allows_one_generation_phase():
     versions = range(10)
     assert (
         gate(versions, conventional_g=4, max_lag=99, steps=100) == [40] * 4 + [80] * 4 + [120] * 2
@@ -61,7 +65,7 @@ def draw(sampler, n):
 
 
 @pytest.mark.parametrize("shares", [{"a": 0.5, "b": 0.29, "c": 0.21}, {"a": 2 / 3, "b": 1 / 3}])
-def test_shares_are_kept_in_every_100_problems_and_every_epoch_is_shuffled_anew(shares):
+def test_sampler_keeps_shares_in_every_100_problems_and_shuffles_every_epoch(shares):
     problems = {task: list(range(7)) for task in shares}
     drawn = draw(Sampler(problems, shares, seed=1), 700)
     for start in range(0, 700, 100):
@@ -79,7 +83,7 @@ def test_shares_are_kept_in_every_100_problems_and_every_epoch_is_shuffled_anew(
 
 
 @pytest.mark.parametrize("at", [0, 3, 150, 299])
-def test_a_sampler_goes_on_from_its_state(at):
+def test_sampler_continues_from_its_saved_state(at):
     arguments = {"a": list(range(7)), "b": list(range(30))}, {"a": 0.4, "b": 0.6}, 1
     sampler = Sampler(*arguments)
     draw(sampler, at)
@@ -103,7 +107,7 @@ class Curriculum:
         return {"solved": self.solved}
 
 
-def test_what_was_in_flight_is_drawn_again(tmp_path):
+def test_draws_in_flight_at_a_checkpoint_are_drawn_again(tmp_path):
     path = tmp_path / "sampler.json"
     draws = InFlight(Curriculum(), path, NEW_RUN)
     first = [draws.next() for _ in range(10)]
@@ -231,7 +235,7 @@ def one_group(run_dir, model, answer, problem=PROBLEM, attempts=4, **knobs):
     return actor, record, calls, updates
 
 
-def test_while_an_attempt_is_judged_its_place_is_another_groups(tmp_path, base_model):
+def test_attempt_frees_its_slot_while_its_reward_is_computed(tmp_path, base_model):
     async def work(actor):
         judged = asyncio.Event()
         call = actor.sandbox.call
@@ -262,7 +266,7 @@ def guess(tmp_path, answer):
     return record, [call["token_ids"] for call in calls], calls
 
 
-def test_an_environment_that_says_nothing_gives_the_model_its_next_turn(tmp_path, monkeypatch):
+def test_empty_environment_reply_starts_the_next_turn(tmp_path, monkeypatch):
     p = prompter(tmp_path / "model")
     turns = [p.tokenizer.convert_tokens_to_ids(text) for text in (["5", "<eos>"], ["7", "<eos>"])]
 
@@ -278,7 +282,7 @@ def test_an_environment_that_says_nothing_gives_the_model_its_next_turn(tmp_path
     assert r["mask"].tolist() == [False] * len(start) + [True] * 4
 
 
-def test_turns_keep_the_exact_tokens_that_were_sampled(tmp_path):
+def test_turns_keep_the_exact_sampled_tokens(tmp_path):
     """Also with a tokenizer that would join what the engine sampled apart."""
     p = prompter(tmp_path / "model", merges=[("s", "o")])
     texts = [["s", "o", "5", "<|im_end|>"], ["s", "o", "9", "<|im_end|>"], ["7", "<|im_end|>"]]
@@ -336,7 +340,7 @@ def test_a_group_record_holds_what_the_engine_sampled(tmp_path, base_model):
     assert r["sample_id"].tolist() == [28, 29, 30, 31]
 
 
-def test_who_was_wrong_is_taught_by_an_engine_that_has_seen_who_was_right(tmp_path, base_model):
+def test_self_teacher_scores_wrong_attempts_with_a_right_one_in_the_prompt(tmp_path, base_model):
     def answer(n, body):
         if "prompt_logprobs" in body["sampling_params"]:
             before = [-9.0] * (len(body["token_ids"]) - 4)
@@ -353,7 +357,7 @@ def test_who_was_wrong_is_taught_by_an_engine_that_has_seen_who_was_right(tmp_pa
 
 
 @pytest.mark.parametrize("caching", ["on", "off"])
-def test_kv_that_is_shared_counts_as_a_version(tmp_path, base_model, caching):
+def test_shared_kv_cache_counts_as_a_version(tmp_path, base_model, caching):
     """The trainer is at 5: what 5 alone sampled is pure unless it began from the KV cache of another."""
     spans = [[("5", 0, 3)], [("4", 0, 3)], [("6", 0, 3)], [("5", 0, 1), ("6", 1, 3)]]
 
@@ -385,7 +389,7 @@ def test_attempts_that_failed_for_good_make_the_group_smaller(
     assert f"draw 7: {4 - left} of 4 attempts failed" in capsys.readouterr().out
 
 
-def test_what_is_drawn_is_written_down_before_it_is_started(tmp_path, base_model):
+def test_draws_are_saved_before_their_groups_start(tmp_path, base_model):
     """As many groups as there are places, and as the gate lets; dropped ones make room."""
     started = []
 
@@ -421,7 +425,7 @@ def test_what_is_drawn_is_written_down_before_it_is_started(tmp_path, base_model
     assert read_json(tmp_path / "queues" / "sampler.json")["drawn"] == 9
 
 
-def test_evaluations_are_of_the_first_held_out_problems(tmp_path, base_model):
+def test_evaluation_takes_the_first_held_out_problems(tmp_path, base_model):
     async def work(actor):
         await actor.evaluate(5)
 

@@ -1,11 +1,13 @@
-"""tools/status.py's advice on --engines and --trainers is what one computes by hand."""
+"""The advice of tools/status.py on --engines and --trainers, compared with values computed by
+hand. The measurements are made up.
+"""
 
 import re
 
 import pytest
 
 from config import Config
-from tools.status import advice, advice_on
+from tools.common import advice, advice_on
 
 
 @pytest.mark.parametrize(

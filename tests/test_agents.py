@@ -1,4 +1,8 @@
-"""Agents as a user runs them: the real vLLM, its chat templates and parsers, the openai package as the client."""
+"""Runs with agents and with a judge, from the command line to the metrics.
+
+All is real: run.sh, vLLM with its chat templates and tool parsers, and the openai package as the
+client.
+"""
 
 import json
 import os
@@ -30,7 +34,7 @@ def make_model(path, folder, name, steps):
 
 
 @pytest.mark.slow
-def test_a_client_of_every_kind_of_request(tmp_path):
+def test_openai_client_is_answered_in_every_kind_of_request(tmp_path):
     model = tmp_path / "model"
     make_model(model, "examples/agents", "directory", 250)
     words = f"bash run.sh agent --model {model} --out {tmp_path} --run a {KNOBS}".split()
@@ -64,7 +68,7 @@ def test_a_client_of_every_kind_of_request(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_second_vllm_judges(tmp_path, base_model):
+def test_rewards_come_from_a_judge_on_a_second_vllm(tmp_path, base_model):
     """It likes an `a`, most of the time; what it is asked more often than it may be ends the run by name."""
     make_model(tmp_path / "judge", "tests", "grader", 400)
     for split, letters in ("train", "xbaqcf"), ("test", "gbaqci"):

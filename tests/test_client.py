@@ -1,4 +1,8 @@
-"""The actor's client: what it believes of an engine's answer, and where requests go when one fails."""
+"""The actor's client of the engines: which answers it accepts, and where requests go when one
+fails.
+
+The client is real. The engines are FAKE: an HTTP server, or a function in place of the request.
+"""
 
 import asyncio
 import json
@@ -69,7 +73,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("reason,body", BAD, ids=range(len(BAD)))
-def test_bad_answers(reason, body):
+def test_bad_engine_answers_are_refused_with_their_reason(reason, body):
     with pytest.raises(ValueError, match=None if reason == "form" else f"^{reason}"):
         read_answer(body, ASKED, STOP, VOCABULARY)
 
@@ -86,7 +90,7 @@ GOOD = [
 
 
 @pytest.mark.parametrize("body", GOOD, ids=range(len(GOOD)))
-def test_good_answers(body):
+def test_good_engine_answers_are_accepted(body):
     assert max(read_answer(body, ASKED, STOP, VOCABULARY)["behavior_logprobs"]) <= 0
 
 
@@ -120,7 +124,7 @@ def generate_from(responses, monkeypatch, n=1):
         ([dict(status=503)] * 2 * client.RETRIES, {"moved": 2 * client.RETRIES}),
     ],
 )
-def test_what_fails_is_asked_again(responses, counts, monkeypatch, capsys):
+def test_failed_requests_are_sent_again(responses, counts, monkeypatch, capsys):
     engines, [completion] = generate_from(responses, monkeypatch)
     assert completion["tokens"] == TOKENS and completion["finished"]
     assert completion["behavior_logprobs"] == [-0.5] * 3
@@ -129,7 +133,7 @@ def test_what_fails_is_asked_again(responses, counts, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("actor: request to http://127.0.0.1:")
 
 
-def test_an_engine_that_only_gives_bad_answers_costs_the_attempts(monkeypatch):
+def test_attempts_fail_when_the_only_engine_gives_bad_answers(monkeypatch):
     engines, completions = generate_from([dict(body=b"{}")] * 8, monkeypatch, n=2)
     assert completions == [None, None]
     assert engines.counts == {"retried": 6, "failed": 2}
@@ -154,7 +158,7 @@ async def ask(engines, n, **where):
     return Counter(found and found["engine"] for found in answers)
 
 
-def test_attempts_and_turns_prefer_the_engine_that_has_their_beginning(monkeypatch):
+def test_requests_prefer_the_engine_that_has_their_prefix(monkeypatch):
     async def post(url, path, body):
         await asyncio.sleep(0)
         return answer()
@@ -182,7 +186,7 @@ def test_an_engine_whose_every_answer_is_an_error_loses_no_attempt(monkeypatch):
     assert engines.counts["failed"] == 0 and 0 < engines.counts["retried"] <= 40
 
 
-def test_requests_of_an_engine_that_is_dropped_move_and_new_ones_wait_for_one_that_comes():
+def test_requests_of_a_dropped_engine_wait_and_move_to_the_next_one():
     """As when it hangs, or its host has vanished."""
 
     async def run():
@@ -214,7 +218,7 @@ def test_requests_of_an_engine_that_is_dropped_move_and_new_ones_wait_for_one_th
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
-def test_what_vllm_itself_is_asked_waits_for_an_engine(monkeypatch):
+def test_requests_to_vllms_own_calls_wait_for_an_engine(monkeypatch):
     """An agent's request is none of its own failures while the only engine is started again."""
 
     async def post(url, path, body):
@@ -350,7 +354,7 @@ def test_an_engine_that_is_lost_five_times_without_a_finished_request_ends_the_r
     assert len(mortals.losses) in (5, 6)
 
 
-def test_losses_do_not_add_up_while_requests_finish(monkeypatch):
+def test_engine_losses_are_counted_anew_after_a_finished_request(monkeypatch):
     killers = [[token] for token in range(10, 16)]
     engines, mortals = mortal_engines(["a"], killers, monkeypatch)
 
@@ -362,7 +366,7 @@ def test_losses_do_not_add_up_while_requests_finish(monkeypatch):
     assert len(mortals.losses) == 3 * len(killers)
 
 
-def test_a_node_that_takes_its_engines_along_does_not_end_the_run(monkeypatch):
+def test_loss_of_all_engines_of_a_node_does_not_end_the_run(monkeypatch):
     """Eight are lost at once, by broken connections or because the trainer lists them no more."""
     urls = list("abcdefgh")
 

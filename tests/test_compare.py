@@ -1,4 +1,7 @@
-"""What bench/ makes of runs, on made-up curves and by hand; its command lines; its task. Nothing here is timed."""
+"""bench/: statistics of runs, its command lines, and the score on the task `tail`.
+
+The runs are made up, except in the slow test, which does a short comparison with a real engine.
+"""
 
 import functools
 import importlib
@@ -39,7 +42,7 @@ def times(scores, level, step_s=2.0):
     return found[0]
 
 
-def test_time_to_a_score():
+def test_time_to_a_score_by_hand():
     # 0.1 at step 2, 4 s, and 0.1 more per step of 2 s; points are 20 s / 1,000 apart
     rising = np.arange(10) / 10
     close = functools.partial(pytest.approx, abs=0.03)
@@ -60,7 +63,7 @@ def test_a_mean_curve_ends_with_the_first_run():
     assert compare.times_to(found, 0.6) == [np.inf]
 
 
-def test_few_seeds_have_students_t_or_nothing():
+def test_intervals_of_few_seeds_are_students_t_or_absent():
     # of three: 2 +- 4.303 * 1 / sqrt(3)
     assert compare.student([1, 2, 3]) == pytest.approx((2, 2 - 2.484, 2 + 2.484), abs=1e-3)
     assert compare.words(compare.student([1.0]), ".1f") == "1.0"
@@ -71,13 +74,13 @@ def test_few_seeds_have_students_t_or_nothing():
     assert compare.words((2.0, 1.5, np.inf), ".1f") == "2.0 (1.5 to never)"
 
 
-def test_unstable_runs():
+def test_runs_whose_scores_do_not_rise_are_unstable():
     fallen = np.r_[np.linspace(0, 1, 5), np.zeros(15)]
     found = [compare.is_unstable(made_up(x)) for x in (RISING, fallen, np.full(20, 0.5))]
     assert found == [False, True, True]
 
 
-def test_the_ratio_is_that_of_the_best_setting(capsys):
+def test_speed_ratio_is_against_the_best_conventional_setting(capsys):
     speeds = np.array([1.0, 2.0] * 4)
     settings = {
         "pipeline": [made_up(RISING, s) for s in speeds],
@@ -168,7 +171,7 @@ def start(tmp_path, monkeypatch):
     return start
 
 
-def test_an_interrupted_comparison_goes_on(start, tmp_path):
+def test_interrupted_comparison_continues(start, tmp_path):
     start("--settings pipeline,G=2 --seeds 1")
     names = [name for name, _, _ in start("--settings pipeline,G=2 --seeds 2")]
     for seed in (0, 1):
@@ -201,7 +204,7 @@ def test_another_preset_keeps_its_own_knobs(start):
 
 
 @pytest.mark.parametrize("name", "against_trl compare cost faults train weights".split())
-def test_every_script_keeps_its_numbers(name, capsys):
+def test_every_bench_script_has_out_and_names_its_command(name, capsys):
     script = importlib.import_module(f"bench.{name}")
     with pytest.raises(SystemExit) as end:
         script.main(["--help"])

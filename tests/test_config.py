@@ -1,4 +1,7 @@
-"""Every mistake in a command line is one clear line, before anything starts."""
+"""The command line: values, presets, help, and mistakes, each of which is refused in one line.
+
+Tests of run.sh start it as a real process. No engine or trainer is started.
+"""
 
 import json
 import os
@@ -77,7 +80,7 @@ from tools import run
         ("toy --engines 3 --tensor_parallel 2 --trainers 4", "do not go into 1 nodes of 8 GPUs"),
     ],
 )
-def test_mistakes_are_one_line(words, message, monkeypatch):
+def test_command_line_mistakes_are_one_line(words, message, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(cfg.ConfigError) as e:
         resolved(*words.split(), gpus=8)
@@ -95,7 +98,7 @@ def test_every_number_is_finite_and_has_bounds(value):
 
 
 @pytest.mark.parametrize("name", [".", "a/b", "", "-x", "a\n", "a b", "\u00e9", "_a", "a" * 101])
-def test_a_run_has_a_name_and_no_path(tmp_path, name):
+def test_run_names_that_are_paths_are_refused(tmp_path, name):
     argv = [f"--run={name}", "--out", str(tmp_path)]
     for start in (lambda: resolved("toy", *argv), lambda: run.serve(argv)):
         with pytest.raises(cfg.ConfigError, match="--run .* letters, digits") as e:
@@ -123,7 +126,7 @@ def call(words, **environment):
     return subprocess.run(words.split(), **how)
 
 
-def test_a_command_line_says_every_kind_of_value():
+def test_command_line_sets_every_kind_of_value():
     words = "--chat True --steps=7 --max-lag 2 --lr 1e-4 --betas 0.5 0.25 --late wait --max_lag 3"
     c = cfg.parse(["toy", *words.split(), "--system_prompt=--x = y", "--kl_coef", "-1e-3"])
     assert (c.chat, c.steps, c.max_lag, c.lr, c.betas) == (True, 7, 3, 1e-4, (0.5, 0.25))
@@ -147,14 +150,14 @@ def test_a_field_that_is_no_knob_is_named():
         knobs.knobs_of(Wrong)
 
 
-def test_the_launcher_says_it_and_starts_nothing(tmp_path):
+def test_launcher_prints_a_mistake_and_starts_nothing(tmp_path):
     done = call(f"bash run.sh toy --out {tmp_path}/o --stepz 3")
     assert done.returncode == 1 and done.stdout == ""
     assert len(done.stderr.strip().splitlines()) == 1 and "--stepz" in done.stderr
     assert not (tmp_path / "o").exists()
 
 
-def test_nccl_takes_two_gpus():
+def test_weight_backend_is_nccl_from_two_gpus_on():
     for gpus, backend in ((0, "gloo"), (1, "gloo"), (2, "nccl")):
         assert resolved("toy", gpus=gpus).weight_backend == backend
 
@@ -204,7 +207,7 @@ def test_help_finds_the_knobs_that_have_all_of_the_words(words, expected):
         assert shown(done.stdout) == expected and not done.stderr
 
 
-def test_help_says_that_nothing_matches_and_what_is_near():
+def test_help_names_the_nearest_knobs_when_nothing_matches():
     for words in ("zzzq", "lag zzzq"):
         done = call(f"bash run.sh --help {words}")
         assert done.returncode == 1 and done.stdout == ""
@@ -217,7 +220,7 @@ def test_help_says_that_nothing_matches_and_what_is_near():
     assert done.returncode == 1 and "did you mean status?" in done.stderr
 
 
-def test_a_stopped_run_continues_a_complete_one_makes_room_and_fixed_knobs_are_refused(tmp_path):
+def test_same_command_continues_a_stopped_run_and_moves_a_complete_one(tmp_path):
     argv = ["toy", "--out", str(tmp_path)]
     c = resolved(*argv)
     assert "new run" in rundir.open_run(c)
@@ -260,7 +263,7 @@ def test_a_stopped_run_continues_a_complete_one_makes_room_and_fixed_knobs_are_r
     assert (tmp_path / "toy.1" / "checkpoints").exists()
 
 
-def test_no_git_is_no_obstacle(tmp_path, monkeypatch):
+def test_run_directory_is_written_without_git(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     c = resolved("toy", "--out", str(tmp_path))
     assert json.loads((rundir.write(c) / "config.json").read_text())["git"] == ""

@@ -1,4 +1,9 @@
-"""Runs that are continued, and starts that fail: every knob is in effect or refused, and what fails changes nothing."""
+"""Runs that are continued: which knobs may change, what is read from a checkpoint; and starts
+that fail.
+
+Checkpoints and run.sh are real. No engine is started; ranks, a full disk and an engine that
+cannot start are FAKE where a test says so.
+"""
 
 import hashlib
 import json
@@ -48,7 +53,7 @@ def another(value):
     return value + "x" if isinstance(value, str) else value + 1
 
 
-def test_the_table_has_every_knob_once():
+def test_table_of_continued_knobs_has_every_knob_once():
     assert sorted(sum(KNOBS.values(), [])) == sorted(field.name for field in fields(cfg.Config))
     assert set(KNOBS["fixed"]) == rundir.FIXED.keys()
     assert set(KNOBS["given"]) == rundir.FILLED_IN | {"run"}
@@ -148,7 +153,7 @@ def test_an_optimizers_knobs_are_those_of_the_command_not_of_the_checkpoint(save
         (FileNotFoundError("no part"), r"is damaged \(FileNotFoundError: no part"),
     ],
 )
-def test_a_checkpoint_is_damaged_only_if_it_was_read_and_is_damaged(
+def test_checkpoint_is_called_damaged_only_if_it_could_be_read(
     error, complaint, saved, monkeypatch
 ):
     config, run_dir = saved
@@ -217,7 +222,7 @@ def test_a_models_own_files_are_copied_as_they_are(tmp_path, base_model, monkeyp
         assert torch.equal(p, q), name
 
 
-def test_a_disk_without_room_for_a_checkpoint_is_said_before_anything_is_trained(
+def test_disk_without_room_for_a_checkpoint_is_refused_before_training(
     tmp_path, base_model, monkeypatch
 ):
     config = resolved("toy", "--out", tmp_path, "--run", "r", "--model", base_model)

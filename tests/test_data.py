@@ -1,4 +1,8 @@
-"""Data sets as people have them: what is read from which columns, and what is refused with file and line."""
+"""Data files: which columns are read as prompt and answer, and what is refused with its file and
+line.
+
+The files are real ones in a temporary directory. Data sets of the hub are FAKE rows.
+"""
 
 import csv
 import gzip
@@ -165,7 +169,7 @@ def test_a_row_is_named_by_its_file_and_line(tmp_path):
         ("\\begin{pmatrix} 1 \\\\\n2 \\end{pmatrix}", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}"),
     ],
 )
-def test_answers_that_are_texts_or_numbers(value, answer, tmp_path):
+def test_answers_that_are_texts_or_numbers_are_read(value, answer, tmp_path):
     [problem] = read(write(tmp_path / "a.jsonl", [dict(question="q", answer=value)]))
     assert problem["answer"] == answer
 
@@ -189,7 +193,7 @@ def test_answers_that_are_texts_or_numbers(value, answer, tmp_path):
         ("#### ", "must be the final answer alone, in one line"),
     ],
 )
-def test_answers_that_are_neither_are_named_by_file_and_line(value, complaint, tmp_path):
+def test_answers_of_other_types_are_refused_by_file_and_line(value, complaint, tmp_path):
     path = write(tmp_path / "a.jsonl", [ROW, dict(question="q", answer=value)])
     with pytest.raises(cfg.ConfigError, match=f"{path}:2: .*{complaint}"):
         read(path)
@@ -331,7 +335,7 @@ def test_a_set_of_the_hub_leaves_out_rows_without_an_answer_and_counts_them(monk
     assert "1 of 3 rows cannot be used and are left out, the first: hub: row 2: column" in said
 
 
-def test_many_different_sources_are_none(tmp_path):
+def test_source_column_with_many_values_is_ignored(tmp_path):
     rows = [dict(ROW, source=f"https://example.org/{n}") for n in range(30)]
     problems = read(write(tmp_path / "a.jsonl", rows))
     assert {p["source"] for p in problems} == {"a"} and "source from" not in problems[0]["read_as"]
@@ -339,7 +343,7 @@ def test_many_different_sources_are_none(tmp_path):
     assert {p["source"] for p in problems} == {"b"}
 
 
-def test_what_was_read_from_which_column_is_said(tmp_path):
+def test_problem_names_the_columns_that_it_was_read_from(tmp_path):
     [problem] = read(write(tmp_path / "a.jsonl", [CONVENTIONS["numina"][0]]))
     assert problem["read_as"] == (
         "prompt from 'problem', answer from 'solution', source from 'source', not from 'messages'"
@@ -364,7 +368,7 @@ def test_the_task_of_the_documentation_reads_a_file(tmp_path, monkeypatch):
     assert (reward(problem, " 5\n", True), reward(problem, "6", True)) == (1.0, 0.0)
 
 
-def test_problems_are_the_same_if_their_prompts_are_or_in_games_if_all_of_them_is():
+def test_problems_in_both_splits_are_found_by_prompt_and_in_games_by_all_columns():
     one, two = dict(prompt="a", answer="1", where="f:1"), dict(prompt="b", answer="1", where="f:2")
     assert in_both([one, two], [dict(one, where="g:1"), dict(two, prompt="c")]) == 1
     game = [dict(prompt="guess", number=n) for n in range(10)]

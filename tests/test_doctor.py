@@ -1,4 +1,8 @@
-"""The doctor's checks, on a small run that is as it should be, on ones with a fault each, and on forks."""
+"""The doctor's checks: they pass on a right run, find each fault, and skip what a fork changed.
+
+Most tests use a FAKE run: its steps come from the real trainer functions, and transformers
+samples in place of an engine. The slow test runs the real doctor with real engines.
+"""
 
 import copy
 import dataclasses
@@ -190,12 +194,12 @@ def trained_rows(run, monkeypatch):
         ({}, dict(lr_schedule="constant"), "yyynnyy"),
     ],
 )
-def test_the_trainers_steps(knobs, of_trainer, expected, base_model, monkeypatch):
+def test_trainer_check_passes_right_steps_and_finds_wrong_ones(knobs, of_trainer, expected, base_model, monkeypatch):
     assert trained_rows(Run(base_model, knobs, of_trainer), monkeypatch) == expected
 
 
 @pytest.mark.parametrize("coef,expected", [(0.5, "yyyyyyy"), (0.0, "yyyyynn")])
-def test_the_teachers_part_of_the_loss(coef, expected, base_model, monkeypatch):
+def test_trainer_check_includes_the_teachers_part_of_the_loss(coef, expected, base_model, monkeypatch):
     # at version 0 it is the policy
     knobs = dict(teacher=str(base_model), teacher_coef=0.5, temperature=1.0)
     assert trained_rows(Run(base_model, knobs, dict(teacher_coef=coef)), monkeypatch) == expected
@@ -219,7 +223,7 @@ def adamw(parameters, eps=1e-8, decay=0.0):
         (lambda every: [torch.optim.SGD(every)], "---"),
     ],
 )
-def test_other_optimizers(optimizers_of, expected, base_model, monkeypatch):
+def test_trainer_check_of_other_optimizers(optimizers_of, expected, base_model, monkeypatch):
     def make(model, *_):
         optimizers = optimizers_of(list(model.parameters()))
         for optimizer in optimizers:
@@ -291,7 +295,7 @@ def worsen(run, draw):
 
 
 @pytest.mark.parametrize("name,change,expected", CHANGES)
-def test_what_is_changed_is_found(name, change, expected, run):
+def test_check_finds_what_was_changed_in_the_run(name, change, expected, run):
     exec(change, dict(run=run, one=run.groups[0]["samples"][0], np=np, worsen=worsen))
     assert said(getattr(doctor_checks, f"check_{name}")(run)) == expected
 
@@ -308,7 +312,7 @@ def test_what_is_changed_is_found(name, change, expected, run):
         ("done.returncode = 1", "n"),
     ],
 )
-def test_evaluations_are_repeated(change, expected, run, monkeypatch, tmp_path):
+def test_evaluation_check_repeats_an_evaluation(change, expected, run, monkeypatch, tmp_path):
     """Those of version 2, as if it were the last one."""
     run.run_dir = tmp_path
     run.steps = {2: {}}
@@ -326,7 +330,7 @@ def test_evaluations_are_repeated(change, expected, run, monkeypatch, tmp_path):
     assert said(doctor_checks.check_evaluation(run)) == expected
 
 
-def test_a_stale_cache_and_a_new_one_differ_after_an_update_alone(run):
+def test_stale_and_recomputed_caches_differ_only_after_an_update(run):
     one = run.groups[0]["samples"][0]
     one["versions"][-4:] = 2
     stale = reference.expected(run, one)[0]
@@ -339,7 +343,7 @@ def test_a_stale_cache_and_a_new_one_differ_after_an_update_alone(run):
     assert again[-4:] == pytest.approx(reference.expected(run, one)[0][-4:], abs=1e-5)
 
 
-def test_an_episode_is_played_again(run, monkeypatch):
+def test_text_check_plays_an_episode_again(run, monkeypatch):
     """Too few turns, other texts than it says; what talks to a client cannot be."""
     for says, expected in ([], "yn"), (["{}="], "yy"), (["{}"], "yn"), (["{}=", ""], "yn"):
 
@@ -359,7 +363,7 @@ def test_an_episode_is_played_again(run, monkeypatch):
     assert said(doctor_checks.check_rewards(run)) == "-"
 
 
-def test_turns_of_a_client(run, monkeypatch):
+def test_text_check_of_a_clients_turns(run, monkeypatch):
     """A retry that was sampled anew, a turn of two branches that is trained in both, a lost separator."""
 
     async def client(problem, model):
@@ -393,7 +397,7 @@ def test_turns_of_a_client(run, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["loo", "mean", "mean_std", "none"])
 @pytest.mark.parametrize("rewards", [[1.0, 0.0, 0.0, 0.5], [0.3], [2.0, 2.0]])
-def test_advantages_are_the_definitions(kind, rewards):
+def test_reference_advantages_equal_those_of_preprocess(kind, rewards):
     own = reference.ADVANTAGES[kind](np.array(rewards))
     assert own == pytest.approx(preprocess.advantages(rewards, kind))
 
@@ -401,7 +405,7 @@ def test_advantages_are_the_definitions(kind, rewards):
 # ---- everything
 
 
-def test_what_is_looked_at_is_the_users():
+def test_shortened_run_keeps_the_users_knobs():
     words = "toy --no_signal drop --eval_attempts 2 --dtype bfloat16 --warmup_steps 9 --lr 1e-5"
     c, _ = doctor.shorten(words.split())
     assert (c.no_signal, c.eval_attempts, c.warmup_steps, c.lr_schedule) == ("drop", 2, 9, "linear")

@@ -1,7 +1,8 @@
-"""How to hack it: ten edits that researchers make, as patches in tests/edits. None is longer than 15 lines, none is in
-more than two files, and each is applied to a copy of the repository and does there what it says (tests/edits/checks.py).
+"""Ten edits that researchers make, each a patch in tests/edits of at most 15 lines in at most
+two files (by hand: `git apply tests/edits/muon.patch`).
 
-By hand: `git apply tests/edits/muon.patch`.
+Each is applied to a copy of the repository, where tests/edits/checks.py tests what it does. The
+copy and its processes are real; the run with five edits together has FAKE engines.
 """
 
 import os
@@ -53,7 +54,7 @@ def run_in(folder, command, seconds, **environment):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EDITS)
-def test_edit(name, tmp_path, base_model):
+def test_edit_is_short_and_passes_its_check(name, tmp_path, base_model):
     text = (FOLDER / f"{name}.patch").read_text()
     files = re.findall(r"^\+\+\+ b/(.+)$", text, re.M)
     lines = re.findall(r"^(?:\+(?!\+\+ )|-(?!-- )).*$", text, re.M)
@@ -75,7 +76,7 @@ assert gradient == [-1.0, -1.0] and clipped == [False, True], (gradient, clipped
 """
 
 
-def test_a_loss_is_what_the_readme_says(tmp_path, base_model):
+def test_new_loss_takes_the_edits_that_the_readme_lists(tmp_path, base_model):
     """A branch of policy_loss, its name in Config.loss, its clip range in config.LOSSES: no more."""
     folder = copy_of_the_repository(tmp_path / "copy", base_model)
     bounds = '    "icepop": ("token", 0.5, 5.0),\n'
@@ -93,7 +94,7 @@ def test_a_loss_is_what_the_readme_says(tmp_path, base_model):
     run_in(folder, [sys.executable, "-c", NEW_LOSS], 60, PYTHONPATH=path)
 
 
-def test_there_is_a_check_of_every_edit_and_they_are_ten():
+def test_there_are_ten_edits_and_each_has_a_check():
     checks = re.findall(r"^def test_(\w+)", (FOLDER / "checks.py").read_text(), re.M)
     assert len(EDITS) == 10
     for name in EDITS:
@@ -101,7 +102,7 @@ def test_there_is_a_check_of_every_edit_and_they_are_ten():
 
 
 @pytest.mark.slow
-def test_five_together_in_a_run(tmp_path, base_model):
+def test_five_edits_together_train_in_a_run(tmp_path, base_model):
     """With FAKE engines, and two tasks; the model knows nothing of the second."""
     folder = copy_of_the_repository(tmp_path / "copy", base_model)
     # no two of these change the same lines

@@ -1,4 +1,9 @@
-"""Who may call what on a real engine: the contract's calls with the run's secret, and nothing else."""
+"""Access to an engine: it answers the contract's calls for those who have the run's secret, and
+nothing else; token stamps under asynchronous scheduling and compilation.
+
+The engines are real vLLM servers, asked over real sockets. Where a client hangs up, the engine
+inside the call is FAKE.
+"""
 
 import asyncio
 import itertools
@@ -54,7 +59,7 @@ def key(engine):
     return secret.secret_header(f"{engine.out}/{engine.run}")
 
 
-def test_the_contract_is_all_there_is(engine, key):
+def test_engine_answers_the_contracts_calls_and_no_others(engine, key):
     calls = [("GET", "/health"), ("GET", "/metrics")]
     calls += [("POST", path) for path in [GENERATE, *ORDERS, *CHAT]]
     paths = ["/health", "/metrics", GENERATE, *ORDERS, *OTHERS]
@@ -71,7 +76,7 @@ def test_the_contract_is_all_there_is(engine, key):
 
 
 @pytest.mark.parametrize("path", [GENERATE, *ORDERS, *CHAT])
-def test_strangers_are_refused(engine, path, key):
+def test_calls_without_the_secret_are_refused(engine, path, key):
     right = key[secret.SECRET_HEADER]
     for value in ("", "x", right[:-1], right + "0", right.upper() + "x", engine.run_id):
         assert answer("POST", path, {secret.SECRET_HEADER: value}, b"{}")[0] == 403
@@ -114,7 +119,7 @@ def test_a_client_that_hangs_up_ends_its_sampling():
     assert ended == [[3, 4, 5]]
 
 
-def test_the_secret_is_for_its_owner_alone_and_stays(tmp_path):
+def test_secret_is_readable_by_its_owner_alone_and_is_kept(tmp_path):
     secret.make_secret(tmp_path)
     first = (tmp_path / "secret").read_text()
     assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600 and len(first) == 32
@@ -132,7 +137,7 @@ def test_no_command_line_has_the_secret(engine, key):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["asynchronous", "compiled"])
-def test_tokens_are_stamped_where_vllm_runs_as_on_gpus(how, base_model, tmp_path, monkeypatch):
+def test_tokens_are_stamped_under_asynchronous_scheduling_and_compilation(how, base_model, tmp_path, monkeypatch):
     words = f"toy --run {how} --out {tmp_path} --model {base_model} --port {PORT + 3}"
     words += f" --concurrency 64 --enforce_eager {how != 'compiled'}"
     commands = placement.engine_commands

@@ -1,7 +1,8 @@
 """Episodes and their endpoint: which tokens are kept and trained, whatever a client sends.
 
-vLLM's chat template and tool parser are FAKED here by the tokenizer's template and a pattern: tests/test_agents.py has
-the real ones.
+The actor and its endpoint are real, and so is the openai package where it is the client. The
+engine, its chat template and its tool parser are FAKE (ChatEngine); tests/test_agents.py has the
+real ones.
 """
 
 import asyncio
@@ -140,7 +141,7 @@ def text_of(tmp_path, tokens):
     return prompter(tmp_path / "model", TOOLS, merges=[("s", "o")]).tokenizer.decode(tokens)
 
 
-def test_the_past_is_never_rendered_again(tmp_path):
+def test_earlier_turns_keep_their_tokens_and_are_not_rendered_again(tmp_path):
     """Its exact tokens stay, the separator after the stop token is there; a tool call comes back in other words."""
 
     async def episode(problem, model):
@@ -188,7 +189,7 @@ def test_a_template_that_drops_old_thoughts_begins_a_new_segment(tmp_path):
     assert masks == [len("<think>hm</think>A") + 1, 2]
 
 
-def test_without_a_parser_of_thoughts_too(tmp_path, monkeypatch):
+def test_dropped_thoughts_begin_a_new_segment_without_a_reasoning_parser(tmp_path, monkeypatch):
     monkeypatch.setattr(ChatEngine, "has_parser", False)
     dropping = TOOLS.replace("m.content or ''", "(m.content or '').split('</think>')[-1]")
 
@@ -426,7 +427,7 @@ def test_a_turn_that_failed_is_sampled_when_it_is_asked_for_again(tmp_path, monk
     assert sample["reward"] == 1.0 and len(prompts) == 2
 
 
-def test_a_client_that_gives_up_leaves_nothing(tmp_path):
+def test_request_of_a_client_that_gave_up_is_left_out(tmp_path):
     """Its attempt is over before the answer is there."""
 
     async def episode(problem, model):
@@ -442,7 +443,7 @@ def test_a_client_that_gives_up_leaves_nothing(tmp_path):
     assert actor.endpoint.attempts == {}
 
 
-def test_what_a_client_says_of_sampling(tmp_path, capsys):
+def test_sampling_parameters_of_a_client_are_left_out_or_refused(tmp_path, capsys):
     strict = dict(type="function", function=dict(name="f", strict=True))
 
     async def episode(problem, model):
@@ -472,7 +473,7 @@ def test_what_a_client_says_of_sampling(tmp_path, capsys):
     assert len(params) == 2 and json.dumps(own, sort_keys=True) in params
 
 
-def test_streams_completions_and_models(tmp_path):
+def test_streams_and_completions_have_openais_format(tmp_path):
     async def episode(problem, model):
         c = Client(model)
         status, text = await c.post(
@@ -532,7 +533,7 @@ def test_a_request_whose_attempt_ends_while_its_body_arrives_is_refused(tmp_path
     assert sample["reward"] == 1.0 and len(prompts) == 1
 
 
-def test_errors_have_the_clients_shape(tmp_path):
+def test_errors_have_openais_format(tmp_path):
     async def episode(problem, model):
         c = Client(model)
         status, text = await c.post("chat/completions", key="sk-other", messages=[user("Hi")])
@@ -555,7 +556,7 @@ def test_errors_have_the_clients_shape(tmp_path):
     assert not sample["finished"]
 
 
-def test_what_no_parser_takes_comes_back_as_text_and_is_trained_once(tmp_path):
+def test_answer_that_no_parser_takes_comes_back_as_text_and_is_trained_once(tmp_path):
     async def fails(self, request):
         return web.json_response({"error": {"message": "surrogates"}}, status=500)
 
@@ -653,7 +654,7 @@ def test_an_episode_may_return_any_number_or_outcome(tmp_path):
         (b"correct", "bytes b'correct'"),
     ],
 )
-def test_what_is_no_reward_of_an_episode_ends_the_run_and_is_named(tmp_path, value, shown):
+def test_episode_that_returns_no_reward_ends_the_run_by_name(tmp_path, value, shown):
     async def episode(problem, model):
         await model(problem["prompt"])
         return value
@@ -700,7 +701,7 @@ def test_a_turn_that_fails_by_a_time_limit_is_an_attempt_that_failed(tmp_path):
     assert samples == [None]
 
 
-def test_without_an_engine_there_is_no_sample(tmp_path, monkeypatch):
+def test_attempt_without_an_engine_gives_no_sample(tmp_path, monkeypatch):
     """Also where the episode does not notice."""
     monkeypatch.setattr(client, "RETRIES", 0)
 
@@ -712,7 +713,7 @@ def test_without_an_engine_there_is_no_sample(tmp_path, monkeypatch):
     assert samples == [None]
 
 
-def test_what_is_no_fault_of_the_models_is_no_sample(tmp_path, capsys):
+def test_lost_attempts_give_no_sample_and_100_in_a_row_end_the_run(tmp_path, capsys):
     """An agent's process that has ended; a hundred in a row, and the run ends."""
 
     async def episode(problem, model):
@@ -728,7 +729,7 @@ def test_what_is_no_fault_of_the_models_is_no_sample(tmp_path, capsys):
     assert samples == [None] * 99
 
 
-def test_the_time_that_engines_take_is_no_fault_of_the_models(tmp_path):
+def test_attempt_that_times_out_in_an_engine_gives_no_sample(tmp_path):
     async def episode(problem, model):
         await model(problem["prompt"])
         waiting = asyncio.Event()

@@ -1,4 +1,8 @@
-"""Many tasks at once, end to end, and the offline evaluation of what comes out; its statistics by hand."""
+"""A run on three tasks at once, its offline evaluation, and the statistics of evaluations by hand.
+
+The slow tests run the real run.sh with a real vLLM engine; the new task of the README runs with a
+FAKE engine.
+"""
 
 import json
 import re
@@ -41,7 +45,7 @@ def test_majority_by_hand():
     assert evaluate.majority([None], [False]) == 0
 
 
-def test_a_table_by_hand():
+def test_table_of_metrics_by_hand():
     attempts = [[1, 1, 1, 0], [0, 0, 0, 0]]
     lines = {i: [dict(success=s, answer=str(s)) for s in tries] for i, tries in enumerate(attempts)}
     found = evaluate.table(lines)
@@ -67,7 +71,7 @@ def mixture(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_tasks_train_together(mixture):
+def test_three_tasks_train_together(mixture):
     steps, evals = metrics(mixture)
     totals = dict(maths=0, toy=0, guess=0)
     for step in steps:
@@ -141,7 +145,7 @@ def test_mistakes_end_an_evaluation_in_one_line(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_readmes_new_task(tmp_path, base_model):
+def test_new_task_of_the_readme_trains_as_written(tmp_path, base_model):
     """The section "A new task" to the letter, in a copy of the repository; with a FAKE engine, to save the real one's start."""
     after = (ROOT / "README.md").read_text().partition("### A new task")[2]
     section = re.split(r"\n##+ ", after)[0]

@@ -1,4 +1,8 @@
-"""examples/: the commands in these files are run as their clusters would: who is which node, and of what."""
+"""The scripts of examples/: which nodes they start, and with which node number and address.
+
+The scripts, their bash and torchrun are real. The clusters' programs (srun, scontrol, getent) and
+run.sh are FAKE.
+"""
 
 import json
 import os
@@ -72,7 +76,7 @@ SHOW = "show hostnames n[01-16]"
 
 
 @pytest.mark.parametrize("code,told", [(0, SHOW), (1, SHOW), (143, "requeue 7")])
-def test_slurm_starts_every_node_and_again_when_the_time_was_up(tmp_path, code, told):
+def test_slurm_starts_every_node_and_requeues_at_the_time_limit(tmp_path, code, told):
     cluster = Cluster(tmp_path)
     cluster.add("srun", SRUN)
     cluster.add("scontrol", SCONTROL)
@@ -88,7 +92,7 @@ def test_slurm_starts_every_node_and_again_when_the_time_was_up(tmp_path, code, 
     assert (tmp_path / "scontrol.txt").read_text().splitlines()[-1] == told
 
 
-def test_torchrun(tmp_path):
+def test_torchrun_starts_run_sh_on_every_node(tmp_path):
     """torch's own, twice on this machine."""
     cluster = Cluster(tmp_path)
     words = ["examples/torchrun.sh", "2"]
@@ -97,7 +101,7 @@ def test_torchrun(tmp_path):
     assert cluster.runs() == [((k, 2), "127.0.0.1", "math") for k in range(2)]
 
 
-def test_kubernetes(tmp_path):
+def test_kubernetes_starts_run_sh_in_every_pod(tmp_path):
     cluster = Cluster(tmp_path)
     text = (ROOT / "examples" / "kubernetes.yaml").read_text()
     found = {document["kind"]: document for document in yaml.safe_load_all(text)}

@@ -1,7 +1,10 @@
-"""The kill matrix: {engine, trainer} x {SIGKILL, SIGSTOP} x {idle, decoding, start, mid-transfer, before swap}, two real engines.
+"""The kill matrix: {engine, trainer} x {SIGKILL, SIGSTOP} x {idle, decoding, start, mid-transfer,
+before swap}; and requests that kill engines.
 
-In every cell the others go on within the deadline, no engine ever answers with weights that are not those of the version it
-names, and whoever was lost takes part again in the next update.
+In every cell the others go on within the deadline, no engine answers with weights other than
+those of the version that it names, and the lost process takes part again in the next update.
+Two real vLLM engines, real processes and real signals; the trainer is tests/updater.py, which
+sends weights and does not train. Two of the tests of requests use FAKE engines.
 """
 
 import asyncio

@@ -1,4 +1,8 @@
-"""bench/gpu.sh's rehearsal: what a GPU would be asked, asked of the CPU with tiny shapes."""
+"""bench/gpu.sh in its rehearsal: the checks for a GPU, done on the CPU with tiny shapes.
+
+The command is a real process. No GPU is used; where a test needs one, tensors without contents
+are used.
+"""
 
 import json
 import math
@@ -56,7 +60,7 @@ def test_the_command_needs_torch_and_transformers_alone(tmp_path):
     assert all(row.startswith("updates  ") and row.endswith("  ok") for row in rows)
 
 
-def test_varlen_attn_takes_what_it_is_given(monkeypatch):
+def test_varlen_attn_accepts_the_arguments_of_packed_attention(monkeypatch):
     """Its kernels need a GPU; what torch checks of a call, both ways, does not."""
     monkeypatch.setattr("plumbing.model.flash_runs_on", torch.is_tensor)
     lengths = torch.tensor([3, 4, 9])
@@ -78,14 +82,14 @@ def test_a_model_that_does_not_fit_is_skipped_by_name(monkeypatch):
     assert line["status"] == "skipped (out of memory)" and line["what"].startswith("7b, rows of ")
 
 
-def test_a_check_that_breaks_off_costs_only_itself():
+def test_check_that_crashes_fails_alone():
     assert gpu.run("gradients", 0.1, True)[-1]["status"].startswith("FAIL (ended by signal 9")
     # the process that is started does not know it
     [broken] = gpu.run("broken", 60, True)
     assert re.match(r"FAIL \(.*invalid choice: 'broken'", broken["status"], re.S)
 
 
-def test_figures_against_their_limits():
+def test_figures_are_compared_with_their_limits():
     assert gpu.figure("a", "b", 1.0)["status"] == "ok"
     assert gpu.figure("a", "b", 1.0, most=1.0, least=1.0)["status"] == "ok"
     for value, limit in [(1.1, dict(most=1.0)), (0.9, dict(least=1.0)), (math.nan, {})]:

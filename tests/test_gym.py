@@ -1,5 +1,7 @@
-"""The task gym: every data set of reasoning-gym, the answer in a completion, hostile answers,
-mistakes in settings.
+"""The task gym: every data set of reasoning-gym, how answers are read, hostile answers, mistakes
+in settings.
+
+The data sets, their verifiers and the worker processes are real.
 """
 
 import asyncio

@@ -1,4 +1,7 @@
-"""Programs of a model: what they may do, and twenty that would do harm."""
+"""The task python_tool and its jail: what a model's programs may do, and hostile programs.
+
+bubblewrap and the programs are real. The model of the last test is FAKE.
+"""
 
 import asyncio
 import os
@@ -41,7 +44,7 @@ HOSTILE = [
 
 
 @needs_bubblewrap
-def test_twenty_programs_that_would_do_harm(tmp_path, monkeypatch):
+def test_jail_stops_hostile_programs(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_SECRET", "my secret")
     secret = tmp_path / "secret"
     secret.write_text("my secret")
@@ -70,7 +73,7 @@ def test_twenty_programs_that_would_do_harm(tmp_path, monkeypatch):
 
 
 @needs_bubblewrap
-def test_an_honest_program_has_a_directory_and_threads():
+def test_jailed_program_has_a_directory_and_threads():
     program = (
         "import os, threading, math\nprint(os.listdir(), math.sqrt(16))\nopen('a', 'w').write('b')\n"
         "t = threading.Thread(target=lambda: print(open('a').read()))\nt.start(); t.join()"
@@ -79,7 +82,7 @@ def test_an_honest_program_has_a_directory_and_threads():
     assert asyncio.run(_jail.run_python("import os; print(os.listdir())", 120.0)) == "[]\n"
 
 
-def test_where_there_is_no_jail_it_refuses_unless_told_otherwise(tmp_path, monkeypatch):
+def test_task_without_a_jail_is_refused_unless_allowed(tmp_path, monkeypatch):
     _jail.require.cache_clear()
     (tmp_path / "prlimit").symlink_to(shutil.which("prlimit"))
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -94,7 +97,7 @@ def test_where_there_is_no_jail_it_refuses_unless_told_otherwise(tmp_path, monke
     assert asyncio.run(_jail.run_python("print(7)", 120.0)) == "7\n"
 
 
-def test_a_sum_by_hand(monkeypatch):
+def test_python_tool_episode_by_hand(monkeypatch):
     heard = []
 
     def model_that_says(*turns):

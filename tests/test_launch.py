@@ -1,4 +1,8 @@
-"""Engines are kept alive, or given up; the launcher stops all that it has started, however it ends."""
+"""The launcher: engines are started again or given up, and everything stops however it ends.
+
+Processes, signals, ports and the terminal are real. The engines are FAKE HTTP servers, and short
+shell programs stand in for actor and trainer.
+"""
 
 import contextlib
 import json
@@ -258,7 +262,7 @@ def test_everything_stops_however_the_launcher_ends(tmp_path, how):
         assert "\nsaved\n" in log(tmp_path, "train")
 
 
-def test_a_death_ends_the_run_with_its_last_error(tmp_path):
+def test_death_of_a_process_ends_the_run_with_its_last_error(tmp_path):
     error = "echo first; echo 'Boom: OSError: no disk' >&2; echo 'nanobind: leaked' >&2; exit 5"
     with launched(tmp_path, ("train", TRAIN), ("actor", error)) as (process, words, _):
         assert process.wait(40) == 1
@@ -270,7 +274,7 @@ def test_a_death_ends_the_run_with_its_last_error(tmp_path):
 # ---- serve
 
 
-def test_an_engine_that_serves_takes_the_runs_knobs_and_ends_with_it(tmp_path, monkeypatch):
+def test_serve_starts_engines_with_the_runs_knobs(tmp_path, monkeypatch):
     config = resolved("toy", "--out", tmp_path, "--model", tmp_path, "--max_model_len", "100")
     (tmp_path / "config.json").touch()
     _, start = rundir.hold(config)

@@ -1,7 +1,8 @@
-"""Twenty times kill -9 of random processes at random moments of one run; afterwards every problem drawn is accounted for.
+"""The ledger: after 20 kill -9 of random processes at random moments of one run, every problem
+drawn is trained or dropped with a reason.
 
-The engine is tests/fake_engine.py, as the real one takes half a minute to start; LEDGER_REAL=1 bash tests/run.sh -k ledger takes the
-real one. LEDGER_SEED=n: other moments.
+Processes and kills are real. The engine is the FAKE one of tests/fake_engine.py, which starts
+sooner; with LEDGER_REAL=1 it is real. LEDGER_SEED=n chooses other moments.
 """
 
 import os
@@ -184,7 +185,7 @@ def test_a_run_directory_that_is_gone_is_named_and_its_checkpoints_are_whole(tmp
     run.interrupt()
 
 
-def test_in_place_of_a_run_directory_that_is_gone_nobody_makes_another_one(tmp_path):
+def test_checkpoint_does_not_create_a_run_directory_that_is_gone(tmp_path):
     gone = tmp_path / "t"
     with pytest.raises(RuntimeError, match="step_000000 cannot be written"):
         # FAKE: of a Saver only what writing needs

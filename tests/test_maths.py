@@ -1,4 +1,6 @@
-"""Mathematics: the answer of a completion, how it is read, and when it equals the reference."""
+"""The task maths: how a completion's answer is found, how it is read, and when it equals the
+reference.
+"""
 
 import json
 
@@ -123,7 +125,7 @@ AROUND_5 = [
 
 
 @pytest.mark.parametrize("text", AROUND_5)
-def test_what_stands_around_an_answer_is_taken_away(text):
+def test_markup_around_an_answer_is_removed(text):
     assert normalized_spelling(text) == "5"
     assert is_same_answer(text, "5") and is_same_answer("5", text)
     assert not is_same_answer(text, "6") and not is_same_answer("6", text)
@@ -208,7 +210,7 @@ UNCLEAR = [
 
 
 @pytest.mark.parametrize("text", UNCLEAR)
-def test_what_can_be_read_in_two_ways_is_refused(text):
+def test_ambiguous_answers_are_refused(text):
     with pytest.raises(ValueError):
         read(text)
 
@@ -228,7 +230,7 @@ def test_units_are_factors_and_words_of_the_problem_are_units():
 # ---- comparison
 
 
-def test_maths_by_hand():
+def test_rewards_of_maths_by_hand():
     for gold, answer, expected in [
         ("\\frac{1}{2}", "0.5", "correct"),
         ("\\frac{1}{6}", "0.1\\overline{6}", "correct"),

@@ -1,4 +1,8 @@
-"""tools/memory.py: a trainer's peak as real processes had it, and what the rest of a run takes."""
+"""tools/memory.py: its estimates of the trainer's and the engines' memory.
+
+They are compared with numbers that were measured in real processes or computed by hand; nothing
+is measured here.
+"""
 
 import json
 
@@ -34,7 +38,7 @@ def total(c):
     "row, layers, gb",
     [(512, 0, 1.407), (2048, 0, 2.599), (512, 10, 1.137), (4096, 10, 1.957), (2048, 5, 2.043)],
 )
-def test_a_real_process_took_what_is_said(small, row, layers, gb):
+def test_estimate_equals_the_measured_peak_of_a_process(small, row, layers, gb):
     """Measured: the resident memory of two steps on a CPU at their peak, beyond the imports (as tests/test_memory.py of
     commit 4931e45 does it).
     """
@@ -61,7 +65,7 @@ def test_parameter_counts_are_the_published_ones():
         ("32B", 4, 0, 16384, 485.97),
     ],
 )
-def test_a_step_takes_what_its_tensors_add_up_to(name, trainers, layers, row, gb):
+def test_estimate_equals_the_counted_tensors_of_a_step(name, trainers, layers, row, gb):
     """Known figures: the storages of a step that were alive at once, counted on tensors without contents, operation
     by operation with FSDP2 (as tools/fake_step.py of commit 4931e45 did it).
     """
@@ -80,12 +84,12 @@ def test_a_step_takes_what_its_tensors_add_up_to(name, trainers, layers, row, gb
         ("7B", 1, 99, 1024, 8, 19.83),
     ],
 )
-def test_a_step_with_adapters_likewise(name, trainers, layers, row, rank, gb):
+def test_estimate_equals_the_counted_tensors_of_a_step_with_adapters(name, trainers, layers, row, rank, gb):
     c = config(f"Qwen/Qwen2.5-{name}", 8, f"--checkpointed_layers {layers} --lora_rank {rank}")
     assert total(with_knobs(c, trainers=trainers, row_tokens=row)) == pytest.approx(gb, rel=0.01)
 
 
-def test_the_kv_cache_is_what_the_engines_share_leaves(small):
+def test_kv_cache_is_the_rest_of_the_engines_share(small):
     placed = memory.Placed(config(small, 2), 2, 80.0)
     engine = placed.roles["engine"]
     beside = engine["update buffers"] + engine["logits of prompts"]
@@ -110,7 +114,7 @@ def test_an_engine_without_room_for_one_sequence_does_not_fit(small):
     assert where == "the KV cache of one sequence" and lack > 0
 
 
-def test_moments_in_8_bits_and_activations_in_host_memory():
+def test_adam_8bit_and_offload_activations_save_the_computed_memory():
     c = config("Qwen/Qwen2.5-1.5B", 8, "--checkpointed_layers 99")
     before = memory.trainer_gb(c)
     eight = memory.trainer_gb(with_knobs(c, adam_8bit=True))
@@ -122,7 +126,7 @@ def test_moments_in_8_bits_and_activations_in_host_memory():
     assert sum(eight.values()) < total(c)
 
 
-def test_three_billion_with_an_engine_go_onto_48_gb():
+def test_3b_with_adapters_and_an_engine_fits_48_gb():
     c = config("Qwen/Qwen2.5-3B", 1, "--lora_rank 32 --kv_cache_gb 8 --row_tokens 10240")
     assert memory.Placed(c, 1, 48.0).lack[1] < -3
     assert not memory.Placed(with_knobs(c, lora_rank=0), 1, 48.0).fits
@@ -132,7 +136,7 @@ BY_GPUS = [("math", 8, 80), ("math-1x80", 1, 80), ("math-1x24", 1, 24)]
 
 
 @pytest.mark.parametrize("preset, gpus, gpu_gb", BY_GPUS)
-def test_the_presets_of_gpus_fit(preset, gpus, gpu_gb):
+def test_presets_fit_their_gpus(preset, gpus, gpu_gb):
     assert memory.Placed(resolved(preset, gpus=gpus), gpus, gpu_gb).fits
 
 
@@ -153,7 +157,7 @@ def test_as_few_layers_as_fit_are_computed_again():
     assert verdict.endswith(f"GB too little; try --checkpointed_layers {n}")
 
 
-def test_the_table_and_the_verdict(small, capsys):
+def test_command_prints_the_table_and_the_verdict(small, capsys):
     words = f"math --gpus 1 --gpu_memory_gb 25.76 --model {small} --row_tokens 2048 --max_model_len 2048".split()
     words += ["--max_new_tokens", "1024"]
     memory.main(words)

@@ -1,4 +1,7 @@
-"""Metrics over micro-batches and ranks, files of lines that are continued, and rollouts as text."""
+"""Metrics over micro-batches and ranks, files of lines that are continued, and rollouts as text.
+
+The files are real; the rollouts and metrics are made up.
+"""
 
 from types import SimpleNamespace
 
@@ -82,7 +85,7 @@ def test_rollouts_are_written_as_text_with_what_the_trainer_knows(tmp_path, make
     assert make_log(version=4) and not read_lines(tmp_path / "samples.jsonl")
 
 
-def test_lines_of_a_step_and_of_the_mismatch(tmp_path, make_log, capsys):
+def test_steps_mismatches_and_evaluations_are_written_as_lines(tmp_path, make_log, capsys):
     log = make_log(steps=100)
     log.save_s = 2.5
     state = NEW_RUN | {"version": 40, "samples": 640, "wall_s": 33.0}

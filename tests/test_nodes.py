@@ -1,5 +1,9 @@
-"""Several nodes: who finds whom, what runs where, what becomes of the others when one dies. The hosts are network namespaces with addresses of
-their own and one directory that they share; processes, sockets and kills are real."""
+"""Runs on several nodes: placement, how nodes find each other, and what becomes of them when one
+dies.
+
+Each host is a network namespace with an address and processes of its own; all share one
+directory. Processes, sockets and kills are real. The engines are FAKE ones.
+"""
 
 import contextlib
 import os
@@ -37,7 +41,7 @@ KNOBS = ("--port", "8860", "--eval_problems", "32", "--eval_every", "0", "--star
         ({"PET_NNODES": "2", "PET_NODE_RANK": "0"}, (0, 2)),
     ],
 )
-def test_a_node_knows_itself_by_the_usual_variables(env, expected, tmp_path):
+def test_node_number_is_read_from_the_usual_variables(env, expected, tmp_path):
     assert node_of(env, tmp_path) == expected
 
 
@@ -83,7 +87,7 @@ ALL = "0 1 2 3 4 5 6 7"  # every GPU of a node has an engine
         (0, 2, "--trainers 2", {0: "-"}, {0: 1, 1: 1}),
     ],
 )
-def test_placement_over_nodes(gpus, n, knobs, engines, ranks):
+def test_placement_spreads_ranks_and_engines_over_nodes(gpus, n, knobs, engines, ranks):
     c = cfg.parse(["toy", *knobs.split()])
     c.nnodes = n
     c = placement.resolve(c, gpus)
@@ -108,7 +112,7 @@ def run(tmp_path):
     return c
 
 
-def test_another_node_believes_the_start_that_holds_the_run(run):
+def test_other_nodes_join_the_start_that_holds_the_run(run):
     # left by an earlier start
     with pytest.raises(
         cfg.ConfigError, match="has not started .*/toy within 1 s: does it run, and"
@@ -122,7 +126,7 @@ def test_another_node_believes_the_start_that_holds_the_run(run):
     os.close(lock)
 
 
-def test_node_0_is_done_or_has_stopped_or_has_gone(run):
+def test_other_nodes_see_whether_node_0_is_done_or_gone(run):
     [lock], start = rundir.hold(run)
     assert not rundir.node_0_is_done(run, start)
     # of another start nothing counts

@@ -1,4 +1,4 @@
-"""How long a stage waits for another one, and what engines' starts have to do with it."""
+"""How long a stage waits for another one, and how engines' starts count. The clock is FAKE."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def clock(tmp_path, monkeypatch):
     return clock, wait
 
 
-def test_what_comes_in_time_starts_the_clock_anew(tmp_path, clock):
+def test_every_arrival_starts_the_clock_anew(tmp_path, clock):
     clock, wait = clock
     register(tmp_path, "engine0", "http://127.0.0.1:1")
     for _ in range(5):
@@ -34,7 +34,7 @@ def test_what_comes_in_time_starts_the_clock_anew(tmp_path, clock):
         wait(110)
 
 
-def test_the_start_of_engines_does_not_count(tmp_path, clock):
+def test_start_of_engines_does_not_count_as_waiting(tmp_path, clock):
     clock, wait = clock
     # at first there is not even their directory
     wait(950)
@@ -49,7 +49,7 @@ def test_the_start_of_engines_does_not_count(tmp_path, clock):
         wait(20)
 
 
-def test_engines_that_never_answer_have_an_end_as_well(tmp_path, clock):
+def test_wait_for_engines_that_never_answer_ends(tmp_path, clock):
     clock, wait = clock
     assert longest_wait(clock.config) == 3100
     wait(3100)

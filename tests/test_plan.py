@@ -1,4 +1,8 @@
-"""Where updates are received, on a small model with loaders like vLLM's: fused matrices and shards, in one bucket's memory."""
+"""How an engine's worker receives weight updates: shards, fused matrices, one bucket's memory.
+
+Sockets, stores and gloo groups are real. The worker and its model are small stand-ins with
+loaders like vLLM's; NCCL is FAKE.
+"""
 
 import contextlib
 import time
@@ -180,7 +184,7 @@ def trainer_of(model, layout, before=None):
     return store, transport.join_group("gloo", store, 0, 2, GLOO), receiver
 
 
-def test_a_group_that_hangs_in_mid_broadcast_keeps_its_successor_waiting_for_nothing():
+def test_new_weight_group_does_not_wait_for_one_that_hangs():
     """Whoever comes first: the new update, or what was still on its way in the old group."""
     layout = layout_of(bucket_bytes=1)
     model = Shard()

@@ -1,4 +1,9 @@
-"""Advantages, packing, the ring, and the rounds of micro-batches that a step is made of."""
+"""The preprocess stage: advantages, packing, the buffer of groups, the ledger, and the
+micro-batches of a step.
+
+Tests of "the real stage" run preprocess.py as a process on real queues. Actor and trainer are
+played by the test.
+"""
 
 import json
 import random
@@ -216,7 +221,7 @@ def test_attempts_that_failed_make_their_group_smaller(tmp_path):
     assert (ledger.dropped_groups, ledger.ahead) == (1, {1})
 
 
-def test_groups_may_have_to_wait_for_their_turn(tmp_path):
+def test_groups_wait_for_their_turn_with_late_wait(tmp_path):
     waiting, rollouts = make_buffer(tmp_path, late="wait", no_signal="drop")
     waiting.never = {1}
     two = [make_sample(4, reward=1.0), make_sample(5)]
@@ -234,7 +239,7 @@ def test_groups_may_have_to_wait_for_their_turn(tmp_path):
     assert [group["draw"] for group in waiting.groups] == [2, 3, 4, 5]
 
 
-def test_a_buffer_that_gets_nothing_says_so(tmp_path):
+def test_buffer_that_receives_nothing_raises_a_timeout(tmp_path):
     waiting, rollouts = make_buffer(tmp_path)
     register(tmp_path, "engine0", "http://127.0.0.1:1")
     complaint = "actor.py put no rollouts into .*/rollouts for 5 s"
@@ -253,7 +258,7 @@ def test_a_buffer_that_gets_nothing_says_so(tmp_path):
         waiting.receive()
 
 
-def test_a_generation_phase_is_shuffled_and_nothing_else(tmp_path):
+def test_generation_phase_alone_is_shuffled(tmp_path):
     waiting, rollouts = make_buffer(tmp_path, conventional_g=4, batch_size=8, attempts=2)
     for index in range(14):
         rollouts.put(group_record(index, [make_sample(reward=1.0), make_sample()]))
@@ -268,7 +273,7 @@ def test_a_generation_phase_is_shuffled_and_nothing_else(tmp_path):
 # ---- the ledger
 
 
-def test_draws_are_done_with_when_their_group_is():
+def test_ledger_counts_draws_drops_and_the_position_of_a_step():
     ledger = Ledger(0, [])
     for index in (1, 3):
         ledger.trained[index] = 4
@@ -310,7 +315,7 @@ def run_stage(run_dir):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
-def test_a_buffer_that_overflows_drops_the_oldest_and_says_so(tmp_path):
+def test_full_buffer_drops_the_oldest_groups_and_counts_them(tmp_path):
     """The real stage, with a trainer that stands still at version 0 (the test writes its notices)."""
     run_dir = write_run(tmp_path, on_full="drop_oldest", advantage="none")
     queues = run_dir / "queues"
@@ -349,7 +354,7 @@ def test_a_buffer_that_overflows_drops_the_oldest_and_says_so(tmp_path):
     assert read_json(queues / "dropped.json") == {"groups": 3}
 
 
-def test_what_is_said_of_dropped_samples_is_right_when_it_is_said_and_complete_at_the_end(tmp_path):
+def test_printed_totals_of_dropped_samples_are_right_and_complete(tmp_path):
     """The real stage: an attempt of each group fails, and each third group has no signal."""
     run_dir = write_run(tmp_path, steps=20, no_signal="drop")
     rollouts = Queue(run_dir / "queues" / "rollouts")
@@ -381,7 +386,7 @@ def test_what_is_said_of_dropped_samples_is_right_when_it_is_said_and_complete_a
     assert totals[-1] >= (dropped["failed"], dropped["no_signal"]) and sums[-1] >= sums[-2]
 
 
-def test_a_stage_that_is_stopped_says_what_was_dropped_until_then(tmp_path):
+def test_stopped_stage_prints_its_dropped_samples(tmp_path):
     run_dir = write_run(tmp_path, no_signal="drop")
     rollouts = Queue(run_dir / "queues" / "rollouts")
     for draw in range(3):
@@ -409,7 +414,7 @@ def test_a_record_that_the_actor_does_not_write_ends_the_stage_by_name(tmp_path,
 
 
 @pytest.mark.parametrize("no_signal", ["keep", "drop"])
-def test_groups_without_signal(tmp_path, no_signal):
+def test_groups_without_signal_are_kept_or_dropped(tmp_path, no_signal):
     """The real stage: of six groups, of two tasks in turn, every second has four equal rewards."""
     knobs = dict(task="toy,tail", batch_size=12, steps=1, no_signal=no_signal)
     run_dir = write_run(tmp_path, **knobs)

@@ -1,4 +1,8 @@
-"""The filesystem queue: order, acknowledgement, interrupted writers, garbage, what NFS may do."""
+"""The filesystem queue: order, acknowledgement, killed writers, damaged files, a full disk, NFS.
+
+Files, processes and kills are real. NFS is FAKE, and a limit on file sizes stands for the full
+disk.
+"""
 
 import subprocess
 import sys
@@ -107,7 +111,7 @@ def test_a_writer_killed_in_the_middle_leaves_no_half_record(tmp_path):
     assert_empty(again)
 
 
-def test_what_nfs_may_do_loses_nothing(tmp_path, monkeypatch):
+def test_stale_nfs_directory_loses_no_record(tmp_path, monkeypatch):
     """FAKE NFS client: it remembers that a name was not there until its directory is opened."""
     absent = set()
     exists = Path.exists
@@ -134,7 +138,7 @@ def test_what_nfs_may_do_loses_nothing(tmp_path, monkeypatch):
         reader.ack(seq)
 
 
-def test_published_values(tmp_path):
+def test_published_json_is_read_back(tmp_path):
     assert read_json(tmp_path / "v.json") == {}
     publish_json(tmp_path / "v.json", version=3)
     assert read_json(tmp_path / "v.json") == {"version": 3}

@@ -1,4 +1,8 @@
-"""The real trainer on real gloo ranks (only the weight sender is a fake): sharding, packing and resuming change nothing."""
+"""The trainer on one and two ranks: packing, sharding, resuming, checkpoints.
+
+The trainer, its processes and its gloo groups are real. The weight sender is FAKE
+(tests/train_without_engines.py), and the rollouts are made up.
+"""
 
 import json
 import os
@@ -195,7 +199,7 @@ def assert_same_step(run_dir, metrics, gradients):
         assert step[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
 
 
-def test_packing_and_order_change_nothing(tmp_path, base_model):
+def test_packing_and_order_do_not_change_a_step(tmp_path, base_model):
     """Every gradient and every number of a step equals those of a plain computation, sample by
     sample: also the divisor, where an attempt failed.
     """
@@ -222,7 +226,7 @@ def on_two_ranks(tmp_path_factory, base_model):
     return run_trainer(run_dir, ranks=2)[0], run_dir
 
 
-def test_two_ranks_change_nothing(on_two_ranks, base_model):
+def test_two_ranks_compute_the_step_of_one(on_two_ranks, base_model):
     assert_same_step(on_two_ranks[1], *plain_step(base_model))
 
 
@@ -234,7 +238,7 @@ def test_ranks_may_be_started_by_hand(launcher, on_two_ranks, tmp_path, base_mod
     assert same(weights, on_two_ranks[0])
 
 
-def test_ranks_that_do_not_fit_the_run_say_so(tmp_path, base_model):
+def test_wrong_number_of_ranks_is_refused(tmp_path, base_model):
     run_dir = write_run(tmp_path, "r", base_model, 2)
     with pytest.raises(AssertionError, match="train: 1 ranks were started, .* --trainers 2"):
         run("train.py", run_dir)
@@ -326,7 +330,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(reference, tmp_path,
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_checkpoint_is_of_when_it_was_begun(dtype, tmp_path, base_model, monkeypatch):
+def test_checkpoint_holds_the_weights_of_its_beginning(dtype, tmp_path, base_model, monkeypatch):
     """Training goes on while it is written; what kill -9 would leave until it is whole is the one before."""
     run_dir = write_run(tmp_path, "r", base_model, dtype=dtype)
     config = cfg.load(run_dir)
@@ -356,7 +360,7 @@ def test_a_checkpoint_is_of_when_it_was_begun(dtype, tmp_path, base_model, monke
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_moments_in_8_bits(ranks, reference, tmp_path, base_model):
+def test_adam_8bit_stays_near_adamw_and_resumes_bit_for_bit(ranks, reference, tmp_path, base_model):
     """Within 2% of AdamW's way in six steps; they go on from a checkpoint bit for bit."""
     pytest.importorskip("torchao")
     run_dir = write_run(tmp_path, "eight", base_model, ranks, adam_8bit=True)
@@ -371,7 +375,7 @@ def test_moments_in_8_bits(ranks, reference, tmp_path, base_model):
 
 
 @pytest.mark.slow
-def test_activations_in_host_memory_change_nothing(reference, tmp_path, base_model):
+def test_offload_activations_does_not_change_the_weights(reference, tmp_path, base_model):
     knobs = dict(checkpointed_layers=2, offload_activations=True)
     run_dir = write_run(tmp_path, "host", base_model, **knobs)
     assert same(run_trainer(run_dir)[0], reference[0])
@@ -379,7 +383,7 @@ def test_activations_in_host_memory_change_nothing(reference, tmp_path, base_mod
 
 @pytest.mark.slow
 @pytest.mark.parametrize("before,after", [(2, 2), (1, 2), (2, 1)])
-def test_resuming_on_any_number_of_ranks(before, after, reference, tmp_path, base_model):
+def test_checkpoint_is_resumed_on_any_number_of_ranks(before, after, reference, tmp_path, base_model):
     weights, _, run_dir = reference
     if before == 2:
         run_dir = write_run(tmp_path, "before", base_model, ranks=2)

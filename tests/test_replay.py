@@ -1,9 +1,13 @@
-"""A step again: --keep_steps, and tools/replay.py on runs of the real trainer."""
+"""--keep_steps and tools/replay.py: a replayed step equals the run's.
+
+The runs are those of the real trainer; the weight sender is FAKE
+(tests/train_without_engines.py).
+"""
 
 import pytest
 from test_ranks import run_trainer, step_lines, write_run
 
-from tools import replay, report
+from tools import common, replay
 
 # as run.sh fills it in
 ALONE = dict(master_addr="127.0.0.1", engines=1, trainer_threads=1)
@@ -20,19 +24,19 @@ def kept_run(tmp_path_factory, base_model):
 def test_micro_batches_of_the_last_steps_are_kept(kept_run):
     samples = {line["step"]: line["samples"] for line in step_lines(kept_run)}
     for step in range(3, 7):
-        found = sum(len(batch["lengths"]) for batch in report.batches(kept_run, step))
+        found = sum(len(batch["lengths"]) for batch in common.kept_batches(kept_run, step))
         assert found == samples[step] - samples.get(step - 1, 0)
 
 
 @pytest.mark.parametrize("step", [4, 6])
-def test_a_step_comes_out_alike_bit_for_bit(kept_run, step, capsys):
+def test_replayed_step_equals_the_run_bit_for_bit(kept_run, step, capsys):
     assert replay.main([str(kept_run), "--step", str(step)]) == []
     printed = capsys.readouterr().out
     assert "step_000003" in printed
     assert ("are the same, bit for bit" in printed) == (step == 6)
 
 
-def test_another_loss_stands_beside_it(kept_run, capsys):
+def test_replay_shows_another_loss_beside_the_runs(kept_run, capsys):
     replay.main([str(kept_run), "--step", "4", "--loss", "icepop"])
     printed = capsys.readouterr().out
     rows = {line.split()[0]: line.split()[1:] for line in printed.splitlines() if line.strip()}
@@ -42,13 +46,13 @@ def test_another_loss_stands_beside_it(kept_run, capsys):
     assert rows["clip_frac"][1] != rows["clip_frac"][2]
 
 
-def test_a_step_that_was_not_kept_is_named(kept_run):
+def test_replay_of_a_step_that_was_not_kept_is_refused(kept_run):
     with pytest.raises(SystemExit, match="replay: .*step 2: nothing is kept of .*keep_steps"):
         replay.main([str(kept_run), "--step", "2"])
 
 
 @pytest.mark.slow
-def test_several_ranks_come_out_alike(tmp_path, base_model):
+def test_replay_of_two_ranks_equals_the_run(tmp_path, base_model):
     run_dir = write_run(tmp_path, "two", base_model, 2, keep_steps=9, **ALONE)
     run_trainer(run_dir, ranks=2)
     assert replay.main([str(run_dir), "--step", "5"]) == []

@@ -1,4 +1,7 @@
-"""What people look at: report.html in a real browser, comparisons, `run.sh status`."""
+"""report.html in a real browser, comparisons of runs, and the commands report, show and status.
+
+The commands are real processes. The runs that they read are made up (tests/made_up_run.py).
+"""
 
 import fcntl
 import json
@@ -18,8 +21,9 @@ from made_up_run import made_up_run, read_lines, write_lines
 from plumbing.problems import load_problems
 from plumbing.queues import publish_json
 from tools import report, report_comparison, report_panels
+from tools.common import alarms, find_run, read_metrics
 from tools.report_panels import Panel
-from tools.status import Status, alarms, find_run
+from tools.status import Status
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # it talks to nobody; as root it has no sandbox
@@ -43,7 +47,7 @@ def compared(folder, **settings):
     """report_comparison.Run of made up runs: {name: knobs}."""
     run_dirs = [made_up_run(folder, name, **knobs) for name, knobs in settings.items()]
     return [
-        report_comparison.Run(run_dir, *report.read(run_dir, "step", "eval"))
+        report_comparison.Run(run_dir, *read_metrics(run_dir, "step", "eval"))
         for run_dir in run_dirs
     ]
 
@@ -99,7 +103,7 @@ def count(tab):
     return int(tab.inner_text("#count").split()[0])
 
 
-def test_the_page_opens_without_a_word_on_the_console(opened):
+def test_page_opens_without_console_messages_or_requests(opened):
     tab, lines, said = opened
     # all curves, also those further down
     for panel in tab.locator(".panel").all():
@@ -119,7 +123,7 @@ def test_the_page_opens_without_a_word_on_the_console(opened):
     assert "failed\t16\t7\t7" in words
 
 
-def test_text_stays_text_and_numbers_are_those_of_the_files(opened):
+def test_page_escapes_text_and_shows_the_numbers_of_the_files(opened):
     tab, lines, _ = opened
     newest = lines[-1]
     shown_rows(tab).first.click()
@@ -141,7 +145,7 @@ def test_text_stays_text_and_numbers_are_those_of_the_files(opened):
     assert sampled.last.get_attribute("title").startswith("version 59,")
 
 
-def test_filters_and_order(opened):
+def test_page_filters_and_sorts_rollouts(opened):
     tab, lines, _ = opened
     tab.select_option("#outcome", "correct")
     assert count(tab) == sum(line["outcome"] == "correct" for line in lines)
@@ -171,7 +175,7 @@ def test_filters_and_order(opened):
     assert "page 2 of 8" in tab.inner_text("#count")
 
 
-def test_a_rollout_and_the_colours_of_its_tokens(opened):
+def test_page_colours_the_tokens_of_a_rollout(opened):
     tab, lines, _ = opened
     wrong = [x for x in lines[20:] if x["outcome"] == "wrong"]
     line = next(x for x in wrong if len(x["behavior_logprobs"]) > 8)
@@ -195,7 +199,7 @@ def test_a_rollout_and_the_colours_of_its_tokens(opened):
     tab.fill("#text", "")
 
 
-def test_a_page_holds_the_newest(tmp_path, monkeypatch):
+def test_page_holds_the_newest_rollouts(tmp_path, monkeypatch):
     run_dir = made_up_run(tmp_path, "long", rollouts=50)
     numbers = [line["sample_id"] for line in read_lines(run_dir / "samples.jsonl")]
     monkeypatch.setattr(report, "MOST_BYTES", 5000)
@@ -203,9 +207,9 @@ def test_a_page_holds_the_newest(tmp_path, monkeypatch):
     assert 3 < len(found) < 50 and found == numbers[-len(found) :]
 
 
-def test_panels_without_evaluations_or_measurements(tmp_path):
+def test_panels_are_drawn_without_evaluations_or_measurements(tmp_path):
     run_dir = made_up_run(tmp_path, "short", steps=2)
-    [steps] = report.read(run_dir, "step")
+    [steps] = read_metrics(run_dir, "step")
     steps = [line | {"mismatch": None} for line in steps]
     first, more = report_panels.run_panels(steps, [], [])
     for panel in first + more:
@@ -213,7 +217,7 @@ def test_panels_without_evaluations_or_measurements(tmp_path):
     report_panels.draw(tmp_path / "some.png", "no evaluations", first + more)
 
 
-def test_a_curve_as_json():
+def test_curve_as_json_has_no_nan():
     panel = Panel("t", include=(0, 2.5))
     y = np.array([1.0, math.nan, math.inf, 123456.789])
     panel.add("a", np.arange(4) + 123456, y, low=y, high=y)
@@ -274,7 +278,7 @@ def test_the_interval_is_of_paired_seeds_and_holds_the_truth_in_95_of_100():
     assert 0.92 < np.mean([low <= 0 <= high for low, high in intervals]) < 0.98
 
 
-def test_runs_that_were_stopped_are_compared_over_what_all_have(tmp_path):
+def test_runs_of_different_lengths_are_compared_over_their_common_part(tmp_path):
     runs = compared(tmp_path, long=dict(steps=60, max_lag=1), short=dict(steps=24, max_lag=8))
     rows = {row[0]: row for row in report_comparison.differences(report_comparison.settings(runs))}
     assert rows["steps"][2:6] == ["24.000", "60.000", "-36", "one seed"]
@@ -287,8 +291,8 @@ def test_runs_that_were_stopped_are_compared_over_what_all_have(tmp_path):
 # ---- words
 
 
-def test_which_run_is_meant(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("tools.status.OUT", tmp_path)
+def test_find_run_takes_the_newest_or_the_named_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("tools.common.OUT", tmp_path)
     with pytest.raises(SystemExit, match="no run in"):
         find_run()
     old = made_up_run(tmp_path, "old")
@@ -302,7 +306,7 @@ def test_which_run_is_meant(tmp_path, monkeypatch, capsys):
     assert find_run("old") == old and find_run(str(old)) == old
 
 
-def test_the_last_words_of_a_run(tmp_path):
+def test_report_prints_a_summary_with_alarms(tmp_path):
     run_dir = made_up_run(tmp_path, "s", steps=12)
     done = tool("report", run_dir)
     # means of five steps each, no advice from so few, alarms
@@ -322,7 +326,7 @@ def test_the_last_words_of_a_run(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["report", "show", "status"])
-def test_a_wrong_run_is_one_line(name):
+def test_unknown_run_is_refused_in_one_line(name):
     assert_one_line(tool(name, "out/no-such-run"), "no-such-run")
 
 
@@ -341,7 +345,7 @@ def test_show_prints_rollouts_and_ends_with_its_pipe(tmp_path):
 # ---- status
 
 
-def test_what_lasts_too_long_is_an_alarm_once():
+def test_alarm_is_raised_once_for_a_state_that_lasts():
     good = dict(ess=1.0, signal=0.5, cut_off=0.0)
     for wrong, steps, words in [
         (dict(ess=0.29), 3, "ess 0.29 for 3 steps: lower --max_lag"),
@@ -355,7 +359,7 @@ def test_what_lasts_too_long_is_an_alarm_once():
         assert version == 2 * steps and re.match(words, said)
 
 
-def test_status_of_a_run_by_its_files(tmp_path):
+def test_status_is_read_from_the_files_of_a_run(tmp_path):
     run_dir = made_up_run(tmp_path, "s")
     done = tool("status", run_dir)
     assert done.returncode == 0, done.stderr

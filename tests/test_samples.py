@@ -1,4 +1,4 @@
-"""The schema of a sample: records and back, fillers, new fields, and what is refused."""
+"""The schema of a sample: records, fillers, fields, shared prefixes, and what is refused."""
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ def same(a, b):
         ([[7, 8, 9, 1]], [0, 1, 2, 3]),
     ],
 )
-def test_how_sequences_begin_alike_is_computed_once(sequences, place):
+def test_common_prefixes_are_computed_once(sequences, place):
     assert share(np.concatenate(sequences), list(map(len, sequences))).tolist() == place
 
 
@@ -72,7 +72,7 @@ def test_samples_survive_a_record():
     same(join(again), record)
 
 
-def test_what_samples_do_not_have_is_left_out():
+def test_fields_that_samples_lack_are_left_out():
     assert join([]).keys() == {"lengths"}
     assert split(join([])) == []
     record = join([{"tokens": np.arange(3)}, {"tokens": np.arange(2), "text": "not in the schema"}])
@@ -95,7 +95,7 @@ def test_a_filler_has_every_field_and_is_no_sample():
     check_record(record, "file")
 
 
-def test_what_no_stage_writes_ends_the_run_by_name():
+def test_record_that_no_stage_writes_ends_the_run_by_name():
     check_record(group_record(0, [], failed=4), "the file", run_id="abc")
     record = group_record(0, [make_sample(5), make_sample(4)])
     check_record(record, "the file", run_id="abc")

@@ -1,4 +1,7 @@
-"""Reward functions in worker processes: what they answer, what they survive, what they leave behind."""
+"""Reward functions in worker processes: their values, failures, limits and ends.
+
+The worker processes and kills are real. The task `odd` is made up for these tests.
+"""
 
 import asyncio
 import json
@@ -102,7 +105,7 @@ def sandboxed(odd):
     return run
 
 
-def test_numbers_and_outcomes(sandboxed):
+def test_numbers_and_outcomes_become_rewards(sandboxed):
     async def work(s):
         asked = (("number", True), ("one", False), ("outcome", True), ("outcome", False))
         return [await score(s, "odd", {}, *x) for x in asked]
@@ -184,7 +187,7 @@ NO_REWARDS = "nan word none large text nested object function".split()
 
 
 @pytest.mark.parametrize("wrong", NO_REWARDS)
-def test_what_is_no_reward_ends_the_run_and_is_named(sandboxed, wrong):
+def test_value_that_is_no_reward_ends_the_run(sandboxed, wrong):
     with pytest.raises(RuntimeError, match="tasks/odd.py: reward returned") as e:
         sandboxed(lambda s: score(s, "odd", {}, wrong, True), reward_timeout=5.0)
     assert len(str(e.value)) < 600
@@ -230,7 +233,7 @@ NO_NUMBERS = [
 ]
 
 
-def test_what_is_no_reward_is_named_with_its_type_and_value(sandboxed):
+def test_value_that_is_no_reward_is_named_with_its_type(sandboxed):
     async def work(s):
         for value, words in NO_NUMBERS:
             with pytest.raises(RuntimeError, match=f"odd.py: reward returned {words}") as e:
@@ -346,7 +349,7 @@ def test_an_error_outside_of_the_task_says_its_last_line():
     assert error_line(KeyError("never raised")) == "KeyError: 'never raised'"
 
 
-def test_what_a_reward_prints_goes_nowhere(sandboxed, capfd):
+def test_output_of_a_reward_function_is_discarded(sandboxed, capfd):
     assert sandboxed(lambda s: score(s, "odd", {}, "output", True)) == RIGHT
     assert "much" not in "".join(capfd.readouterr())
 
@@ -384,7 +387,7 @@ def test_each_answer_gets_its_own_reward(sandboxed):
     assert sandboxed(work) == [i / 100 for i in range(40)]
 
 
-def test_hostile_mathematics_and_ten_megabytes(sandboxed):
+def test_hostile_maths_answers_are_scored_within_the_limit(sandboxed):
     async def work(s):
         texts = [f"\\boxed{{{a}}}" for a in ("(9999!)^{9999}", "9^{9^{9^9}}", "(" * 400, "7")]
         texts += [t + "\\boxed{7}" for t in ("x^{2}" * 2000000, "\\boxed{" * 1500000)]
@@ -422,7 +425,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("way", ["close", "kill"])
-def test_no_worker_outlives_it(odd, way):
+def test_no_worker_outlives_its_sandbox(odd, way):
     """Also where it is killed while workers are busy, one of them in C."""
     (odd / "program.py").write_text(PROGRAM)
     command = [sys.executable, str(odd / "program.py"), way]

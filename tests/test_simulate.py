@@ -1,4 +1,4 @@
-"""tools/simulate.py gives the figures of Appendix A of arXiv 2509.19128, and those by hand."""
+"""tools/simulate.py: its figures are those of Appendix A of arXiv 2509.19128, or by hand."""
 
 import numpy as np
 import pytest

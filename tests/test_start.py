@@ -1,4 +1,9 @@
-"""From `bash run.sh` to the first process: the environment, the machine, the model, and what is started where."""
+"""The way from `bash run.sh` to the first process: environment, machine, model, and the commands
+that are started.
+
+run.sh is a real process. The machine's programs (Python's venv, pip, the NVIDIA driver) and the
+hub are FAKE.
+"""
 
 import json
 import os
@@ -63,7 +68,7 @@ class Machine:
         return done.stdout, done.stderr, pip.read_text()
 
 
-def test_a_login_node_and_gpu_nodes_share_an_environment_and_a_machine_that_lacks_something_says_so(
+def test_environment_is_shared_by_cpu_and_gpu_nodes_and_lacks_are_named(
     tmp_path,
 ):
     machine = Machine(tmp_path)
@@ -109,7 +114,7 @@ def test_help_needs_no_installation(tmp_path):
     assert not (tmp_path / ".venv").exists()
 
 
-def test_an_installation_that_is_interrupted_says_so(tmp_path):
+def test_interrupted_installation_starts_nothing(tmp_path):
     machine = Machine(tmp_path)
     (machine.programs / "sleep").symlink_to(shutil.which("sleep"))
     # FAKE: one that takes long
@@ -181,20 +186,20 @@ def test_a_tiny_model_is_made_by_one_thread_and_says_how_long_it_takes(
     assert last.startswith("toy: base model of 0.") and last.endswith(f" in {tmp_path}/model")
 
 
-def test_status_says_what_an_earlier_start_has_left_and_which_name_was_meant(tmp_path):
+def test_status_shows_an_earlier_start_and_suggests_the_nearest_name(tmp_path):
     c = resolved("toy", "--out", tmp_path / "out")
     rundir.write(c, "process 7 on there, start 1")
     lock, start = rundir.hold(c)
     shown = status(tmp_path).stdout
     assert shown.startswith(f"{tmp_path}/out/toy: being prepared by {start}: ")
-    assert f"{tmp_path}/out/toy: as an earlier start has left it\n" in shown
+    assert f"{tmp_path}/out/toy: a new start is being prepared; what follows is from the start before it\n" in shown
     rundir.write(c, start)
     assert status(tmp_path).stdout.startswith(f"{tmp_path}/out/toy: running\n")
     assert status(tmp_path, "tyo").stderr.endswith(": did you mean toy?\n")
     os.close(lock[0])
 
 
-def test_a_model_of_the_hub_is_fetched_or_is_one_line(tmp_path, monkeypatch):
+def test_model_of_the_hub_is_fetched_or_refused_in_one_line(tmp_path, monkeypatch):
     env = dict(HF_HOME=str(tmp_path), HF_ENDPOINT="http://127.0.0.1:9")
     done = call(f"bash run.sh toy --model nobody/none --out {tmp_path}", **env)
     assert done.returncode == 1 and done.stderr.count("\n") == 2
@@ -209,7 +214,7 @@ def test_a_model_of_the_hub_is_fetched_or_is_one_line(tmp_path, monkeypatch):
     assert told == [(("a/b",), dict(allow_patterns=prepare.FILES))]
 
 
-def test_a_teacher_has_the_same_token_ids(base_model, tmp_path):
+def test_teacher_with_other_token_ids_is_refused(base_model, tmp_path):
     shutil.copytree(base_model, tmp_path / "other")
     file = tmp_path / "other" / "tokenizer.json"
     file.write_text(file.read_text().replace('"Z"', '"ZZ"'))
@@ -218,7 +223,7 @@ def test_a_teacher_has_the_same_token_ids(base_model, tmp_path):
         prepare.check_vocabularies(base_model, tmp_path / "other")
 
 
-def test_another_node_fetches_before_it_waits_for_node_0(tmp_path, monkeypatch):
+def test_other_node_fetches_the_model_before_it_waits_for_node_0(tmp_path, monkeypatch):
     order = []
     monkeypatch.setattr(placement, "prepare", lambda c: order.append(c.model))
     monkeypatch.setattr(rundir, "wait_for_node_0", lambda c: sys.exit("waits"))
@@ -244,7 +249,7 @@ OTHER_KNOBS = "--kl_coef 0.01 --tensor_parallel 2 --head_float32 True --enforce_
         ("math-1x24", "3", 1, DATA),
     ],
 )
-def test_what_is_started_is_the_table_written_by_hand(table, gpus, nodes, knobs, tmp_path):
+def test_started_processes_are_those_of_the_tables(table, gpus, nodes, knobs, tmp_path):
     """tests/started/: every process of pretended machines, with its place, its environment and its command."""
     words = f"bash run.sh {table.removesuffix('-2-nodes')} --model {tmp_path}/model --out {tmp_path} --trainer_threads 4"
     env = dict(NNODES=str(nodes), CUDA_VISIBLE_DEVICES=gpus)

@@ -1,4 +1,4 @@
-"""The house: formatted, not complex, and imports that go down only."""
+"""The sources: formatted, not complex, imports only downwards, links to files that exist."""
 
 import ast
 import graphlib
@@ -25,7 +25,7 @@ FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 
 
 @pytest.mark.parametrize("words", ["format --check", "check"])
-def test_ruff_has_nothing_to_say(words):
+def test_ruff_finds_nothing(words):
     command = [sys.executable, "-m", "ruff", *words.split(), *map(str, FILES)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -41,7 +41,7 @@ def imported(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_go_down(path):
+def test_files_import_only_from_their_floor_or_below(path):
     room = path.relative_to(ROOT).parts[0].removesuffix(".py")
     for name, *_ in imported(path):
         # what is not ours lies under the ground
@@ -66,13 +66,13 @@ def test_nothing_is_measured_on_the_wall_clock():
 @pytest.mark.parametrize(
     "name", ["README.md", "docs/data.md", "docs/metrics.md", "bench/results/RESULTS.md"]
 )
-def test_what_is_linked_to_is_there(name):
+def test_linked_files_exist(name):
     page = ROOT / name
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         assert target.startswith("http") or (page.parent / target).exists(), target
 
 
-def test_the_plumbing_has_no_circles():
+def test_plumbing_has_no_circular_imports():
     graph = {}
     for path in (ROOT / "plumbing").glob("*.py"):
         graph[path.stem] = {parts[1] for parts in imported(path) if parts[0] == "plumbing"}

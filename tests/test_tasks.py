@@ -1,4 +1,7 @@
-"""Tasks: problems, rewards, hostile answers, data files with mistakes, the tiny base models' tokenizer."""
+"""Tasks: problems, rewards, data files with mistakes, prompts, and the tiny models' tokenizers.
+
+The hub is FAKE.
+"""
 
 import asyncio
 import json
@@ -98,7 +101,7 @@ def test_mistakes_in_data_are_named_by_file_and_line(tmp_path):
             load_problems(cfg.Config(task="maths", train_data=str(path)), "train")
 
 
-def test_parquet_and_several_files(tmp_path):
+def test_parquet_and_several_files_are_read(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet
 
@@ -137,7 +140,7 @@ def test_hub_sets_read_their_columns(monkeypatch):
         assert problem["source"] == name
 
 
-def test_tasks_and_shares_of_a_mixture():
+def test_shares_of_a_mixture_by_hand():
     assert cfg.task_weights("toy") == {"toy": 1.0}
     assert cfg.task_weights("maths:3, toy:1") == {"maths": 0.75, "toy": 0.25}
     for wrong in ("toy:0", "toy:x", "toy,toy", "toy:-1,guess:2", "toy:nan", "toy:inf,guess:1"):
@@ -187,7 +190,7 @@ TEMPLATE = (
 )
 
 
-def test_raw_and_templated_prompts(tmp_path):
+def test_prompts_are_raw_or_follow_the_chat_template(tmp_path):
     raw = prompter(tmp_path, system_prompt="Be brief. ")
     assert raw.tokenizer.decode(raw.start("2+2?")) == "Be brief. 2+2?"
     assert raw.tokenizer.decode(raw.reply("lower\n")) == "lower\n"
@@ -209,7 +212,7 @@ def test_raw_and_templated_prompts(tmp_path):
     assert "<think>" not in auto.tokenizer.decode(auto.start("a"))
 
 
-def test_prompts_of_messages(tmp_path):
+def test_prompts_may_be_lists_of_messages(tmp_path):
     shots = [("user", "1+1?"), ("assistant", "2"), ("user", "2+2?")]
     messages = [{"role": role, "content": content} for role, content in shots]
     chat = prompter(tmp_path, TEMPLATE, chat=True, system_prompt="Be brief.")

@@ -1,4 +1,7 @@
-"""How a weight group is joined where there is NCCL: the calls, on a FAKE, as there is no GPU here."""
+"""Weight groups over NCCL and gloo: how they are joined, and that every wait ends.
+
+NCCL is FAKE, as there is no GPU here; stores, sockets and gloo are real.
+"""
 
 import os
 import threading
@@ -86,7 +89,7 @@ def test_a_group_has_no_watchdog_and_others_keep_theirs(nccl):
 
 
 @pytest.mark.parametrize("hangs", ["broadcast", "wait", "wait abort"])
-def test_connecting_has_a_deadline(nccl, hangs):
+def test_joining_a_group_has_a_deadline(nccl, hangs):
     nccl.setattr(FakeNCCL, "hangs", hangs.split())
     start = time.monotonic()
     with pytest.raises(TimeoutError):

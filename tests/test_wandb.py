@@ -1,4 +1,7 @@
-"""Weights & Biases without a network: what wandb's own reader finds in the files of a run that was stopped and continued."""
+"""--wandb offline: wandb's own reader finds the metrics of a run that was stopped and continued.
+
+The run, its processes and the reader are real. The engines are FAKE, and there is no network.
+"""
 
 import json
 import os

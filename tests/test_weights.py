@@ -1,4 +1,9 @@
-"""Weight updates into a real vLLM server: right values, exact stamps, requests in progress go on, failures end in time."""
+"""Weight updates of a vLLM engine: right values, exact stamps, requests in progress go on, and
+failures end in time.
+
+The engines are real vLLM servers and the sender is the trainer's; the test plays the trainer.
+tests/held_requests.py holds a request, so that an update reaches it in its middle.
+"""
 
 import contextlib
 import copy
@@ -261,7 +266,7 @@ LONG_PROMPT = [3 + (7 * i + i // 5) % 40 for i in range(100)]
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_beginnings_are_shared_within_a_version_alone(engine, sender, recompute):
+def test_prefixes_are_shared_within_a_version_alone(engine, sender, recompute):
     sender.config.recompute_kv = recompute
     first = 160 + 10 * recompute
     update(sender, first)
@@ -292,7 +297,7 @@ WRONG_ORDERS = [dict(token_ids=["3"]), dict(token_ids=[10**9]), dict(sampling_pa
 
 
 @pytest.mark.parametrize("wrong", WRONG_ORDERS)
-def test_what_cannot_be_sampled_is_refused_in_a_line(engine, sender, wrong):
+def test_requests_that_cannot_be_sampled_are_refused_in_a_line(engine, sender, wrong):
     update(sender, 150)
     answer = post(engine, **dict(token_ids=PROMPT, sampling_params=dict(max_tokens=2)) | wrong)
     assert answer.status_code == 400 and "\n" not in answer.json()["error"]
@@ -399,7 +404,7 @@ def test_unreachable_engines_are_an_error_within_the_deadline(engine, model, tmp
 
 
 @pytest.mark.slow
-def test_tensor_parallel_engine(tmp_path, base_model):
+def test_tensor_parallel_engine_equals_trainer_after_updates(tmp_path, base_model):
     """Two workers, each with its shard of every fused matrix: one group of three."""
     words = f"toy --run tp --out {tmp_path} --port {PORT + 2} --model {base_model}"
     with served(f"{words} --concurrency 16 --tensor_parallel 2", as_loaded=False) as config:

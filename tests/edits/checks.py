@@ -162,7 +162,7 @@ def test_muon_takes_the_matrices_of_the_layers_and_adamw_the_rest():
             assert moved.abs().max() == pytest.approx(0.01, rel=1e-2), name
 
 
-def test_muon_goes_on_from_a_checkpoint(tmp_path, base_model):
+def test_muon_continues_from_a_checkpoint(tmp_path, base_model):
     run_dir = write_run(tmp_path, "one", base_model)
     weights, _ = run_trainer(run_dir)
     halfway = run_dir / "checkpoints" / "step_000003"
@@ -234,7 +234,7 @@ def test_entropy_per_task_by_hand():
     assert metrics["entropy"] == pytest.approx(together, rel=1e-4)
 
 
-def test_entropy_per_task_of_one_task_and_of_none_of_a_task():
+def test_entropy_per_task_of_one_task_and_of_an_absent_one():
     model = packed_model()
     record = micro_record(model, [10], version=6)
     record["task"] = np.array([0], np.int16)
@@ -247,7 +247,7 @@ def test_entropy_per_task_of_one_task_and_of_none_of_a_task():
 # ---- curriculum
 
 
-def test_curriculum_passes_over_what_is_too_easy_or_too_hard():
+def test_curriculum_passes_over_problems_that_are_too_easy_or_too_hard():
     # problem k of 11 is solved in k of 10 attempts, always
     counts = counts_of(11, 7 * 6 + 4 * 3, lambda number: np.arange(10) < number)
     # 20 to 80%: in every one of six epochs; the others in every other one
@@ -257,7 +257,7 @@ def test_curriculum_passes_over_what_is_too_easy_or_too_hard():
 # ---- replay_by_success
 
 
-def test_replay_by_success_draws_again_what_is_solved_now_and_then():
+def test_replay_by_success_draws_again_problems_that_are_solved_at_times():
     # problem 7 is solved in half of its attempts, 9 in one of ten, the others never
     solved = {7: 5, 9: 1}
     counts = counts_of(40, 400, lambda number: np.arange(10) < solved.get(number, 0))
