@@ -113,7 +113,7 @@ def bootstrap(values):
     return float(values[0]), float(low), float(high)
 
 
-def words(interval, form):
+def interval_text(interval, form):
     """(1.02, 0.98, 1.06) -> 1.02 (0.98 to 1.06)."""
     value, low, high = interval
     if np.isinf(value):
@@ -219,9 +219,9 @@ def say(found, seeds):
     print(f"{seeds} seeds; seconds until their mean has a score of {', '.join(levels)}; 95%")
     rows = []
     for setting, row in found["rows"].items():
-        cells = [setting, *(words(bootstrap(times), ".1f") for times in row["times"])]
-        cells += [words(row["end"], ".3f"), words(row["mean score"], ".3f")]
-        cells += [words(row["difference"], "+.3f"), row["unstable"]]
+        cells = [setting, *(interval_text(bootstrap(times), ".1f") for times in row["times"])]
+        cells += [interval_text(row["end"], ".3f"), interval_text(row["mean score"], ".3f")]
+        cells += [interval_text(row["difference"], "+.3f"), row["unstable"]]
         rows.append(cells + [format(row[name], form) for name, form in FORMATS.items()])
     shares = [f"to {share:.0%}" for share in SHARES]
     columns = ["score at the end", "mean score", "less the first's", "unstable"]
@@ -231,7 +231,7 @@ def say(found, seeds):
         if answer is not None:
             best, faster = answer
             sentence = (
-                f"the pipeline is {words(bootstrap(faster), '.2f')} times as fast as the best "
+                f"the pipeline is {interval_text(bootstrap(faster), '.2f')} times as fast as the best "
                 f"conventional setting ({best})"
             )
         print(f"to {share:.0%}: {sentence}")

@@ -21,7 +21,7 @@ from tools import base_model
 
 
 def made_up(scores, step_s=2.0):
-    """A run with one score per step, every step as long."""
+    """Return a made-up run with one score per step; every step takes equally long."""
     steps = np.arange(1, len(scores) + 1)
     same = dict(lag_max=3, lag_mean=1.0, ess=0.9, wait_data_s=0.5, save_s=0.0, gen_idle=0.25)
     curve = {name: [value] * len(scores) for name, value in same.items()}
@@ -36,10 +36,10 @@ RISING = np.linspace(0, 1, 20)
 
 
 def times(scores, level, step_s=2.0):
-    """Of runs that are alike, and of their resamples, which are all the same."""
-    found = compare.times_to([made_up(scores, step_s)] * compare.ENOUGH, level)
-    assert len(found) == 1 + compare.RESAMPLES and len(set(found)) == 1
-    return found[0]
+    """Return the time to a score of runs that are alike, whose resamples are all the same."""
+    times = compare.times_to([made_up(scores, step_s)] * compare.ENOUGH, level)
+    assert len(times) == 1 + compare.RESAMPLES and len(set(times)) == 1
+    return times[0]
 
 
 def test_time_to_a_score_by_hand():
@@ -54,30 +54,30 @@ def test_time_to_a_score_by_hand():
 
 
 def test_a_mean_curve_ends_with_the_first_run():
-    found = [made_up([0, 1], 1.0), made_up([0, 1], 5.0)]
-    grid, curves = compare.mean_curves(found)
+    two_runs = [made_up([0, 1], 1.0), made_up([0, 1], 5.0)]
+    grid, curves = compare.mean_curves(two_runs)
     assert grid[-1] == 2
-    # of the slow run nothing is known but its first score, of the fast one half of its way
+    # Only the first score of the slow run is known, and half of the way of the fast one
     assert curves.mean(0)[-1] == pytest.approx(0.5)
-    assert compare.times_to(found, 0.25) == pytest.approx([1.5], abs=0.01)
-    assert compare.times_to(found, 0.6) == [np.inf]
+    assert compare.times_to(two_runs, 0.25) == pytest.approx([1.5], abs=0.01)
+    assert compare.times_to(two_runs, 0.6) == [np.inf]
 
 
 def test_intervals_of_few_seeds_are_students_t_or_absent():
-    # of three: 2 +- 4.303 * 1 / sqrt(3)
+    # The interval of three values is 2 +- 4.303 * 1 / sqrt(3)
     assert compare.student([1, 2, 3]) == pytest.approx((2, 2 - 2.484, 2 + 2.484), abs=1e-3)
-    assert compare.words(compare.student([1.0]), ".1f") == "1.0"
+    assert compare.interval_text(compare.student([1.0]), ".1f") == "1.0"
     mean, low, high = compare.student(np.arange(16.0))
     assert (high - mean) / (np.arange(16).std(ddof=1) / 4) == pytest.approx(2.131, rel=0.003)
     few = compare.times_to([made_up(RISING)] * (compare.ENOUGH - 1), 0.5)
-    assert compare.words(compare.bootstrap(few), ".0f") == "21"
-    assert compare.words((2.0, 1.5, np.inf), ".1f") == "2.0 (1.5 to never)"
+    assert compare.interval_text(compare.bootstrap(few), ".0f") == "21"
+    assert compare.interval_text((2.0, 1.5, np.inf), ".1f") == "2.0 (1.5 to never)"
 
 
 def test_runs_whose_scores_do_not_rise_are_unstable():
     fallen = np.r_[np.linspace(0, 1, 5), np.zeros(15)]
-    found = [compare.is_unstable(made_up(x)) for x in (RISING, fallen, np.full(20, 0.5))]
-    assert found == [False, True, True]
+    unstable = [compare.is_unstable(made_up(x)) for x in (RISING, fallen, np.full(20, 0.5))]
+    assert unstable == [False, True, True]
 
 
 def test_speed_ratio_is_against_the_best_conventional_setting(capsys):
@@ -86,7 +86,7 @@ def test_speed_ratio_is_against_the_best_conventional_setting(capsys):
         "pipeline": [made_up(RISING, s) for s in speeds],
         "G=1": [made_up(RISING, 6.0)] * 8,
         "G=2": [made_up(RISING, 3.0)] * 8,
-        # neither compared with nor part of the scores
+        # This setting is not compared with, and is no part of the scores
         "pipeline+lr=1": [made_up(2 * RISING, 0.1)] * 8,
     }
     found = compare.summary(settings)
@@ -94,15 +94,17 @@ def test_speed_ratio_is_against_the_best_conventional_setting(capsys):
     best, faster = found["ratios"][0]
     assert best == "G=2"
     value, low, high = compare.bootstrap(faster)
-    # by hand: the mean of i/19 at t - 1 and at t/2 - 1 is 0.5 at t = 2 (9.5 + 1) / 1.5 = 14 s; theirs 3 * 10.5 s
+    # By hand: the mean of i/19 at t - 1 and at t/2 - 1 is 0.5 at t = 2 (9.5 + 1) / 1.5 = 14 s;
+    # that of G=2 is 0.5 at 3 * 10.5 s
     assert value == pytest.approx(31.5 / 14, rel=0.01)
     assert 1.5 < low < value < high < 3.0
-    # later on the fast runs have ended
+    # At the second score the fast runs have ended
     assert compare.bootstrap(found["ratios"][1][1])[0] == 0
     row = found["rows"]["pipeline"]
     assert row["samples/s"] == pytest.approx((64 + 32) / 2)
     assert row["max lag"] == 3
-    # of each sample the same is learnt, or twice as much: 0.5 on average, once the first is there
+    # A sample teaches as much in G=1, and twice as much in the last setting: 0.5 on average from
+    # the first score on
     assert found["rows"]["G=1"]["difference"] == pytest.approx((0, 0, 0))
     assert found["rows"]["pipeline+lr=1"]["difference"] == pytest.approx(3 * [0.5 * 19 / 20])
     compare.say(found, 8)
@@ -119,7 +121,7 @@ def test_intervals_are_over_seeds_and_paired():
         "G=1": [made_up(RISING, 2 * s) for s in speeds],
     }
     for _, faster in compare.summary(settings)["ratios"]:
-        # a slow seed is slow for both: all resamples have the same ratio
+        # A slow seed is slow for both settings: all resamples have the same ratio
         assert compare.bootstrap(faster) == pytest.approx((2.0, 2.0, 2.0), rel=0.05)
 
 
@@ -128,7 +130,7 @@ def test_time_starts_with_the_sampling_of_the_first_step():
     lines = [same | dict(wall_s=40.0 + 2 * i, step_s=3.5) for i in range(3)]
     curve = runs.curve_of(lines, 0)
     assert curve["time"] == pytest.approx([3.5, 5.5, 7.5])
-    # all of conventional RL stands still while a checkpoint is written
+    # Conventional RL stands still while a checkpoint is written
     assert runs.curve_of(lines, 4)["time"] == pytest.approx([3.0, 4.5, 6.0])
     times = runs.places(dict(curve=curve, scores=[[0, 0.2], [3, 0.4]]), "time")
     assert times.tolist() == [0, pytest.approx(7.5)]
@@ -155,16 +157,16 @@ def test_the_score_is_the_probability_of_the_right_answer(tmp_path):
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """compare.py with these words; returns the runs that all calls have started, [(name, preset, knobs)]."""
-    found = []
+    """A function that calls compare.py and returns all runs so far, (name, preset, knobs)."""
+    started = []
 
     def one_run(name, knobs, port, preset="toy"):
-        found.append((name, preset, knobs))
+        started.append((name, preset, knobs))
         return made_up(np.linspace(0, 1, 8) + knobs["seed"] / 100)
 
-    def start(words):
-        compare.main([*words.split(), "--out", str(tmp_path)])
-        return found
+    def start(arguments):
+        compare.main([*arguments.split(), "--out", str(tmp_path)])
+        return started
 
     monkeypatch.setattr(runs, "one_run", one_run)
     monkeypatch.setattr(runs, "make_model", lambda: None)
@@ -175,8 +177,8 @@ def test_interrupted_comparison_continues(start, tmp_path):
     start("--settings pipeline,G=2 --seeds 1")
     names = [name for name, _, _ in start("--settings pipeline,G=2 --seeds 2")]
     for seed in (0, 1):
-        of_seed = {f"compare-tail-{s}-seed-{seed}" for s in ("pipeline", "G-2")}
-        assert set(names[2 * seed : 2 * seed + 2]) == of_seed
+        expected = {f"compare-tail-{s}-seed-{seed}" for s in ("pipeline", "G-2")}
+        assert set(names[2 * seed : 2 * seed + 2]) == expected
     assert len(start("--settings pipeline,G=2 --seeds 2 --plot")) == 4
     assert (tmp_path / "compare-tail.png").stat().st_size > 10000
     kept = json.loads((tmp_path / "compare-tail.json").read_text())
@@ -186,12 +188,12 @@ def test_interrupted_comparison_continues(start, tmp_path):
 def test_a_setting_may_have_knobs_of_its_own(start, capsys):
     settings = "pipeline,pipeline+late=wait+clip_high=1.5,G=4+lr=1e-4"
     started = start(f"--settings {settings} --seeds 1 --max_lag 2")
-    found = {name.partition("2-")[2]: knobs for name, _, knobs in started}
-    plain = found["pipeline-seed-0"]
+    knobs_of = {name.partition("2-")[2]: knobs for name, _, knobs in started}
+    plain = knobs_of["pipeline-seed-0"]
     assert plain["max_lag"] == "2"
-    own = dict(late="wait", clip_high="1.5")
-    assert found["pipeline-late-wait-clip_high-1-5-seed-0"] == plain | own
-    conventional = found["G-4-lr-1e-4-seed-0"]
+    changed = dict(late="wait", clip_high="1.5")
+    assert knobs_of["pipeline-late-wait-clip_high-1-5-seed-0"] == plain | changed
+    conventional = knobs_of["G-4-lr-1e-4-seed-0"]
     assert conventional["conventional_g"] == 4 and conventional["lr"] == "1e-4"
     assert re.search(r"pipeline\+late=wait\+clip_high=1.5 .*\+0.000 ", capsys.readouterr().out)
 
@@ -218,8 +220,8 @@ def test_every_bench_script_has_out_and_names_its_command(name, capsys):
 
 @pytest.mark.slow
 def test_the_quick_comparison_runs(tmp_path):
-    words = f"bench/compare.py --quick --settings G=4 --port 8790 --out {tmp_path}"
-    done = call(f"{sys.executable} {words}")
+    command = f"bench/compare.py --quick --settings G=4 --port 8790 --out {tmp_path}"
+    done = call(f"{sys.executable} {command}")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert re.search(r"cores of .*: python bench/compare.py --quick --settings G=4", done.stdout)
     assert re.search(r"^G=4 ", done.stdout, re.M)
@@ -229,6 +231,6 @@ def test_the_quick_comparison_runs(tmp_path):
     assert curve["lag_max"] == [0, 1, 2, 3] * 3
     assert curve["samples"] == [64 * (i + 1) for i in range(12)]
     assert all(np.diff(curve["time"]) > 0)
-    versions, found = zip(*kept["G=4, seed 0"]["scores"])
+    versions, scores = zip(*kept["G=4, seed 0"]["scores"])
     assert versions == (0, 8, 12)
-    assert all(0.01 < y < 1 for y in found) and len(set(found)) == 3
+    assert all(0.01 < y < 1 for y in scores) and len(set(scores)) == 3
