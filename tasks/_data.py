@@ -1,15 +1,17 @@
-"""Data sets of problems, read from files or from the Hugging Face hub, with errors that name file and line.
+"""Reads data sets of problems from files or from the Hugging Face hub.
 
-A data set is named by one of
+A data set is named in one of these ways:
 
-    path/to/file.jsonl            also .json, .csv, each of them .gz, too, and .parquet
-    path/to/directory             all such files below it; directory@test takes those whose names begin with "test"
-    owner/name:config@split       a data set on the hub; config and split may be left out
+    path/to/file.jsonl          or .json or .csv, each of them perhaps with .gz, or .parquet
+    path/to/directory           all such files below it
+    path/to/directory@test      those of them whose names, or folders' names, begin with "test"
+    owner/name:config@split     a data set on the hub; config and split may be left out
 
-and `--train_data` and `--eval_data` take several, with commas between them. A path that exists comes before a name on
-the hub. What a row means is decided once for each data set, from the columns of its first row (`Columns.of_row`), and is
-said when a run starts. A value of another type than is expected is an error with file and line. docs/data.md has the
-conventions that are understood. Deliberately absent: images, tool calls, columns that one names by a flag.
+`--train_data` and `--eval_data` take several names, with commas between them. If a path exists, it
+is used, and else the hub is asked. The first row of a data set decides what its columns mean
+(`Columns.of_row`), and this is printed when a run starts. A value of an unexpected type is an error
+that names file and line. docs/data.md describes the conventions that are understood. Deliberately
+absent: images, tool calls, columns that one names by a flag.
 
 This is not a task: its name starts with `_`.
 """
@@ -27,14 +29,15 @@ from typing import NamedTuple
 
 from plumbing.prompts import beginning, messages_of
 
-# The first of these columns that a data set has is meant. A dot leads into a column that holds an object.
+# Of these columns, the first one that a data set has is used. `a.b` is the field b of the object in
+# column a.
 PROMPT_COLUMNS = ("problem", "question", "prompt", "messages", "input", "0.value")
 ANSWER_COLUMNS = ("answer", "ground_truth", "label", "reward_model.ground_truth", "solution")
 ANSWER_COLUMNS += ("1.ground_truth.value",)
 SOURCE_COLUMNS = ("data_source", "dataset", "source")
-# the answer of a conversation that ends with what the assistant should say
+# stands for the answer's column where a conversation ends with the right answer of the assistant
 LAST_MESSAGE = "messages[-1]"
-# A column with more different values than this says something else of a row than the set that it comes from.
+# A column with more different values than this does not hold the name of the set of a row.
 MOST_SOURCES = 20
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([^@]+))?(?:@(.+))?")
 SPLIT_NAME = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])")
@@ -44,38 +47,41 @@ SPLIT_NAME = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])")
 
 
 class Columns(NamedTuple):
-    """What the columns of a data set mean: names of columns, "" where there is none."""
+    """The columns of a data set that hold prompt, answer and source; "" if there is none."""
 
     prompt: str
     answer: str
     source: str
-    # columns that could have meant the same, and are not taken
+    # columns that could have been used instead
     others: tuple
 
     @classmethod
     def of_row(cls, row):
-        """What a data set with this row means. Raises ValueError if that is not certain."""
+        """The columns of a data set that has this row. Raises ValueError if they are unclear."""
         prompts = [name for name in PROMPT_COLUMNS if _has(row, name)]
         answers = [name for name in ANSWER_COLUMNS if _has(row, name)]
         sources = [name for name in SOURCE_COLUMNS if _has(row, name)]
         if not prompts:
-            wanted = ", ".join(PROMPT_COLUMNS)
             raise ValueError(
-                f"no column holds the prompt: it must be called one of {wanted}; the row has "
-                f"{_names(row)}"
+                "no column holds the prompt: it must be called one of "
+                f"{', '.join(PROMPT_COLUMNS)}; the row has {_names(row)}"
             )
         taken = [name for name in ("where", "read_as") if name in row]
         if taken:
             raise ValueError(f"column '{taken[0]}' has a name that every problem uses: rename it")
         if prompts[0] == "input" and "instruction" in row:
             raise ValueError(
-                "the columns 'instruction' and 'input' make one prompt in a way that is not known here: "
-                "write it to a column 'prompt'"
+                "the columns 'instruction' and 'input' make one prompt in a way that is not known "
+                "here: write it to a column 'prompt'"
             )
         if prompts[0] == "messages" and not answers and _ends_with_assistant(row["messages"]):
             answers = [LAST_MESSAGE]
-        others = (*prompts[1:], *answers[1:], *sources[1:])
-        return cls(prompts[0], *(names[0] if names else "" for names in (answers, sources)), others)
+        return cls(
+            prompt=prompts[0],
+            answer=answers[0] if answers else "",
+            source=sources[0] if sources else "",
+            others=(*prompts[1:], *answers[1:], *sources[1:]),
+        )
 
     def __str__(self):
         text = f"prompt from '{self.prompt}'"
@@ -89,73 +95,79 @@ class Columns(NamedTuple):
 
 
 def problems(names, split, known=None, finish=None):
-    """Problems of data sets, in the order of the files: dicts that have every column of their row under its name, and
+    """The problems of data sets, in the order of the files.
+
+    A problem is a dict with all columns of its row, and with
 
         prompt   a text, or a list of messages, each a dict with role and content (text)
-        answer   as the row has it, of whatever type; absent if no column holds it
-        source   name of the set that the problem comes from: evaluations report each by itself
+        answer   the value in the row, of any type; absent if no column holds it
+        source   the name of the set that the problem comes from: evaluations report each set
         where    "file:line", "file: row n" or "owner/name: row n"
-        read_as  what the columns were taken for, one line
+        read_as  how the columns were understood, one line
 
-    names: data sets with commas between them; split: "train" or "test", which chooses a data set's part on the hub;
-    known: {short name: data set}; finish: a function that completes a problem in place, and raises ValueError for one
-    that cannot be used. In a file such a row is an error; in a set on the hub, which one cannot edit, it is left out
-    and counted. Raises ValueError that names the data set, or file and line.
+    names: data sets with commas between them. split: "train" or "test", for data sets on the hub.
+    known: {short name: data set}. finish: a function that completes a problem in place, and raises
+    ValueError if it cannot be used. Such a row is an error in a file; in a data set on the hub,
+    which one cannot edit, it is left out and counted. Raises ValueError that names the data set, or
+    file and line.
     """
     known = known or {}
-    read = []
-    by_stem = {}
+    all_problems = []
+    stems = set()
     knob = "--train_data" if split == "train" else "--eval_data"
     if not all(name.strip() for name in names.split(",")):
         raise ValueError(f"{knob} {names}: a name between two commas is empty")
     for name in names.split(","):
         stem = name if name in known else stem_of(name)
-        if stem in by_stem:
+        if stem in stems:
             raise ValueError(
-                f"{knob}: another set is called {stem}, as {name} is, and evaluations tell sets apart by that: "
-                "rename one of them"
+                f"{knob}: another set is called {stem}, as {name} is, and evaluations tell sets "
+                "apart by that: rename one of them"
             )
-        by_stem[stem] = _read_set(known.get(name, name), stem, split, finish)
-        read += by_stem[stem]
-    return read
+        stems.add(stem)
+        all_problems += _read_set(known.get(name, name), stem, split, finish)
+    return all_problems
 
 
 def _read_set(name, stem, split, finish):
-    """The problems of one data set, see `problems`. stem: what evaluations call it."""
+    """The problems of one data set, see `problems`. stem: its name in evaluations."""
     is_on_hub = existing_path(name) is None
     columns = None
-    made = []
-    unusable = []
+    set_problems = []
+    complaints = []
     for where, row in rows(name, split):
         try:
             columns = columns or Columns.of_row(row)
             problem = row | _problem(row, columns) | dict(where=where)
             if finish:
                 finish(problem)
-            made.append(problem)
+            set_problems.append(problem)
         except ValueError as e:
-            unusable.append(f"{where}: {e}")
+            complaints.append(f"{where}: {e}")
             if not is_on_hub or columns is None:
-                raise ValueError(unusable[0]) from None
-    if not made:
-        raise ValueError(f"{name}: no problems in it{': ' * bool(unusable)}{''.join(unusable[:1])}")
-    if unusable:
+                raise ValueError(complaints[0]) from None
+    if complaints and not set_problems:
+        raise ValueError(f"{name}: no problems in it: {complaints[0]}")
+    if not set_problems:
+        raise ValueError(f"{name}: no problems in it")
+    if complaints:
         print(
-            f"{name}: {len(unusable)} of {len(unusable) + len(made)} rows cannot be used and are left out, the first: "
-            f"{unusable[0]}",
+            f"{name}: {len(complaints)} of {len(complaints) + len(set_problems)} rows cannot be "
+            f"used and are left out, the first: {complaints[0]}",
             flush=True,
         )
-    sources = {problem["source"] for problem in made}
+    # the column with sources is used only if it names a set in every row
+    sources = {problem["source"] for problem in set_problems}
     is_set_name = "" not in sources and len(sources) <= MOST_SOURCES
     read_as = str(columns if is_set_name else columns._replace(source=""))
-    for problem in made:
+    for problem in set_problems:
         problem["read_as"] = read_as
         problem["source"] = problem["source"] if is_set_name else stem
-    return made
+    return set_problems
 
 
 def _problem(row, columns):
-    """prompt, source ("" if the row has none) and, if a column holds it, answer of a row."""
+    """The prompt, the source ("" if the row has none) and, if a column holds it, the answer."""
     prompt = _value(row, columns.prompt)
     if isinstance(prompt, str):
         if not prompt.strip():
@@ -186,8 +198,8 @@ def _problem(row, columns):
 def as_text(value):
     """An answer, a text or a number, as text: 5.0 -> "5", 1e16 -> "10000000000000000".
 
-    A list of one, an object with nothing but a "value", and a text that is such a list in JSON, are read as what is
-    in them. Raises ValueError for anything else: no text is made of a value that is none.
+    A list of one value, an object {"value": ...}, and a text that is such a list in JSON, count as
+    the value in them. Raises ValueError for anything else, and for an empty text.
     """
     if isinstance(value, list) and len(value) == 1:
         return as_text(value[0])
@@ -207,13 +219,13 @@ def as_text(value):
         raise ValueError(f"it must be a text or a number, it is {beginning(value)}")
     if isinstance(value, int):
         return str(value)
-    # The digits that tell a float from all others, without an exponent.
+    # the shortest digits that no other float has, without an exponent
     text = format(Decimal(repr(value)) if isinstance(value, float) else value, "f")
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def _has(row, column):
-    """Does a row have a column? "a.b" is what the object in column "a" has under "b"."""
+    """Does a row have a column? "a.b" is the field "b" of the object in column "a"."""
     for name in column.split("."):
         if not isinstance(row, dict) or name not in row:
             return False
@@ -222,7 +234,7 @@ def _has(row, column):
 
 
 def _value(row, column):
-    """What a row has in a column. Raises ValueError if there is no such column, or nothing in it."""
+    """A row's value in a column. Raises ValueError if the column or the value is absent."""
     if not _has(row, column):
         raise ValueError(f"no column '{column}', which the first row has; it has {_names(row)}")
     value = row
@@ -234,10 +246,12 @@ def _value(row, column):
 
 
 def _names(row):
+    """The names of a row's columns, for a message."""
     return ", ".join(map(str, row)) or "none"
 
 
 def _ends_with_assistant(messages):
+    """Is it a list of messages whose last one is the assistant's?"""
     last = messages[-1] if isinstance(messages, list) and messages else None
     return isinstance(last, dict) and last.get("role") == "assistant"
 
@@ -246,7 +260,10 @@ def _ends_with_assistant(messages):
 
 
 def existing_path(name):
-    """(path, part of a directory that is wanted, "" if all) that a data set's name says; None if there is no such path."""
+    """The path that a data set's name means: (path, part of a directory); None if there is none.
+
+    The part is what follows the @ of `directory@part`, or "".
+    """
     whole = Path(name.strip()).expanduser()
     if whole.exists():
         return whole, ""
@@ -257,24 +274,28 @@ def existing_path(name):
 
 
 def stem_of(name):
-    """What evaluations call a data set: `data/mine.jsonl.gz` -> "mine", `owner/name:config@test` -> "name"."""
-    found = existing_path(name)
-    if found and found[0].is_dir():
-        return found[0].absolute().name
-    if found or _kind(Path(name)):
+    """The name of a data set in evaluations.
+
+    `data/mine.jsonl.gz` -> "mine", `owner/name:config@test` -> "name".
+    """
+    path_and_part = existing_path(name)
+    if path_and_part and path_and_part[0].is_dir():
+        return path_and_part[0].absolute().name
+    if path_and_part or _kind(Path(name)):
         return Path(name).name.split(".")[0]
     on_hub = HUB_NAME.fullmatch(name.strip())
     return on_hub[1].rpartition("/")[2] if on_hub else name
 
 
 def rows(name, split):
-    """(where, row) of each row of a data set; row: {column: value}. Raises ValueError that names it.
+    """Yields (where, row) for each row of a data set. row: {column: value}.
 
-    split: "train" or "test", for a data set on the hub whose name does not say which.
+    split: "train" or "test", for a data set on the hub whose name has no split. Raises ValueError
+    that names the data set or the file.
     """
-    found = existing_path(name)
-    if found:
-        for file in files_of(*found):
+    path_and_part = existing_path(name)
+    if path_and_part:
+        for file in files_of(*path_and_part):
             yield from READERS[_kind(file)](file)
         return
     on_hub = HUB_NAME.fullmatch(name.strip())
@@ -284,30 +305,36 @@ def rows(name, split):
 
 
 def files_of(path, part=""):
-    """The files of a data set: a file alone, or those below a directory, in the order of their paths.
+    """The files of a data set: the file itself, or those below a directory, ordered by their paths.
 
-    part: that files' names, or those of directories below it, begin with. Raises ValueError for a directory that
-    has nothing to read, files of several kinds, or several splits of which none is chosen.
+    part: if it is not "", only files are taken whose name, or a folder's name on the way to them,
+    begins with it. Raises ValueError for a directory that has no file to read, files of several
+    kinds, or several splits of which none is chosen.
     """
     if not path.is_dir():
         if not _kind(path):
             raise ValueError(
-                f"{path}: its name must end in .jsonl, .json, .csv (or one of these and .gz) or .parquet"
+                f"{path}: its name must end in .jsonl, .json, .csv (or one of these and .gz) or "
+                ".parquet"
             )
         return [path]
-    below = [p for p in sorted(path.rglob("*")) if p.is_file() and _kind(p)]
-    # what Hugging Face writes beside data
-    about = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+    readable = [p for p in sorted(path.rglob("*")) if p.is_file() and _kind(p)]
+    # files that Hugging Face writes beside the data
+    metadata = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
     files = []
     splits = set()
-    for file in below:
-        steps = file.relative_to(path).parts
-        if file.name in about or any(step.startswith(".") for step in steps):
+    for file in readable:
+        # the names of folders on the way to the file, and its own name
+        names = file.relative_to(path).parts
+        if file.name in metadata or any(name.startswith(".") for name in names):
             continue
-        if part and not any(re.match(re.escape(part) + r"(?![a-zA-Z])", step) for step in steps):
+        if part and not any(re.match(re.escape(part) + r"(?![a-zA-Z])", name) for name in names):
             continue
         files.append(file)
-        splits |= {found[1] for step in steps if (found := SPLIT_NAME.match(step.lower()))}
+        for name in names:
+            split = SPLIT_NAME.match(name.lower())
+            if split:
+                splits.add(split[1])
     if not files:
         ending = f" whose name begins with {part!r}" if part else ""
         arrow = ", but .arrow files: write them by to_parquet" if any(path.rglob("*.arrow")) else ""
@@ -326,7 +353,7 @@ def files_of(path, part=""):
 
 
 def _kind(path):
-    """The reader of a file, by its name: ".jsonl", ".csv", ...; "" if there is none."""
+    """The key in READERS for a file of this name: ".jsonl", ".csv", ...; "" if there is none."""
     name = path.name.lower()
     for kind in READERS:
         if name.endswith(kind) or (kind != ".parquet" and name.endswith(f"{kind}.gz")):
@@ -335,7 +362,7 @@ def _kind(path):
 
 
 def _text(path):
-    """The text of a file in UTF-8, unpacked if its name ends in .gz. Raises ValueError."""
+    """The text of a file in UTF-8, decompressed if its name ends in .gz. Raises ValueError."""
     try:
         data = path.read_bytes()
         if path.name.lower().endswith(".gz"):
@@ -350,7 +377,7 @@ def _text(path):
 
 
 def json_rows(path):
-    """(where, row) of a file with a JSON object in each line, or with one JSON list of objects."""
+    """Yields (where, row) for a file with a JSON object in each line, or a JSON list of objects."""
     text = _text(path)
     if text.lstrip().startswith("["):
         values = _elements(text, path)
@@ -365,7 +392,7 @@ def json_rows(path):
 
 
 def _lines(text, path):
-    """(number, value) of each line that is not blank."""
+    """Yields (line number, value) for each line that is not blank."""
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
@@ -375,7 +402,7 @@ def _lines(text, path):
 
 
 def _elements(text, path):
-    """(number of its first line, value) of each element of a JSON list."""
+    """Yields (number of its first line, value) for each element of a JSON list."""
     decoder = json.JSONDecoder()
     space = re.compile(r"\s*")
     counted = 0
@@ -402,8 +429,11 @@ def _elements(text, path):
 
 
 def csv_rows(path):
-    """(where, row) of a file with commas between its values, all of them texts; its first line has the names."""
-    # The library's limit of 131,072 characters a value is there for programs that read from strangers.
+    """Yields (where, row) for a CSV file whose first line has the columns' names.
+
+    All values are texts.
+    """
+    # lift the library's limit of 131,072 characters a value, as a solution may be longer
     csv.field_size_limit(sys.maxsize)
     reader = csv.DictReader(io.StringIO(_text(path), newline=""), strict=True)
     line = 1
@@ -412,8 +442,9 @@ def csv_rows(path):
         if len(set(names)) < len(names):
             raise ValueError(f"{path}:1: two columns have the same name: {', '.join(names)}")
         for row in reader:
-            # A row begins where the one before has ended; blank lines belong to it.
-            begin, line = line + 1, reader.line_num
+            # a row begins behind the last line of the row before it; blank lines belong to it
+            begin = line + 1
+            line = reader.line_num
             if None in row or None in row.values():
                 raise ValueError(
                     f"{path}:{begin}: it must have {len(names)} values, as the first line has names"
@@ -424,7 +455,7 @@ def csv_rows(path):
 
 
 def parquet_rows(path):
-    """(where, row) of a Parquet file."""
+    """Yields (where, row) for a Parquet file."""
     import pyarrow.parquet
 
     number = 0
@@ -433,7 +464,7 @@ def parquet_rows(path):
             for row in batch.to_pylist():
                 number += 1
                 yield f"{path}: row {number}", row
-    # pyarrow's own errors are kinds of these, and so are texts that are not UTF-8
+    # pyarrow's own errors are derived from these, and so is the error for text that is not UTF-8
     except (OSError, ValueError) as e:
         if number:
             raise ValueError(
@@ -443,24 +474,27 @@ def parquet_rows(path):
 
 
 def hub_rows(name, config, split):
-    """(where, row) of a data set on the Hugging Face hub, or in its local cache."""
+    """Yields (where, row) for a data set on the Hugging Face hub, or in its local cache."""
     from datasets import load_dataset
 
     try:
         loaded = load_dataset(name, config, split=split)
-    # The library raises dozens of kinds.
+    # the library raises errors of dozens of kinds
     except Exception as e:
         raise ValueError(
-            f"data set {name}, configuration {config or 'not given'}, split {split}: there is no such file or "
-            f"directory, and the hub does not give it ({type(e).__name__}: {_first_line(e)}); a name on the hub is "
-            "written owner/name:config@split"
+            f"data set {name}, configuration {config or 'not given'}, split {split}: there is no "
+            "such file or directory, and the hub does not give it "
+            f"({type(e).__name__}: {_first_line(e)}); a name on the hub is written "
+            "owner/name:config@split"
         ) from None
     for number, row in enumerate(loaded, 1):
         yield f"{name}: row {number}", row
 
 
 def _first_line(error):
+    """The first line of an error's message."""
     return str(error).partition("\n")[0][:200]
 
 
+# {ending of a file's name: the function that yields its rows}
 READERS = {".jsonl": json_rows, ".json": json_rows, ".csv": csv_rows, ".parquet": parquet_rows}

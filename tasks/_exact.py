@@ -1,9 +1,9 @@
-"""Numbers and expressions of sympy's, of a size that can be computed, and whether two are equal.
+"""Computes and compares numbers and expressions of sympy's, as far as their size allows.
 
-Rational numbers are compared exactly. Others are equal if they agree to more digits than different
-numbers could whose parts have so few (`height`). Expressions with variables are compared at points.
-Nothing is rounded, and nothing is simplified, which might take for ever. What is too large raises
-ValueError.
+Rational numbers are compared exactly. Other numbers count as equal if they agree to more digits
+than two different numbers with parts of their size could (`height`). Expressions with variables are
+compared at points. Nothing is rounded, and nothing is simplified, because that might take for ever.
+Numbers that are too large raise ValueError.
 
 This is not a task: its name starts with `_`.
 """
@@ -14,18 +14,21 @@ import random
 import mpmath
 import sympy
 
-# A number has at most so many digits before or after its point, and so have the parts of two
-# numbers that are compared numerically, in all.
-MOST_DIGITS, MOST_COMPARED_DIGITS = 40000, 12000
-# In roots of longer rational numbers no factors are looked for, which would take sympy long.
+# the most digits of a number before or after its point
+MOST_DIGITS = 40000
+# the most digits of all parts of two numbers together that are compared numerically
+MOST_COMPARED_DIGITS = 12000
+# Of rational numbers with more digits sympy may not factor a root, which would take long.
 MOST_FACTORED_DIGITS = 100
 # the largest n of n! and of a binomial coefficient
 LARGEST_FACTORIAL = 9999
-# Expressions must agree at so many points, of which more are tried, as not all are in the domain.
-ENOUGH_POINTS, MOST_POINTS = 8, 40
+# the number of points at which expressions must agree
+ENOUGH_POINTS = 8
+# the number of points that are tried, as some are outside of an expression's domain
+MOST_POINTS = 40
 # variables that stand for positive integers
 INTEGER_NAMES = ("k", "m", "n")
-# What is raised for numbers that cannot be computed: by the functions below, and by sympy.
+# the errors for numbers that cannot be computed, from the functions below and from sympy
 UNCLEAR = (ValueError, ArithmeticError)
 
 
@@ -92,15 +95,15 @@ def root(base, exponent):
 
 
 def factorial(value):
-    """value!, of an expression or an integer up to LARGEST_FACTORIAL. Raises ValueError if not."""
+    """value! of an expression, or of an integer from 0 to LARGEST_FACTORIAL; else ValueError."""
     value = defined(value)
     if value.is_number and not (value.is_Integer and 0 <= value <= LARGEST_FACTORIAL):
-        raise ValueError(f"a factorial is not one of an integer from 0 to {LARGEST_FACTORIAL}")
+        raise ValueError(f"a factorial of something else than an integer, 0 to {LARGEST_FACTORIAL}")
     return sympy.factorial(value)
 
 
 def binomial(above, below):
-    """A binomial coefficient. Raises ValueError if it is one of numbers above LARGEST_FACTORIAL."""
+    """A binomial coefficient. Raises ValueError for numbers above LARGEST_FACTORIAL."""
     above, below = defined(above), defined(below)
     for value in (above, below):
         if value.is_number and not (value.is_real and abs(value) <= LARGEST_FACTORIAL):
@@ -119,9 +122,9 @@ def log10(number):
 
 
 def height(number):
-    """How many digits all parts of a number have before or after the point: 7 + e^-20 -> 11.
+    """The number of digits of all parts of a number, before or after the point: 7 + e^-20 -> 11.
 
-    Counts no further than MOST_COMPARED_DIGITS, as the larger the parts, the longer it takes.
+    It stops counting beyond MOST_COMPARED_DIGITS, because larger parts take longer to count.
     """
     parts = list(sympy.preorder_traversal(number))
     rationals = [part for part in parts if part.is_Rational and part != 0]
@@ -142,7 +145,7 @@ def is_same_number(a, b):
     digits = height(a) + height(b)
     if digits > MOST_COMPARED_DIGITS:
         raise ValueError("numbers of too many digits to compare")
-    # Different numbers of this height differ by more than 10 ** -digits: 40 more make sure of it.
+    # Different numbers of this height differ by more than 10 ** -digits; 40 digits are a margin.
     value = defined(difference.evalf(10, maxn=2 * digits + 80))
     if not value.is_number or value.atoms(sympy.Function):
         raise ValueError("a number without a value")
@@ -155,8 +158,8 @@ def is_same_number(a, b):
 def is_same_expression(a, b):
     """Are a and b equal wherever both have a value? Raises ValueError if that is hardly anywhere.
 
-    Expressions without i have real values: ln(x^2) is 2 ln(x), as the latter says that x > 0. But
-    where |x| has a value, the other expression must have it, too: ln|x| is not ln(x).
+    Expressions without i have real values: ln(x^2) is 2 ln(x), because 2 ln(x) implies x > 0. But
+    if one of them contains |...|, both must have a value at the same points: ln|x| is not ln(x).
     """
     both = sympy.Tuple(a, b)
     if not both.free_symbols:
@@ -188,7 +191,7 @@ def is_multiple(a, b, is_positive):
 
 
 def values_at_points(expressions, is_real):
-    """[value of each expression, or None] at MOST_POINTS points, the same ones each time."""
+    """Yields [value of each expression, or None] at MOST_POINTS points, always the same ones."""
     rng = random.Random(0)
     symbols = sorted(expressions.free_symbols, key=str)
     for i in range(MOST_POINTS):
@@ -208,7 +211,7 @@ def is_comparable(value):
 
 
 def value_at(expression, point, is_real):
-    """The value at a point; None if there is none, if it is too large, or not real but must be."""
+    """The value at a point. None: there is none, it is too large, or it is not real but must be."""
     if expression in point:
         return point[expression]
     arguments = [value_at(argument, point, is_real) for argument in expression.args]

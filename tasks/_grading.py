@@ -1,12 +1,12 @@
-"""Is the final answer of a completion the reference? What is unclear is not correct.
+"""Decides whether the final answer of a completion is the reference. If in doubt, it is not.
 
 1. `final_answer` finds the last \\boxed{} outside of thinking.
-2. `normalized_spelling` takes away what only lays an answer out.
+2. `normalized_spelling` removes layout.
 3. Answers with the same `comparable_text` are the same.
-4. tasks/_latex.py reads both answers, each in the only way it can be read, or refuses.
-5. `is_same_list` compares what they say by kind: numbers exactly, expressions at points
-   (tasks/_exact.py), intervals with their ends and brackets as they stand, points in order, lists
-   and sets in any order, equations up to a factor.
+4. tasks/_latex.py reads each answer if there is only one way to read it, and else refuses it.
+5. `is_same_list` compares the statements of both by their kind: numbers exactly, expressions at
+   points (tasks/_exact.py), intervals with their ends and brackets as they are written, points in
+   order, lists and sets in any order, equations up to a factor.
 
 0.5 is \\frac{1}{2}, 50\\%, x = \\frac12 and 0.5\\text{ cm}; it is not 0.500001, nor \\{0.5\\}.
 
@@ -25,21 +25,21 @@ from tasks._exact import UNCLEAR, defined, is_expression, is_multiple, is_same_e
 
 # ---- 1. the answer that a text ends with
 
-# characters before the last box in which there may be other boxes of its statement
+# the number of characters before the last box that are searched for more boxes of its statement
 NEAR = 2000
-# more boxes in one statement are no answer
+# the most boxes of one statement that are read as an answer
 MOST_BOXES = 20
 THINKING_TAG = (
     r"(</?(?:think|thinking|thought|reasoning)>|\[/?think\]|<\|(?:begin|end)_of_thought\|>)"
 )
 THINKING_TAG = re.compile(THINKING_TAG, re.IGNORECASE)
 SENTENCE_END = re.compile(r"[.?!:;]\s|\n")
-# what a last sentence begins with that adds to the one before instead of taking it back
+# the beginning of a sentence whose box adds to the boxes before it and does not replace them
 ANOTHER = re.compile(r"(^|[.?!\n(]\s*)(or|maybe|alternatively|case|answer \d)\b[^.?!]{0,20}$", re.I)
 
 
 def final_answer(text):
-    """What the last \\boxed{...} outside of thinking holds; "" without one.
+    """The content of the last \\boxed{...} outside of thinking; "" if there is none.
 
         "\\boxed{9}. So it is \\boxed{7}"               ->  "7"
         "\\boxed{9} or \\boxed{7}"                      ->  "9, 7": all of a statement
@@ -74,7 +74,7 @@ def final_answer(text):
 
 
 def outside_of_thinking(text):
-    """text without what stands between tags of thinking; the prompt may have held the first one."""
+    """A text without the parts between thinking tags. The first tag may be in the prompt."""
     outside = []
     is_thinking = False
     for part in THINKING_TAG.split(text):
@@ -89,7 +89,7 @@ def outside_of_thinking(text):
 
 
 def end_of_braces(text, start):
-    """The position behind the brace that closes the one at start; 0 if none does."""
+    """The position after the brace that closes the one at `start`; 0 if it is never closed."""
     depth = 0
     for sign in re.compile(r"\\.|[{}]", re.S).finditer(text, start):
         depth += (sign[0] == "{") - (sign[0] == "}")
@@ -99,7 +99,7 @@ def end_of_braces(text, start):
 
 
 def is_clearly_same(box, other):
-    """Are the contents of two boxes the same answer, and no doubt about it?"""
+    """Are the contents of two boxes the same answer beyond doubt?"""
     for reference, given in ((box, other), (other, box)):
         try:
             return is_same_answer(reference, given)
@@ -144,17 +144,17 @@ FONT_GROUP = re.compile(latex.FONT + r"\{([^{}]*)\}")
 
 
 def normalized_spelling(text):
-    """A text without what lays it out or stands around it: `\\[\\boxed{5}\\].` -> `5`."""
+    """A text without layout and without delimiters around it: `\\[\\boxed{5}\\].` -> `5`."""
     text = text.translate(SIGNS).strip()
     if "\\begin" not in text:
-        # \\\\frac of a data set that doubles its backslashes
+        # some data sets double their backslashes, as in \\\\frac
         text = re.sub(r"(?<!\\)\\\\(?=[a-zA-Z])", r"\\", text)
     around = AROUND.match(text)
     if around and end_of_braces(text, around.end()) == len(text):
         return normalized_spelling(text[around.end() + 1 : -1])
     spelled = text
     if len(DOLLAR.findall(spelled)) % 2 == 0:
-        # an odd one is money
+        # An odd number of dollar signs means that one of them is a currency
         spelled = DOLLAR.sub("", spelled)
     for pattern, new in SPELLINGS:
         spelled = pattern.sub(new, spelled)
@@ -165,7 +165,10 @@ def normalized_spelling(text):
 
 
 def comparable_text(text):
-    """What is the same in answers that are equal as texts: small letters of words, or tokens."""
+    """A form that is the same for answers that are equal as texts.
+
+    It is the letter of a choice, or words in small letters, or the tokens of a formula.
+    """
     text = normalized_spelling(text)
     words = " ".join(FONT_GROUP.sub(r"\1", text).split())
     choice = re.fullmatch(r"\(?([A-Z])[.):]?", words)
@@ -177,25 +180,28 @@ def comparable_text(text):
     return latex.join(latex.tokens_of(text)).rstrip(", ")
 
 
-def small_word(found):
-    """The letters that a match found, in small letters if they are a word; `ABC` is none."""
-    word = found[0]
+def small_word(match):
+    """The letters of a regular expression's match, in small letters if they are a word.
+
+    `ABC` is not a word.
+    """
+    word = match[0]
     is_word = not word.isupper() or word in ("YES", "NO", "TRUE", "FALSE", "NONE")
     return word.lower() if is_word else word
 
 
 # ---- 5. comparison by kind
 
-# `(C) 12` and `C. 12`: a choice with what it says
+# a choice with its text: `(C) 12`, `C. 12`
 LABELLED = re.compile(r"\(?([A-Z])(?:\)|[.:](?= )) ?([^-+= ].*)")
 
 
 def is_same_answer(reference, given, prompt=""):
-    """Is `given` the answer `reference`, both in LaTeX? If the prompt, a text, asks for percent, %
-    is a unit.
+    """Is `given` the answer `reference`? Both are LaTeX.
 
-    Raises ValueError, or another one of UNCLEAR, if `given` could be read in two ways. A reference
-    like that is equal to its own text alone.
+    If the prompt, a text, asks for percent, then % is a unit and not a factor 1/100. Raises
+    ValueError or another one of UNCLEAR if `given` could be read in two ways. A reference that
+    could be read in two ways is equal only to its own text.
     """
     if comparable_text(reference) == comparable_text(given):
         return True
@@ -221,15 +227,15 @@ def is_same_answer(reference, given, prompt=""):
 
 
 def label_and_text(answer):
-    """("C", "12") of `(C) 12`; ("", answer) of what is no choice, or might hide another one."""
-    found = LABELLED.fullmatch(" ".join(FONT_GROUP.sub(r"\1 ", answer).split()))
-    if not found or re.search("[A-Z]|,|or|and", found[2]):
+    """("C", "12") for `(C) 12`; ("", answer) for all that is no choice, or may name several."""
+    choice = LABELLED.fullmatch(" ".join(FONT_GROUP.sub(r"\1 ", answer).split()))
+    if not choice or re.search("[A-Z]|,|or|and", choice[2]):
         return "", answer
-    return found.groups()
+    return choice.groups()
 
 
 def words_of(reference):
-    """The words of a reference that may be units: in \\text{}, or behind a single number."""
+    """The words of a reference that may be units: those in \\text{}, or after a single number."""
     texts = FONT_GROUP.findall(reference)
     after_number = re.fullmatch(r"[\d.,/ ]*\d ([a-zA-Z ]+)", reference)
     if after_number:
@@ -238,12 +244,12 @@ def words_of(reference):
 
 
 def nouns_of(words):
-    """Words as they are, and without a plural's s."""
+    """A set of the words, and of the words without a plural's s."""
     return {form for word in words for form in (word, word.removesuffix("s")) if len(form) > 1}
 
 
 def is_same_list(reference, given):
-    """Do two lists of Statements say the same? Their order does not matter."""
+    """Do two lists of Statements mean the same? Their order does not matter."""
     if len(reference) != len(given):
         reference, given = members(reference), members(given)
     reference, given = with_names(reference), with_names(given)
@@ -280,7 +286,7 @@ def members(statements):
 
 
 def with_names(statements):
-    """In `x = 1, 2` both are called x; in `x < 1, x > 2` the intervals are united."""
+    """In `x = 1, 2` both values get the name x; in `x < 1, x > 2` the intervals are united."""
     named = []
     for statement in statements:
         if statement.name is None and not statement.relation and named:
@@ -296,18 +302,18 @@ def with_names(statements):
 
 
 def is_same_multiset(reference, given, is_same):
-    """Has each item of the reference a given item of its own that is the same, as is_same says?"""
+    """Do the items of both lists form pairs that are the same, as is_same(item, other) decides?"""
     rest = list(given)
     for item in reference:
-        found = next((i for i, other in enumerate(rest) if is_same(item, other)), None)
-        if found is None:
+        partner = next((i for i, other in enumerate(rest) if is_same(item, other)), None)
+        if partner is None:
             return False
-        del rest[found]
+        del rest[partner]
     return not rest
 
 
 def is_same_statement(reference, given):
-    """Do both say the same? All that is given, as in `x = 6/2 = 3`, must be right."""
+    """Do two Statements mean the same? All given values, as in `x = 6/2 = 3`, must be right."""
     if is_open_relation(reference):
         return is_same_relation(reference, given)
     has_other_name = reference.name != given.name and None not in (reference.name, given.name)
@@ -338,7 +344,7 @@ def is_same_relation(reference, given):
 
 
 def is_same_value(reference, given):
-    """Are both of one kind, and equal? A number may have a unit that the other one lacks."""
+    """Are two values of one kind, and equal? A unit may be missing on one side."""
     if isinstance(reference, latex.Collection) and isinstance(given, latex.Collection):
         return is_same_collection(reference, given)
     if isinstance(reference, sympy.MatrixBase) and isinstance(given, sympy.MatrixBase):
@@ -353,8 +359,8 @@ def is_same_value(reference, given):
 
 
 def is_same_collection(reference, given):
-    """Are both written in the same brackets, with the same items, in order where that matters?"""
-    # a reference `1 < x < 2` says how (1, 2) is meant
+    """Have two Collections the same brackets and the same items, in order where that matters?"""
+    # (1, 2) may be a point or an interval: a reference `1 < x < 2` decides that it is an interval
     is_same_kind = reference.kind == given.kind or (reference.kind, given.kind) == ("open", "()")
     if not is_same_kind or len(reference.items) != len(given.items):
         return False
@@ -368,7 +374,7 @@ def is_same_collection(reference, given):
 
 
 def split_unit(value):
-    """5 cm/h -> (5, cm/h); 1 as the unit of what has none, or is a sum of several."""
+    """5 cm/h -> (5, cm/h). The unit is 1 if there is none, or if the value is a sum of several."""
     number, unit = value.as_independent(*value.atoms(latex.Unit), as_Add=False)
     is_product = unit.is_Mul or unit.is_Pow or unit.is_Symbol
     if is_product and not latex.letters(unit) and not unit.atoms(sympy.Add):

@@ -1,9 +1,11 @@
-"""Programs that nobody trusts, where they can harm nothing: `await run_python(code)` is what one has printed.
+"""Runs programs that nobody trusts, so that they can harm nothing.
 
-bubblewrap (Debian's package of that name) gives each one namespaces of its own: no network, no other process, no file
-but Python's and an empty directory that is gone afterwards; a seccomp filter lets it start no process; limits on time,
-memory, files and output end it. Where bubblewrap is not there or not permitted, `require` says so, and PIPELINE_NO_JAIL=1
-runs programs with the limits alone. Deliberately absent: other languages, packages beyond Python's own.
+`await run_python(code)` returns what a program prints. bubblewrap (Debian's package of that name)
+gives each program namespaces of its own: it has no network, and sees no other process and no files
+but Python's own and an empty directory, which is deleted afterwards. A seccomp filter keeps it from
+starting processes, and limits on time, memory, files and output end it. If bubblewrap is missing or
+not permitted, `require` says so; PIPELINE_NO_JAIL=1 then runs programs with the limits alone.
+Deliberately absent: other languages, packages beyond Python's standard library.
 """
 
 import asyncio
@@ -17,32 +19,49 @@ import subprocess
 import sys
 import tempfile
 
-# bytes of memory, of all files together, of what is printed; time limit
-MEMORY, FILES, OUTPUT, SECONDS = 512 << 20, 16 << 20, 10_000, 5.0
-# programs at the same time: others wait
+# limits of a program: bytes of memory
+MEMORY = 512 << 20
+# bytes of all its files together
+FILES = 16 << 20
+# bytes of its output that are kept
+OUTPUT = 10_000
+# seconds
+SECONDS = 5.0
+# number of programs that run at the same time
 PLACES = asyncio.Semaphore(2 * len(os.sched_getaffinity(0)))
-# system calls that a program may not make; the last ones give memory that no limit counts
+# system calls that a program may not make
 DENIED = "fork vfork unshare setns ptrace bpf io_uring_setup".split()
+# these give memory that no limit counts
 DENIED += "shmget msgget memfd_create memfd_secret".split()
-# of seccomp.h: actions, a comparison; of clone's flags
-ALLOW, ERRNO, MASKED_EQUAL, THREAD = 0x7FFF0000, 0x50000, 7, 0x10000
+# constants of seccomp.h: SCMP_ACT_ALLOW, SCMP_ACT_ERRNO(0), SCMP_CMP_MASKED_EQ
+ALLOW = 0x7FFF0000
+ERRNO = 0x50000
+MASKED_EQUAL = 7
+# CLONE_THREAD, a flag of clone
+THREAD = 0x10000
 
 
 def filter_file():
-    """An open file with libseccomp's filter: threads may be made, processes not. Raises OSError without that library."""
+    """An open file with a seccomp filter that permits new threads, but no new processes.
+
+    With PIPELINE_NO_JAIL=1 it is empty. Raises OSError if libseccomp is missing.
+    """
     file = os.fdopen(os.memfd_create("seccomp"), "wb")
     if os.environ.get("PIPELINE_NO_JAIL") == "1":
         return file
     library = ctypes.CDLL("libseccomp.so.2")
     library.seccomp_init.restype = ctypes.c_void_p
     rules = ctypes.c_void_p(library.seccomp_init(ALLOW))
-    # struct scmp_arg_cmp: argument & mask == value
-    no_thread = struct.pack("IiQQ", 0, MASKED_EQUAL, THREAD, 0)
+    # struct scmp_arg_cmp: argument 0 of the call, its flags, & THREAD == 0
+    makes_no_thread = struct.pack("IiQQ", 0, MASKED_EQUAL, THREAD, 0)
+    # (system call, the error that it returns, number of conditions under which it is denied)
     denied = [(name, errno.EPERM, 0) for name in DENIED]
-    # glibc goes from clone3 back to clone
-    for name, error, n in [*denied, ("clone3", errno.ENOSYS, 0), ("clone", errno.EPERM, 1)]:
+    # without clone3, glibc uses clone, whose flags a filter can see
+    denied.append(("clone3", errno.ENOSYS, 0))
+    denied.append(("clone", errno.EPERM, 1))
+    for name, error, conditions in denied:
         call = library.seccomp_syscall_resolve_name(name.encode())
-        library.seccomp_rule_add_array(rules, ERRNO | error, call, n, no_thread)
+        library.seccomp_rule_add_array(rules, ERRNO | error, call, conditions, makes_no_thread)
     library.seccomp_export_bpf(rules, file.fileno())
     library.seccomp_release(rules)
     file.seek(0)
@@ -50,50 +69,71 @@ def filter_file():
 
 
 def command(filter_fd):
-    """Of a jail with a Python in it, which runs what comes over stdin."""
+    """The command line of a jail with a Python in it, which runs the program that stdin holds."""
     python = os.path.join(sys.base_prefix, "bin", f"python3.{sys.version_info.minor}")
     limits = f"--as={MEMORY} --cpu={round(SECONDS) + 1} --fsize={FILES} --nofile=64 --core=0"
-    words = ["prlimit", *limits.split()]
+    arguments = ["prlimit", *limits.split()]
     if os.environ.get("PIPELINE_NO_JAIL") == "1":
-        return [*words, python, "-I", "-"]
-    words += ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv"]
+        return [*arguments, python, "-I", "-"]
+    arguments += ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv"]
     for path in sorted({"/usr", "/lib", "/lib64", sys.base_prefix}):
-        words += ["--ro-bind-try", path, path]
+        arguments += ["--ro-bind-try", path, path]
     for path in ("/dev/null", "/dev/zero", "/dev/urandom"):
-        words += ["--dev-bind", path, path]
-    words += ["--size", str(FILES), "--tmpfs", "/work", "--remount-ro", "/", "--chdir", "/work"]
-    return [*words, "--cap-drop", "ALL", "--seccomp", str(filter_fd), "--", python, "-I", "-"]
+        arguments += ["--dev-bind", path, path]
+    arguments += ["--size", str(FILES), "--tmpfs", "/work", "--remount-ro", "/"]
+    arguments += ["--chdir", "/work", "--cap-drop", "ALL", "--seccomp", str(filter_fd)]
+    return [*arguments, "--", python, "-I", "-"]
 
 
 async def run_python(code, seconds=SECONDS):
-    """What a program prints, errors too, at most OUTPUT bytes of it; a last line in brackets says if its time was over."""
+    """The output of a program, errors included: its first OUTPUT bytes.
+
+    If its time was over, a last line in brackets says so.
+    """
     async with PLACES:
         return await asyncio.to_thread(run, code, seconds)
 
 
 def run(code, seconds):
-    with filter_file() as file, tempfile.TemporaryFile() as printed:
-        how = dict(pass_fds=[file.fileno()], stdout=printed, stderr=printed)
-        ended = ""
+    """The blocking part of `run_python`, for a thread."""
+    with filter_file() as file, tempfile.TemporaryFile() as output:
+        note = ""
         try:
-            subprocess.run(command(file.fileno()), input=code.encode(), timeout=seconds, **how)
+            subprocess.run(
+                command(file.fileno()),
+                input=code.encode(),
+                stdout=output,
+                stderr=output,
+                pass_fds=[file.fileno()],
+                timeout=seconds,
+            )
         except subprocess.TimeoutExpired:
-            ended = f"\n[ended after {seconds:g} s]"
-        printed.seek(0)
-        return printed.read(OUTPUT).decode(errors="replace") + ended
+            note = f"\n[ended after {seconds:g} s]"
+        output.seek(0)
+        return output.read(OUTPUT).decode(errors="replace") + note
 
 
 @functools.cache
 def require():
-    """Raise ValueError, one line, where programs would not be jailed and nobody has said that this is all right."""
+    """Raise ValueError if programs cannot be jailed here and PIPELINE_NO_JAIL is not 1."""
     if os.environ.get("PIPELINE_NO_JAIL") == "1":
         return
-    words = "PIPELINE_NO_JAIL=1 runs programs with your own rights instead"
     if not shutil.which("bwrap"):
-        raise ValueError(f"programs of the model need bubblewrap: apt install bubblewrap; {words}")
+        raise ValueError(
+            "programs of the model need bubblewrap: apt install bubblewrap; PIPELINE_NO_JAIL=1 "
+            "runs programs with your own rights instead"
+        )
     with filter_file() as file:
-        how = dict(pass_fds=[file.fileno()], capture_output=True, timeout=60)
-        done = subprocess.run(command(file.fileno()), input=b"print('jailed')", **how)
-    if done.stdout != b"jailed\n":
-        why = done.stderr.decode(errors="replace").strip()[-200:]
-        raise ValueError(f"bubblewrap is not permitted here: {why}; {words}")
+        trial = subprocess.run(
+            command(file.fileno()),
+            input=b"print('jailed')",
+            capture_output=True,
+            pass_fds=[file.fileno()],
+            timeout=60,
+        )
+    if trial.stdout != b"jailed\n":
+        reason = trial.stderr.decode(errors="replace").strip()[-200:]
+        raise ValueError(
+            f"bubblewrap is not permitted here: {reason}; PIPELINE_NO_JAIL=1 runs programs with "
+            "your own rights instead"
+        )

@@ -3,11 +3,11 @@ intervals and matrices.
 
     read("x = \\frac{6}{2} = 3")  ->  [Statement(name="x", values=(3, 3), relation="=")]
 
-`Reader` is the grammar: its methods go from lists down to single factors. What could be read in two
-ways is refused with ValueError (`9 7`, `1/2x`, `7'`, words that are no unit), and so is what would
-be too large to compute (tasks/_exact.py): an answer can neither mean several things nor keep the
-machine busy. Decimals are fractions, and units are factors. Deliberately absent: sums, integrals,
-limits and `f(2)`, which are no final answers, and decimal commas.
+`Reader` is the grammar: its methods go from lists down to single factors. It raises ValueError for
+an answer that could be read in two ways (`9 7`, `1/2x`, `7'`, words that are no unit), or that
+would be too large to compute (tasks/_exact.py). So an answer cannot mean several things, and cannot
+keep the machine busy. Decimals are fractions, and units are factors. Deliberately absent: sums,
+integrals, limits and `f(2)`, which are no final answers, and decimal commas.
 
 This is not a task: its name starts with `_`.
 """
@@ -19,9 +19,11 @@ import sympy
 
 from tasks._exact import binomial, defined, factorial, is_expression, power
 
-# characters of an answer, and brackets within brackets
-LONGEST, DEEPEST = 500, 30
-# More letters side by side are a word, and no product of variables.
+# the most characters of an answer
+LONGEST = 500
+# the most brackets within each other
+DEEPEST = 30
+# More letters side by side are a word, and not a product of variables.
 LONGEST_PRODUCT = 4
 
 
@@ -34,7 +36,7 @@ DEGREE = Unit("degree")
 
 
 class Collection(NamedTuple):
-    """Several values. kind says how they are written:
+    """Several values. kind tells how they are written:
 
     "()", "[]", "[)", "(]"  in these brackets, a point or an interval
     "open"                  an open interval, which cannot be a point
@@ -51,19 +53,19 @@ class Collection(NamedTuple):
 class Statement(NamedTuple):
     """A value, or a relation. Values are expressions and matrices of sympy's, and Collections."""
 
-    # `x` of `x = 3`, else None
+    # `x` in `x = 3`; None if there is no name
     name: str | None
-    # what is equal, without the name; () of an inequality
+    # the values that are equal, without the name; () for an inequality
     values: tuple
-    # "" of a value, "=", or the signs of an inequality, as "< \\le"
+    # "" for a value, "=", or the signs of an inequality, such as "< \\le"
     relation: str = ""
-    # left side - right side of each sign between expressions
+    # left side - right side, for each sign between expressions
     differences: tuple = ()
 
 
 # ---- tokens
 
-# A unit and its other names, without a plural's s.
+# Units, each followed by its other names, without a plural's s.
 UNITS = """
 mm millimeter millimetre | cm centimeter centimetre | m meter metre | km kilometer kilometre
 in inch inche | ft foot feet | yd yard | mi mile | l liter litre | ml milliliter millilitre | gallon
@@ -88,7 +90,7 @@ CURRENCIES = {
     "¥": "yen",
     "₹": "rupee",
 }
-# These change a number, and are no unit, whatever a problem is about.
+# Words that change a number, and are never a unit.
 NO_UNITS = """
 or and not no if unless else but to from about approximately roughly maybe than more less at least
 most plus minus negative positive squared cubed half third quarter tenth hundredth thousandth
@@ -104,7 +106,7 @@ FUNCTIONS |= dict(tg=sympy.tan, ctg=sympy.cot, arctg=sympy.atan, arcctg=sympy.ac
 FUNCTIONS |= dict(exp=lambda value: power(sympy.E, value))
 BASES = {"log": sympy.Integer(10), "lg": sympy.Integer(10), "ln": sympy.E}
 FUNCTION_COMMANDS = {"\\" + name for name in (*FUNCTIONS, *BASES)}
-# what needs no backslash
+# words that are commands even without a backslash
 COMMAND_WORDS = {*FUNCTIONS, *BASES, "sqrt", "pi", "infty", "infinity"}
 
 SYNONYMS = r"""
@@ -120,7 +122,7 @@ FONT = r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|it|bf|sf)|boldsymbol|bm|[mh]box
 
 
 def token_pattern(thousands):
-    """Tokens where these signs may stand between thousands."""
+    """The regular expression of a token. thousands: signs that may stand between thousands."""
     return re.compile(
         rf"""[ ]*(?:
         (?P<number>
@@ -136,8 +138,9 @@ def token_pattern(thousands):
     )
 
 
-# Between brackets a comma separates: (1,234) is a point.
-TOKEN, TOKEN_IN_BRACKETS = token_pattern(r"\{,\}|,|[ ]"), token_pattern(r"\{,\}|[ ]")
+TOKEN = token_pattern(r"\{,\}|,|[ ]")
+# In brackets a comma separates: (1,234) is a point, and not a number.
+TOKEN_IN_BRACKETS = token_pattern(r"\{,\}|[ ]")
 
 
 def tokens_of(text, nouns=()):
@@ -146,14 +149,16 @@ def tokens_of(text, nouns=()):
     nouns: words that are units here, and need no \\text.
     """
     tokens = []
-    depth = position = 0
+    depth = 0
+    position = 0
     text = text.rstrip()
     while position < len(text):
-        found = (TOKEN_IN_BRACKETS if depth else TOKEN).match(text, position)
-        position = found.end()
-        for token in spelled(found, nouns):
+        match = (TOKEN_IN_BRACKETS if depth else TOKEN).match(text, position)
+        position = match.end()
+        for token in spelled(match, nouns):
             last = tokens[-1] if tokens else ""
-            is_list_word = token == "," and (found["font"] or found["letters"])
+            # "or" and "and" are commas, too
+            is_list_word = token == "," and (match["font"] or match["letters"])
             if last.startswith("\\text{") and token.startswith("\\text{"):
                 tokens[-1] = last[:-1] + " " + token.removeprefix("\\text{")
             elif last != "," or not is_list_word:
@@ -162,30 +167,30 @@ def tokens_of(text, nouns=()):
     return tokens
 
 
-def spelled(found, nouns):
-    """The tokens that one match stands for."""
-    text = found[0].lstrip()
-    if found["number"]:
+def spelled(match, nouns):
+    """The tokens that a match of TOKEN stands for."""
+    text = match[0].lstrip()
+    if match["number"]:
         return [text.replace(" ", "") if "\\" in text else re.sub("[ ,{}]", "", text)]
-    if found["environment"]:
-        return [f"\\{found['edge']}{{{found['environment']}}}"]
-    if found["letters"]:
-        return spelled_letters(text, nouns, before=found.string[: found.start("letters")])
-    if not found["font"]:
+    if match["environment"]:
+        return [f"\\{match['edge']}{{{match['environment']}}}"]
+    if match["letters"]:
+        return spelled_letters(text, nouns, before=match.string[: match.start("letters")])
+    if not match["font"]:
         return [SYNONYMS.get(text, text)]
-    content = " ".join(found["content"].strip(" .").split())
+    content = " ".join(match["content"].strip(" .").split())
     if content in ("or", "and", ","):
         return [","]
-    if content in COMMAND_WORDS and (content not in UNITS or "operatorname" in found["font"]):
+    if content in COMMAND_WORDS and (content not in UNITS or "operatorname" in match["font"]):
         return [SYNONYMS.get("\\" + content, "\\" + content)]
-    is_unit = content in UNITS and not re.match(r"\\(mathbf|mathit|b)", found["font"])
+    is_unit = content in UNITS and not re.match(r"\\(mathbf|mathit|b)", match["font"])
     if re.fullmatch(r"[a-zA-Z]|[\d.]+|", content) and not is_unit:
         return [content] if content else []
     return [f"\\text{{{content}}}"]
 
 
 def spelled_letters(word, nouns, before):
-    """Letters outside of \\text: a separator, a function, a unit, or else variables."""
+    """The tokens of letters outside of \\text: a separator, a function, a unit, or variables."""
     if word in ("or", "and"):
         return [","]
     if word in COMMAND_WORDS:
@@ -199,7 +204,7 @@ def spelled_letters(word, nouns, before):
 
 
 def join(tokens):
-    """Tokens as a text with the same tokens: ["x", "_", "{", "1", "}", ",", "2"] -> "x_1, 2"."""
+    """A text that has these tokens: ["x", "_", "{", "1", "}", ",", "2"] -> "x_1, 2"."""
     kept = list(tokens)
     for i in reversed(range(len(kept) - 3)):
         if (
@@ -217,7 +222,7 @@ def join(tokens):
 
 
 def number_of(token):
-    """`0.1\\overline{6}` -> 1/6, `1.5e3` -> 1500: a fraction. Raises ValueError if it is huge."""
+    """A number as a fraction: `0.1\\overline{6}` -> 1/6. Raises ValueError if it is too large."""
     repeating = re.fullmatch(r"(\d*)\.(\d*)(?:\\[a-z]+\{?|\()(\d+)[})]?", token)
     if repeating:
         whole, fixed, period = repeating.groups()
@@ -230,7 +235,7 @@ def number_of(token):
 
 
 def operand(value):
-    """What value means within a larger expression, where `[x]` is no list, but x in brackets."""
+    """A value as part of a larger expression, in which `[x]` is x in brackets, and not a list."""
     is_group = isinstance(value, Collection) and value.kind == "[]" and len(value.items) == 1
     return value.items[0] if is_group else value
 
@@ -298,9 +303,9 @@ def without_points(whole, points):
 
 RELATIONS = ("=", "<", ">", "\\le", "\\ge", "\\ne", "\\in", "\\approx", "\\equiv")
 FLIPPED = {">": "<", "\\ge": "\\le"}
-# What may stand left of = and name the value: x, a_n, \vec{v}, \text{Area}, \frac{AB}{CD}, f(x),
-# f(2), f^{-1}(x), AB, |z|, (x,y), and what is combined of several such, as m+n and xy.
-# The quantifiers with another + behind them do not backtrack, which could take for ever.
+# The name of a value may stand left of `=`: x, a_n, \vec{v}, \text{Area}, \frac{AB}{CD}, f(x),
+# f(2), f^{-1}(x), AB, |z|, (x,y), and combinations of them, such as m+n and xy.
+# Quantifiers that end with + do not backtrack, because that could take for ever.
 VARIABLE = (
     r"(?:[a-zA-Z]|\\[a-zA-Z]++(?:\{[a-zA-Z]++\}){0,2}+)(?:_(?:[a-zA-Z]|\d++|\{[^{}]*+\}))?+'*+"
 )
@@ -363,10 +368,10 @@ MATRICES = ("matrix", "pmatrix", "bmatrix", "smallmatrix", "array")
 
 
 class Reader:
-    """Reads the tokens of one answer from left to right; each method reads what it is called after.
+    """Reads the tokens of one answer from left to right. A method reads the thing of its name.
 
-    nouns: words that are units. percent: what `%` stands for. All methods raise ValueError for what
-    they do not read.
+    nouns: words that are units. percent: the value of `%`. All methods raise ValueError for tokens
+    that they do not read.
     """
 
     def __init__(self, tokens, nouns, percent):
@@ -374,10 +379,13 @@ class Reader:
         self.nouns = nouns
         self.percent = percent
         self.position = 0
-        # open brackets; open bars since the last of them
-        self.depth = self.bars = 0
-        # what \pm stands for, and whether there was one since the last comma
+        # the number of open brackets
+        self.depth = 0
+        # the number of open bars (|) in the innermost brackets
+        self.bars = 0
+        # the sign that \pm stands for
         self.sign = 1
+        # whether there was a \pm since the last comma
         self.has_two_signs = False
 
     @property
@@ -395,11 +403,12 @@ class Reader:
         return token
 
     def nested(self, read_inside, bars=0):
-        """What read_inside reads between brackets. bars: how many | may end there."""
+        """What read_inside() reads between brackets. bars: the number of | that may be closed."""
         self.depth += 1
         if self.depth > DEEPEST:
             raise ValueError(f"more than {DEEPEST} brackets within each other")
-        bars_outside, self.bars = self.bars, bars
+        bars_outside = self.bars
+        self.bars = bars
         value = read_inside()
         self.bars = bars_outside
         self.depth -= 1
@@ -408,6 +417,7 @@ class Reader:
     # ---- lists and relations
 
     def answer(self):
+        """All statements of the answer."""
         statements = self.separated(self.statement)
         if self.token:
             raise ValueError(f"nothing is read where {self.token} stands")
@@ -506,6 +516,7 @@ class Reader:
     # ---- sums, products, powers
 
     def sum(self):
+        """`x + 2y - 3`."""
         total = (
             self.signed_product() if self.token in ("+", "-", "\\pm", "\\mp") else self.product()
         )
@@ -514,6 +525,7 @@ class Reader:
         return total
 
     def signed_product(self):
+        """A product with a sign before it; `\\pm` has the sign that is read at the moment."""
         sign = {"+": 1, "-": -1, "\\pm": self.sign, "\\mp": -self.sign}[self.token]
         self.has_two_signs |= self.take() in ("\\pm", "\\mp")
         return multiplied(sign, self.product())
@@ -544,7 +556,7 @@ class Reader:
                 total = multiplied(total, self.power())
 
     def begins_factor(self):
-        """Does a factor begin with the next token? Numbers side by side are not multiplied."""
+        """Does the next token begin a factor? Raises ValueError for numbers side by side."""
         is_other = self.token in NO_FACTOR or self.token.startswith(("\\end{", "\\text{"))
         if is_other or (self.token == "|" and self.bars):
             return False
@@ -559,7 +571,7 @@ class Reader:
         return True
 
     def power(self):
-        """A factor with what stands behind it: `x!`, `x^2`, `90^\\circ`."""
+        """A factor with a sign after it: `x!`, `x^2`, `90^\\circ`."""
         value = self.factor()
         if self.token == "!":
             self.take()
@@ -674,7 +686,7 @@ class Reader:
         return value
 
     def argument(self):
-        """What \\frac, \\sqrt or \\pmod take: `{...}`, or one sign, which is one digit of `12`."""
+        """The argument of \\frac, \\sqrt or \\pmod: `{...}` or one sign (of `12`, one digit)."""
         if self.token == "{":
             return defined(self.braces())
         if self.token.isdigit():
@@ -844,8 +856,8 @@ class Reader:
 def read(text, nouns=(), percent=sympy.Rational(1, 100)):
     """The statements that an answer makes, in the spelling of tasks/_grading.py.
 
-    nouns: words that are units in this problem. percent: what `%` stands for. Raises ValueError if
-    it is not read.
+    nouns: words that are units in this problem. percent: the value of `%`. Raises ValueError if the
+    answer cannot be read.
     """
     if len(text) > LONGEST:
         raise ValueError(f"an answer of {len(text)} characters, at most {LONGEST} are read")

@@ -1,10 +1,16 @@
-"""Agents in a program of their own: any client, framework or environment that takes an OpenAI URL, unchanged.
+"""Agents that are a program of their own, with any framework that takes an OpenAI URL.
 
     AGENT="/path/to/python /path/to/my_agent.py" bash run.sh smol --task agent
 
-$AGENT, which may have a virtual environment of its own, is started twice: with `problems train SEED` it prints its
-problems, JSON with "prompt" each; with `attempts` it reads {"base_url", "api_key", "problem"}, a line each, and answers
-{"api_key", "reward" or "error"}, in any order (examples/agents/loop.py does that; openai_tools.py is the default).
+The program may have a Python environment of its own. It is started twice:
+
+    $AGENT problems train SEED   prints its problems, one line of JSON each, with "prompt"
+    $AGENT attempts              reads lines {"base_url", "api_key", "problem"}, makes an attempt
+                                 for each, and prints lines {"api_key", "reward" or "error"}, in
+                                 any order
+
+examples/agents/loop.py does the reading and printing. examples/agents/openai_tools.py is the
+default program.
 """
 
 import asyncio
@@ -20,55 +26,68 @@ import config as cfg
 from plumbing.episode import AttemptLost
 
 
-def command(*words):
+def command(*arguments):
+    """The command line of the agent's program, with these arguments."""
     example = f"{sys.executable} {cfg.ROOT}/examples/agents/openai_tools.py"
-    return [*shlex.split(os.environ.get("AGENT", example)), *words]
+    return [*shlex.split(os.environ.get("AGENT", example)), *arguments]
 
 
 @functools.cache
 def problems(split, seed=0):
-    """Raises ValueError with the agent's last words."""
-    how = dict(capture_output=True, text=True, timeout=600)
-    done = subprocess.run(command("problems", split, str(seed)), **how)
-    if done.returncode:
-        raise ValueError(f"$AGENT: {' '.join(done.stderr.split())[-300:]}")
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    """The problems that the agent prints. Raises ValueError with its last output if it fails."""
+    listing = subprocess.run(
+        command("problems", split, str(seed)), capture_output=True, text=True, timeout=600
+    )
+    if listing.returncode:
+        raise ValueError(f"$AGENT: {' '.join(listing.stderr.split())[-300:]}")
+    return [json.loads(line) for line in listing.stdout.splitlines()]
 
 
 @functools.cache
 def agent():
-    """The process that makes all attempts, as a task that starts it; another one if it has ended."""
+    """The asyncio task that starts the process which makes all attempts; see `start`.
+
+    It is kept until the process ends (`read`); then the next attempt starts another one.
+    """
     return asyncio.create_task(start())
 
 
 async def start():
-    """(the process, {key of an attempt: Queue of its answer})."""
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, limit=1 << 24)
-    process = await asyncio.create_subprocess_exec(*command("attempts"), **pipes)
-    asked = {}
-    process.reader = asyncio.create_task(read(process, asked))
-    return process, asked
+    """Start the process. Returns (process, {api_key of an attempt: Queue for its answer})."""
+    process = await asyncio.create_subprocess_exec(
+        *command("attempts"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        # most bytes of a line
+        limit=1 << 24,
+    )
+    waiting = {}
+    process.reader = asyncio.create_task(read(process, waiting))
+    return process, waiting
 
 
-async def read(process, asked):
-    """Hands out answers; whatever else an agent prints, and second answers, are passed over."""
+async def read(process, waiting):
+    """Give each answer to its attempt until the process ends. All other lines are ignored."""
     async for line in process.stdout:
         with contextlib.suppress(ValueError, LookupError, TypeError):
             answer = json.loads(line)
-            asked.pop(answer["api_key"]).put_nowait(answer)
+            waiting.pop(answer["api_key"]).put_nowait(answer)
     agent.cache_clear()
-    for queue in asked.values():
+    for queue in waiting.values():
         queue.put_nowait({})
 
 
 async def episode(problem, model):
-    """The agent's own reward."""
-    process, asked = await agent()
-    question = dict(base_url=model.base_url, api_key=model.api_key, problem=problem)
-    queue = asked[model.api_key] = asyncio.Queue()
-    process.stdin.write(json.dumps(question).encode() + b"\n")
+    """The reward that the agent prints for this attempt."""
+    process, waiting = await agent()
+    queue = asyncio.Queue()
+    waiting[model.api_key] = queue
+    request = dict(base_url=model.base_url, api_key=model.api_key, problem=problem)
+    process.stdin.write(json.dumps(request).encode() + b"\n")
     answer = await queue.get()
+    if not answer:
+        # its process has ended: no fault of the model
+        raise AttemptLost("$AGENT: it has ended")
     if "reward" not in answer:
-        kind = RuntimeError if answer else AttemptLost
-        raise kind(f"$AGENT: {answer.get('error', 'it has ended')}")
+        raise RuntimeError(f"$AGENT: {answer.get('error', 'its answer has no reward')}")
     return answer["reward"]

@@ -4,14 +4,15 @@
 `--train_data` and `--eval_data`: names with settings and shares, such as
 `chain_sum/max_terms=2/max_digits=1:0.7,spell_backward/max_word_len=5:0.3`. A value is JSON, or a
 word without quotes. Evaluations report each set under its name and settings, as they are written.
-DRAWN questions are shared out among the sets; the setting `size` gives a set that many instead, for
-there are sets that take a second for each. A question is held out if its checksum says so, so that
-none is trained on and held out as well; held-out ones are drawn from another seed.
+DRAWN questions are divided among the sets by their shares. The setting `size` gives a set its own
+number of questions, because some sets need a second for each. A question's checksum decides whether
+it is held out, so that no question is both trained on and held out; held-out questions are drawn
+from another seed.
 
-`answer` decides what the answer in a completion is. It has one reading, which depends on the form
-of the right answer and never on its value. The best score of several readings would find a few more
-right answers, but it would pay for two different guesses in one completion, and attempts that vote
-(maj@k) would know what is right.
+`answer` finds the answer in a completion. It reads a completion in one way, which depends on the
+form of the right answer and never on its value. To try several readings and take the best score
+would find a few more right answers. But it would also reward two different guesses in one
+completion, and attempts that vote (maj@k) would know what is right.
 
 No text of a model is run as Python, although nine of the verifiers would run it. Deliberately
 absent: the set `composite`, because commas make a mixture.
@@ -48,7 +49,7 @@ from reasoning_gym.algorithmic import binary_matrix, spiral_matrix, string_inser
 from reasoning_gym.factory import DATASETS
 from reasoning_gym.games import n_queens
 
-# questions drawn, before those of the other split and those that are there twice are left out
+# the number of questions that are drawn; duplicates and those of the other split are then left out
 DRAWN = 5000
 # one question in so many is held out
 HELD_OUT = 5
@@ -152,12 +153,11 @@ def read_share(source, text):
 
 
 def problems(split, seed=0, data=""):
-    """Entries of the data sets, with `prompt`, and with `source`: the set as it is written, which
-    says its verifier.
+    """Entries of the data sets, with two more fields, `prompt` and `source`.
 
-    Every process gets the same ones. Some data sets draw from Python's sets, whose order changes
-    from process to process; so they are drawn in a child whose order is fixed. Raises ValueError
-    that names the set.
+    source is the set as it is written; it determines the verifier. Every process gets the same
+    entries: some data sets draw from Python's sets, whose order changes from process to process, so
+    they are drawn in a child process in which it is fixed. Raises ValueError that names the set.
     """
     if not data.strip():
         example = "chain_sum/max_terms=2"
@@ -179,8 +179,9 @@ def problems(split, seed=0, data=""):
 
 
 def draw(sets, split, seed):
-    """The problems of a split, set after set. sets: what `parse` returns. What the data sets print
-    is left out.
+    """The problems of a split, set after set. sets: the result of `parse`.
+
+    The output that data sets print is discarded.
     """
     drawn = []
     total = sum(share for *_, share in sets)
@@ -191,7 +192,7 @@ def draw(sets, split, seed):
                 options = dict(size=size, seed=seed + 10**6 * (split == "test")) | settings
                 try:
                     entries = list(all_entries(source, name, options))
-                # data sets refuse settings by any exception, at once or at some entry
+                # data sets raise exceptions of any kind for bad settings, at once or at some entry
                 except Exception as e:
                     reason = " ".join(str(e).split())[:300] or type(e).__name__
                     raise ValueError(f"{source}: {reason}") from None
@@ -210,9 +211,7 @@ def draw(sets, split, seed):
 
 
 def all_entries(source, name, options):
-    """The entries of a data set, one by one. Of a slow one a line says now and then how long it
-    will take.
-    """
+    """Yields the entries of a data set. Prints now and then how long a slow one will take."""
     # a few data sets draw from the global generators
     random.seed(options["seed"])
     np.random.seed(options["seed"])
@@ -235,7 +234,8 @@ def all_entries(source, name, options):
 # ---- the answer in a completion
 
 TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
-# what an answer may follow: a code block's first line, an empty line, a line's end, words, signs
+# patterns that may stand before an answer: a code block's first line, an empty line, the end of a
+# line, words, signs
 INTRODUCTIONS = [
     r"```\w*\n",
     r"\n\s*\n",
@@ -245,7 +245,7 @@ INTRODUCTIONS = [
     r"=",
     r":(?!\d)|(?<!\d):",
 ]
-# what an answer may be wrapped in
+# characters that may stand around an answer
 WRAPPING = " \t\r\n*`\"'."
 # the form of an answer, for the data sets whose entries have none
 FORMS = {
@@ -258,13 +258,13 @@ FORMS = {
 
 
 def answer(problem, completion):
-    """The answer that a completion gives, a text, or None. It is also the attempt's vote (maj@k).
+    """The answer of a completion, a text, or None. It is also the attempt's vote (maj@k).
 
-    It is the text in the last <answer> ... </answer>. Without such tags it is the text after the
-    last introduction of a kind that the right answer itself does not contain: after the last line's
-    end if the right answer has one line, after the last "is" if there is no "is" in the right
-    answer. Of its wrapping, only what the right answer has, too, is left. What stands in
-    <think> ... </think> does not count.
+    It is the text in the last <answer> ... </answer>. Without such tags, each of INTRODUCTIONS that
+    the right answer does not contain cuts off the text before its last match: for example all lines
+    but the last one, if the right answer has one line, and the words up to the last "is", if there
+    is no "is" in the right answer. Wrapping is removed, but for characters that wrap the right
+    answer, too. Text in <think> ... </think> does not count.
     """
     right = problem["answer"]
     right = FORMS.get(name_of(problem), "") if right is None else str(right)
@@ -277,12 +277,12 @@ def answer(problem, completion):
         for introduction in INTRODUCTIONS:
             if not re.search(introduction, right):
                 reading = unwrap(re.split(introduction, reading)[-1], right)
-    # nothing is an answer only where nothing is right
+    # an empty text is an answer only if the right answer is empty
     return reading if reading or not right else None
 
 
 def unwrap(text, right):
-    """A text without its wrapping, but for what wraps the right answer.
+    """A text without its wrapping, but for characters that also wrap the right answer.
 
     ("**The end.**", "So.") -> "The end."
     """
@@ -302,7 +302,7 @@ def split_wrapping(text):
 
 # ---- the reward
 
-# their verifiers evaluate the answer: as a literal, so that it cannot do anything
+# Their verifiers call eval on the answer: let it read a literal, which cannot do anything.
 for module in (binary_matrix, n_queens, spiral_matrix, string_insertion):
     module.eval = ast.literal_eval
 
@@ -316,8 +316,8 @@ def is_formula(reading, problem):
     """Whether a text has only numbers, operators, round brackets, variables of one letter and
     functions of sympy.
 
-    sympy runs what it parses as Python, so that no other name, no quote and no underscore may reach
-    it. An Integral would hand the question back.
+    sympy runs the text that it parses as Python, so no other name, no quote and no underscore may
+    reach it. An Integral is not allowed either, as it would only repeat the question.
     """
     names = set(re.findall(r"[A-Za-z]\w*", reading))
     names -= {name for name in names if len(name) == 1 or name in ("pi", "sqrt")}
@@ -326,8 +326,8 @@ def is_formula(reading, problem):
 
 
 def is_number(reading, problem):
-    """Whether a text has no nan: it is not too far from any number, as all comparisons with it are
-    false.
+    """Whether a text has no nan. A verifier that asks whether an answer is too far off accepts nan,
+    because all comparisons with it are false.
     """
     return "nan" not in reading.lower()
 
@@ -353,8 +353,8 @@ def has_sign(reading, problem):
     return bool(re.search(r"(?<!\w)-\d", reading)) == problem["answer"].startswith("-")
 
 
-# What a text must be before it is given to the verifier, where that of reasoning-gym 0.1.25 would
-# run it or accept what is wrong. The right answer itself is always given to it.
+# Conditions that a text must meet before the verifier gets it, for the sets whose verifier in
+# reasoning-gym 0.1.25 would run it or accept wrong answers. The right answer need not meet them.
 CONDITIONS = {
     "coin_flip": is_near,
     "complex_arithmetic": is_number,

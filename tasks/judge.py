@@ -1,10 +1,12 @@
-"""Reward from another model: any OpenAI-compatible URL says how good an answer is, from 0 to 10.
+"""Reward from another model, the judge, behind any OpenAI-compatible URL.
 
-    JUDGE_URL=http://127.0.0.1:8000/v1 bash run.sh math --task judge --train_data mine.jsonl --eval_data other.jsonl
+    JUDGE_URL=http://127.0.0.1:8000/v1 bash run.sh math --task judge \\
+        --train_data mine.jsonl --eval_data other.jsonl
 
-Data as tasks/_data.py reads them; a column with the answer, if there is one, is shown to the judge. $JUDGE_KEY and
-$JUDGE_MODEL go to the judge, who is asked at most $JUDGE_BUDGET times (a million), AT_ONCE at a time, each time with
-TRIES and SECONDS to answer. Without a number from the judge an attempt is `unparsable`, and counted.
+tasks/_data.py reads the data. The judge grades an answer from 0 to 10; if the data have a column
+with the right answer, the judge sees it. JUDGE_KEY and JUDGE_MODEL are the judge's key and model.
+It is asked at most JUDGE_BUDGET times (default: a million). If its reply has no number, the attempt
+is `unparsable`, and this is counted.
 """
 
 import asyncio
@@ -18,17 +20,29 @@ from openai import AsyncOpenAI
 from plumbing.prompts import prompt_text
 from tasks import _data
 
-SECONDS, TRIES, AT_ONCE = 60.0, 3, 64
-# a grade from here on is a success
+# seconds that the judge has for a reply, and how often it is asked for one
+SECONDS = 60.0
+TRIES = 3
+# number of requests to the judge at the same time
+PLACES = asyncio.Semaphore(64)
+# an attempt with at least this reward counts as solved
 SUCCESS = 0.8
-ASK = "Question: {}\n{}Answer to be judged: {}\nHow good is it, from 0 to 10? Reply with the number only."
-CALLS, PLACES = itertools.count(1), asyncio.Semaphore(AT_ONCE)
+# question, reference ("" if there is none), answer
+REQUEST = (
+    "Question: {}\n{}Answer to be judged: {}\n"
+    "How good is it, from 0 to 10? Reply with the number only."
+)
+# numbers the requests of this process, from 1 on
+CALLS = itertools.count(1)
 
 
 def problems(split, seed=0, data=""):
-    """Problems as tasks/_data.py reads them; their answer, if there is one, is a text. Raises ValueError."""
+    """Problems as tasks/_data.py reads them; an answer, if there is one, is a text.
+
+    Raises ValueError.
+    """
     if "JUDGE_URL" not in os.environ:
-        raise ValueError("JUDGE_URL is not set: where is the judge?")
+        raise ValueError("JUDGE_URL is not set: set it to the URL of the judge")
     return _data.problems(data, split, finish=finish)
 
 
@@ -40,20 +54,29 @@ def finish(problem):
 
 @functools.cache
 def client():
-    how = dict(api_key=os.environ.get("JUDGE_KEY", "none"), timeout=SECONDS, max_retries=TRIES - 1)
-    return AsyncOpenAI(base_url=os.environ["JUDGE_URL"], **how)
+    """The client of the judge, which all attempts share."""
+    return AsyncOpenAI(
+        base_url=os.environ["JUDGE_URL"],
+        api_key=os.environ.get("JUDGE_KEY", "none"),
+        timeout=SECONDS,
+        max_retries=TRIES - 1,
+    )
 
 
 async def episode(problem, model):
-    """The judge's grade of one answer, 0 to 1."""
+    """The judge's grade of one answer, from 0 to 1."""
     answer = await model(problem["prompt"])
-    known = f"Reference: {problem['answer']}\n" if "answer" in problem else ""
-    question = prompt_text(problem["prompt"])
-    asked = dict(role="user", content=ASK.format(question, known, answer))
+    reference = f"Reference: {problem['answer']}\n" if "answer" in problem else ""
+    request = REQUEST.format(prompt_text(problem["prompt"]), reference, answer)
     if next(CALLS) > int(os.environ.get("JUDGE_BUDGET", 10**6)):
+        # this ends the actor, and so the run
         raise SystemExit("actor: tasks/judge.py: JUDGE_BUDGET is spent")
-    how = dict(model=os.environ.get("JUDGE_MODEL", "judge"), temperature=0, max_tokens=8)
     async with PLACES:
-        reply = await client().chat.completions.create(messages=[asked], **how)
+        reply = await client().chat.completions.create(
+            messages=[dict(role="user", content=request)],
+            model=os.environ.get("JUDGE_MODEL", "judge"),
+            temperature=0,
+            max_tokens=8,
+        )
     grade = re.search(r"\d+(\.\d+)?", reply.choices[0].message.content)[0]
     return min(float(grade), 10) / 10

@@ -1,12 +1,16 @@
 """Mathematics with a final answer in \\boxed{}: the task of the paper.
 
-`--train_data` and `--eval_data`: short names of data sets below, files, directories, or data sets on the hub, with commas
-between them (tasks/_data.py). Evaluations report each by its name.
+`--train_data` and `--eval_data` name data sets, with commas between them: short names (`SETS`
+below), files, directories, or data sets on the hub (tasks/_data.py). Evaluations report each set by
+its name. This runs the task without a hub:
 
-`bash run.sh toy --task maths --train_data tests/maths.jsonl --eval_data tests/maths.jsonl --max_model_len 400` runs it
-without a hub. tasks/_grading.py finds the answer of a completion and compares it with the reference, exactly. It accepts
-only what can be read in one way, as a reward that guesses is exploited; anything else is `unparsable`.
-`python bench/rewards.py` prints how often that is wrong. Deliberately absent: answers without \\boxed{}, partial credit.
+    bash run.sh toy --task maths --train_data tests/maths.jsonl --eval_data tests/maths.jsonl \\
+        --max_model_len 400
+
+tasks/_grading.py finds the final answer of a completion and compares it with the reference,
+exactly. It accepts only answers that can be read in one way, because a model exploits a reward that
+guesses; all others are `unparsable`. `python bench/rewards.py` prints how often a verdict is wrong.
+Deliberately absent: answers without \\boxed{}, partial credit.
 """
 
 import re
@@ -36,30 +40,33 @@ SETS = {
 }
 # A reference with more characters than this is a solution, not its final answer.
 LONGEST_REFERENCE = 500
-# what stands around mathematics that has a line of its own
+# the delimiters of a formula that has a line of its own
 AROUND_DISPLAY = re.compile(r"^\s*(\\\[|\$\$)?\s*|\s*(\\\]|\$\$)?\s*$")
 
 
 def problems(split, seed=0, data_names=""):
-    """Problems as tasks/_data.py reads them, with INSTRUCTION at the end of the prompt and a text as answer.
+    """Problems as tasks/_data.py reads them, with INSTRUCTION at the end of the prompt.
 
-    Raises ValueError that names the file and line, or the set.
+    The answer of a problem is a text. Raises ValueError that names the file and line, or the set.
     """
     if not data_names:
         knob = "--train_data" if split == "train" else "--eval_data"
         known = ", ".join(SETS)
         raise ValueError(
-            f"task maths needs {knob}: a .jsonl, .json, .csv or .parquet file, a directory of them, owner/name of a "
-            f"data set on the hub, or one of {known}"
+            f"task maths needs {knob}: a .jsonl, .json, .csv or .parquet file, a directory of "
+            f"them, owner/name of a data set on the hub, or one of {known}"
         )
     return data.problems(data_names, split, SETS, finish)
 
 
 def finish(problem):
-    """Complete a problem of tasks/_data.py: instruction and reference. Raises ValueError if it has no final answer."""
+    """Add the instruction and the reference to a problem of tasks/_data.py.
+
+    Raises ValueError if the problem has no final answer.
+    """
     if "answer" not in problem:
-        wanted = ", ".join(data.ANSWER_COLUMNS)
-        raise ValueError(f"no column holds the answer: it must be called one of {wanted}")
+        columns = ", ".join(data.ANSWER_COLUMNS)
+        raise ValueError(f"no column holds the answer: it must be called one of {columns}")
     if "\\boxed" not in prompt_text(problem["prompt"]):
         problem["prompt"] = with_instruction(problem["prompt"], INSTRUCTION)
     try:
@@ -69,8 +76,10 @@ def finish(problem):
 
 
 def reference(text):
-    """The final answer that a data set's answer or solution states: what follows its last ####, as GSM8K's do, with
-    commas in large numbers, or what its last box holds, or all of it. Raises ValueError if that is no final answer.
+    """The final answer in the answer or the solution of a data set.
+
+    It is the text after the last ####, without the commas in large numbers (GSM8K), or else the
+    content of the last box, or else the whole text. Raises ValueError if that is no final answer.
 
     "so 14 / 2 = 7\n#### 1,234" -> "1234";  "Thus $x = \\boxed{5}$." -> "5";  "5" -> "5"
     """
@@ -86,8 +95,9 @@ def reference(text):
     is_long = "\n" in answer or len(answer) > LONGEST_REFERENCE
     if not answer or is_long or re.search(r"\banswer\b", answer, re.IGNORECASE):
         raise ValueError(
-            f"it must be the final answer alone, in one line of at most {LONGEST_REFERENCE} characters, or a solution "
-            f"that ends with \\boxed{{...}} or ####; it is {text[:100]!r}"
+            "it must be the final answer alone, in one line of at most "
+            f"{LONGEST_REFERENCE} characters, or a solution that ends with \\boxed{{...}} or ####; "
+            f"it is {text[:100]!r}"
         )
     return answer
 
@@ -96,7 +106,7 @@ def reference(text):
 
 
 def answer(problem, completion):
-    """What attempts are compared by when they vote (maj@k); None: no vote."""
+    """The vote of an attempt (maj@k): its final answer in one spelling. None: no vote."""
     try:
         return comparable_text(final_answer(completion)) or None
     except UNCLEAR:
@@ -116,7 +126,10 @@ def reward(problem, completion, finished):
 
 
 def demonstration(rng):
-    """One example for a tiny base model, which is there to run without a hub, not to learn mathematics: a sum, often right."""
+    """One example for a tiny base model: a sum, which is right in four of five examples.
+
+    The model is there to try the task without a hub, and not to learn mathematics.
+    """
     a, b = rng.randint(1, 50), rng.randint(1, 50)
     total = a + b
     if rng.random() >= 0.8:

@@ -1,10 +1,12 @@
-"""Count down, while one letter goes forward in the alphabet and another backward: `03xb:` -> `02ya01zz00ay`.
+"""Count down, while one letter goes forward and another backward: `03xb:` -> `02ya01zz00ay`.
 
-For measurements: the problem determines the length. Counts are log-normal, 1 to 99 rounds of 4 tokens: half of
-the answers have 17 tokens at most, the average is 35, the longest 397. `--train_data equal` makes them all equally
-long, with the same average and the same base model. Few tokens, each in all answers: what is learnt on short ones
-holds for long ones. Its demonstration repeats or leaves out a number or a letter now and then and goes on
-from there; reward alone has to make the long answers right.
+The task is for measurements: the problem alone determines how long the answer is. The number of
+rounds is log-normal, from 1 to 99, and a round has 4 tokens. So half of the answers have at most 17
+tokens, the average is 35, and the longest has 397. With `--train_data equal` all answers are
+equally long, with the same average and the same base model. There are few different tokens, and all
+answers use them, so the model can apply to long answers what it learns on short ones. The
+demonstrations repeat or skip a number or a letter now and then and go on from there. The reward
+alone has to make the long answers right.
 
 `bash run.sh toy --task tail --max_new_tokens 400 --max_model_len 512` trains it.
 """
@@ -13,11 +15,15 @@ import math
 import random
 from string import ascii_lowercase as LETTERS
 
-# rounds: the most, median and spread of the long-tailed counts; all of the equal ones
-LONGEST, MEDIAN, SIGMA, EQUAL = 99, 2.8, 1.6, 9
-# no text can keep its functions busy
+# long-tailed number of rounds: its maximum, and the median and sigma of its log-normal law
+LONGEST = 99
+MEDIAN = 2.8
+SIGMA = 1.6
+# number of rounds where all answers are equally long
+EQUAL = 9
+# no text can keep this task's functions busy
 INSTANT = True
-# chance of a mistake, per number and per letter, in demonstrations
+# chance of a mistake in demonstrations, for each number and each letter
 SLOPPINESS = 0.06
 TINY = dict(layers=3, steps=300, positions=512)
 
@@ -32,7 +38,7 @@ def _rounds(rng):
 
 
 def _draw(rng, lengths=""):
-    """A random state to start from: (number, letter, letter)."""
+    """A random state to start from: (number, forward letter, backward letter)."""
     rounds = EQUAL if lengths == "equal" else _rounds(rng)
     forward = rng.randrange(26)
     backward = rng.randrange(26)
@@ -40,11 +46,12 @@ def _draw(rng, lengths=""):
 
 
 def _written(number, forward, backward):
+    """A state as text: (3, 23, 1) -> "03xb"."""
     return f"{number:02}" + LETTERS[forward] + LETTERS[backward]
 
 
 def _move(rng):
-    """How far a move goes: 1, unless a generator is given and has it go wrong."""
+    """The length of a move: 1, or now and then 0 or 2 if a random generator is given."""
     if rng is None:
         return 1
     if rng.random() < SLOPPINESS:
@@ -53,7 +60,7 @@ def _move(rng):
 
 
 def _walk(state, rng=None):
-    """The rounds after a state as text; rng: makes mistakes."""
+    """The rounds that follow a state, as text. rng: a random generator that makes mistakes."""
     number, forward, backward = state
     text = ""
     while number > 0:
@@ -65,22 +72,23 @@ def _walk(state, rng=None):
 
 
 def problems(split, seed=0, lengths=""):
-    """Dicts with prompt and answer; lengths: "" (long-tailed) or "equal".
+    """Dicts with prompt and answer. lengths: "" (long-tailed) or "equal".
 
-    A fifth of all prompts is for tests, the others are for training. Raises ValueError for other lengths.
+    A fifth of all prompts belongs to "test", the others to "train". Raises ValueError for other
+    lengths.
     """
     if lengths not in ("", "equal"):
         raise ValueError(f"--train_data and --eval_data may be empty or 'equal', not {lengths!r}")
     rng = random.Random(f"{split}{seed}")
-    testing = split == "test"
-    wanted = 500 if testing else 20000
-    found = []
-    while len(found) < wanted:
+    is_test = split == "test"
+    count = 500 if is_test else 20000
+    drawn = []
+    while len(drawn) < count:
         state = _draw(rng, lengths)
-        for_tests = sum(state) % 5 == 0
-        if for_tests == testing:
-            found.append({"prompt": _written(*state) + ":", "answer": _walk(state)})
-    return found
+        is_held_out = sum(state) % 5 == 0
+        if is_held_out == is_test:
+            drawn.append({"prompt": _written(*state) + ":", "answer": _walk(state)})
+    return drawn
 
 
 def reward(problem, completion, finished):
@@ -89,6 +97,6 @@ def reward(problem, completion, finished):
 
 
 def demonstration(rng):
-    """One example for the tiny base model, long-tailed, with a move of none or two instead of one now and then."""
+    """One long-tailed example for the tiny base model, with a mistake now and then."""
     state = _draw(rng)
     return [(_written(*state) + ":", False), (_walk(state, rng), True)]

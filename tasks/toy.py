@@ -1,7 +1,8 @@
-"""The toy task: put letters in alphabetical order. `qBxa=` -> `Baqx` (capitals first), 3 to 39 different letters.
+"""The toy task: put letters in alphabetical order, capitals first. `qBxa=` -> `Baqx`.
 
-Its demonstrations have a wrong letter now and then. The tiny base model warmed up on these examples knows the
-game but rarely gets all of a long answer right; reward alone has to make it exact.
+A problem has 3 to 39 different letters. The demonstrations have a wrong letter now and then, so
+that the tiny base model, which is trained on them, knows the game but rarely gets all of a long
+answer right. The reward alone has to make it exact.
 
 `bash run.sh toy` trains it.
 """
@@ -11,16 +12,17 @@ import random
 import string
 
 LETTERS = sorted(string.ascii_letters)
-# letters; the answer has one more token, the end
-SHORTEST, LONGEST = 3, 39
-# no text can keep its functions busy
+# number of letters; the answer has one token more, the stop token
+SHORTEST = 3
+LONGEST = 39
+# no text can keep this task's functions busy
 INSTANT = True
 # chance of a wrong letter in demonstrations
 SLOPPINESS = 0.08
 
 
 def _draw(rng):
-    """A random problem; lengths are log-uniform: many short ones, some long."""
+    """A random problem. Lengths are log-uniform: many problems are short, and some are long."""
     length = math.exp(rng.uniform(math.log(SHORTEST), math.log(LONGEST)))
     letters = rng.sample(LETTERS, round(length))
     text = "".join(letters)
@@ -29,7 +31,10 @@ def _draw(rng):
 
 
 def problems(split, seed=0):
-    """Problems of a split ("train" or "test"), dicts with prompt and answer; no test problem is a train problem."""
+    """The problems of a split, "train" or "test": dicts with prompt and answer.
+
+    No problem of "test" is among those of "train".
+    """
     rng = random.Random(f"test{seed}")
     test = [_draw(rng) for _ in range(1000)]
     if split == "test":
@@ -41,7 +46,7 @@ def problems(split, seed=0):
 
 
 def reward(problem, completion, finished):
-    """1 for exactly the right answer, else 0. finished: the model ended by itself."""
+    """1 for exactly the right answer, else 0. finished: whether the model ended by itself."""
     return float(finished and completion == problem["answer"])
 
 
