@@ -110,13 +110,13 @@ def knobs_of(cls):
 # ---- a command line
 
 
-def read(words, knobs):
-    """The words of a command line -> {name: value}. If a knob is given twice, the last one counts.
+def read(arguments, knobs):
+    """A command line's arguments -> {name: value}. If a knob is given twice, the last one counts.
 
     Raises ValueError with a message of one line for a word that is no knob, or no value of one.
     """
     values = {}
-    rest = list(words)
+    rest = list(arguments)
     # the knob before the current word
     knob = None
     while rest:

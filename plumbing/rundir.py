@@ -97,7 +97,7 @@ class Opening:
     `make` then does what was decided, and `undo` restores the directory as it was before. Each of
     them is called at most once.
 
-    said: the decision, one line. newest: the checkpoint to continue from, or None. changed:
+    summary: the decision, one line. newest: the checkpoint to continue from, or None. changed:
     {knob: (value before, value now)} of a run that is continued.
     """
 
@@ -112,7 +112,7 @@ class Opening:
         self.changed = {}
         c.run_id = secrets.token_hex(4)
         if not (self.run_dir / "config.json").exists():
-            self.said = f"new run {self.run_dir}"
+            self.summary = f"new run {self.run_dir}"
             return
         self.newest = None if c.fresh else checkpoints.newest(self.run_dir)
         old = cfg.load(str(self.run_dir)) if self.newest else None
@@ -122,11 +122,11 @@ class Opening:
         self.newest = None
         if not c.fresh and not checkpoints.newest(self.run_dir) and not has_steps(self.run_dir):
             self.is_empty = True
-            self.said = f"new run {self.run_dir}, in place of one that made no step"
+            self.summary = f"new run {self.run_dir}, in place of one that made no step"
             return
         numbered = (Path(f"{self.run_dir}.{i}") for i in itertools.count(1))
         self.aside = next(path for path in numbered if not path.exists())
-        self.said = f"new run {self.run_dir}; the one before it is now {self.aside}"
+        self.summary = f"new run {self.run_dir}; the one before it is now {self.aside}"
 
     def _continue(self, old):
         """Continue the run, if its knobs so far (`old`) and those of this start allow it."""
@@ -142,16 +142,16 @@ class Opening:
                 f"{self.run_dir}, and {now[name]!r} now. Choose another --run name, or --fresh True"
             )
         self.config.run_id = old.run_id
-        self.said = f"continuing {self.run_dir} from {self.newest.name}"
+        self.summary = f"continuing {self.run_dir} from {self.newest.name}"
         if self.changed:
             changes = [f"{name} ({was} -> {value})" for name, (was, value) in self.changed.items()]
-            self.said += (
+            self.summary += (
                 "; from here on with other knobs (--run NAME for a run of its own): "
                 f"{', '.join(changes)}"
             )
 
     def make(self) -> str:
-        """Make the run directory ready. Returns `said`: what was done, one line."""
+        """Make the run directory ready. Returns `summary`."""
         if self.aside:
             self.run_dir.rename(self.aside)
         elif self.is_empty:
@@ -161,7 +161,7 @@ class Opening:
             step = int(self.newest.name.removeprefix("step_"))
             with open(self.run_dir / "continued.jsonl", "a") as file:
                 file.write(json.dumps(dict(step=step, changed=self.changed)) + "\n")
-        return self.said
+        return self.summary
 
     def _set_aside(self):
         """Move what this start will replace into the run's folder `before`.

@@ -461,7 +461,8 @@ class Reader:
 
     def name(self):
         """("x", x) of `x = ...`, ("f'", None) of `f' = ...`; (None, None) if there is no NAME."""
-        start = end = self.position
+        start = self.position
+        end = start
         while end < len(self.tokens) and self.tokens[end] not in RELATIONS:
             end += 1
         name = join(self.tokens[start:end]).replace(" ", "")
@@ -606,7 +607,9 @@ class Reader:
         words = re.sub("[a-z]+", lambda word: RATES.get(word[0], word[0]), words)
         words = re.findall(r"[^\W\d_]+|\S", words)
         factor = sympy.Integer(1)
-        direction = exponent = 1
+        # -1 after "per" or "/"
+        direction = 1
+        exponent = 1
         for word in words[:-1]:
             if word in ("per", "/"):
                 direction = -1
@@ -745,7 +748,8 @@ class Reader:
     def function(self):
         """`\\sin x`, `\\sin^2(x)`, `\\log_2 8`."""
         name = self.take()[1:]
-        exponent = base = None
+        exponent = None
+        base = None
         if self.token == "^":
             self.take()
             exponent = self.exponent()

@@ -38,7 +38,7 @@ def train(argv) -> int:
     elif node == 0:
         lock, start = rundir.hold(c)
         opening = begin(c, start)
-        done = opening.said
+        done = opening.summary
     elif not c.dry_run:
         placement.prepare(c)
         c, start = rundir.wait_for_node_0(c)
