@@ -24,7 +24,7 @@ import config as cfg
 from plumbing.checkpoints import last_state
 from plumbing.client import EngineClient, reap
 from plumbing.endpoint import Endpoint
-from plumbing.episode import Attempt
+from plumbing.episode import Attempt, Services, Slots
 from plumbing.ledger import InFlight
 from plumbing.patience import Patience, longest_wait
 from plumbing.problems import Prompter, load_problems
@@ -104,10 +104,6 @@ def overlong_penalty(length, config):
     return -min(1.0, max(0.0, length - free) / config.overlong_buffer)
 
 
-# the prompt of --teacher self
-HINT = "{prompt}\n\nThis answer is correct:\n{answer}"
-
-
 class Actor:
     """Everything the coroutines below share."""
 
@@ -119,11 +115,13 @@ class Actor:
         self.prompter = Prompter(config)
         self.sandbox = Sandbox(config)
         self.engines = EngineClient(config, self.prompter.stop, self.prompter.vocabulary, run_dir)
-        self.endpoint = Endpoint(self)
+        self.endpoint = Endpoint(self.prompter, self.engines)
+        self.slots = Slots()
+        self.services = Services(
+            config, self.prompter, self.engines, self.endpoint, self.sandbox, self.slots
+        )
         self.rollouts = Queue(self.queues / "rollouts")
         self.evals = Queue(self.queues / "evals")
-        # attempts that are sampled or wait for a place in an engine
-        self.in_progress = 0
         # attempts in a row of which there is nothing to train
         self.in_vain = 0
         self.version = -1
@@ -155,7 +153,7 @@ class Actor:
         None if an engine failed it for good. engine: where it had best begin, as others like it do.
         """
         module = self.sandbox.tasks[task]
-        attempt = Attempt(self, task, temperature, engine, seed)
+        attempt = Attempt(self.services, task, temperature, self.version, engine, seed)
         reply = await attempt.play(problem)
         self.in_vain += 1
         # without a turn there is nothing to train
@@ -192,8 +190,6 @@ class Actor:
         for k, sample in enumerate(await asyncio.gather(*attempts)):
             if sample is not None:
                 samples.append(sample | {"problem": i, "sample_id": draw * c.attempts + k})
-        if c.teacher == "self":
-            await asyncio.gather(*(self.teach(problem, sample, samples) for sample in samples))
         failed = c.attempts - len(samples)
         if failed:
             print(f"actor: draw {draw}: {failed} of {c.attempts} attempts failed", flush=True)
@@ -203,26 +199,6 @@ class Actor:
         if samples:
             rewards = [sample["reward"] for sample in samples]
             sampler.update(task, i, rewards, [sample["success"] for sample in samples])
-
-    async def teach(self, problem, sample, group):
-        """Self-distillation: `teacher_log_ratio` of an attempt, the teacher an engine whose prompt shows another, correct
-        attempt of the group. Without one it stays 0.
-        """
-        right = [x["completion"] for x in group if x["success"] >= 1 and x is not sample]
-        if not right:
-            return
-        prompt = self.prompter.start(HINT.format(prompt=problem["prompt"], answer=right[0]))
-        # of a single turn
-        answer = sample["tokens"][sample["mask"]].tolist()
-        if len(prompt) + len(answer) >= self.config.max_model_len:
-            self.engines.counts["hints too long"] += 1
-            return
-        question = dict(max_tokens=1, prompt_logprobs=0)
-        question = dict(token_ids=prompt + answer, sampling_params=question)
-        reply = await self.engines.ask("/inference/v1/generate", question)
-        teacher_logprobs = np.array(reply["prompt_logprobs"][-len(answer) :])
-        mask = sample["mask"]
-        sample["teacher_log_ratio"][mask] = teacher_logprobs - sample["behavior_logprobs"][mask]
 
     # ---- evaluation
 
@@ -301,9 +277,9 @@ class Actor:
         dropped = read_json(self.queues / "dropped.json").get("groups", 0)
         credit = allowed_groups(self.config, self.version) + dropped - started
         chosen = []
-        while self.in_progress < self.engines.capacity and len(chosen) < credit:
+        while self.slots.taken < self.engines.capacity and len(chosen) < credit:
             chosen.append(draws.next())
-            self.in_progress += self.config.attempts
+            self.slots.reserve(self.config.attempts)
         if chosen:
             draws.save()
         groups = set()

@@ -88,10 +88,11 @@ class Turn:
 
 
 class Endpoint:
-    """The server. actor: actor.Actor; attempts: by key; url: where it listens, once it is started."""
+    """The server. attempts: {api key: Attempt}. url: where it listens, None before it is started."""
 
-    def __init__(self, actor):
-        self.actor = actor
+    def __init__(self, prompter, engines):
+        self.prompter = prompter
+        self.engines = engines
         self.attempts = {}
         self.url = None
         self.counts = Counter()
@@ -184,7 +185,7 @@ class Endpoint:
 
     def clean(self, body):
         """A request without what is the run's own to say."""
-        kept = {"chat_template_kwargs": self.actor.prompter.thinking}
+        kept = {"chat_template_kwargs": self.prompter.thinking}
         for name, value in body.items():
             if name in REFUSED and value and (name, value) != ("n", 1):
                 words = f"{name} is not supported: sampling is the run's own"
@@ -265,8 +266,8 @@ class Endpoint:
         if rendered[: len(past)] != past or past[:begin] != exchange.rendered:
             return None
         turn = past[begin:]
-        text = self.actor.prompter.tokenizer.decode(turn, clean_up_tokenization_spaces=False)
-        ends = [i for i, token in enumerate(turn) if token in self.actor.prompter.stop]
+        text = self.prompter.tokenizer.decode(turn, clean_up_tokenization_spaces=False)
+        ends = [i for i, token in enumerate(turn) if token in self.prompter.stop]
         if not ends or any(x not in text for x in (exchange.thought, exchange.said[-1][1].strip())):
             return None
         # after the end of the turn, which is there already if it was sampled
@@ -276,7 +277,7 @@ class Endpoint:
     async def go_on(self, attempt, body):
         """A completion of a text, or of token ids: (text, finish_reason, usage)."""
         given = body.get("prompt")
-        prompter = self.actor.prompter
+        prompter = self.prompter
         prompt = []
         if isinstance(given, str):
             # of exchanges (text so far, its tokens), the longest
@@ -299,7 +300,7 @@ class Endpoint:
 
     async def render(self, body):
         """Messages as token ids, by the model's chat template."""
-        answer = await self.actor.engines.ask("/v1/chat/completions/render", body | OWN)
+        answer = await self.engines.ask("/v1/chat/completions/render", body | OWN)
         return answer["token_ids"]
 
     async def derender(self, body, prompt, answer):
@@ -313,10 +314,10 @@ class Endpoint:
         generated = dict(request_id="", choices=[choice], prompt_token_ids=prompt)
         question = dict(generate_response=generated, chat_request=body | OWN)
         try:
-            answer = await self.actor.engines.ask("/v1/chat/completions/derender", question)
+            answer = await self.engines.ask("/v1/chat/completions/derender", question)
         except aiohttp.ClientResponseError:
             # what no parser takes, and JSON does not, such as half a character
-            return dict(role="assistant", content=self.actor.prompter.decode(tokens))
+            return dict(role="assistant", content=self.prompter.decode(tokens))
         message = answer["choices"][0]["message"]
         return {k: v for k, v in message.items() if v or k == "content"}
 

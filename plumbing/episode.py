@@ -1,17 +1,26 @@
-"""One attempt as an episode sees it: `await model(text)`, and an endpoint for clients of any kind (plumbing/endpoint.py).
+"""One attempt at a problem, which its episode is given as `model`.
 
-What the engines sampled is kept as it was sampled. An attempt has one segment of tokens, or several where what was
-sent does not continue what is there: other conversations, branches, a template that drops old thinking. It stays one
-sample with one reward. Deliberately absent: states of the environment, which are the episode's own.
+An episode calls `await model(text)`, or lets clients of any kind talk to the attempt's OpenAI
+endpoint (plumbing/endpoint.py).
+
+Tokens are kept exactly as the engines sampled them. The tokens of an attempt are one segment, or
+several if a prompt does not continue the tokens so far: there are other conversations, branches, or
+chat templates that drop old thinking. The attempt stays one sample with one reward. Deliberately
+absent: the state of an environment, which belongs to the episode.
 """
 
 import asyncio
+import contextlib
 import secrets
+from dataclasses import dataclass
 
 import numpy as np
 
+from config import Config
+from plumbing.client import EngineClient
+from plumbing.problems import Prompter
 from plumbing.samples import Transcript
-from plumbing.sandbox import error_line, returned
+from plumbing.sandbox import Sandbox, error_line, returned
 
 
 class CutOff(Exception):
@@ -19,67 +28,115 @@ class CutOff(Exception):
 
 
 class AttemptLost(Exception):
-    """An attempt cannot go on, through no fault of the model's: it is left out and counted, whatever it had sampled.
+    """The attempt cannot go on, and the model is not to blame.
 
-    Episodes may raise it.
+    It is left out and counted, whatever it has sampled. Episodes may raise this.
     """
 
 
 class EngineUnavailable(AttemptLost):
-    """No engine has answered, whatever was tried."""
+    """No engine has answered, however often the client tried."""
+
+
+class Slots:
+    """The engines' slots that attempts of training hold or have reserved. taken: their number.
+
+    Nobody waits here for a free slot: the actor starts groups only while `taken` is below the
+    engines' capacity, and the client of the engines distributes the requests.
+    """
+
+    def __init__(self):
+        self.taken = 0
+
+    def reserve(self, count):
+        """Reserve slots for so many attempts that are about to start."""
+        self.taken += count
+
+    def acquire(self):
+        """Take a slot for a turn that has no reserved one."""
+        self.taken += 1
+
+    def release(self):
+        """Give back one slot, held or reserved."""
+        self.taken -= 1
+
+
+@dataclass(frozen=True)
+class Services:
+    """The parts of the actor that an attempt needs."""
+
+    config: Config
+    prompter: Prompter
+    engines: EngineClient
+    # plumbing.endpoint.Endpoint: that file imports this one
+    endpoint: object
+    sandbox: Sandbox
+    slots: Slots
 
 
 class Attempt:
-    """What an episode is given as `model`.
+    """One attempt, which an episode is given as `model`.
 
-    actor: actor.Actor; temperature: of its samples; engine: where it had best begin; seed: of its first turn, of evaluations alone.
-    turns: texts of the model's turns; finished: the last one ended by itself.
+    version: the trainer's version at the start. engine: URL of the engine that is asked first, if
+    it has a free slot. seed: the seed of the first turn, which only evaluations have.
+    turns: the texts of the model's turns. finished: True if the last turn ended by itself.
     """
 
-    def __init__(self, actor, task, temperature, engine=None, seed=None):
-        self.actor = actor
+    def __init__(self, services, task, temperature, version, engine=None, seed=None):
+        self.services = services
         self.task = task
         self.temperature = temperature
         self.engine = engine
         self.seed = seed
-        # equal beginnings are computed once by each version, that of the attempt's start; an update in
-        # the middle leaves an attempt of several turns what it has, as one of a single turn
-        self.version = actor.version if actor.config.prefix_caching == "on" else None
+        # With prefix caching, prompts that begin alike share a KV cache within one version. All
+        # turns of this attempt use the version of its start: an update in the middle does not take
+        # its cache away, as it does not in an attempt of a single turn.
+        self.cache_version = version if services.config.prefix_caching == "on" else None
         self.segments = []
         self.turns = []
         self.finished = False
-        self.failed = self.cut_off = False
-        # turns that engines have not answered, cancelled ones among them
-        self.asking = 0
-        # turns that were begun: seeds count them, as turns that are sampled at once must differ
+        self.failed = False
+        self.cut_off = False
+        # the number of turns that no engine has answered, cancelled ones included
+        self.unanswered_turns = 0
+        # the number of turns that were begun; each has a seed of its own, also if they run at once
         self.turns_begun = 0
-        # token ids of the conversation of __call__
+        # token ids of the conversation that __call__ continues
         self.conversation = []
-        # among the actor's attempts in progress: it is when it is chosen; evaluations are not
-        self.counts = self.is_counted = seed is None
-        # of plumbing/endpoint.py, for clients of any kind: what was asked and answered; the turns of each request
-        self.base_url = actor.endpoint.url
+        # evaluations use slots that training does not count
+        self.uses_slots = seed is None
+        # True until a turn uses the slot that was reserved when the problem was chosen
+        self.has_slot = self.uses_slots
+        # these are used by plumbing/endpoint.py: exchanges of messages, texts that were completed,
+        # and the turns that each request asked for
+        self.base_url = services.endpoint.url
         self.api_key = f"sk-{secrets.token_hex(16)}"
-        actor.endpoint.attempts[self.api_key] = self
         self.exchanges = []
         self.texts = []
         self.requests = {}
+        services.endpoint.attempts[self.api_key] = self
 
     async def __call__(self, text):
-        """Continue the conversation with a text, the prompt first: the model's turn. Raises CutOff, EngineUnavailable."""
-        prompter = self.actor.prompter
-        more = prompter.reply if self.conversation else prompter.start
-        prompt = self.conversation + more(text)
+        """Continue the conversation with a text, at first the prompt; returns the model's turn.
+
+        Raises CutOff or EngineUnavailable.
+        """
+        prompter = self.services.prompter
+        if self.conversation:
+            prompt = self.conversation + prompter.reply(text)
+        else:
+            prompt = prompter.start(text)
         answer = await self.generate(prompt)
         self.conversation = prompt + answer["tokens"]
         return prompter.decode(answer["tokens"])
 
     async def call(self, function, *args):
-        """What a function of the task's file returns, a number or a text: called in a process of its own, with limits.
+        """Call a function of the task's file in another process, with limits.
 
-        Raises TimeoutError if it took too much, RuntimeError if it raised, TypeError if it returned something else.
+        Returns the number or the text that the function returned. Raises TimeoutError if it took
+        too much time or memory, RuntimeError if it raised, TypeError if it returned something else.
         """
-        reply = await self.actor.sandbox.call(self.task, function, *args)
+        reply = await self.services.sandbox.call(self.task, function, *args)
         if "refused" in reply:
             raise TypeError(
                 f"{function} returned {reply['refused']}; it must return a number or a text"
@@ -92,66 +149,87 @@ class Attempt:
 
     @property
     def sampled(self):
-        """How many tokens were sampled."""
+        """The number of tokens that were sampled so far."""
         return sum(segment.sampled for segment in self.segments)
 
     async def generate(self, prompt, limit=None):
-        """Sample a turn after these token ids, of at most `limit` tokens: the engine's answer.
+        """Sample a turn of at most `limit` tokens after these token ids; returns the answer.
 
-        Raises CutOff, EngineUnavailable.
-        Until it is there, nothing changes: a client that gives up leaves no trace.
+        Raises CutOff or EngineUnavailable. Segments and turns change only when the answer is
+        there: a client that gives up earlier leaves no trace in them.
         """
-        actor = self.actor
-        c = actor.config
-        _, others = self.place(prompt)
-        room = min(c.max_new_tokens - self.sampled, c.max_model_len - len(prompt))
-        room = min(room, c.row_tokens - others - len(prompt))
+        config = self.services.config
+        _, other_tokens = self.find_segment(prompt)
+        room = min(
+            config.max_new_tokens - self.sampled,
+            config.max_model_len - len(prompt),
+            config.row_tokens - other_tokens - len(prompt),
+        )
         if room <= 0:
             raise self.cut()
         if limit and limit > 0:
             room = min(room, limit)
         seed = None if self.seed is None else self.seed + self.turns_begun
         self.turns_begun += 1
-        salt = None if self.version is None else str(self.version)
-        how = (self.temperature, room, seed, salt, self.engine)
-        actor.in_progress += self.counts and not self.is_counted
-        self.is_counted = False
-        self.asking += 1
-        try:
-            answer = await actor.engines.generate(prompt, *how)
-        finally:
-            # its place is free while something else is awaited
-            actor.in_progress -= self.counts
-        self.asking -= 1
+        self.unanswered_turns += 1
+        with self._slot():
+            answer = await self.services.engines.generate(
+                prompt,
+                temperature=self.temperature,
+                max_tokens=room,
+                seed=seed,
+                salt=None if self.cache_version is None else str(self.cache_version),
+                engine=self.engine,
+            )
+        self.unanswered_turns -= 1
         if answer is None:
             self.failed = True
             raise EngineUnavailable("no engine has answered, see the actor's log")
-        segment, others = self.place(prompt)
-        if others + len(prompt) + len(answer["tokens"]) > c.row_tokens:
-            # other turns were sampled meanwhile
+        segment, other_tokens = self.find_segment(prompt)
+        # other turns of this attempt may have been sampled meanwhile
+        if other_tokens + len(prompt) + len(answer["tokens"]) > config.row_tokens:
             raise self.cut()
         self.engine = answer["engine"]
         if not segment.tokens:
             self.segments.append(segment)
         segment.append(prompt[len(segment.tokens) :])
         segment.append(answer["tokens"], answer["behavior_logprobs"], answer["versions"])
-        self.turns.append(actor.prompter.decode(answer["tokens"]))
+        self.turns.append(self.services.prompter.decode(answer["tokens"]))
         self.finished = answer["finished"]
         return answer
 
+    @contextlib.contextmanager
+    def _slot(self):
+        """Hold a slot within this context, which is one request to the engines.
+
+        The first turn uses the slot that was reserved for the attempt; turns that are sampled at
+        the same time take further ones. The slot is free while the attempt awaits something else.
+        """
+        if not self.uses_slots:
+            yield
+            return
+        if not self.has_slot:
+            self.services.slots.acquire()
+        self.has_slot = False
+        try:
+            yield
+        finally:
+            self.services.slots.release()
+
     def cut(self):
-        """The attempt has no room for another turn: CutOff, to be raised."""
+        """Note that the attempt has no room for another turn; returns a CutOff to raise."""
         self.finished = False
         self.cut_off = True
         return CutOff(f"no tokens left after {self.sampled} sampled ones")
 
-    def place(self, prompt):
-        """The segment that a prompt continues, the longest of them, and how many tokens all others have.
+    def find_segment(self, prompt):
+        """(the longest segment that a prompt continues, number of tokens of all other segments).
 
-        If there is none it begins another one, in which what an earlier one has sampled is context, trained there alone.
+        Without such a segment it is a new, empty one. Sampled tokens of another segment that are
+        repeated in it are context there: they are trained only where they were sampled.
         """
-        fits = [x for x in self.segments if x.tokens == prompt[: len(x.tokens)]]
-        segment = max(fits, key=lambda x: len(x.tokens), default=Transcript())
+        continued = [x for x in self.segments if x.tokens == prompt[: len(x.tokens)]]
+        segment = max(continued, key=lambda x: len(x.tokens), default=Transcript())
         return segment, sum(len(x.tokens) for x in self.segments if x is not segment)
 
     def fields(self):
@@ -160,19 +238,21 @@ class Attempt:
         for k, part in enumerate(parts):
             part["segment"] += k
         fields = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        began = [] if self.version is None else [self.version]
-        sampled = fields["versions"][fields["mask"]].tolist()
-        return fields | dict(num_versions=len({*sampled, *began}))
+        versions = set(fields["versions"][fields["mask"]].tolist())
+        if self.cache_version is not None:
+            versions.add(self.cache_version)
+        return fields | {"num_versions": len(versions)}
 
     async def play(self, problem):
-        """The episode, as Sandbox.call has it: {"value": number or outcome}, or "limit", "error" or "refused" with words.
+        """Play the episode; returns a reply as Sandbox.call does.
 
-        A task with `reward` has one turn, which that function scores.
+        It is {"value": number or outcome}, or "limit", "error" or "refused" with a text. A task
+        that has `reward` instead of `episode` gets one turn, which that function scores.
         """
-        sandbox = self.actor.sandbox
+        sandbox = self.services.sandbox
         module = sandbox.tasks[self.task]
-        seconds = self.actor.config.episode_timeout
-        # of episodes alone: a reward function has a limit of its own
+        seconds = self.services.config.episode_timeout
+        # this limits episodes alone: the sandbox limits reward functions
         deadline = asyncio.timeout(seconds)
         try:
             if not hasattr(module, "episode"):
@@ -187,11 +267,13 @@ class Attempt:
         except Exception as e:
             line = error_line(e, module.__file__)
             if deadline.expired() or isinstance(e, TimeoutError):
-                # the time that engines take is no fault of the model's
-                self.failed |= self.asking > 0
+                # the model is not to blame for the time that engines take
+                self.failed |= self.unanswered_turns > 0
                 return {"limit": f"longer than {seconds} s" if deadline.expired() else line}
             return {"value": "no_answer"} if self.cut_off else {"error": line}
         finally:
-            self.actor.endpoint.forget(self)
-            self.actor.in_progress -= self.is_counted
-            self.is_counted = False
+            self.services.endpoint.forget(self)
+            if self.has_slot:
+                # the attempt has not asked an engine at all
+                self.services.slots.release()
+                self.has_slot = False

@@ -16,7 +16,7 @@ from aiohttp import web
 from test_tasks import prompter
 
 import config as cfg
-from actor import HINT, Actor, Sampler, allowed_groups, overlong_penalty
+from actor import Actor, Sampler, allowed_groups, overlong_penalty
 from plumbing import client, secret
 from plumbing.checkpoints import NEW_RUN
 from plumbing.ledger import InFlight
@@ -34,9 +34,9 @@ def gate(versions, **knobs):
 
 def test_gate_allows_groups_up_to_max_lag_and_the_last_step():
     assert gate((0, 1, 5), max_lag=3, steps=100) == [40, 50, 90]
-    # synchronous: only the step being collected
+    # Synchronous: only the step that is being collected
     assert gate((0, 1, 2), max_lag=0, steps=100) == [10, 20, 30]
-    # nothing is started that the run will not train
+    # No group is started that the run will not train
     assert gate((0, 1, 2, 4, 5, 6), max_lag=3, steps=6) == [40, 50, 60, 60, 60, 60]
     assert gate([0], max_lag=1000000, steps=6) == [60]
 
@@ -51,7 +51,7 @@ def test_gate_of_conventional_rl_allows_one_generation_phase():
 
 def test_overlong_penalty_by_hand():
     c = SimpleNamespace(max_new_tokens=100, overlong_buffer=20)
-    # the last one: several turns that were sampled at once
+    # 300 tokens are several turns that were sampled at once
     assert [overlong_penalty(n, c) for n in (1, 80, 85, 100, 300)] == [0, 0, -0.25, -1, -1]
     c.overlong_buffer = 0
     assert overlong_penalty(100, c) == 0
@@ -72,10 +72,10 @@ def test_sampler_keeps_shares_in_every_100_problems_and_shuffles_every_epoch(sha
         tasks = [task for task, _ in drawn[start : start + 100]]
         for task, share in shares.items():
             assert abs(tasks.count(task) - 100 * share) < 1
-    # not in blocks, and not the same order every time
+    # Tasks do not come in the same order every time
     assert [task for task, _ in drawn[:100]] != [task for task, _ in drawn[100:200]]
     for task in shares:
-        numbers = [number for of, number in drawn if of == task]
+        numbers = [number for drawn_task, number in drawn if drawn_task == task]
         epochs = [tuple(numbers[i : i + 7]) for i in range(0, len(numbers) - 6, 7)]
         assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
         assert len(set(epochs)) > 0.9 * len(epochs)
@@ -92,7 +92,7 @@ def test_sampler_continues_from_its_saved_state(at):
 
 
 class Curriculum:
-    """A sampler whose order cannot be computed again: it depends on chance, and on rewards."""
+    """A sampler whose order depends on chance and rewards, and cannot be computed again."""
 
     def __init__(self, state=None):
         self.solved = (state or {}).get("solved", 0)
@@ -114,7 +114,7 @@ def test_draws_in_flight_at_a_checkpoint_are_drawn_again(tmp_path):
     assert [i for i, _, _ in first] == list(range(10))
     draws.sampler.update("a", first[0][2], [0.0, 1.0], [False, True])
     draws.save()
-    # after the file that the checkpoint keeps: these were never started, as far as it knows
+    # These come after the saved state: the checkpoint does not know of them
     for _ in range(3):
         draws.next()
 
@@ -123,14 +123,14 @@ def test_draws_in_flight_at_a_checkpoint_are_drawn_again(tmp_path):
         state = NEW_RUN | {"position": position, "sampler": saved}
         return InFlight(Curriculum(saved["state"]), path, state)
 
-    # draws 0 to 3, 6 and 8 are trained or dropped, says the checkpoint
+    # According to the checkpoint, draws 0 to 3, 6 and 8 are trained or dropped
     draws = continued({"next": 4, "ahead": [6, 8]})
     assert [draws.next() for _ in range(4)] == [first[i] for i in (4, 5, 7, 9)]
     further = [draws.next() for _ in range(3)]
     assert [i for i, _, _ in further] == [10, 11, 12]
     assert draws.sampler.solved == 1
 
-    # it stops once more, with 7 of the old ones and two of the new ones still in flight
+    # The run stops once more, with draw 7 and two of the new draws still in flight
     position = {"next": 7, "ahead": [8, 9, 11]}
     draws.forget(position)
     draws.save()
@@ -139,13 +139,13 @@ def test_draws_in_flight_at_a_checkpoint_are_drawn_again(tmp_path):
     assert draws.next()[0] == 13
 
 
-# ---- a fake engine, as the real one does not break on cue
+# ---- a FAKE engine, whose failures a test can choose
 
 PROBLEM = {"prompt": "ba=", "answer": "ab"}
 
 
 def choice(tokens, spans, logprobs=None):
-    """What an engine answers that sampled these tokens. spans: (version, start, end)."""
+    """Return the answer of an engine that sampled these tokens. spans: (version, start, end)."""
     logprobs = logprobs or [-0.5] * len(tokens)
     keys = ("version", "start", "end")
     answer = {"token_ids": tokens, "finish_reason": "stop", "behavior_logprobs": logprobs}
@@ -154,12 +154,12 @@ def choice(tokens, spans, logprobs=None):
 
 
 def good(n, body):
-    """`ab` and the end, sampled by versions 4 and 5."""
+    """Return an answer with `ab` and the end token, sampled by versions 4 and 5."""
     return choice([29, 30, 1], [("4", 0, 2), ("5", 2, 3)])
 
 
 class FakeEngine:
-    """Calls that came, and what is answered: answer(number of the call, body) -> response.
+    """A FAKE engine that keeps the calls and answers with answer(number of the call, body).
 
     together: the first so many calls are answered when all of them have come.
     """
@@ -184,7 +184,7 @@ class FakeEngine:
 
     @contextlib.asynccontextmanager
     async def serve(self):
-        """Serves as long as it is entered; gives its URL."""
+        """Serve within this context, and yield the URL."""
         app = web.Application()
         app.add_routes(self.routes())
         runner = web.AppRunner(app)
@@ -197,7 +197,7 @@ class FakeEngine:
 
 
 def with_fake_engine(run_dir, model, answer, work, engine=None, **knobs):
-    """Start an actor whose only engine answers so, and await work(actor); returns (actor, calls)."""
+    """Start an actor with one FAKE engine and await work(actor); return (actor, calls)."""
 
     async def run():
         limits = dict(max_new_tokens=40, max_model_len=200, start_timeout=300, reward_timeout=300)
@@ -221,14 +221,14 @@ def with_fake_engine(run_dir, model, answer, work, engine=None, **knobs):
 
 
 def one_group(run_dir, model, answer, problem=PROBLEM, attempts=4, **knobs):
-    """Sample one group; returns (actor, the group's record, the calls, what the sampler was told)."""
+    """Sample one group; return (actor, the group's record, the calls, the sampler's updates)."""
     updates = []
 
     async def work(actor):
-        actor.in_progress = attempts
-        sampler = SimpleNamespace(update=lambda *told: updates.append(told))
+        actor.slots.taken = attempts
+        sampler = SimpleNamespace(update=lambda *arguments: updates.append(arguments))
         await actor.group(7, actor.tasks[0], 3, problem, sampler)
-        assert actor.in_progress == 0
+        assert actor.slots.taken == 0
 
     actor, calls = with_fake_engine(run_dir, model, answer, work, attempts=attempts, **knobs)
     record = Queue(run_dir / "queues" / "rollouts").get(0)[1]
@@ -245,9 +245,9 @@ def test_attempt_frees_its_slot_while_its_reward_is_computed(tmp_path, base_mode
             return await call(*args)
 
         actor.sandbox.call = late
-        actor.in_progress = 4
+        actor.slots.taken = 4
         group = asyncio.create_task(actor.group(0, actor.tasks[0], 0, PROBLEM, Curriculum()))
-        while actor.in_progress:
+        while actor.slots.taken:
             await asyncio.sleep(0.01)
         assert not group.done()
         judged.set()
@@ -260,7 +260,7 @@ GUESS = {"prompt": "Guess.\n", "number": 7}
 
 
 def guess(tmp_path, answer):
-    """One attempt at it by the model of `tmp_path`; returns (the group's record, the prompts of its turns, the calls)."""
+    """Make one attempt at GUESS; return (the group's record, the turns' prompts, the calls)."""
     knobs = dict(attempts=1, task="guess", advantage="none")
     _, record, calls, _ = one_group(tmp_path, tmp_path / "model", answer, GUESS, **knobs)
     return record, [call["token_ids"] for call in calls], calls
@@ -283,18 +283,18 @@ def test_empty_environment_reply_starts_the_next_turn(tmp_path, monkeypatch):
 
 
 def test_turns_keep_the_exact_sampled_tokens(tmp_path):
-    """Also with a tokenizer that would join what the engine sampled apart."""
+    """The tokenizer here would join tokens that the engine has sampled apart."""
     p = prompter(tmp_path / "model", merges=[("s", "o")])
     texts = [["s", "o", "5", "<|im_end|>"], ["s", "o", "9", "<|im_end|>"], ["7", "<|im_end|>"]]
     turns = [p.tokenizer.convert_tokens_to_ids(text) for text in texts]
     assert len(p.tokenizer("so5")["input_ids"]) == 2
     logprobs = (np.arange(10) / -8).tolist()
-    of_turn = [logprobs[:4], logprobs[4:8], logprobs[8:]]
+    turn_logprobs = [logprobs[:4], logprobs[4:8], logprobs[8:]]
 
     def answer(n, body):
         tokens = turns[n - 1]
         spans = [(str(n), 0, 2), (str(n + 1), 2, len(tokens))]
-        return choice(tokens, spans[: len(tokens) - 1], of_turn[n - 1])
+        return choice(tokens, spans[: len(tokens) - 1], turn_logprobs[n - 1])
 
     r, prompts, calls = guess(tmp_path, answer)
     start = p.start(GUESS["prompt"])
@@ -303,12 +303,12 @@ def test_turns_keep_the_exact_sampled_tokens(tmp_path):
     second = start + turns[0] + higher
     third = second + turns[1] + lower
     assert prompts == [start, second, third]
-    # max_new_tokens is for all turns together
+    # max_new_tokens limits all turns together
     assert [c["sampling_params"]["max_tokens"] for c in calls] == [40, 36, 32]
     assert r["tokens"].tolist() == third + turns[2]
     assert r["reward"].tolist() == [pytest.approx(1.7)]
     assert r["outcome"].tolist() == [cfg.OUTCOMES.index("correct")]
-    # the environment's tokens are out of the loss
+    # The environment's tokens do not count in the loss
     lengths = [len(start), 4, len(higher), 4, len(lower), 2]
     mask = np.repeat([False, True] * 3, lengths)
     assert r["mask"].tolist() == mask.tolist()
@@ -340,25 +340,9 @@ def test_a_group_record_holds_what_the_engine_sampled(tmp_path, base_model):
     assert r["sample_id"].tolist() == [28, 29, 30, 31]
 
 
-def test_self_teacher_scores_wrong_attempts_with_a_right_one_in_the_prompt(tmp_path, base_model):
-    def answer(n, body):
-        if "prompt_logprobs" in body["sampling_params"]:
-            before = [-9.0] * (len(body["token_ids"]) - 4)
-            return web.json_response({"prompt_logprobs": [*before, -0.25, -0.5, -1.5]})
-        return good(n, body) if n == 2 else choice([30, 29, 1], [("5", 0, 3)])
-
-    actor, r, calls, _ = one_group(tmp_path, base_model, answer, teacher="self")
-    shown = actor.prompter.start(HINT.format(prompt="ba=", answer="ab"))
-    assert [c["token_ids"] for c in calls[4:]] == 3 * [shown + [30, 29, 1]]
-    for sample in split(r):
-        expected = [0, 0, 0] if sample["reward"] else [0.25, 0, -1]
-        assert sample["teacher_log_ratio"].tolist() == [0, 0, 0, *expected]
-    assert r["reward"].sum() == 1
-
-
 @pytest.mark.parametrize("caching", ["on", "off"])
 def test_shared_kv_cache_counts_as_a_version(tmp_path, base_model, caching):
-    """The trainer is at 5: what 5 alone sampled is pure unless it began from the KV cache of another."""
+    """A sample has one version only if its KV cache is of the same version as its tokens."""
     spans = [[("5", 0, 3)], [("4", 0, 3)], [("6", 0, 3)], [("5", 0, 1), ("6", 1, 3)]]
 
     def answer(n, body):
@@ -373,14 +357,14 @@ def test_shared_kv_cache_counts_as_a_version(tmp_path, base_model, caching):
 def test_attempts_that_failed_for_good_make_the_group_smaller(
     failures, left, tmp_path, base_model, monkeypatch, capsys
 ):
-    """Of a group that failed an empty record tells: nobody waits for it, preprocess drops and counts it."""
+    """A group without a sample leaves an empty record, which preprocess drops and counts."""
     monkeypatch.setattr(client, "RETRIES", 1)
     monkeypatch.setattr(client, "BACK_OFF", 0.0)
 
     def answer(n, body):
         return web.Response(status=500) if n <= failures else good(n, body)
 
-    # each attempt's first call is one of the first four, however long its way
+    # The first four calls are the first calls of the four attempts
     fake = FakeEngine(answer, together=4)
     actor, r, _, updates = one_group(tmp_path, base_model, answer, engine=fake)
     assert (r["draw"], len(r["lengths"]), r["failed"]) == (7, left, 4 - left)
@@ -390,7 +374,7 @@ def test_attempts_that_failed_for_good_make_the_group_smaller(
 
 
 def test_draws_are_saved_before_their_groups_start(tmp_path, base_model):
-    """As many groups as there are places, and as the gate lets; dropped ones make room."""
+    """Groups start as slots and the gate allow; dropped groups make room for others."""
     started = []
 
     async def work(actor):
@@ -403,19 +387,19 @@ def test_draws_are_saved_before_their_groups_start(tmp_path, base_model):
         problems = {"toy": [f"problem {n}" for n in range(50)]}
         sampler = Sampler({"toy": list(range(50))}, {"toy": 1.0}, 0)
         draws = InFlight(sampler, tmp_path / "queues" / "sampler.json", NEW_RUN)
-        # 16 places, for four groups of 4
+        # There are 16 slots, for four groups of 4
         groups = actor.start_groups(draws, problems, 0)
         assert len(groups) == 4
-        actor.in_progress = 0
-        # at version 5 with max_lag 1: seven steps of two groups
+        actor.slots.taken = 0
+        # At version 5 with max_lag 1 the gate allows seven steps of two groups
         groups |= actor.start_groups(draws, problems, 12)
         assert len(groups) == 6
-        actor.in_progress = 0
+        actor.slots.taken = 0
         assert not actor.start_groups(draws, problems, 14)
         publish_json(tmp_path / "queues" / "dropped.json", groups=3)
         groups |= actor.start_groups(draws, problems, 14)
         for _ in range(3):
-            actor.in_progress = 0
+            actor.slots.taken = 0
             groups |= actor.start_groups(draws, problems, len(groups) + 8)
         await asyncio.gather(*groups)
 
@@ -438,7 +422,7 @@ def test_evaluation_takes_the_first_held_out_problems(tmp_path, base_model):
     assert {call["sampling_params"]["temperature"] for call in calls} == {0.0}
     line = Queue(tmp_path / "queues" / "evals").get(0)[1]
     assert (line["version"], line["problems"], line["answers"]) == (5, 3, 6)
-    # nobody's answer is `ab`
+    # The answer of none of these problems is `ab`
     assert line["eval"] == {"toy": 0.0}
     assert line["versions"] == [4, 5]
     assert len(Queue(tmp_path / "queues" / "rollouts")) == 0

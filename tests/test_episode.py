@@ -28,13 +28,14 @@ from tasks import guess as task
 
 TOOLS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
-    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ c.function.arguments }}</call>{% endfor %}"
+    "{% for c in m.tool_calls or [] %}"
+    "<call>{{ c.function.name }} {{ c.function.arguments }}</call>{% endfor %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
 class ChatEngine(FakeEngine):
-    """With vLLM's two calls for chats; has_parser: of thoughts."""
+    """A FAKE engine with vLLM's two calls for chats. has_parser: whether it parses thoughts."""
 
     has_parser = True
 
@@ -55,11 +56,13 @@ class ChatEngine(FakeEngine):
         if body["messages"] == "wrong":
             return web.json_response({"error": {"message": "no messages"}}, status=400)
         if body["messages"][-1]["content"] == "too long":
-            words = "This model's maximum context length is 5 tokens"
-            return web.json_response({"error": {"message": words}}, status=400)
-        wanted = body.get("add_generation_prompt", True)
-        how = dict(tokenize=False, add_generation_prompt=wanted)
-        text = self.tokenizer.apply_chat_template(body["messages"], **how)
+            message = "This model's maximum context length is 5 tokens"
+            return web.json_response({"error": {"message": message}}, status=400)
+        text = self.tokenizer.apply_chat_template(
+            body["messages"],
+            tokenize=False,
+            add_generation_prompt=body.get("add_generation_prompt", True),
+        )
         return web.json_response({"token_ids": self.tokenizer(text)["input_ids"]})
 
     async def derender(self, request):
@@ -80,13 +83,14 @@ class ChatEngine(FakeEngine):
 
 
 class Client:
-    """Somebody's, who knows a URL and a key."""
+    """A client that knows the URL and the key of an attempt."""
 
     def __init__(self, model):
-        self.url, self.key = model.base_url, model.api_key
+        self.url = model.base_url
+        self.key = model.api_key
 
     async def post(self, path, key=None, retries=None, **body):
-        """(status, text) of an answer. retries: the header that says how often the request was made before."""
+        """Return (status, text) of an answer. retries: the value of the header for retries."""
         headers = {"Authorization": f"Bearer {key or self.key}"}
         if retries is not None:
             headers["X-Stainless-Retry-Count"] = str(retries)
@@ -95,9 +99,9 @@ class Client:
                 return answer.status, await answer.text()
 
     async def chat(self, *messages, retries=None, **body):
-        """The message that is answered."""
-        how = dict(messages=list(messages), retries=retries) | body
-        status, text = await self.post("chat/completions", **how)
+        """Return the message of the answer."""
+        request = dict(messages=list(messages), retries=retries) | body
+        status, text = await self.post("chat/completions", **request)
         assert status == 200, text
         return json.loads(text)["choices"][0]["message"]
 
@@ -107,12 +111,12 @@ def user(text):
 
 
 def play(tmp_path, says, episode, template=TOOLS, attempts=1, seed=None, **knobs):
-    """Attempts of this episode, of which the model says these texts: (samples, calls of the engine, actor)."""
+    """Make attempts in which the model says these texts; return (samples, prompts, actor)."""
     p = prompter(tmp_path / "model", template, merges=[("s", "o")])
 
     def answer(n, body):
         text = says[n - 1].replace(" ", "Ġ")
-        # as it was sampled, a character at a time, which the tokenizer would not do
+        # Sampled a character at a time, as the tokenizer would not do it
         tokens = [p.tokenizer.convert_tokens_to_ids(c) for c in text]
         tokens.append(p.tokenizer.eos_token_id)
         return choice(tokens, [(str(n), 0, len(tokens))])
@@ -142,7 +146,7 @@ def text_of(tmp_path, tokens):
 
 
 def test_earlier_turns_keep_their_tokens_and_are_not_rendered_again(tmp_path):
-    """Its exact tokens stay, the separator after the stop token is there; a tool call comes back in other words."""
+    """Their exact tokens and the separator stay, though the client changes a tool call's spaces."""
 
     async def episode(problem, model):
         c = Client(model)
@@ -159,13 +163,14 @@ def test_earlier_turns_keep_their_tokens_and_are_not_rendered_again(tmp_path):
     assert prompts[1][: len(prompts[0])] == prompts[0]
     text = text_of(tmp_path, sample["tokens"])
     assert text == (
-        '<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<call>f {"a":  1}</call><|im_end|>\n'
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+        '<call>f {"a":  1}</call><|im_end|>\n'
         "<|im_start|>tool\nso 7<|im_end|>\n<|im_start|>assistant\nso!<|im_end|>"
     )
     assert sample["segment"].tolist() == [0] * len(sample["tokens"])
     sampled = sample["tokens"][sample["mask"]]
     assert text_of(tmp_path, sampled) == '<call>f {"a":  1}</call><|im_end|>so!<|im_end|>'
-    # "so" of the tool is one token, that of the model two, as it was sampled
+    # "so" of the tool is one token; "so" of the model was sampled as two
     assert len(sampled) == 24 + 1 + 3 + 1
     assert sample["reward"] == 1.0 and sample["num_versions"] == 2
 
@@ -184,7 +189,7 @@ def test_a_template_that_drops_old_thoughts_begins_a_new_segment(tmp_path):
     assert text_of(tmp_path, parts[1]).endswith(
         "A<|im_end|>\n<|im_start|>user\nB<|im_end|>\n<|im_start|>assistant\nC<|im_end|>"
     )
-    # each turn is trained once, in its segment
+    # Each turn is trained once, in its segment
     masks = [sample["mask"][sample["segment"] == k].sum() for k in (0, 1)]
     assert masks == [len("<think>hm</think>A") + 1, 2]
 
@@ -205,7 +210,7 @@ def test_dropped_thoughts_begin_a_new_segment_without_a_reasoning_parser(tmp_pat
 
 
 def test_branches_and_other_conversations_are_one_sample(tmp_path):
-    """What was sampled before a branch is trained once."""
+    """Tokens that were sampled before a branch are trained once."""
 
     async def episode(problem, model):
         c = Client(model)
@@ -232,7 +237,7 @@ SAME = ["one", "two", "three", "four"]
 
 
 async def asked_four_times(ask, way):
-    """What ask() returns, of four calls: all at once, or each when the one before has its answer."""
+    """Call ask() four times, at once or one after the other; return what the calls return."""
     if way == "at once":
         return await asyncio.gather(*(ask() for _ in SAME))
     return [await ask() for _ in SAME]
@@ -241,7 +246,7 @@ async def asked_four_times(ask, way):
 @pytest.mark.parametrize("way", ["at once", "in turn"])
 @pytest.mark.parametrize("kind", ["chat", "stream", "completion", "token ids"])
 def test_the_same_request_four_times_is_four_samples(tmp_path, way, kind):
-    """The first requests of four clients, whose connections end with each answer."""
+    """The first requests of four clients, each on a connection of its own."""
     bodies = {
         "chat": dict(messages=[user("Hi")]),
         "stream": dict(messages=[user("Hi")], stream=True),
@@ -278,8 +283,8 @@ def test_the_same_request_four_times_has_four_seeds_in_an_evaluation(tmp_path, w
 
 
 def held_back(model):
-    """Engines answer when the event is set that this returns."""
-    generate = model.actor.engines.generate
+    """Hold back the engines' answers until the returned event is set."""
+    generate = model.services.engines.generate
     may_answer = asyncio.Event()
 
     async def late(*args, **kwargs):
@@ -287,7 +292,7 @@ def held_back(model):
         await may_answer.wait()
         return answer
 
-    model.actor.engines.generate = late
+    model.services.engines.generate = late
     return may_answer
 
 
@@ -297,13 +302,13 @@ async def until(condition):
 
 
 def clients_of_turns(model):
-    """How many clients each turn has that was begun, the oldest first."""
+    """Return the number of clients of each turn that was begun, the oldest first."""
     return [turn.clients for [*turns] in model.requests.values() for turn in turns if turn.answer]
 
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_retries_of_the_openai_package_share_the_turns_that_they_gave_up_on(tmp_path, count):
-    """Engines answer when as many requests were given up as were made."""
+    """Engines answer when the client has given up as many requests as it made."""
 
     async def episode(problem, model):
         may_answer = held_back(model)
@@ -314,15 +319,20 @@ def test_retries_of_the_openai_package_share_the_turns_that_they_gave_up_on(tmp_
             if sum(n > 0 for n in retries) >= count:
                 may_answer.set()
 
-        how = dict(base_url=model.base_url, api_key=model.api_key, timeout=0.3, max_retries=20)
-        http_client = openai.DefaultAsyncHttpxClient(event_hooks=dict(request=[note]))
-        async with openai.AsyncOpenAI(**how, http_client=http_client) as c:
+        openai_client = openai.AsyncOpenAI(
+            base_url=model.base_url,
+            api_key=model.api_key,
+            timeout=0.3,
+            max_retries=20,
+            http_client=openai.DefaultAsyncHttpxClient(event_hooks=dict(request=[note])),
+        )
+        async with openai_client as c:
             ask = c.chat.completions.create
             asked = [ask(model="policy", messages=[user("Hi")]) for _ in range(count)]
             answers = await asyncio.gather(*asked)
             texts = [answer.choices[0].message.content for answer in answers]
             assert sorted(texts) == sorted(SAME[:count])
-            # once more, of its own accord
+            # The next request is no retry
             answer = await ask(model="policy", messages=[user("Hi")])
             assert answer.choices[0].message.content == "last"
         return 1.0
@@ -334,7 +344,7 @@ def test_retries_of_the_openai_package_share_the_turns_that_they_gave_up_on(tmp_
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_repeat_after_the_connection_broke_shares_its_turn(tmp_path, stream):
-    """Also if it does not say that it is a retry; the next one is a sample of its own."""
+    """A repeat shares the turn even without a header for retries; the next one is a new sample."""
 
     async def episode(problem, model):
         c = Client(model)
@@ -345,7 +355,7 @@ def test_a_repeat_after_the_connection_broke_shares_its_turn(tmp_path, stream):
         await until(lambda: clients_of_turns(model) == [0])
         repeat = asyncio.ensure_future(c.chat(user("Hi")))
         await until(lambda: clients_of_turns(model) == [1])
-        # the repeat was another client's, says a retry
+        # A request that says that it is a retry shows that the repeat was another client's
         retry = asyncio.ensure_future(c.chat(user("Hi"), retries=1))
         await until(lambda: clients_of_turns(model) == [1, 1])
         may_answer.set()
@@ -359,7 +369,7 @@ def test_a_repeat_after_the_connection_broke_shares_its_turn(tmp_path, stream):
 
 
 def test_a_stream_that_breaks_in_the_middle_has_not_arrived(tmp_path, monkeypatch):
-    """An answer that is larger than what connections hold, of which a client reads the beginning."""
+    """The answer is larger than a connection's buffers, and the client reads its beginning."""
     derender = ChatEngine.derender
     padding = " " * (32 << 20)
 
@@ -386,11 +396,12 @@ def test_a_stream_that_breaks_in_the_middle_has_not_arrived(tmp_path, monkeypatc
 
 
 def test_a_retry_of_an_answer_that_was_sent_gets_it_again(tmp_path):
-    """Something between client and endpoint may have lost it. What is no count of retries says nothing."""
+    """The first answer may have been lost on the way. A header that is no number is ignored."""
 
     async def episode(problem, model):
         c = Client(model)
-        first, second = [await c.chat(user("Hi")), await c.chat(user("Hi"), retries=0)]
+        first = await c.chat(user("Hi"))
+        second = await c.chat(user("Hi"), retries=0)
         assert [first["content"], second["content"]] == ["one", "two"]
         again = [await c.chat(user("Hi"), retries=n, stream_options=None) for n in (1, 2, 3)]
         assert again == [first, second, first]
@@ -428,7 +439,7 @@ def test_a_turn_that_failed_is_sampled_when_it_is_asked_for_again(tmp_path, monk
 
 
 def test_request_of_a_client_that_gave_up_is_left_out(tmp_path):
-    """Its attempt is over before the answer is there."""
+    """The attempt ends before the answer is there."""
 
     async def episode(problem, model):
         c = Client(model)
@@ -448,9 +459,16 @@ def test_sampling_parameters_of_a_client_are_left_out_or_refused(tmp_path, capsy
 
     async def episode(problem, model):
         c = Client(model)
-        how = dict(temperature=0.1, top_p=0.5, presence_penalty=1.0, seed=3)
-        how |= dict(response_format=dict(type="json_object"), tool_choice="required")
-        await c.chat(user("Hi"), tools=[strict], **how)
+        await c.chat(
+            user("Hi"),
+            tools=[strict],
+            temperature=0.1,
+            top_p=0.5,
+            presence_penalty=1.0,
+            seed=3,
+            response_format=dict(type="json_object"),
+            tool_choice="required",
+        )
         for wrong in (dict(n=2), dict(stop=["x"]), dict(logit_bias={"3": 1}), dict(logprobs=True)):
             status, text = await c.post("chat/completions", messages=[user("Hi")], **wrong)
             [name] = wrong
@@ -469,8 +487,8 @@ def test_sampling_parameters_of_a_client_are_left_out_or_refused(tmp_path, capsy
     }
     assert "temperature of a client is left out" in capsys.readouterr().out
     params = {json.dumps(call["sampling_params"], sort_keys=True) for call in actor.calls}
-    own = dict(max_tokens=200, temperature=1.0, seed=None, stop_token_ids=[1, 99])
-    assert len(params) == 2 and json.dumps(own, sort_keys=True) in params
+    expected = dict(max_tokens=200, temperature=1.0, seed=None, stop_token_ids=[1, 99])
+    assert len(params) == 2 and json.dumps(expected, sort_keys=True) in params
 
 
 def test_streams_and_completions_have_openais_format(tmp_path):
@@ -504,7 +522,7 @@ def test_streams_and_completions_have_openais_format(tmp_path):
     says = ["<call>f not JSON</call>", " so", "x", "y"]
     [sample], prompts, _ = play(tmp_path, [*says], episode)
     assert sample["segment"].max() == 2
-    # the text goes on after the exact tokens, the end of the turn among them
+    # The text goes on after the exact tokens, with the end of the turn
     assert prompts[2][: len(prompts[1]) + 4] == [
         *prompts[1],
         *sample["tokens"][sample["segment"] == 1][len(prompts[1]) :][:4],
@@ -513,14 +531,14 @@ def test_streams_and_completions_have_openais_format(tmp_path):
 
 def test_a_request_whose_attempt_ends_while_its_body_arrives_is_refused(tmp_path):
     async def episode(problem, model):
-        attempts = model.actor.endpoint.attempts
+        attempts = model.services.endpoint.attempts
         url = urlsplit(model.base_url)
         reader, writer = await asyncio.open_connection(url.hostname, url.port)
         body = json.dumps(dict(messages=[user("Hi")])).encode()
         head = f"POST {url.path}/chat/completions HTTP/1.1\r\nHost: {url.netloc}\r\n"
         head += f"Authorization: Bearer {model.api_key}\r\nContent-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body[:10])
-        # the answer of another request: the endpoint has read what came before it
+        # When another request is answered, the endpoint has read the beginning of the first one
         await Client(model).chat(user("Hi"))
         del attempts[model.api_key]
         writer.write(body[10:])
@@ -542,9 +560,9 @@ def test_errors_have_openais_format(tmp_path):
             status, text = await c.post("chat/completions", **body)
             assert status == 400 and json.loads(text)["error"]["type"] == "invalid_request_error"
         await c.chat(user("Hi"))
-        # by the engine's own words, and by what it would be
-        for words in ("too long", "x" * 3000):
-            status, text = await c.post("chat/completions", messages=[user(words)])
+        # By the engine's own error, and by the length of the prompt
+        for content in ("too long", "x" * 3000):
+            status, text = await c.post("chat/completions", messages=[user(content)])
             assert status == 400 and json.loads(text)["error"]["code"] == "context_length_exceeded"
             assert model.cut_off and not model.finished
             model.cut_off, model.finished = False, True
@@ -578,14 +596,14 @@ def test_answer_that_no_parser_takes_comes_back_as_text_and_is_trained_once(tmp_
     "way,counted,outcome",
     [
         ("raise ValueError('mine')", "error", "unparsable"),
-        # what its own connections fail by is its own fault
+        # Errors of the episode's own connections are its own fault
         ("raise ConnectionError('the judge is gone')", "error", "unparsable"),
         ("raise aiohttp.ClientConnectionError('the judge is gone')", "error", "unparsable"),
         ("raise TimeoutError('the judge is slow')", "limit", "unparsable"),
         ("await asyncio.sleep(100)", "limit", "unparsable"),
         ("return 'no_answer'", None, "no_answer"),
         ("await model('x' * 5000)", None, "no_answer"),
-        # an agent, to whom it is a client's error
+        # An agent gets a client's error in this case
         (
             "assert (await Client(model).post('completions', prompt='x' * 5000))[0] == 200",
             None,
@@ -594,23 +612,23 @@ def test_answer_that_no_parser_takes_comes_back_as_text_and_is_trained_once(tmp_
     ],
 )
 def test_an_episode_that_fails_is_counted_by_name(tmp_path, way, counted, outcome, capsys):
-    found = {}
+    defined = {}
     exec(
         f"async def end(model):\n    {way}",
         dict(asyncio=asyncio, Client=Client, aiohttp=aiohttp),
-        found,
+        defined,
     )
 
     async def episode(problem, model):
         await model(problem["prompt"])
-        return await found["end"](model)
+        return await defined["end"](model)
 
-    # enough for the turn before it on a busy machine
+    # The turn before needs some of this time on a busy machine
     seconds = 3.0 if "sleep" in way else 1000.0
     [sample], _, actor = play(tmp_path, ["A"], episode, episode_timeout=seconds)
     assert sample["outcome"] == {"no_answer": 2, "unparsable": 3}[outcome]
     assert actor.sandbox.counts == {"verdicts": 1} | ({counted: 1} if counted else {})
-    assert actor.in_progress == -1
+    assert actor.slots.taken == -1
 
 
 NUMBERS = [
@@ -671,8 +689,8 @@ def test_a_function_that_an_episode_calls_returns_a_number_or_a_text(tmp_path, m
         await model(problem["prompt"])
         for value in NUMBERS:
             returned["it"] = value
-            found = await model.call("look_up", "it")
-            assert type(found) is float and found == float(value)
+            result = await model.call("look_up", "it")
+            assert type(result) is float and result == float(value)
         returned["it"] = np.str_("words")
         assert type(await model.call("look_up", "it")) is str
         assert await model.call("look_up", "nothing") is None
@@ -686,11 +704,11 @@ def test_a_function_that_an_episode_calls_returns_a_number_or_a_text(tmp_path, m
 
 
 def test_a_turn_that_fails_by_a_time_limit_is_an_attempt_that_failed(tmp_path):
-    """Also that of a task without episodes, whose reward is never asked for."""
+    """The task has no episode, and its reward function is never called."""
     prompter(tmp_path / "model", TOOLS)
     samples = []
 
-    async def too_late(*args):
+    async def too_late(*args, **options):
         raise TimeoutError("too late")
 
     async def work(actor):
@@ -702,7 +720,7 @@ def test_a_turn_that_fails_by_a_time_limit_is_an_attempt_that_failed(tmp_path):
 
 
 def test_attempt_without_an_engine_gives_no_sample(tmp_path, monkeypatch):
-    """Also where the episode does not notice."""
+    """The episode itself does not notice that the request failed."""
     monkeypatch.setattr(client, "RETRIES", 0)
 
     async def episode(problem, model):
@@ -714,7 +732,7 @@ def test_attempt_without_an_engine_gives_no_sample(tmp_path, monkeypatch):
 
 
 def test_lost_attempts_give_no_sample_and_100_in_a_row_end_the_run(tmp_path, capsys):
-    """An agent's process that has ended; a hundred in a row, and the run ends."""
+    """The agent's process has ended; a hundred such attempts in a row end the run."""
 
     async def episode(problem, model):
         await model(problem["prompt"])
@@ -733,7 +751,7 @@ def test_attempt_that_times_out_in_an_engine_gives_no_sample(tmp_path):
     async def episode(problem, model):
         await model(problem["prompt"])
         waiting = asyncio.Event()
-        model.actor.engines.generate = lambda *_: waiting.wait()
+        model.services.engines.generate = lambda *_, **options: waiting.wait()
         return await model("more")
 
     samples, _, _ = play(tmp_path, ["A"], episode, episode_timeout=0.3)
