@@ -1,6 +1,7 @@
-"""vLLM's CPU build with asynchronous scheduling, which it turns off and GPUs have: for test_engine.py.
+"""vLLM's CPU build with asynchronous scheduling, as on GPUs; it is started by test_engine.py.
 
-The next step is scheduled before the last one's tokens are here. What copies them on a GPU is done at once on a CPU.
+vLLM turns asynchronous scheduling off on a CPU. With it, the next step is scheduled before the
+tokens of the last one have arrived. FAKE CUDA streams and events: on a CPU a copy is done at once.
 """
 
 from unittest.mock import MagicMock
@@ -21,7 +22,7 @@ def asynchronous(platform, config):
 CpuPlatform.check_and_update_config = classmethod(asynchronous)
 for name in ("Stream", "Event", "current_stream", "stream"):
     setattr(torch.cuda, name, MagicMock())
-# how it steps otherwise
+# EngineCore.step is the synchronous step: with None in its place a call of it would fail
 EngineCore.step = None
 
 if __name__ == "__main__":

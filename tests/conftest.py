@@ -1,5 +1,5 @@
-"""What the tests share: the repository on the path, the toy base model, and one real vLLM server for
-all of a process's.
+"""Fixtures and functions that the tests share: the repository on the path, the toy base model, and
+one real vLLM server for all tests of a process.
 """
 
 import dataclasses
@@ -15,37 +15,39 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 os.environ["PYTHONPATH"] = str(ROOT)
-# several processes share the cores: threads that wait for each other by spinning would starve them
+# Several processes share the cores, and threads that wait by spinning would starve the others
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# which of the processes that share the tests this is (pytest-xdist): "gw0", "gw1", ...
+# The number of this process among those of pytest-xdist, whose names are "gw0", "gw1", ...
 PROCESS = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-# the shared engine, one in each process; every other file has ports of its own, from 8690 to 8999 and from 9400 on
+# The port of the shared engine, of which each process has one. Other tests have ports from 8690 to
+# 8999 and from 9400 on
 PORT = 9000 + 10 * PROCESS
-# files that take minutes, the longest first: begun last, one of them would run on alone
+# Files that take minutes, the longest first: if one of them began last, a process would wait for it
+# at the end
 LONG = "run failures ledger evaluate nodes memory doctor ranks weights model launch".split()
 
 
 def pytest_collection_modifyitems(items):
-    def place(item):
+    def order(item):
         name = item.path.stem.removeprefix("test_")
         return LONG.index(name) if name in LONG else len(LONG)
 
-    items.sort(key=place)
+    items.sort(key=order)
 
 
 @pytest.fixture(scope="session")
 def base_model():
-    """Directory of the toy base model of seed 0 (made once, ~25 s)."""
+    """The directory of the toy base model of seed 0, which is made once in about 25 s."""
     path = ROOT / "out" / "models" / "toy-seed0"
     if not (path / "config.json").exists():
-        # in a process of its own, as run.sh makes it
+        # Made in a process of its own, as run.sh does it
         make = f"from tools import prepare; prepare.bring_model({str(path)!r}, 'toy')"
         subprocess.run([sys.executable, "-c", make], cwd=ROOT, check=True)
     return path
 
 
 def resolved(*argv, gpus=0):
-    """The Config of a command line, as run.sh resolves it."""
+    """Return the Config of a command line, as run.sh resolves it."""
     import config as cfg
     from plumbing import placement
 
@@ -53,31 +55,31 @@ def resolved(*argv, gpus=0):
 
 
 def wait_until(condition, seconds=300):
-    """Wait until condition() is true, and return what it is; AssertionError after so many seconds, which end what hangs."""
+    """Wait until condition() is true, and return its value; AssertionError after `seconds`."""
     deadline = time.monotonic() + seconds
     result = condition()
     while not result:
-        assert time.monotonic() < deadline, f"not so within {seconds} s"
+        assert time.monotonic() < deadline, f"the condition did not come true within {seconds} s"
         time.sleep(0.02)
         result = condition()
     return result
 
 
 def with_knobs(config, **knobs):
-    """A copy of a Config with other values."""
+    """Return a copy of a Config with these knobs changed."""
     return dataclasses.replace(config, **knobs)
 
 
 def node_of(env, folder):
-    """(number of this node, number of nodes) as run.sh tells tools/run.py in this environment."""
+    """Return (node number, number of nodes) that run.sh gives tools/run.py in this environment."""
     python = Path(folder, "python")
     python.write_text('#!/bin/sh\necho "${NODE_RANK:-0} ${NNODES:-1} ${RANK:-none}"\n')
     python.chmod(0o755)
     clean = {"PATH": os.defpath, "PIPELINE_PYTHON": str(python)}
     command = ["/bin/bash", str(ROOT / "run.sh")]
-    told = subprocess.run(command, env=clean | env, capture_output=True, text=True, check=True)
-    node, n, rank = told.stdout.split()
-    # what tells a rank of its own would mislead those that the launcher starts
+    done = subprocess.run(command, env=clean | env, capture_output=True, text=True, check=True)
+    node, n, rank = done.stdout.split()
+    # RANK of run.sh itself would mislead the processes that the launcher starts
     assert rank == "none"
     return int(node), int(n)
 

@@ -1,9 +1,10 @@
-"""A FAKE vLLM server for tests that start engines many times: it is up in seconds, where vLLM takes half a minute.
+"""A FAKE vLLM server for tests that start engines often; it is up in seconds.
 
-The contract's calls (plumbing/engine.py), the real weight group, and real sampling from the Hugging Face model with the weights that
-arrived, each token stamped with the version that sampled it. What is not: continuous batching (requests that wait are
-sampled together, in waves), --recompute_kv, several workers. It dies of the prompt whose token ids are in FAKE_KILLER, with spaces
-between them, or of all.
+Real in it: the contract's calls (plumbing/engine.py), the weight group, and sampling from the
+Hugging Face model with the weights that arrived; each token is stamped with the version that
+sampled it. Missing: continuous batching (waiting requests are sampled together, in waves),
+--recompute_kv and several workers. FAKE_KILLER in the environment holds the token ids of a prompt,
+with spaces between them, or "all": a request with such a prompt kills the server.
 """
 
 import argparse
@@ -22,13 +23,16 @@ from datetime import timedelta
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# of the folder that fake_vllm has made: while this file is there, nothing is sampled
+# The name of a file in the folder of fake_vllm; while it is there, nothing is sampled
 STANDSTILL = "standstill"
 sys.path.insert(0, str(ROOT))
 
 
 def fake_vllm(folder):
-    """Make folder/vllm: with the folder, which is returned, in PYTHONPATH, run.sh starts this file as its engines."""
+    """Make a package folder/vllm and return the folder.
+
+    With the folder in PYTHONPATH, run.sh starts this file in place of vLLM.
+    """
     package = Path(folder, "vllm", "entrypoints", "openai")
     package.mkdir(parents=True)
     for p in (package, package.parent, package.parent.parent):
@@ -39,14 +43,17 @@ def fake_vllm(folder):
 
 @contextlib.contextmanager
 def standing_still(folder):
-    """While it is entered, fake engines that were started from this folder sample nothing. Updates go on."""
+    """Within this context, FAKE engines of this folder sample nothing. Weight updates go on."""
     Path(folder, STANDSTILL).touch()
     yield
     Path(folder, STANDSTILL).unlink()
 
 
 class Engine:
-    """The model, its weight updates, and the thread that samples. `orders` are functions that it calls between two decode steps."""
+    """The model, its weight updates, and the thread that samples.
+
+    The thread calls the functions in `orders` between two decode steps.
+    """
 
     def __init__(self, model, slots, seed):
         self.model = model
@@ -58,14 +65,14 @@ class Engine:
         self.groups = 0
         self.waiting = deque()
         self.orders = queue.SimpleQueue()
-        # started as <folder>/vllm/entrypoints/openai/api_server.py
+        # This file is <folder>/vllm/entrypoints/openai/api_server.py, a link
         self.standstill = Path(__file__).parents[3] / STANDSTILL
         threading.Thread(target=self.work, daemon=True).start()
 
     # ---- weight updates, as plumbing.engine.Receiver does them
 
     def receive_all(self, group, number):
-        """Take part in a weight group until it breaks, or there is another."""
+        """Take part in a weight group until it breaks or another one has begun."""
         timeout = timedelta(seconds=group["timeout"])
         layout = group["layout"]
         ranges = transport.bucket_ranges(layout)
@@ -90,7 +97,7 @@ class Engine:
             print(f"left the weight group: {e}", flush=True)
 
     def swap(self, version):
-        """Load what was received; called between two decode steps."""
+        """Load the received weights; called between two decode steps."""
         start = time.perf_counter()
         for name, tensor in self.received.pop(version):
             self.parameters[name].copy_(tensor)
@@ -100,7 +107,7 @@ class Engine:
     # ---- sampling
 
     def work(self):
-        torch.set_grad_enabled(False)  # of this thread
+        torch.set_grad_enabled(False)  # It holds for this thread alone
         while True:
             wave = [self.waiting.popleft() for _ in range(min(self.slots, len(self.waiting)))]
             if wave:
@@ -110,7 +117,7 @@ class Engine:
                 time.sleep(0.002)
 
     def carry_out_orders(self):
-        """Between two decode steps; it takes as long as all engines stand still."""
+        """Call the waiting orders between two decode steps; wait while engines stand still."""
         while self.standstill.exists() or not self.orders.empty():
             try:
                 order, done = self.orders.get(timeout=0.05)
@@ -122,7 +129,10 @@ class Engine:
                 done.set_exception(e)
 
     def sample(self, wave):
-        """Sample all of these requests, (body, future) each, to their ends; a row that is finished is answered at once, and left out."""
+        """Sample all of these requests, (body, future) each, to their ends.
+
+        A row that has finished is answered at once and leaves the batch.
+        """
         prompts = [body["token_ids"] for body, _ in wave]
         longest = max(map(len, prompts))
         ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
@@ -142,9 +152,9 @@ class Engine:
             tokens = torch.multinomial(logprobs.exp(), 1, generator=self.random)
             tokens = torch.where(temperatures == 0, logits.argmax(-1, keepdim=True), tokens)
             versions.append(self.version)
-            of_tokens = logprobs.gather(1, tokens)[:, 0].tolist()
+            sampled_logprobs = logprobs.gather(1, tokens)[:, 0].tolist()
             keep = []
-            for i, (token, logprob) in enumerate(zip(tokens[:, 0].tolist(), of_tokens)):
+            for i, (token, logprob) in enumerate(zip(tokens[:, 0].tolist(), sampled_logprobs)):
                 params, future, sampled, behavior_logprobs = rows[i]
                 sampled.append(token)
                 behavior_logprobs.append(logprob)
@@ -214,14 +224,14 @@ class Server:
         return web.json_response(answer | {"choices": [await asyncio.wrap_future(done)]})
 
     async def order(self, function):
-        """What the function returns, called between two decode steps."""
+        """Have a function called between two decode steps and return its result."""
         done = Future()
         self.engine.orders.put((function, done))
         return await asyncio.wrap_future(done)
 
 
 def prompt_logprobs(model, ids):
-    """Of every token of a prompt but the first."""
+    """Return the logprob of every token of a prompt but the first."""
     logprobs = model(input_ids=torch.tensor([ids])).logits[0].float().log_softmax(-1)
     return logprobs[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
 

@@ -1,24 +1,24 @@
-"""A plugin of vLLM, for tests that must see an update land in the middle of a request: it holds one request
-there until the next update, whoever is faster.
+"""A plugin of vLLM that holds one request in its middle until the next weight update.
 
-vLLM itself stays unmodified: it loads what is registered as one of its "general plugins" in every process.
-At each weight version of a range the first request that has sampled TOKENS tokens is left out of the engine's
-steps, with its KV cache, until the engine has the next version; all others go on. Requests with a seed,
-those of evaluations, are never held, and no request is held twice.
+Tests use it to have an update reach a request in its middle, however fast engine and trainer are.
+vLLM itself stays unmodified: it loads its registered "general plugins" in every process. At each
+weight version of a range the first request that has sampled TOKENS tokens is left out of the
+engine's steps, with its KV cache, until the engine has the next version; all others go on.
+Requests with a seed, those of evaluations, are never held, and no request is held twice.
 """
 
 import os
 import sys
 from pathlib import Path
 
-# tokens that a request has sampled before it is held
+# A request is held when it has sampled so many tokens
 TOKENS = 3
-# what the engine's log says of each request that is held, and the version that it waits in
+# The line in the engine's log for each held request, with the weight version at which it is held
 LINE = r"held a request at version (\d+)"
 
 
 def plugin(folder, versions):
-    """Make the folder that registers the plugin: returns the environment of the engines that shall load it.
+    """Make a folder that registers the plugin; return the environment of engines that load it.
 
     versions: the range of weight versions at which a request is held.
     """
@@ -41,7 +41,7 @@ class Holder:
         # the engine's weight version, once it has one
         self.version = None
         self.request = None
-        # ids of all that are or were held
+        # The ids of all requests that are or were held
         self.known = set()
 
     def hold_one(self, running):

@@ -1,4 +1,4 @@
-"""A run directory as a run leaves it, with invented numbers, for tests of what looks at runs."""
+"""Run directories with invented numbers, for tests of the tools that read runs."""
 
 import json
 
@@ -9,20 +9,24 @@ from plumbing import rundir
 from plumbing.queues import publish_json
 
 LETTERS = np.array(list("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"))
-# what every step has, beside what differs
+# The values that are the same in every step
 STEP = dict.fromkeys(
-    "skipped tokens train_tok_s gen_tok_s success signal cut_off loss lr kl_behavior kl_ref clip_frac late versions_2 versions_3 "
-    "wait_sync_s gather_s send_s sync_s ready_s pause_s save_s by_task".split(),
+    "skipped tokens train_tok_s gen_tok_s success signal cut_off loss lr kl_behavior kl_ref "
+    "clip_frac late versions_2 versions_3 wait_sync_s gather_s send_s sync_s ready_s pause_s "
+    "save_s by_task".split(),
     0.01,
 )
 STEP |= dict(ess=0.99, lag_mean=0.6, lag_max=2, step_s=2.0, wait_data_s=0.6, gen_idle=0.1)
 
 
 def made_up_run(folder, name, seed=0, steps=60, rollouts=0, slope=1.0, **knobs):
-    """Returns it. slope: how fast it learns; rollouts: of all steps together."""
-    words = f"toy --out {folder} --run {name} --seed {seed} --dry_run True"
+    """Make a run directory and return its path.
+
+    slope: how fast the run learns; rollouts: the number of rollouts in samples.jsonl.
+    """
+    command_line = f"toy --out {folder} --run {name} --seed {seed} --dry_run True"
     changed = [f"--{knob}={value}" for knob, value in knobs.items()]
-    c = resolved(*words.split(), *changed)
+    c = resolved(*command_line.split(), *changed)
     run_dir = rundir.write(c)
     rng = np.random.default_rng(seed)
     lines = [made_up_step(rng, c, step, slope * step / steps) for step in range(1, steps + 1)]
@@ -49,18 +53,18 @@ def read_lines(path):
 
 
 def made_up_step(rng, c, step, done):
-    """A line of metrics.jsonl; done: share of what is to be learnt."""
+    """Return a line of metrics.jsonl; done: the share of the task that has been learnt."""
     line = dict(step=step, version=step, samples=c.batch_size * step, wall_s=30.0 + 2 * step)
     line |= dict(reward=0.2 + 0.7 * done + rng.normal(0, 0.03), entropy=1 - 0.5 * done)
     line |= dict(mismatch=None if step % 9 == 0 else 1e-7, dropped=16 * (step >= 7))
     drops = {"failed": {str(step): 16}} if step == 7 else {}
     line |= dict(grad_norm=2.0 + rng.normal(0, 0.1), problems={str(step): 16}, drops=drops)
-    # in the first twelve no group has two different rewards
+    # In the first twelve steps no group has two different rewards
     return STEP | line | dict(signal=0.5 * (step > 12))
 
 
 def made_up_rollout(rng, i, step):
-    """A line of samples.jsonl, sampled by two versions."""
+    """Return a line of samples.jsonl whose tokens were sampled by two versions."""
     prompt = "".join(rng.choice(LETTERS, 8)) + "="
     n = int(rng.integers(4, 60))
     first = int(rng.integers(1, n))

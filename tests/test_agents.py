@@ -19,36 +19,38 @@ import requests
 from conftest import ROOT
 from plumbing.placement import ENGINE_ENV
 
-KNOBS = """--steps 2 --batch_size 32 --attempts 8 --max_new_tokens 120 --max_model_len 250 --eval_problems 8 --eval_attempts 1
---samples_logged 100 --save_every 0 --port 9470"""
+KNOBS = """
+    --steps 2 --batch_size 32 --attempts 8 --max_new_tokens 120 --max_model_len 250
+    --eval_problems 8 --eval_attempts 1 --samples_logged 100 --save_every 0 --port 9470
+"""
 
 
 def make_model(path, folder, name, steps):
-    """The tiny model of demonstrations of no task."""
+    """Make a tiny model from the demonstrations of the module `name` in `folder`."""
     make = (
         "import sys, tasks; tasks.__path__.append(sys.argv[2]); from tools import base_model; "
         "base_model.make_model([sys.argv[3]], sys.argv[1], 0, steps=int(sys.argv[4]))"
     )
-    words = [sys.executable, "-c", make, str(path), folder, name, str(steps)]
-    subprocess.run(words, cwd=ROOT, check=True)
+    command = [sys.executable, "-c", make, str(path), folder, name, str(steps)]
+    subprocess.run(command, cwd=ROOT, check=True)
 
 
 @pytest.mark.slow
 def test_openai_client_is_answered_in_every_kind_of_request(tmp_path):
     model = tmp_path / "model"
     make_model(model, "examples/agents", "directory", 250)
-    words = f"bash run.sh agent --model {model} --out {tmp_path} --run a {KNOBS}".split()
+    command = f"bash run.sh agent --model {model} --out {tmp_path} --run a {KNOBS}".split()
     env = os.environ | {"AGENT": shlex.join([sys.executable, f"{ROOT}/tests/client_agent.py"])}
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    # every attempt's assertions held
+    # The assertions of client_agent.py held in every attempt
     assert "unparsable" not in done.stdout, done.stdout
     for words in ("strict of a client's tool is left", "tool_choice of a client is auto", "top_p"):
         assert words in done.stdout
     lines = [json.loads(x) for x in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
     steps = [x for x in lines if "step" in x]
     assert [x["segments"] for x in steps] == [2.0, 2.0]
-    # most attempts call the tool, some a second time in the text
+    # Most attempts call the tool, and some call it a second time in the text
     assert all(2.4 < x["turns"] <= 3 for x in steps)
     assert max(x["mismatch"] for x in lines if x.get("mismatch") is not None) < 1e-5
     samples = (tmp_path / "a" / "samples.jsonl").read_text().splitlines()
@@ -58,35 +60,46 @@ def test_openai_client_is_answered_in_every_kind_of_request(tmp_path):
             texts[segment] += "".join(tokens)
         assert texts[0].startswith("<user>") and "<" not in texts[1].removesuffix("<eos>")[:3]
         if sample["step"] == 1:
-            # the engine's logprobs are the trainer's, in every segment
+            # The engine's logprobs equal the trainer's in every segment
             assert np.abs(sample["log_ratios"]).max() < 1e-3
     shown = subprocess.run(
         [sys.executable, "tools/show.py", str(tmp_path / "a")],
-        **dict(cwd=ROOT, capture_output=True, text=True, check=True, env=env),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        env=env,
     )
     assert shown.stdout.count("---- segment 2") == 5
 
 
 @pytest.mark.slow
 def test_rewards_come_from_a_judge_on_a_second_vllm(tmp_path, base_model):
-    """It likes an `a`, most of the time; what it is asked more often than it may be ends the run by name."""
+    """The judge likes answers with an `a`; a run whose JUDGE_BUDGET is spent ends and says so."""
     make_model(tmp_path / "judge", "tests", "grader", 400)
-    for split, letters in ("train", "xbaqcf"), ("test", "gbaqci"):
+    for split, letters in (("train", "xbaqcf"), ("test", "gbaqci")):
         prompts = [json.dumps(dict(prompt=f"{letters[k:]}{letters[:k]}=")) for k in range(6)]
         (tmp_path / f"{split}.jsonl").write_text("\n".join(prompts))
-    words = (
-        f"-m vllm.entrypoints.openai.api_server --model {tmp_path}/judge --served-model-name judge"
+    judge_arguments = (
+        f"-m vllm.entrypoints.openai.api_server --model {tmp_path}/judge "
+        "--served-model-name judge --port 9480 --max-model-len 200 --dtype float32 --enforce-eager"
     )
-    words += " --port 9480 --max-model-len 200 --dtype float32 --enforce-eager"
     env = os.environ | ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
     with open(tmp_path / "judge.log", "w") as log:
-        how = dict(env=env, stdout=log, stderr=log, start_new_session=True)
-        judge = subprocess.Popen([sys.executable, *words.split()], **how)
+        judge = subprocess.Popen(
+            [sys.executable, *judge_arguments.split()],
+            env=env,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
     url = "http://127.0.0.1:9480"
-    words = f"bash run.sh toy --task judge --model {base_model} --out {tmp_path} --run j --port 9485 --steps 2 --batch_size 32"
-    words += f" --attempts 8 --train_data {tmp_path}/train.jsonl --eval_data {tmp_path}/test.jsonl"
-    words = (words + " --eval_every 0 --samples_logged 100 --save_every 0").split()
-    how = dict(cwd=ROOT, capture_output=True, text=True, timeout=400)
+    command = (
+        f"bash run.sh toy --task judge --model {base_model} --out {tmp_path} --run j --port 9485 "
+        "--steps 2 --batch_size 32 --attempts 8 --eval_every 0 --samples_logged 100 --save_every 0 "
+        f"--train_data {tmp_path}/train.jsonl --eval_data {tmp_path}/test.jsonl"
+    ).split()
+    run_options = dict(cwd=ROOT, capture_output=True, text=True, timeout=400)
     try:
         deadline = time.monotonic() + 200
         while time.monotonic() < deadline:
@@ -96,14 +109,16 @@ def test_rewards_come_from_a_judge_on_a_second_vllm(tmp_path, base_model):
             except requests.RequestException:
                 time.sleep(1)
         env = os.environ | {"JUDGE_URL": f"{url}/v1"}
-        done = subprocess.run(words, env=env, **how)
+        done = subprocess.run(command, env=env, **run_options)
         assert done.returncode == 0, done.stdout[-3000:]
-        spent = subprocess.run([*words, "--fresh", "True"], env=env | {"JUDGE_BUDGET": "3"}, **how)
+        spent = subprocess.run(
+            [*command, "--fresh", "True"], env=env | {"JUDGE_BUDGET": "3"}, **run_options
+        )
     finally:
-        # its worker has a process of its own
+        # The whole group: the worker of vLLM is a process of its own
         os.killpg(judge.pid, signal.SIGKILL)
         judge.wait()
-    # the second start made no step: the first run is where it was
+    # The second start made no step: the first run is still in its place
     samples = (tmp_path / "j" / "samples.jsonl").read_text().splitlines()
     samples = [json.loads(x) for x in samples]
     rewards = [round(x["reward"], 3) for x in samples]

@@ -17,7 +17,7 @@ import config as cfg
 from plumbing import client
 from plumbing.client import EngineClient, read_answer
 
-# what is asked for: at most ASKED tokens below VOCABULARY, ended by 1
+# A request asks for at most ASKED tokens below VOCABULARY, and token 1 ends the answer
 ASKED = 8
 VOCABULARY = 50
 STOP = [1]
@@ -30,7 +30,10 @@ def spans(*triples):
 
 
 def answer(tokens=TOKENS, **others):
-    """Body of an answer, good unless `others` make it bad. logprobs: short for its field."""
+    """Return the body of an answer, which is good unless `others` change a field.
+
+    logprobs: the values of the field behavior_logprobs.
+    """
     choice = dict(
         token_ids=tokens,
         behavior_logprobs=others.pop("logprobs", [-0.5] * len(tokens)),
@@ -95,7 +98,10 @@ def test_good_engine_answers_are_accepted(body):
 
 
 def generate_from(responses, monkeypatch, n=1):
-    """Ask an engine that gives these responses, then good ones: (EngineClient, completions)."""
+    """Ask an engine that gives these responses, then good ones.
+
+    Return (EngineClient, completions).
+    """
     monkeypatch.setattr(client.random, "uniform", lambda low, high: 0.0)
     monkeypatch.setattr(client, "BACK_OFF", 0.0)
 
@@ -120,7 +126,7 @@ def generate_from(responses, monkeypatch, n=1):
         ([dict(status=500, body=b"\xff" * 1000)], {"retried": 1}),
         ([dict(status=302, headers={"Location": "file:///x"})], {"retried": 1}),
         ([dict(body=answer(), headers={"Content-Encoding": "gzip"})], {"retried": 1}),
-        # that it has no weights is not the request's fault: it waits, however often
+        # An engine without weights is not the request's fault: the request waits, however often
         ([dict(status=503)] * 2 * client.RETRIES, {"moved": 2 * client.RETRIES}),
     ],
 )
@@ -143,7 +149,7 @@ def test_attempts_fail_when_the_only_engine_gives_bad_answers(monkeypatch):
 
 
 def engines_of(urls, post, monkeypatch):
-    """Engines of 4 slots each, asked by post(url, path, body) instead of HTTP."""
+    """Return an EngineClient of engines with 4 slots each; post(url, path, body) replaces HTTP."""
     monkeypatch.setattr(client.random, "uniform", lambda low, high: 0.0)
     engines = EngineClient(cfg.Config(concurrency=4), STOP, VOCABULARY)
     engines.set_engines(urls)
@@ -152,10 +158,10 @@ def engines_of(urls, post, monkeypatch):
 
 
 async def ask(engines, n, **where):
-    """Which engines answer n requests that are made at once."""
+    """Make n requests at once; return how many of them each engine has answered."""
     answers = [engines.generate([5], 1.0, ASKED, **where) for _ in range(n)]
     answers = await asyncio.wait_for(asyncio.gather(*answers), 60)
-    return Counter(found and found["engine"] for found in answers)
+    return Counter(completion and completion["engine"] for completion in answers)
 
 
 def test_requests_prefer_the_engine_that_has_their_prefix(monkeypatch):
@@ -166,14 +172,14 @@ def test_requests_prefer_the_engine_that_has_their_prefix(monkeypatch):
     engines = engines_of(["a", "b", "c"], post, monkeypatch)
     assert engines.capacity == 12 and engines.least_loaded() == "a"
     assert asyncio.run(ask(engines, 4, engine="b")) == {"b": 4}
-    # where it has no slot, one that has
+    # Requests beyond its slots go to engines with free ones
     assert asyncio.run(ask(engines, 6, engine="b")) == {"b": 4, "a": 1, "c": 1}
-    # and where it is gone
+    # The engine is gone
     assert asyncio.run(ask(engines, 6, engine="x")) == {"a": 2, "b": 2, "c": 2}
 
 
 def test_an_engine_whose_every_answer_is_an_error_loses_no_attempt(monkeypatch):
-    """It is the least loaded one all the time."""
+    """The broken engine is the least loaded one all the time."""
 
     async def post(url, path, body):
         if url == "broken":
@@ -187,7 +193,7 @@ def test_an_engine_whose_every_answer_is_an_error_loses_no_attempt(monkeypatch):
 
 
 def test_requests_of_a_dropped_engine_wait_and_move_to_the_next_one():
-    """As when it hangs, or its host has vanished."""
+    """The first engine hangs, as an engine does whose host has vanished."""
 
     async def run():
         done = asyncio.Event()
@@ -219,7 +225,7 @@ def test_requests_of_a_dropped_engine_wait_and_move_to_the_next_one():
 
 
 def test_requests_to_vllms_own_calls_wait_for_an_engine(monkeypatch):
-    """An agent's request is none of its own failures while the only engine is started again."""
+    """An agent's request does not fail while the only engine is started again."""
 
     async def post(url, path, body):
         if url == "dying":
@@ -252,9 +258,9 @@ def test_a_prompt_that_engines_refuse_is_sent_once(monkeypatch, capsys):
 
 
 class FakeMortals:
-    """FAKE engines: some prompts kill an engine, with all that is in progress there. It is back at once.
+    """FAKE engines: some prompts kill an engine and all its requests. The engine is back at once.
 
-    losses: of each the engine and the prompts that it had, sorted.
+    losses: for each death the engine and the prompts that it had, sorted.
     """
 
     def __init__(self, killers):
@@ -263,12 +269,12 @@ class FakeMortals:
         self.losses = []
 
     async def post(self, url, path, body):
-        """As EngineClient._post."""
+        """Do what EngineClient._post does."""
         prompt = body.get("token_ids", [path])
         answered = asyncio.get_running_loop().create_future()
         requests = self.in_progress.setdefault(url, {})
         requests[answered] = prompt
-        # a kill comes when others have begun
+        # The engine dies when other requests have begun
         await asyncio.sleep(0.01)
         if prompt in self.killers and not answered.done():
             self.losses.append((url, sorted(requests.values())))
@@ -284,7 +290,7 @@ class FakeMortals:
 
 
 def mortal_engines(urls, killers, monkeypatch):
-    """(EngineClient of 4 slots each, FakeMortals behind them)."""
+    """Return (EngineClient of engines with 4 slots each, the FakeMortals behind them)."""
     mortals = FakeMortals(killers)
     engines = engines_of(urls, mortals.post, monkeypatch)
     monkeypatch.setattr(client, "BACK_OFF", 0.0)
@@ -292,16 +298,16 @@ def mortal_engines(urls, killers, monkeypatch):
 
 
 async def sampled(engines, prompts):
-    """The prompts that were answered, of those that are asked for at once."""
+    """Send all prompts at once; return those that were answered."""
 
     async def is_answered(prompt):
         completion = await engines.generate(prompt, 1.0, ASKED)
-        # as the actor does all the time; raises if the run is to end
+        # The actor calls this all the time; it raises if the run is to end
         engines.set_engines(engines.serving)
         return completion is not None
 
     answered = await asyncio.wait_for(asyncio.gather(*map(is_answered, prompts)), 60)
-    return [prompt for prompt, is_there in zip(prompts, answered) if is_there]
+    return [prompt for prompt, was_answered in zip(prompts, answered) if was_answered]
 
 
 @pytest.mark.parametrize("urls", [["a"], ["a", "b", "c"]], ids=["one engine", "three engines"])
@@ -317,9 +323,9 @@ def test_prompts_that_kill_engines_are_left_out_and_cost_no_other(urls, monkeypa
     assert engines.killers == {b"[13]", b"[14,15]"} and not engines.load.total()
     assert engines.counts["prompts that kill engines"] == 2
     assert engines.counts["left out, as their prompts kill engines"] == 4
-    said = capsys.readouterr().out
-    assert said.count("a prompt kills engines: ") == 2 and "Its token ids: [14,15]\n" in said
-    # it is known from now on
+    printed = capsys.readouterr().out
+    assert printed.count("a prompt kills engines: ") == 2 and "Its token ids: [14,15]\n" in printed
+    # The prompt is known from now on
     losses = len(mortals.losses)
     assert asyncio.run(sampled(engines, [[5], [13], [5]])) == [[5], [5]]
     assert len(mortals.losses) == losses
@@ -339,7 +345,7 @@ def test_a_suspicious_prompt_is_alone_in_its_engine_and_is_cleared_when_it_finis
     monkeypatch.setattr(engines, "_post", post)
     prompts = [[8], [7], [7], [7], [9]] * 3
     assert asyncio.run(sampled(engines, prompts)) == prompts
-    # the other attempts at it go on as any other
+    # The other attempts at this prompt are sent as any other
     assert [n for prompt, n in seen if prompt == [7]][0] == 1
     assert max(n for prompt, n in seen) > 1
     assert not engines.losses and not engines.killers
@@ -350,7 +356,7 @@ def test_an_engine_that_is_lost_five_times_without_a_finished_request_ends_the_r
     engines, mortals = mortal_engines(["a"], killers, monkeypatch)
     with pytest.raises(cfg.ConfigError, match="the engine a was lost . times, .* no request has"):
         asyncio.run(sampled(engines, killers))
-    # one more may come before it is noticed
+    # One more death may come before the client notices
     assert len(mortals.losses) in (5, 6)
 
 
@@ -367,7 +373,7 @@ def test_engine_losses_are_counted_anew_after_a_finished_request(monkeypatch):
 
 
 def test_loss_of_all_engines_of_a_node_does_not_end_the_run(monkeypatch):
-    """Eight are lost at once, by broken connections or because the trainer lists them no more."""
+    """Eight engines are lost at once: connections break, or the trainer lists them no more."""
     urls = list("abcdefgh")
 
     async def run(is_broken):

@@ -58,7 +58,8 @@ from tools import run
         ),
         (
             "toy --task chess",
-            "No module named 'tasks.chess'; tasks here: agent, guess, gym, judge, maths, python_tool, tail",
+            "No module named 'tasks.chess'; tasks here: agent, guess, gym, judge, maths, "
+            "python_tool, tail",
         ),
         ("toy --attempts 9", "--batch_size must be a multiple of --attempts; now batch_size 448"),
         ("toy --attempts 1 --batch_size 4", "--attempts: this --advantage needs 2; now attempts 1"),
@@ -68,7 +69,7 @@ from tools import run
         ("toy --late wait --on_full drop_oldest", "--late wait needs --on_full block"),
         (
             "toy --top_p 0.9",
-            "--top_p: sampling from a part of the distribution is not supported: ratios",
+            "--top_p: sampling from a part of the distribution is not supported: importance weights",
         ),
         ("toy --repetition-penalty=1.1", "--repetition-penalty=1.1: sampling from a part"),
         ("toy --teacher a/b --temperature 0.7", "--teacher needs --temperature 1; now"),
@@ -115,20 +116,25 @@ def test_a_loss_brings_its_own_clip_range_unless_one_is_given():
     c = resolved("toy", "--loss", "ppo", "--clip_high", "1.28")
     assert (c.clip_low, c.clip_high) == (0.8, 1.28)
     assert resolved("toy").clip_high == 5.0
-    # what is written is what is used: a continued run that changes the loss gets that one's range
+    # A continued run that changes the loss gets the new loss's range
     assert resolved("toy", "--loss", "icepop").clip_low == 0.5
 
 
-def call(words, **environment):
-    """A command line of the repository, with this Python and never an installation."""
-    environment = os.environ | {"PIPELINE_PYTHON": sys.executable} | environment
-    how = dict(cwd=ROOT, capture_output=True, text=True, timeout=600, env=environment)
-    return subprocess.run(words.split(), **how)
+def call(command_line, **environment):
+    """Run a command line in the repository, with this Python, so that nothing is installed."""
+    return subprocess.run(
+        command_line.split(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=os.environ | {"PIPELINE_PYTHON": sys.executable} | environment,
+    )
 
 
 def test_command_line_sets_every_kind_of_value():
-    words = "--chat True --steps=7 --max-lag 2 --lr 1e-4 --betas 0.5 0.25 --late wait --max_lag 3"
-    c = cfg.parse(["toy", *words.split(), "--system_prompt=--x = y", "--kl_coef", "-1e-3"])
+    knobs = "--chat True --steps=7 --max-lag 2 --lr 1e-4 --betas 0.5 0.25 --late wait --max_lag 3"
+    c = cfg.parse(["toy", *knobs.split(), "--system_prompt=--x = y", "--kl_coef", "-1e-3"])
     assert (c.chat, c.steps, c.max_lag, c.lr, c.betas) == (True, 7, 3, 1e-4, (0.5, 0.25))
     assert (c.late, c.system_prompt, c.kl_coef) == ("wait", "--x = y", -1e-3)
     assert c.batch_size == cfg.TOY["batch_size"]
@@ -143,7 +149,7 @@ def test_a_loss_without_a_row_says_what_to_add(monkeypatch):
 def test_a_field_that_is_no_knob_is_named():
     @dataclass
     class Wrong:
-        # several of them
+        # A list is no type of a knob
         names: list[str]
 
     with pytest.raises(TypeError, match="Wrong.names: a knob is a str, bool, int, float"):
@@ -171,7 +177,7 @@ def test_an_evaluation_has_every_gpu_for_engines():
 
 
 def shown(text):
-    """The knobs that help shows."""
+    """Return the knobs that help shows."""
     return re.findall(r"^[^a-z]*--(\w+) ", text, re.M)
 
 
@@ -241,12 +247,12 @@ def test_same_command_continues_a_stopped_run_and_moves_a_complete_one(tmp_path)
     refusal = "--batch_size cannot change within a run: .* It is 448 in .*, and 16 now"
     with pytest.raises(cfg.ConfigError, match=refusal):
         rundir.open_run(resolved(*argv, "--batch_size", "16"))
-    # it died before its last evaluation
+    # The run died before its last evaluation
     (run_dir / "checkpoints" / f"step_{c.steps:06d}").mkdir()
     assert f"from step_{c.steps:06d}" in rundir.open_run(resolved(*argv))
     (run_dir / "queues").mkdir()
     publish_json(run_dir / "queues" / "version.json", version=c.steps, done=True)
-    # a complete one goes on if there are more steps
+    # A complete run continues if --steps is larger
     more = resolved(*argv, "--steps", str(c.steps + 30))
     words = f"continuing .* from step_{c.steps:06d}; .*: steps \\({c.steps} -> {c.steps + 30}"
     assert re.search(words, rundir.open_run(more))

@@ -23,21 +23,25 @@ from plumbing import checkpoints, rundir
 from plumbing.queues import publish_json
 from tools import run
 
-# Every knob: "fixed" is refused on a continued run; "given" names the start itself and is compared with nothing; all
-# others are in effect from there on, as the processes, which start anew, read them from out/<run>/config.json, except
-# "optimizer": what a checkpoint keeps as well, so that restoring it must not bring back the old value.
+# Every knob, by what happens to it on a continued run. A change of a "fixed" knob is refused.
+# "given" knobs name the start itself and are compared with nothing. All others are in effect from there on:
+# processes start anew and read them from out/<run>/config.json. A checkpoint also keeps the
+# "optimizer" knobs, and restoring it must not bring back the old values.
 KNOBS = dict(
     given="run out dry_run fresh run_id nnodes master_addr master_port",
     fixed="task train_data model seed batch_size attempts dtype lora_rank lora_alpha adam_8bit",
     optimizer="lr betas weight_decay",
     read="""
-    wandb eval_data max_left_out chat system_prompt thinking head_float32 steps max_lag conventional_g on_full late no_signal
-    engines tensor_parallel concurrency temperature max_new_tokens max_model_len kv_cache_gb gpu_memory_utilization
-    prefix_caching tool_parser reasoning_parser enforce_eager reward_finished reward_cut_off reward_timeout episode_timeout
-    overlong_buffer overlong_mask advantage loss ratio clip_low clip_high normalizer teacher teacher_coef kl_coef entropy_coef
-    mismatch_limit warmup_steps lr_schedule max_grad_norm row_tokens trainers checkpointed_layers offload_activations compile
-    recompute_kv weight_backend bucket_mb sync_timeout eval_every eval_problems eval_attempts eval_temperature save_every
-    keep_last samples_logged keep_steps port start_timeout stall_timeout stop_timeout engine_threads trainer_threads
+    wandb eval_data max_left_out chat system_prompt thinking head_float32 steps max_lag
+    conventional_g on_full late no_signal engines tensor_parallel concurrency temperature
+    max_new_tokens max_model_len kv_cache_gb gpu_memory_utilization prefix_caching tool_parser
+    reasoning_parser enforce_eager reward_finished reward_cut_off reward_timeout
+    episode_timeout overlong_buffer overlong_mask advantage loss ratio clip_low clip_high
+    normalizer teacher teacher_coef kl_coef entropy_coef mismatch_limit warmup_steps
+    lr_schedule max_grad_norm row_tokens trainers checkpointed_layers offload_activations
+    compile recompute_kv weight_backend bucket_mb sync_timeout eval_every eval_problems
+    eval_attempts eval_temperature save_every keep_last samples_logged keep_steps port
+    start_timeout stall_timeout stop_timeout engine_threads trainer_threads
     """,
 )
 KNOBS = {kind: names.split() for kind, names in KNOBS.items()}
@@ -45,7 +49,7 @@ CPU = torch.device("cpu")
 
 
 def another(value):
-    """Another value of a knob than this one."""
+    """Return a value of a knob that differs from this one."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, tuple):
@@ -60,7 +64,7 @@ def test_table_of_continued_knobs_has_every_knob_once():
 
 
 def stopped_run(out, **knobs):
-    """(Config, directory) of a run that was stopped after step 2."""
+    """Return (Config, directory) of a run that was stopped after step 2."""
     config = with_knobs(resolved("toy", "--out", out, "--run", "r"), **knobs)
     rundir.Opening(config).make()
     run_dir = rundir.write(config)
@@ -73,7 +77,7 @@ def stopped_run(out, **knobs):
 
 
 def contents(folder):
-    """{path: digest} of every file below a directory."""
+    """Return {path: digest} of every file below a directory."""
     files = [path for path in Path(folder).rglob("*") if path.is_file()]
     return {p: hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
@@ -85,16 +89,16 @@ def test_a_changed_knob_is_in_effect_or_refused_by_name(tmp_path):
         changed = with_knobs(config, **{name: another(getattr(config, name))})
         with pytest.raises(cfg.ConfigError, match=f"^--{name} cannot change within a run: ") as e:
             rundir.Opening(changed)
-        # both values
+        # The message has both values
         assert repr(getattr(config, name)) in str(e.value)
         assert repr(getattr(changed, name)) in str(e.value)
     for name in KNOBS["read"] + KNOBS["optimizer"]:
         changed = with_knobs(config, **{name: another(getattr(config, name))})
         opening = rundir.Opening(changed)
         assert opening.changed == {name: (getattr(config, name), getattr(changed, name))}
-        assert f"with other knobs (--run NAME for a run of its own): {name} (" in opening.said
+        assert f"with other knobs (--run NAME for a run of its own): {name} (" in opening.summary
     assert contents(tmp_path) == before
-    # what the processes will read
+    # The processes will read the new value
     opening.make()
     rundir.write(changed)
     assert asdict(cfg.load(run_dir)) == asdict(changed)
@@ -140,7 +144,7 @@ def test_an_optimizers_knobs_are_those_of_the_command_not_of_the_checkpoint(save
     assert restored == chosen
     matrices = restored[0][0]
     assert (matrices["weight_decay"], matrices["betas"]) == (1.0, knobs["betas"])
-    # and its moments are the checkpoint's
+    # The optimizer's moments are the checkpoint's
     assert all(state["step"] == 1 for state in optimizers[0].state.values())
 
 
@@ -181,14 +185,14 @@ def test_a_checkpoint_of_another_model_is_named_and_not_called_damaged(saved):
         checkpoints.restore(checkpoints.newest(run_dir), model, optimizers)
 
 
-# ---- what lies beside the weights
+# ---- files beside the weights
 
 
 STRICT = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [1]}
 
 
 def strange_model(base_model, folder):
-    """A model with files that transformers reads and would not write."""
+    """Make a model with files that transformers reads and would not write; return its folder."""
     shutil.copytree(base_model, folder)
     (folder / "generation_config.json").write_text(json.dumps(STRICT))
     config = json.loads((folder / "config.json").read_text())
@@ -207,16 +211,16 @@ def test_a_models_own_files_are_copied_as_they_are(tmp_path, base_model, monkeyp
     saver = checkpoints.Saver(
         config, run_dir, policy.model, optimizers, OneRank, checkpoints.NEW_RUN
     )
-    # a run of days outlives many a directory
-    own = {path.name: path.read_bytes() for path in model.glob("*.json*")}
+    # The model's directory may be removed while a run goes on
+    contents_before = {path.name: path.read_bytes() for path in model.glob("*.json*")}
     shutil.rmtree(model)
     saver.save(checkpoints.NEW_RUN | {"version": 1})
     saver.finish()
     checkpoint = checkpoints.newest(run_dir)
-    for name in own.keys() - {"config.json"}:
-        assert (checkpoint / name).read_bytes() == own[name], name
+    for name in contents_before.keys() - {"config.json"}:
+        assert (checkpoint / name).read_bytes() == contents_before[name], name
     written = json.loads((checkpoint / "config.json").read_text())
-    assert written == json.loads(own["config.json"]) | {"dtype": "float32"}
+    assert written == json.loads(contents_before["config.json"]) | {"dtype": "float32"}
     again = train.load_model(with_knobs(config, model=str(checkpoint)), torch.float32)
     for (name, p), q in zip(policy.model.named_parameters(), again.parameters(), strict=True):
         assert torch.equal(p, q), name
@@ -228,7 +232,7 @@ def test_disk_without_room_for_a_checkpoint_is_refused_before_training(
     config = resolved("toy", "--out", tmp_path, "--run", "r", "--model", base_model)
     run_dir = rundir.write(config)
     policy, optimizers = train.build(config, CPU, 1)
-    # FAKE: a full disk
+    # FAKE: the disk is full
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 1000))
     with pytest.raises(cfg.ConfigError, match="a checkpoint takes 0.0 GB, and 0.0 GB are free"):
         checkpoints.Saver(config, run_dir, policy.model, optimizers, OneRank, checkpoints.NEW_RUN)
@@ -238,7 +242,10 @@ def test_disk_without_room_for_a_checkpoint_is_refused_before_training(
 
 
 def complete_run(out, base_model):
-    """A run that has been trained to its end, which another start would move aside."""
+    """Return (Config, directory) of a run that was trained to its end.
+
+    The next start of this run would move it aside.
+    """
     config, run_dir = stopped_run(out, model=str(base_model))
     publish_json(run_dir / "queues" / "version.json", version=config.steps, done=True)
     (run_dir / "logs").mkdir(exist_ok=True)
@@ -246,7 +253,7 @@ def complete_run(out, base_model):
 
 
 def bad_models(folder, base_model):
-    """Models that cannot be used: {name: what is said of it}."""
+    """Make directories of models that cannot be used."""
     (folder / "empty").mkdir(parents=True)
     shutil.copytree(base_model, folder / "tokenless")
     for path in (folder / "tokenless").glob("tok*"):
@@ -261,7 +268,7 @@ REFUSED = {
     "no such model": ("--model /no/such", "--model /no/such is no directory, and the hub does"),
     "offline": ("--model owner/name", "--model owner/name is no directory, and the hub does not"),
     "no model": ("--model {models}/empty", "has no config.json: it is no model's directory"),
-    # transformers reads this one as a tokenizer that knows nothing
+    # transformers reads an empty tokenizer from this directory
     "no tokenizer": ("--model {models}/tokenless", "20000 of 20000 problems .* has 0 tokens"),
     "family": ("--model {models}/unknown", "its configuration or tokenizer cannot be read"),
     "no template": ("--model {base} --chat True", "--chat True: the tokenizer of .* has no chat"),
@@ -276,7 +283,7 @@ REFUSED = {
 }
 
 
-# each takes some ten seconds, most of them for the tokenizer's import
+# Each takes some ten seconds, most of them for the import of the tokenizer
 QUICK = ("no such model", "no template", "too long", "surrogate")
 MISTAKES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in REFUSED]
 
@@ -291,12 +298,16 @@ def test_a_command_that_is_refused_starts_no_engine_and_leaves_a_complete_run_as
     complete_run(tmp_path / "out", base_model)
     before = contents(tmp_path)
     knobs, complaint = REFUSED[mistake]
-    places = dict(base=base_model, models=tmp_path / "models")
-    knobs = knobs.format(data=tmp_path / "data.jsonl", half=tmp_path / "half.jsonl", **places)
+    knobs = knobs.format(
+        base=base_model,
+        models=tmp_path / "models",
+        data=tmp_path / "data.jsonl",
+        half=tmp_path / "half.jsonl",
+    )
     done = call(f"bash run.sh toy --out {tmp_path}/out --run r {knobs}", HF_HUB_OFFLINE="1")
     assert done.returncode == 1
     assert re.search(complaint, done.stderr), done.stdout + done.stderr
-    # one line of the cause, and at most one that nothing is started
+    # One line names the cause, and at most one more says that nothing is started
     assert len(done.stderr.strip().splitlines()) <= 2
     assert "[engine0]" not in done.stdout
     locks = [path for path in contents(tmp_path) if path.suffix == ".lock"]
@@ -329,7 +340,7 @@ def test_a_start_that_fails_before_its_first_step_leaves_everything_as_it_was(
         assert "ValueError: no such flag" in (logs / "actor.log").read_text()
         now = {p: x for p, x in contents(tmp_path).items() if logs not in p.parents}
         now = {p: x for p, x in now.items() if ".failed" not in str(p)}
-        # the run's secret is made by the first start, and stays
+        # The run's secret is made by the first start and stays
         assert now == before
         opening = rundir.Opening(started)
         opening.make()

@@ -24,7 +24,7 @@ ROW = {"question": QUESTION, "answer": "5"}
 
 
 def write(path, rows):
-    """A data file with these rows, in the format that its name says; returns its path as text."""
+    """Write a data file in the format that its name says; return its path as text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kind = path.name.removesuffix(".gz").rpartition(".")[2]
     if kind == "parquet":
@@ -48,12 +48,12 @@ def write(path, rows):
 
 
 def read(names, split="train"):
-    """Problems of the task maths."""
+    """Return the problems of the task maths that are read from these files or data sets."""
     knob = {"train": "train_data", "test": "eval_data"}[split]
     return load_problems(cfg.Config(task="maths", **{knob: str(names)}), split)["maths"]
 
 
-# name of the convention -> (row, prompt, answer, source: None for the file's name)
+# Name of a convention -> (row, prompt, answer, source); the source None stands for the file's name
 CONVENTIONS = {
     "verl": (
         dict(
@@ -128,7 +128,7 @@ def test_conventions_are_read_from_their_columns(convention, ending, tmp_path):
     for problem in problems:
         assert (problem["prompt"], problem["answer"]) == (prompt, answer)
         assert problem["source"] == (source or "mine")
-    # all other columns reach the reward under their names
+    # All other columns reach the reward under their own names
     named = {"prompt", "answer", "source", "messages"}
     for name in row.keys() - named:
         assert problems[0][name] == row[name]

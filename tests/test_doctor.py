@@ -30,19 +30,23 @@ from tasks import toy
 from tools import doctor, doctor_checks
 from tools import doctor_reference as reference
 
-# 4 groups a step; rewards differ by how long answers are
-KNOBS = """toy --dtype float32 --temperature 0.7 --eval_temperature 0.7 --batch_size 8 --attempts 2 --max_lag 1
---max_new_tokens 20 --overlong_buffer 20 --steps 4 --warmup_steps 2 --lr 1e-3 --max_grad_norm 0.1 --kl_coef 0.1"""
+# A step has 4 groups; rewards differ with the lengths of the answers
+KNOBS = """
+    toy --dtype float32 --temperature 0.7 --eval_temperature 0.7 --batch_size 8 --attempts 2
+    --max_lag 1 --max_new_tokens 20 --overlong_buffer 20 --steps 4 --warmup_steps 2 --lr 1e-3
+    --max_grad_norm 0.1 --kl_coef 0.1
+"""
 
 
 class Run(reference.Recording):
-    """What two short runs leave, by the project's own functions, but that transformers samples.
+    """A FAKE run of two starts: the project's own functions, but transformers does the sampling.
 
-    Steps 1 and 2 train what version 0 has sampled, steps 3 and 4, after the stop, what version 2 has, and version 3 in
-    one group. knobs: of all of it; of_trainer: of the trainer alone, which the doctor does not hear of.
+    Steps 1 and 2 train on samples of version 0; steps 3 and 4, after the stop, on samples of
+    version 2 and one group of version 3. knobs: of the whole run; trainer_knobs: changes in the
+    trainer alone, of which the doctor does not know.
     """
 
-    def __init__(self, model, knobs, of_trainer):
+    def __init__(self, model, knobs, trainer_knobs):
         self.config = c = dataclasses.replace(cfg.parse(KNOBS.split()), model=str(model), **knobs)
         cfg.check(c)
         self.device = torch.device("cpu")
@@ -50,11 +54,11 @@ class Run(reference.Recording):
         self.prompter = Prompter(c)
         self.train_problems = load_problems(c, "train")
         self.test_problems = load_problems(c, "test")
-        of_trainer = dataclasses.replace(c, **of_trainer)
+        trainer_config = dataclasses.replace(c, **trainer_knobs)
         torch.manual_seed(0)
-        # what is sampled does not depend on it
+        # The samples do not depend on the random numbers of build()
         with torch.random.fork_rng():
-            self.policy, self.optimizers = train.build(of_trainer, self.device, 1)
+            self.policy, self.optimizers = train.build(trainer_config, self.device, 1)
         self.groups, self.steps, self.batches, self.models, self.states = {}, {}, {}, {}, {}
         self.keep(0)
         for step in range(1, 5):
@@ -64,17 +68,19 @@ class Run(reference.Recording):
                 self.groups[draw] = self.group(draw, version)
             groups = [self.groups[draw]["samples"] for draw in draws]
             self.batches[step] = join(sum(groups, []))
-            of_trainer.steps = reference.PLANNED if step <= 2 else c.steps
-            line = self.train(step, of_trainer)
+            trainer_config.steps = reference.PLANNED if step <= 2 else c.steps
+            line = self.train(step, trainer_config)
             self.steps[step] = line | {"problems": {str(draw): 2 for draw in draws}, "drops": {}}
             self.keep(step)
 
     def group(self, draw, version, temperature=0.7):
         problem = self.train_problems["toy"][draw]
         prompt = self.prompt(problem)
-        how = dict(do_sample=True, top_k=0, temperature=temperature, max_new_tokens=20)
         ids = torch.tensor([prompt, prompt])
-        rows = self.model(version).generate(ids, **how)[:, len(prompt) :].tolist()
+        rows = self.model(version).generate(
+            ids, do_sample=True, top_k=0, temperature=temperature, max_new_tokens=20
+        )
+        rows = rows[:, len(prompt) :].tolist()
         samples = [self.sample(version, problem, prompt, row) for row in rows]
         advantages = preprocess.advantages([x["reward"] for x in samples], self.config.advantage)
         for k, advantage in enumerate(advantages):
@@ -86,16 +92,15 @@ class Run(reference.Recording):
     def sample(self, version, problem, prompt, tokens):
         end = self.prompter.tokenizer.eos_token_id
         finished = end in tokens
-        # what comes after it fills up the row
+        # Tokens after the end fill up the row
         tokens = tokens[: tokens.index(end) + 1] if finished else tokens
         transcript = Transcript(prompt)
         transcript.append(tokens, [0.0] * len(tokens), [version] * len(tokens))
         right = toy.reward(problem, self.prompter.decode(tokens), finished)
         reward = np.float32(right + overlong_penalty(len(tokens), self.config))
-        own = dict(task=0, temperature=np.float32(0.7), reward=reward, finished=finished)
-        own["num_versions"] = 1
-        own["outcome"] = int(right < 1)
-        sample = transcript.fields() | own
+        sample = transcript.fields()
+        sample |= dict(task=0, temperature=np.float32(0.7), reward=reward, finished=finished)
+        sample |= dict(num_versions=1, outcome=int(right < 1))
         sample["behavior_logprobs"][sample["mask"]] = reference.expected(self, sample)[0]
         return sample
 
@@ -108,7 +113,7 @@ class Run(reference.Recording):
         return train.optimizer_step(self.policy, self.optimizers, sums, step - 1, config)
 
     def keep(self, version):
-        """As checkpoints do."""
+        """Keep the state of this version, as a checkpoint does."""
         names = {id(p): name for name, p in self.policy.model.named_parameters()}
         state, groups = {}, []
         for optimizer in self.optimizers:
@@ -134,7 +139,7 @@ class Run(reference.Recording):
 
 
 def said(rows):
-    """y, n or - of each row."""
+    """Return one letter for each row: y if it passed, n if it failed, - if it was skipped."""
     return "".join(
         {True: "y", False: "n", None: "-"}[ok if ok is None else bool(ok)] for _, ok, _ in rows
     )
@@ -142,13 +147,13 @@ def said(rows):
 
 @pytest.fixture(scope="module")
 def made(base_model):
-    """The run that is as it should be."""
+    """A run without a fault."""
     return Run(base_model, {}, {})
 
 
 @pytest.fixture()
 def run(made, monkeypatch):
-    """A copy of it to be changed; at its stop 12 were drawn, 8 of them trained."""
+    """A copy of the run that a test may change; at its stop 12 groups were drawn, 8 trained."""
     run = copy.copy(made)
     for name in ("config", "groups", "steps", "batches", "states"):
         setattr(run, name, copy.deepcopy(getattr(made, name)))
@@ -160,7 +165,8 @@ def run(made, monkeypatch):
     return run
 
 
-# ---- what the trainer computes: version 1 = AdamW, the gradient's norm, the gradient; version 3; version 4, likewise
+# ---- the trainer check, whose rows are: AdamW, gradient norm, gradient of version 1; AdamW of
+# version 3; AdamW, gradient norm, gradient of version 4
 
 
 def trained_rows(run, monkeypatch):
@@ -169,20 +175,20 @@ def trained_rows(run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "knobs,of_trainer,expected",
+    "knobs,trainer_knobs,expected",
     [
-        # the losses, the plain ones and the trainer's
+        # The losses: the doctor's formulas against the trainer's
         (dict(loss="ppo", normalizer="tokens", kl_coef=0.0), {}, "yyyyyyy"),
         (dict(loss="cispo", entropy_coef=0.1), {}, "yyyyyyy"),
         (dict(loss="gspo", normalizer="sequence"), {}, "yyyyyyy"),
         (dict(loss="icepop", clip_low=0.9, clip_high=1.1), {}, "yyyyyyy"),
         (dict(loss="cispo", ratio="sequence", clip_low=0.9, clip_high=1.1), {}, "yyyyyyy"),
         (dict(late="mask", max_lag=0), {}, "yyyyyyy"),
-        # adapters, also with another scale or rate in the trainer
+        # Adapters, also with another scale or learning rate in the trainer
         (dict(lora_rank=4, weight_decay=0.1), {}, "yyyyyyy"),
         (dict(lora_rank=4), dict(lora_alpha=8.0), "ynyyyny"),
         (dict(lora_rank=4), dict(lr=1e-4), "nyynnyy"),
-        # weights that are always 1, or 1 at most
+        # Importance weights that are always 1, or at most 1, in the trainer
         ({}, dict(loss="cispo", clip_low=1.0, clip_high=1.0), "yyyyynn"),
         ({}, dict(clip_high=1.0), "yyyyynn"),
         ({}, dict(kl_coef=-0.1), "yyyyynn"),
@@ -194,13 +200,17 @@ def trained_rows(run, monkeypatch):
         ({}, dict(lr_schedule="constant"), "yyynnyy"),
     ],
 )
-def test_trainer_check_passes_right_steps_and_finds_wrong_ones(knobs, of_trainer, expected, base_model, monkeypatch):
-    assert trained_rows(Run(base_model, knobs, of_trainer), monkeypatch) == expected
+def test_trainer_check_passes_right_steps_and_finds_wrong_ones(
+    knobs, trainer_knobs, expected, base_model, monkeypatch
+):
+    assert trained_rows(Run(base_model, knobs, trainer_knobs), monkeypatch) == expected
 
 
 @pytest.mark.parametrize("coef,expected", [(0.5, "yyyyyyy"), (0.0, "yyyyynn")])
-def test_trainer_check_includes_the_teachers_part_of_the_loss(coef, expected, base_model, monkeypatch):
-    # at version 0 it is the policy
+def test_trainer_check_includes_the_teachers_part_of_the_loss(
+    coef, expected, base_model, monkeypatch
+):
+    # At version 0 the teacher is the policy
     knobs = dict(teacher=str(base_model), teacher_coef=0.5, temperature=1.0)
     assert trained_rows(Run(base_model, knobs, dict(teacher_coef=coef)), monkeypatch) == expected
 
@@ -216,9 +226,9 @@ def adamw(parameters, eps=1e-8, decay=0.0):
         (lambda every: [adamw(every)], "yyyyyyy"),
         (lambda every: [adamw(every, eps=1e-3)], "nyynnyy"),
         (lambda every: [adamw(every, decay=0.1)], "nyynnyy"),
-        # the others keep their gradients, too
+        # The parameter that no optimizer has keeps its gradient
         (lambda every: [adamw(every[1:])], "ynnyynn"),
-        # not known to the doctor
+        # The doctor does not know this optimizer
         (lambda every: [adamw(every[1:]), torch.optim.Muon(every[:1])], "yyyyyyy"),
         (lambda every: [torch.optim.SGD(every)], "---"),
     ],
@@ -238,7 +248,7 @@ def test_trainer_check_of_other_optimizers(optimizers_of, expected, base_model, 
 DROP = "run.config.no_signal = 'drop'"
 MOMENTS = "run.states[2]['optimizer']['state'].values()"
 OTHERS = "{str(k): ['toy', k] for k in range(100, 104)}"
-# check, what is changed in the run, what its rows then say; one: the first sample
+# (check, change of the run, letters of the rows); `one` is the first sample
 CHANGES = [
     ("trainer", "run.states[4] = run.states[3]", "yyyynyn"),
     ("trainer", "run.states[1] = run.states[2]", "-yyyy"),
@@ -251,7 +261,7 @@ CHANGES = [
     ("engines", "", "yyyy"),
     ("engines", "one['behavior_logprobs'][one['mask']] += 1.5e-3", "nyyy"),
     ("engines", "run.groups = {k: run.group(k, k % 2, 1.5) for k in range(16)}", "yyny"),
-    # in 16 bits, but only after updates
+    # An error as of 16 bits, but only after updates
     ("engines", "run.config.dtype = 'bfloat16'; [worsen(run, k) for k in range(8, 16)]", "ynyy"),
     ("engines", "run.config.temperature = 0.6", "yyyn"),
     ("engines", "one['temperature'] = np.float32(0.70001)", "yyy-"),
@@ -259,7 +269,7 @@ CHANGES = [
     ("texts", "run.groups[0]['problem'] = {'prompt': 'ba='}", "n-yy-"),
     ("texts", "one['finished'] = not one['finished']", "y-ny-"),
     ("texts", "one['tokens'][-3] = 1", "y-ny-"),
-    # the actor has asked for one token more
+    # The actor has asked for one more token
     ("texts", "run.models[0].generation_config.eos_token_id = [9]", "y-ny-"),
     ("draws", "", "yyyyy"),
     ("draws", "run.config.max_lag = 0", "nyyyy"),
@@ -313,14 +323,14 @@ def test_check_finds_what_was_changed_in_the_run(name, change, expected, run):
     ],
 )
 def test_evaluation_check_repeats_an_evaluation(change, expected, run, monkeypatch, tmp_path):
-    """Those of version 2, as if it were the last one."""
+    """The evaluation of version 2 is repeated, as if it were the last one."""
     run.run_dir = tmp_path
     run.steps = {2: {}}
     run.evaluations = [dict(version=2, eval=dict(toy=0.25), problems=256)]
     queue = Queue(tmp_path / "eval" / "queues" / "rollouts")
     for draw in range(8, 15):
         for one in run.groups[draw]["samples"]:
-            # the engine has loaded it as its version 0
+            # For the engine of the evaluation, the weights from disk are version 0
             queue.put(join([one | dict(versions=one["versions"].clip(max=0))]))
     results = dict(metrics=dict(toy={"pass@1": [0.25, 0, 1]}))
     (tmp_path / "eval" / "results.json").write_text(json.dumps(results))
@@ -338,13 +348,13 @@ def test_stale_and_recomputed_caches_differ_only_after_an_update(run):
     again = reference.expected(run, one)[0]
     assert stale[:-4] == pytest.approx(again[:-4], abs=1e-5)
     assert np.abs(stale[-4:] - again[-4:]).max() > 1e-4
-    # a cache that is computed again is that of version 2 from the beginning
+    # A recomputed cache is of version 2 from the beginning
     one["versions"][one["mask"]] = 2
     assert again[-4:] == pytest.approx(reference.expected(run, one)[0][-4:], abs=1e-5)
 
 
 def test_text_check_plays_an_episode_again(run, monkeypatch):
-    """Too few turns, other texts than it says; what talks to a client cannot be."""
+    """Too few turns and other texts are found; an episode of a client cannot be played again."""
     for says, expected in ([], "yn"), (["{}="], "yy"), (["{}"], "yn"), (["{}=", ""], "yn"):
 
         async def episode(problem, model):
@@ -364,7 +374,7 @@ def test_text_check_plays_an_episode_again(run, monkeypatch):
 
 
 def test_text_check_of_a_clients_turns(run, monkeypatch):
-    """A retry that was sampled anew, a turn of two branches that is trained in both, a lost separator."""
+    """A retry that was sampled anew, a turn that is trained in two branches, a lost separator."""
 
     async def client(problem, model):
         return model.base_url
@@ -375,7 +385,7 @@ def test_text_check_of_a_clients_turns(run, monkeypatch):
     one = run.groups[0]["samples"][0]
     end, a, b = run.prompter.tokenizer("<eos>ab")["input_ids"]
 
-    def found(*segments):
+    def letters_of(*segments):
         transcripts = []
         for turns in segments:
             transcript = Transcript()
@@ -388,11 +398,11 @@ def test_text_check_of_a_clients_turns(run, monkeypatch):
             one[name] = np.concatenate([x[name] for x in transcripts])
         return said(doctor_checks.check_texts(run))[3:]
 
-    assert found([[b], [b, end], [a, b], [b, end]]) == "yy"
-    assert found([[b], [b, end], [b], [b, end]]) == "yn"
-    assert found([[b], [b, end]], [[b, b, end, a], [b, end]]) == "y-"
-    assert found([[b], [b, end]], [[b], [a, end]]) == "n-"
-    assert found([[b], [b, end]], [[b], [b, end], [a, b], [b, end]]) == "ny"
+    assert letters_of([[b], [b, end], [a, b], [b, end]]) == "yy"
+    assert letters_of([[b], [b, end], [b], [b, end]]) == "yn"
+    assert letters_of([[b], [b, end]], [[b, b, end, a], [b, end]]) == "y-"
+    assert letters_of([[b], [b, end]], [[b], [a, end]]) == "n-"
+    assert letters_of([[b], [b, end]], [[b], [b, end], [a, b], [b, end]]) == "ny"
 
 
 @pytest.mark.parametrize("kind", ["loo", "mean", "mean_std", "none"])
@@ -409,14 +419,14 @@ def test_shortened_run_keeps_the_users_knobs():
     words = "toy --no_signal drop --eval_attempts 2 --dtype bfloat16 --warmup_steps 9 --lr 1e-5"
     c, _ = doctor.shorten(words.split())
     assert (c.no_signal, c.eval_attempts, c.warmup_steps, c.lr_schedule) == ("drop", 2, 9, "linear")
-    # the third of nine steps is one that bfloat16 knows
+    # The learning rate of the third of nine warm-up steps is large enough for bfloat16
     assert c.lr == pytest.approx(3e-4) and c.batch_size == 8 * c.attempts
     assert doctor.shorten("toy --dtype float32 --lr 1e-5".split())[0].lr == 1e-5
 
 
 @pytest.mark.slow
 def test_the_doctor_finds_wrong_advantages_and_nothing_else(tmp_path, monkeypatch, base_model):
-    """Real engines, an interruption, a continuation; then once more in the same directory."""
+    """A doctor with real engines, a stop and a continuation; then again in the same directory."""
     monkeypatch.setattr(faults, "WORK", tmp_path)
     folder = faults.copy_with(faults.FAULTS["leave-one-out without its factor"])
     command = ["bash", "run.sh", "doctor", "toy", "--port", "9700"]

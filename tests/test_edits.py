@@ -23,7 +23,7 @@ EDITS = sorted(path.stem for path in FOLDER.glob("*.patch"))
 
 
 def copy_of_the_repository(folder, base_model):
-    """The sources in `folder`, and the base model, which is not copied."""
+    """Copy the sources to `folder` and link the base model there; return the folder."""
     folder.mkdir()
     ignore = shutil.ignore_patterns("__pycache__", "results")
     for part in ("bench", "plumbing", "tasks", "tools", "tests"):
@@ -38,17 +38,23 @@ def copy_of_the_repository(folder, base_model):
 
 
 def apply(name, folder):
-    """Apply an edit to a copy; if that fails, tests/edits/NAME.patch is to be refreshed."""
-    # also where the copy lies within some other repository
+    """Apply an edit to a copy. If this fails, refresh tests/edits/NAME.patch."""
+    # Git must not take a repository above the copy for the one to change
     ceiling = {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
     run_in(folder, ["git", "apply", str(FOLDER / f"{name}.patch")], 60, **ceiling)
 
 
 def run_in(folder, command, seconds, **environment):
-    """Run a command in a copy, on one thread; asserts that it succeeds."""
-    own = dict(PYTHONPATH=str(folder), PIPELINE_PYTHON=sys.executable)
-    how = dict(capture_output=True, text=True, timeout=seconds, env=os.environ | own | environment)
-    done = subprocess.run(command, cwd=folder, **how)
+    """Run a command in a copy; AssertionError if it fails."""
+    of_the_copy = dict(PYTHONPATH=str(folder), PIPELINE_PYTHON=sys.executable)
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        env=os.environ | of_the_copy | environment,
+    )
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
 
 
@@ -61,10 +67,10 @@ def test_edit_is_short_and_passes_its_check(name, tmp_path, base_model):
     assert len(lines) <= 15 and len(files) <= 2, f"{name}: {len(lines)} lines in {files}"
     folder = copy_of_the_repository(tmp_path / "copy", base_model)
     apply(name, folder)
-    for words in ("ruff format --check", "ruff check"):
-        run_in(folder, [sys.executable, "-m", *words.split(), *files], 60)
-    words = f"pytest -q tests/edits/checks.py -k test_{name}"
-    run_in(folder, [sys.executable, "-m", *words.split()], 200)
+    for ruff in ("ruff format --check", "ruff check"):
+        run_in(folder, [sys.executable, "-m", *ruff.split(), *files], 60)
+    checks = f"pytest -q tests/edits/checks.py -k test_{name}"
+    run_in(folder, [sys.executable, "-m", *checks.split()], 200)
 
 
 NEW_LOSS = """
@@ -77,7 +83,7 @@ assert gradient == [-1.0, -1.0] and clipped == [False, True], (gradient, clipped
 
 
 def test_new_loss_takes_the_edits_that_the_readme_lists(tmp_path, base_model):
-    """A branch of policy_loss, its name in Config.loss, its clip range in config.LOSSES: no more."""
+    """The edits: a branch of policy_loss, a name in Config.loss, a row in config.LOSSES."""
     folder = copy_of_the_repository(tmp_path / "copy", base_model)
     bounds = '    "icepop": ("token", 0.5, 5.0),\n'
     branch = '    elif kind == "mine":\n        loss = -advantages * logprobs\n'
@@ -103,9 +109,9 @@ def test_there_are_ten_edits_and_each_has_a_check():
 
 @pytest.mark.slow
 def test_five_edits_together_train_in_a_run(tmp_path, base_model):
-    """With FAKE engines, and two tasks; the model knows nothing of the second."""
+    """The run has FAKE engines and two tasks; the model was not prepared for the second one."""
     folder = copy_of_the_repository(tmp_path / "copy", base_model)
-    # no two of these change the same lines
+    # No two of these edits change the same lines
     for name in "cispo_by_position curriculum entropy_per_task muon temperature_per_member".split():
         apply(name, folder)
     knobs = (
@@ -119,11 +125,11 @@ def test_five_edits_together_train_in_a_run(tmp_path, base_model):
     assert len(steps) == 5
     for line in steps:
         assert len(line["above_2"]) == 10
-        # a step may have no group of one of them
+        # A step may have no group of one of the tasks
         tokens = {task: x["samples"] * x["tokens"] for task, x in line["by_task"].items()}
         entropy = sum(n * line["entropy_by_task"][task] for task, n in tokens.items())
         assert entropy / sum(tokens.values()) == pytest.approx(line["entropy"], rel=1e-3)
-    # of the first step, every token is of version 0
+    # Every token of the first step is of version 0
     assert steps[0]["mismatch"] < 1e-5
     rates = last_state(run_dir)["sampler"]["state"]["rates"]
     assert rates and all(0 <= rate <= 1 for rate in rates.values())

@@ -21,36 +21,42 @@ from conftest import PORT, ROOT
 from plumbing import placement, secret
 
 GENERATE = "/inference/v1/generate"
-CHAT = [f"/v1/chat/completions/{what}" for what in ("render", "derender")]
+CHAT = [f"/v1/chat/completions/{call}" for call in ("render", "derender")]
 ORDERS = ["/init_process_group", "/request_weight_update"]
-# of vLLM 0.32, as its /openapi.json lists them, its documentation, its development routes; and tricks with paths
+# Routes of vLLM 0.32, from its /openapi.json, its documentation and its development mode; and
+# tricks with paths
 OTHERS = """
-/ /load /version /kv_event_sources /tokenize /detokenize /v1/models /v1/systemone /ping /invocations /v1/completions
-/v1/chat/completions /v1/chat/completions/batch /v1/responses /v1/responses/x /v1/responses/x/cancel /v1/messages
-/v1/messages/count_tokens /generative_scoring /scale_elastic_ep /is_scaling_elastic_ep /v1/chat/completions/render
+/ /load /version /kv_event_sources /tokenize /detokenize /v1/models /v1/systemone /ping
+/invocations /v1/completions /v1/chat/completions /v1/chat/completions/batch /v1/responses
+/v1/responses/x /v1/responses/x/cancel /v1/messages /v1/messages/count_tokens
+/generative_scoring /scale_elastic_ep /is_scaling_elastic_ep /v1/chat/completions/render
 /v1/messages/render /v1/completions/render /v1/responses/render /v1/chat/completions/derender
-/v1/completions/derender /inference/v1/abort_requests /docs /redoc /openapi.json /docs/oauth2-redirect
-/collective_rpc /pause /resume /is_paused /sleep /wake_up /is_sleeping /reset_prefix_cache /server_info /update_weights
-/init_weight_transfer_engine /weight_info /weight_checker /get_world_size /start_profile /stop_profile /v1/realtime
-/metrics/ /metrics/x /metricsx /health/ //health /health/../load /./health /%2e/health /x/../load /v1/../load
-/inference/v1/generate/ //inference/v1/generate /inference//v1/generate /init_process_group/ //request_weight_update
+/v1/completions/derender /inference/v1/abort_requests /docs /redoc /openapi.json
+/docs/oauth2-redirect
+/collective_rpc /pause /resume /is_paused /sleep /wake_up /is_sleeping /reset_prefix_cache
+/server_info /update_weights /init_weight_transfer_engine /weight_info /weight_checker
+/get_world_size /start_profile /stop_profile /v1/realtime
+/metrics/ /metrics/x /metricsx /health/ //health /health/../load /./health /%2e/health
+/x/../load /v1/../load /inference/v1/generate/ //inference/v1/generate
+/inference//v1/generate /init_process_group/ //request_weight_update
 """.split()
 METHODS = ["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE", "CONNECT"]
 
 
-# uvicorn's own answer to what it takes for no request, as CONNECT without a host: it never comes to the contract
+# uvicorn's own answer to an invalid request, as CONNECT without a host; the contract never sees
+# such a request
 NO_REQUEST = "Invalid HTTP request received."
 
 
 def answer(method, path, headers=None, body=b""):
-    """(status, body) of the answer to a request whose path is sent as it is. The connection is closed afterwards."""
+    """Send a request with its path as it is, on a connection of its own; return (status, body)."""
     lines = [f"{method} {path} HTTP/1.1", "Host: x", "Connection: close"]
     headers = {"Content-Length": len(body)} | (headers or {})
     lines += [f"{name}: {value}" for name, value in headers.items()]
     with socket.create_connection(("127.0.0.1", PORT), 120) as s:
         s.sendall("\r\n".join([*lines, "", ""]).encode() + body)
-        head, _, words = s.makefile("rb").read().decode().partition("\r\n\r\n")
-    return int(head.split()[1]), words
+        head, _, text = s.makefile("rb").read().decode().partition("\r\n\r\n")
+    return int(head.split()[1]), text
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +71,8 @@ def test_engine_answers_the_contracts_calls_and_no_others(engine, key):
     paths = ["/health", "/metrics", GENERATE, *ORDERS, *OTHERS]
     answered = []
     for method, path in itertools.product(METHODS, paths):
-        code, words = answer(method, path, key)
-        if code != 404 and words != NO_REQUEST:
+        code, text = answer(method, path, key)
+        if code != 404 and text != NO_REQUEST:
             answered.append((method, path))
     assert sorted(answered) == sorted(calls)
     websocket = {"Upgrade": "websocket", "Sec-WebSocket-Version": "13", "Sec-WebSocket-Key": "eA=="}
@@ -85,12 +91,12 @@ def test_calls_without_the_secret_are_refused(engine, path, key):
 
 
 def test_an_order_that_cannot_be_followed_is_refused_in_a_line(engine, key):
-    """What is no order; an update that has not been sent."""
+    """An update that has not been sent, and bodies that are no orders."""
     update = b'{"version": 1, "recompute_kv": false}'
     for path, order in [(ORDERS[1], update), (ORDERS[1], b"{}"), (ORDERS[0], b"7")]:
-        code, words = answer("POST", path, key, order)
+        code, text = answer("POST", path, key, order)
         assert code == 500
-        error = json.loads(words)["error"]
+        error = json.loads(text)["error"]
         assert error.startswith(path) and "\n" not in error
     assert answer("GET", "/health")[0] == 200
 
@@ -128,18 +134,20 @@ def test_secret_is_readable_by_its_owner_alone_and_is_kept(tmp_path):
 
 
 def test_no_command_line_has_the_secret(engine, key):
-    """Anybody on a machine may read those of all processes."""
+    """All users of a machine may read the command lines of all processes."""
     value = key[secret.SECRET_HEADER]
     for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or []
-        assert value not in " ".join(words)
+        arguments = process.info["cmdline"] or []
+        assert value not in " ".join(arguments)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["asynchronous", "compiled"])
-def test_tokens_are_stamped_under_asynchronous_scheduling_and_compilation(how, base_model, tmp_path, monkeypatch):
-    words = f"toy --run {how} --out {tmp_path} --model {base_model} --port {PORT + 3}"
-    words += f" --concurrency 64 --enforce_eager {how != 'compiled'}"
+@pytest.mark.parametrize("mode", ["asynchronous", "compiled"])
+def test_tokens_are_stamped_under_asynchronous_scheduling_and_compilation(
+    mode, base_model, tmp_path, monkeypatch
+):
+    knobs = f"toy --run {mode} --out {tmp_path} --model {base_model} --port {PORT + 3}"
+    knobs += f" --concurrency 64 --enforce_eager {mode != 'compiled'}"
     commands = placement.engine_commands
 
     def asynchronous(*arguments):
@@ -148,9 +156,9 @@ def test_tokens_are_stamped_under_asynchronous_scheduling_and_compilation(how, b
         command[first : first + 2] = [str(ROOT / "tests" / "async_vllm.py")]
         return [(name, env, command)]
 
-    if how == "asynchronous":
+    if mode == "asynchronous":
         monkeypatch.setattr(placement, "engine_commands", asynchronous)
-    with served(words, as_loaded=False) as config:
+    with served(knobs, as_loaded=False) as config:
         sender = sender_to(config, AutoModelForCausalLM.from_pretrained(base_model))
         sender.config.recompute_kv = True
         check_stamps(config, sender, 0)

@@ -22,13 +22,13 @@ from tools import base_model, evaluate
 MATHS = ROOT / "tests" / "maths.jsonl"
 
 
-def tool(name, words, mark=""):
-    return call(f"{sys.executable} tools/{name}.py {words}", RUN_MARK=str(mark))
+def tool(name, arguments, mark=""):
+    return call(f"{sys.executable} tools/{name}.py {arguments}", RUN_MARK=str(mark))
 
 
 def test_pass_at_k_by_hand():
     assert [evaluate.pass_at_k(4, c, k) for c, k in ((1, 1), (1, 2), (3, 2))] == [0.25, 0.5, 1]
-    # against its definition: k of n attempts, drawn without replacement
+    # Compared with its definition: k of n attempts, drawn without replacement
     rng = np.random.default_rng(0)
     attempts = np.array([True] * 3 + [False] * 7)
     drawn = np.mean([rng.permutation(attempts)[:4].any() for _ in range(20000)])
@@ -40,7 +40,7 @@ def test_majority_by_hand():
     assert evaluate.majority(["7", "8", "8"], [True, False, False]) == 0
     # a tie
     assert evaluate.majority(["7", "8"], [True, False]) == 0.5
-    # no answer has no vote
+    # An attempt without an answer has no vote
     assert evaluate.majority([None, None, "7"], [False, False, True]) == 1
     assert evaluate.majority([None], [False]) == 0
 
@@ -48,21 +48,25 @@ def test_majority_by_hand():
 def test_table_of_metrics_by_hand():
     attempts = [[1, 1, 1, 0], [0, 0, 0, 0]]
     lines = {i: [dict(success=s, answer=str(s)) for s in tries] for i, tries in enumerate(attempts)}
-    found = evaluate.table(lines)
-    means = {name: mean for name, (mean, _, _) in found.items()}
+    table = evaluate.table(lines)
+    means = {name: mean for name, (mean, _, _) in table.items()}
     assert means == {"pass@1 = avg@4": 0.375, "pass@2": 0.5, "pass@4": 0.5, "maj@4": 0.5}
-    # of 0 and 0.75: 1.96 x 0.375 / sqrt(2)
-    assert found["pass@1 = avg@4"][1:] == (0, pytest.approx(0.375 + 0.5197, abs=1e-4))
+    # The interval of 0 and 0.75: 1.96 x 0.375 / sqrt(2)
+    assert table["pass@1 = avg@4"][1:] == (0, pytest.approx(0.375 + 0.5197, abs=1e-4))
 
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
-    """Directory of a short run on three tasks at once, one of several turns, one from a file, with a barely warmed-up model."""
+    """The directory of a short run on three tasks, with a model that has learnt little.
+
+    One task has several turns, and one reads its problems from a file.
+    """
     out = tmp_path_factory.mktemp("mixture")
     base_model.make_model(["maths", "toy", "guess"], out / "model", 0, steps=150)
     knobs = (
         "--task maths:0.25,toy:0.25,guess:0.5 --steps 4 --batch_size 64 --attempts 8 --late wait "
-        "--max_new_tokens 60 --max_model_len 400 --row_tokens 1024 --eval_problems 16 --samples_logged 64 "
+        "--max_new_tokens 60 --max_model_len 400 --row_tokens 1024 --eval_problems 16 "
+        "--samples_logged 64 "
         f"--train_data {MATHS} --eval_data {MATHS} --model {out / 'model'}"
     )
     done = run(out, "m", 8740, *knobs.split())
@@ -76,7 +80,7 @@ def test_three_tasks_train_together(mixture):
     totals = dict(maths=0, toy=0, guess=0)
     for step in steps:
         of_tasks = step["by_task"].values()
-        # in the order they were started (late = wait): by itself a short task comes first
+        # With --late wait groups come in the order of their start; else short tasks come first
         assert sum(x["samples"] for x in of_tasks) == 64
         reward = sum(x["samples"] * x["reward"] for x in of_tasks) / 64
         assert reward == pytest.approx(step["reward"], abs=1e-4)
@@ -84,48 +88,48 @@ def test_three_tasks_train_together(mixture):
             totals[task] += x["samples"]
             outcomes = [x.get(name, 0) for name in evaluate.cfg.OUTCOMES]
             assert sum(outcomes) == pytest.approx(1)
-        # what the engine sampled is what the trainer sees, over several turns as well
+        # The trainer's logprobs equal the engine's, over several turns as well
         assert step["mismatch"] is None or step["mismatch"] < 1e-3
-        # trained in the order in which the gate let them start, no token is older than --max_lag allows
+        # In the order of the starts no token is older than --max_lag allows
         assert 0 <= step["lag_mean"] <= step["lag_max"] <= cfg.load(mixture).max_lag
     assert all(totals.values()) and sum(totals.values()) == 256
     assert steps[0]["mismatch"] is not None
     assert sorted(x["version"] for x in evals) == [0, 4]
     for line in evals:
         assert line["eval"].keys() == totals.keys() and line["problems"] == line["answers"] == 48
-    # --samples_logged is the batch: every rollout is there
+    # --samples_logged is the batch size: every rollout is there
     shown = [json.loads(x) for x in (mixture / "samples.jsonl").read_text().splitlines()]
     assert sorted(x["step"] for x in shown) == [1] * 64 + [2] * 64 + [3] * 64 + [4] * 64
     games = [x for x in shown if x["task"] == "guess" and len({v for v, *_ in x["spans"]}) == 2]
     assert any(len(x["spans"]) > 2 for x in games)
     for game in games:
         assert {version for version, *_ in game["spans"][::2]} == {-1}
-        said = ["".join(texts) for _, texts, _ in game["spans"][2::2]]
-        assert all(text in ("higher\n", "lower\n") for text in said)
+        replies = ["".join(texts) for _, texts, _ in game["spans"][2::2]]
+        assert all(text in ("higher\n", "lower\n") for text in replies)
     text = tool("show", f"{mixture} --n {len(shown)}").stdout
     assert text.count("| reward ") == len(shown) and "of guess" in text
 
 
 @pytest.mark.slow
 def test_offline_evaluation_twice_gives_the_same_numbers(mixture):
-    found = []
+    evaluations = []
     for name in ("e1", "e2"):
-        words = f"{mixture}/checkpoints/step_000004 --run {name} --port 8750 --eval_problems 12"
-        done = tool("evaluate", f"{words} --eval_temperature 0 --eval_attempts 2", mark=mixture)
+        arguments = f"{mixture}/checkpoints/step_000004 --run {name} --port 8750 --eval_problems 12"
+        done = tool("evaluate", f"{arguments} --eval_temperature 0 --eval_attempts 2", mark=mixture)
         assert done.returncode == 0, done.stdout + done.stderr
         run_dir = mixture.parent / name
         lines = (run_dir / "answers.jsonl").read_text().splitlines()
-        found.append((json.loads((run_dir / "results.json").read_text()), sorted(lines)))
-    assert found[0] == found[1]
-    results, lines = found[0]
+        evaluations.append((json.loads((run_dir / "results.json").read_text()), sorted(lines)))
+    assert evaluations[0] == evaluations[1]
+    results, lines = evaluations[0]
     lines = [json.loads(x) for x in lines]
     assert len(lines) == 36 * 2 and set(results["metrics"]) == {"maths", "toy", "guess"}
     for source, measured in results["metrics"].items():
         assert set(measured) == {"pass@1 = avg@2", "pass@2", "maj@2"}
         successes = [x["success"] for x in lines if x["source"] == source]
         assert measured["pass@1 = avg@2"][0] == pytest.approx(np.mean(successes))
-    of_file = [x for x in lines if x["source"] == "maths"]
-    assert all(x["where"].startswith(str(MATHS)) and x["expected"] for x in of_file)
+    file_lines = [x for x in lines if x["source"] == "maths"]
+    assert all(x["where"].startswith(str(MATHS)) and x["expected"] for x in file_lines)
     row = r"guess +12 +pass@1 = avg@2 +\d\.\d{4} +\d\.\d{4} to \d\.\d{4}"
     assert re.search(row, done.stdout)
     assert leftovers(mixture) == []
@@ -146,7 +150,7 @@ def test_mistakes_end_an_evaluation_in_one_line(tmp_path):
 
 @pytest.mark.slow
 def test_new_task_of_the_readme_trains_as_written(tmp_path, base_model):
-    """The section "A new task" to the letter, in a copy of the repository; with a FAKE engine, to save the real one's start."""
+    """The section "A new task", to the letter, in a copy of the repository with a FAKE engine."""
     after = (ROOT / "README.md").read_text().partition("### A new task")[2]
     section = re.split(r"\n##+ ", after)[0]
     code, command = re.findall(r"```(?:python|bash)\n(.*?)```", section, re.S)
@@ -157,8 +161,8 @@ def test_new_task_of_the_readme_trains_as_written(tmp_path, base_model):
     command = command.splitlines()[0].partition("#")[0]
     assert command.startswith("bash run.sh toy --task")
     command += " --steps 4 --batch_size 64 --port 8745 --eval_problems 32"
-    own = dict(PYTHONPATH=str(fake_vllm(tmp_path / "fake")), RUN_MARK=str(tmp_path))
-    run_in(copy, command.split(), 400, **own)
+    environment = dict(PYTHONPATH=str(fake_vllm(tmp_path / "fake")), RUN_MARK=str(tmp_path))
+    run_in(copy, command.split(), 400, **environment)
     steps, evals = metrics(next((copy / "out").glob("*/metrics.jsonl")).parent)
     assert len(steps) == 4 and all(set(x["by_task"]) == {name} for x in steps)
     assert 0 < steps[0]["reward"] < 1 and set(evals[0]["eval"]) == {name}

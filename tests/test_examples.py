@@ -17,7 +17,8 @@ import yaml
 from config import MATH
 from conftest import ROOT, node_of
 
-# FAKE: in place of bash, for run.sh: what it is told and by which node is written down. All else is bash's
+# FAKE: a bash that writes down the environment and the arguments of run.sh; the real bash runs all
+# other programs
 BASH = """#!{python}
 import json, os, sys
 if "run.sh" in sys.argv:
@@ -27,7 +28,7 @@ if "run.sh" in sys.argv:
     sys.exit()
 os.execv("{bash}", ["bash", *sys.argv[1:]])
 """
-# FAKE: SLURM's srun, here; all tasks of a step one after the other
+# FAKE: SLURM's srun, which runs all tasks of a step here, one after the other
 SRUN = """#!/bin/sh
 case "$1" in --kill*) shift ;; esac
 for node in $FAKE_NODES; do
@@ -35,17 +36,17 @@ for node in $FAKE_NODES; do
 done
 exit $FAKE_CODE
 """
-# FAKE: of the nodes n[01-16]; what else it is told is written down
+# FAKE: SLURM's scontrol for the nodes n[01-16]; it writes down its arguments
 SCONTROL = """#!/bin/sh
 echo "$*" >> "{folder}/scontrol.txt"
 [ "$1" != show ] || for k in $(seq -w 1 16); do echo "n$k"; done
 """
-# what run.sh knows of nodes
+# The variables from which run.sh learns about nodes
 NODE = "NODE_RANK NNODES GROUP_RANK GROUP_WORLD_SIZE SLURM_NODEID SLURM_STEP_NUM_NODES".split()
 
 
 class Cluster:
-    """Programs that stand in for a cluster's, before all others on the PATH."""
+    """FAKE programs of a cluster, before all others on the PATH."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -59,24 +60,24 @@ class Cluster:
         path.write_text(text.format(folder=self.folder, python=sys.executable, bash=self.bash))
         path.chmod(0o755)
 
-    def start(self, words, **env):
-        return subprocess.Popen([self.bash, *words], cwd=ROOT, env=self.env | env)
+    def start(self, arguments, **env):
+        return subprocess.Popen([self.bash, *arguments], cwd=ROOT, env=self.env | env)
 
     def runs(self):
-        """[((node, number of nodes), MASTER_ADDR, arguments)] of every run.sh that has been started."""
-        found = []
+        """Return ((node, number of nodes), MASTER_ADDR, arguments) of every run.sh that was started."""
+        runs = []
         for path in self.folder.glob("run.*.json"):
-            env, words = json.loads(path.read_text())
+            env, arguments = json.loads(path.read_text())
             node = node_of({k: v for k, v in env.items() if k in NODE}, self.folder)
-            found.append((node, env["MASTER_ADDR"], " ".join(words)))
-        return sorted(found)
+            runs.append((node, env["MASTER_ADDR"], " ".join(arguments)))
+        return sorted(runs)
 
 
 SHOW = "show hostnames n[01-16]"
 
 
-@pytest.mark.parametrize("code,told", [(0, SHOW), (1, SHOW), (143, "requeue 7")])
-def test_slurm_starts_every_node_and_requeues_at_the_time_limit(tmp_path, code, told):
+@pytest.mark.parametrize("code,scontrol_call", [(0, SHOW), (1, SHOW), (143, "requeue 7")])
+def test_slurm_starts_every_node_and_requeues_at_the_time_limit(tmp_path, code, scontrol_call):
     cluster = Cluster(tmp_path)
     cluster.add("srun", SRUN)
     cluster.add("scontrol", SCONTROL)
@@ -84,19 +85,19 @@ def test_slurm_starts_every_node_and_requeues_at_the_time_limit(tmp_path, code, 
     options = dict(re.findall(r"--([a-z-]+)=(\S+)", "\n".join(re.findall("#SBATCH.*", text))))
     assert options["gpus-per-node"] == "8" and options["ntasks-per-node"] == "1"
     job = {"SLURM_NNODES": options["nodes"], "SLURM_JOB_NODELIST": "n[01-16]", "SLURM_JOB_ID": "7"}
-    # the batch script is node 0's, before its step
+    # The batch script runs on node 0, before its step
     job |= {"SLURM_NODEID": "0", "FAKE_NODES": "0 15", "FAKE_CODE": str(code)}
     assert cluster.start(["examples/slurm.sh", "--lr", "1"], **job).wait(60) == code
-    words = "math --engines 48 --trainers 80 --lr 1"
-    assert cluster.runs() == [((0, 16), "n01", words), ((15, 16), "n01", words)]
-    assert (tmp_path / "scontrol.txt").read_text().splitlines()[-1] == told
+    arguments = "math --engines 48 --trainers 80 --lr 1"
+    assert cluster.runs() == [((0, 16), "n01", arguments), ((15, 16), "n01", arguments)]
+    assert (tmp_path / "scontrol.txt").read_text().splitlines()[-1] == scontrol_call
 
 
 def test_torchrun_starts_run_sh_on_every_node(tmp_path):
-    """torch's own, twice on this machine."""
+    """The real torchrun is started twice on this machine."""
     cluster = Cluster(tmp_path)
-    words = ["examples/torchrun.sh", "2"]
-    both = [cluster.start([*words, str(k), "127.0.0.1", "math"]) for k in range(2)]
+    script = ["examples/torchrun.sh", "2"]
+    both = [cluster.start([*script, str(k), "127.0.0.1", "math"]) for k in range(2)]
     assert [process.wait(100) for process in both] == [0, 0]
     assert cluster.runs() == [((k, 2), "127.0.0.1", "math") for k in range(2)]
 
@@ -104,26 +105,26 @@ def test_torchrun_starts_run_sh_on_every_node(tmp_path):
 def test_kubernetes_starts_run_sh_in_every_pod(tmp_path):
     cluster = Cluster(tmp_path)
     text = (ROOT / "examples" / "kubernetes.yaml").read_text()
-    found = {document["kind"]: document for document in yaml.safe_load_all(text)}
-    job = found["Job"]["spec"]
+    documents = {document["kind"]: document for document in yaml.safe_load_all(text)}
+    job = documents["Job"]["spec"]
     pod = job["template"]["spec"]
     (container,) = pod["containers"]
     n = job["completions"]
     assert job["parallelism"] == n
-    # FAKE: a cluster's name service
+    # FAKE: the name service of a cluster
     cluster.add("getent", "#!/bin/sh\n")
     given = {e["name"]: e["value"] for e in container["env"] if "value" in e}
     assert container["command"] == ["bash", "-c"]
     for index in range(n):
-        # the rest Kubernetes fills in
-        own = given | {"JOB_COMPLETION_INDEX": str(index), "NODE_ADDR": f"10.0.0.{index}"}
-        assert cluster.start(["-c", *container["args"]], **own).wait(60) == 0
-    # a name of node 0 that the service gives it
-    service = found["Service"]
-    job_name = found["Job"]["metadata"]["name"]
+        # Kubernetes fills in these variables
+        env = given | {"JOB_COMPLETION_INDEX": str(index), "NODE_ADDR": f"10.0.0.{index}"}
+        assert cluster.start(["-c", *container["args"]], **env).wait(60) == 0
+    # The service gives node 0 this name
+    service = documents["Service"]
+    job_name = documents["Job"]["metadata"]["name"]
     name = f"{job_name}-0.{service['metadata']['name']}"
     assert cluster.runs() == [((k, n), name, "math --out /shared/out") for k in range(n)]
     assert pod["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["selector"]["batch.kubernetes.io/job-name"] == job_name
-    # time to save
+    # Kubernetes must leave the trainer time to save
     assert pod["terminationGracePeriodSeconds"] > MATH["stop_timeout"]

@@ -46,7 +46,7 @@ class House:
         knobs = f"--port {PORT} --engines 2 --concurrency 64 --sync_timeout {DEADLINE}"
         where = ["--run", "house", "--out", out, "--model", base_model]
         config = resolved("toy", *where, *knobs.split())
-        # one tensor per broadcast: many moments to die at
+        # One tensor per broadcast: there are many moments to die at
         config.bucket_mb = 0
         self.run_dir = rundir.write(config)
         (self.run_dir / "queues").mkdir()
@@ -58,7 +58,7 @@ class House:
         self.configs = [with_knobs(config, engines=1, port=port) for port in ports]
         for i in (0, 1):
             self.start_engine(i)
-            # while there is no trainer
+            # There is no trainer yet
             with pytest.raises(AssertionError, match="no weights from the trainer yet"):
                 ask(self.configs[i])
         self.start_trainer()
@@ -72,19 +72,25 @@ class House:
             time.sleep(0.2)
 
     def start_trainer(self):
-        self.said = self.run_dir / "updater.txt"
+        self.log = self.run_dir / "updater.txt"
         command = [sys.executable, "tests/updater.py", str(self.run_dir)]
-        with open(self.said, "w") as said:
-            how = dict(stdin=subprocess.PIPE, stdout=said, text=True, start_new_session=True)
-            self.trainer = subprocess.Popen(command, cwd=ROOT, **how)
+        with open(self.log, "w") as output:
+            self.trainer = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                text=True,
+                start_new_session=True,
+            )
         self.expect("ready")
 
     def expect(self, line, seconds=6 * DEADLINE):
-        """Wait until the trainer has said it."""
+        """Wait until the trainer has printed this line."""
         deadline = time.monotonic() + seconds
-        while line not in self.said.read_text().splitlines():
-            assert time.monotonic() < deadline, f"no '{line}' in {self.said.read_text()}"
-            assert self.trainer.poll() is None, self.said.read_text()
+        while line not in self.log.read_text().splitlines():
+            assert time.monotonic() < deadline, f"no '{line}' in {self.log.read_text()}"
+            assert self.trainer.poll() is None, self.log.read_text()
             time.sleep(0.02)
 
     def tell(self, text):
@@ -92,12 +98,12 @@ class House:
         self.trainer.stdin.flush()
 
     def begin(self, moment):
-        """An update up to this moment of it."""
+        """Begin an update, which stops at this moment."""
         self.version += 1
         self.tell(f"update {self.version} {moment}")
 
     def update(self, engines="0 1"):
-        """A whole update, which these engines take."""
+        """Do a whole update, in which these engines take part."""
         self.begin("none")
         self.expect(f"updated {self.version} {engines}")
 
@@ -106,11 +112,14 @@ class House:
         return model_of(self.base_model, version)
 
     def check(self, answer, version=None):
-        """The logprobs of an answer are those of the version it names, in all of its first span (later ones may have older KV)."""
+        """Assert that the logprobs of an answer's first span are those of the version it names.
+
+        Later spans may have used an older KV cache.
+        """
         versions = answer["versions"]
         assert version is None or set(versions.tolist()) == {version}
-        of_first = torch.from_numpy(versions == versions[0])
-        worst = differences(self.model(int(versions[0])), answer)[of_first].max()
+        first_span = torch.from_numpy(versions == versions[0])
+        worst = differences(self.model(int(versions[0])), answer)[first_span].max()
         assert worst < 1e-4, f"logprobs of version {versions[0]} are those of other weights"
 
     def check_engines(self, *numbers, version=None):
@@ -118,7 +127,7 @@ class House:
             self.check(ask(self.configs[i]), version)
 
     def decode(self, i, stop):
-        """(i, answers, errors) of a client of engine i that asks until `stop` is set."""
+        """Ask engine i until `stop` is set; return (i, answers, errors)."""
         answers = []
         errors = []
         while not stop.is_set():
@@ -134,7 +143,7 @@ class House:
 def house(tmp_path_factory, base_model):
     out = tmp_path_factory.mktemp("house")
     with pytest.MonkeyPatch.context() as patch:
-        # what is started here, and its children
+        # The mark of all processes that are started here
         patch.setenv("RUN_MARK", str(out))
         house = House(out, base_model)
         yield house
@@ -147,8 +156,9 @@ def house(tmp_path_factory, base_model):
 
 @contextlib.contextmanager
 def decoding(house, clients, touched):
-    """So many clients of each engine, all the time; gives the event that ends it. Afterwards every answer is checked,
-    and that no request to an engine that nobody touched failed.
+    """Keep so many clients of each engine asking; yield the event that ends them.
+
+    Afterwards every answer is checked, and no request to an untouched engine may have failed.
     """
     stop = threading.Event()
     with ThreadPoolExecutor(16) as pool:
@@ -167,7 +177,7 @@ def decoding(house, clients, touched):
 def lose_engine(house, kill, in_update, stop):
     victim = house.engines[1].process
     os.killpg(victim.pid, getattr(signal, kill))
-    # the other one goes on
+    # The other engine goes on
     if in_update:
         house.tell("go")
         house.expect(f"updated {house.version} 0")
@@ -195,7 +205,7 @@ def lose_trainer(house, kill, in_update):
         victim.wait()
         house.start_trainer()
         return
-    # longer than anybody waits for it
+    # Nobody waits for it that long
     time.sleep(DEADLINE + 1)
     house.check_engines(0, 1)
     os.killpg(victim.pid, signal.SIGCONT)
@@ -219,7 +229,7 @@ def test_kill_matrix(house, who, kill, moment):
             lose_engine(house, kill, in_update, stop)
         else:
             lose_trainer(house, kill, in_update)
-        # whoever was lost is back
+        # The lost process is back
         house.update()
         house.check_engines(0, 1, version=house.version)
 
@@ -228,13 +238,16 @@ def test_kill_matrix(house, who, kill, moment):
 
 INNOCENT = [[2, 3, 4 + k] for k in range(8)]
 KILLER = [2, 3, 20]
-# known to the tokenizer below, and no row of the model
+# The tokenizer of mortal_engine knows token 100; the model has no row for it
 WITHOUT_A_ROW = [2, 3, 100]
 
 
 @contextlib.contextmanager
 def mortal_engine(out, base_model):
-    """An engine of a model whose tokenizer knows more tokens than it has rows; it is started again when it dies."""
+    """Yield (config, engine) of an engine that is started again when it dies.
+
+    The model's tokenizer knows more tokens than the model has rows.
+    """
     shutil.copytree(base_model, out / "model")
     tokenizer = AutoTokenizer.from_pretrained(out / "model")
     tokenizer.add_tokens([f"<extra {k}>" for k in range(100)])
@@ -289,9 +302,7 @@ def test_a_request_that_kills_a_real_engine_is_sent_three_times_and_left_out(tmp
 
 
 def test_a_run_goes_on_without_a_prompt_that_kills_its_only_engine(tmp_path, base_model):
-    """With the FAKE engine of tests/fake_engine.py, which is started again sooner. The prompt is held out: it is asked for at
-    the beginning, while groups are sampled, and at the end.
-    """
+    """The engine is FAKE. The prompt is a held-out one, of the evaluations at the beginning and end."""
     knobs = f"--steps 4 --batch_size 32 --attempts 8 --eval_problems 16 --model {base_model}"
     [problem, *_] = load_problems(resolved("toy"), "test")["toy"]
     prompt = AutoTokenizer.from_pretrained(base_model)(problem["prompt"])["input_ids"]
@@ -309,7 +320,7 @@ def test_a_run_goes_on_without_a_prompt_that_kills_its_only_engine(tmp_path, bas
 
 
 def test_a_run_whose_every_request_kills_its_engine_ends_and_says_so(tmp_path, base_model):
-    """With the FAKE engine of tests/fake_engine.py, made to die of whatever it is sent."""
+    """The engine is FAKE and dies of every request."""
     environment = dict(PYTHONPATH=str(fake_vllm(tmp_path / "fake")), FAKE_KILLER="all")
     done = run(tmp_path, "mortal", PORT + 70, f"--model {base_model}", **environment)
     assert done.returncode == 1, done.stdout + done.stderr

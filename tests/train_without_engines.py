@@ -1,8 +1,8 @@
-"""train.py with a FAKE weight sender, so that a test can run the real trainer, on any number of ranks, with no engine.
+"""train.py with a FAKE weight sender: the real trainer, on any number of ranks, without engines.
 
     accelerate launch --multi_gpu --num_processes 2 tests/train_without_engines.py RUN_DIR ...
 
-Each run directory also gets its first step's gradients, gradients.safetensors.
+The gradients of the first step are written to gradients.safetensors in each run directory.
 """
 
 import functools
@@ -22,10 +22,10 @@ clip = torch.nn.utils.clip_grad_norm_
 
 
 class FakeSender:
-    """Announces nothing, sends nothing; every update is complete at once."""
+    """A sender that announces and sends nothing; every update is complete at once."""
 
     def __init__(self, config, model, ranks, run_dir):
-        # the real one keeps them: they must be the ones that are trained, and not gathered copies
+        # The real sender keeps the parameters: they must be the trained ones and no gathered copies
         sharded = ranks.world > 1 or config.dtype != "float32"
         assert {isinstance(p, DTensor) for p in model.parameters()} == {sharded}
 
@@ -39,12 +39,12 @@ class FakeSender:
 
 
 def whole(gradient):
-    """A gradient that is not sharded. Collective if it is."""
+    """Return a gradient as one whole tensor. If it is sharded, all ranks must call this."""
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.clone()
 
 
 def clip_and_keep(path, parameters, max_norm):
-    """clip_grad_norm_, that writes down the first step's gradients, whole, before they are clipped."""
+    """Clip as clip_grad_norm_ does; before, save the gradients of the first step."""
     parameters = list(parameters)
     gradients = {str(i): whole(p.grad) for i, p in enumerate(parameters) if p.grad is not None}
     if os.environ.get("RANK", "0") == "0" and not path.exists():
@@ -64,5 +64,5 @@ def main(run_dirs):
 if __name__ == "__main__":
     main(sys.argv[1:])
     sys.stdout.flush()
-    # as train.py does
+    # train.py ends in the same way
     os._exit(0)

@@ -1,7 +1,9 @@
-"""A trainer that only sends weights, one update per line of its input, and stops on the way where it is
-told to: for test_failures.py.
+"""A FAKE trainer for test_failures.py: it sends weights, one update per line of its input, and does
+not train.
 
-    echo "update 3 mid" | python tests/updater.py <run directory>   stops in the middle of the transfer, until the next line
+    echo "update 3 mid" | python tests/updater.py <run directory>
+
+sends version 3 and stops in the middle of the transfer until the next line comes.
 """
 
 import sys
@@ -21,8 +23,9 @@ MOMENT = {"stop at": "none"}
 
 
 def model_of(path, version):
-    """The base model with noise that depends on the version: what an engine that serves this version
-    must hold.
+    """Return the base model with noise that depends on the version.
+
+    An engine that serves this version must have these weights.
     """
     model = AutoModelForCausalLM.from_pretrained(path)
     generator = torch.Generator().manual_seed(version)
@@ -33,7 +36,7 @@ def model_of(path, version):
 
 
 def at(moment):
-    """Wait for a line if this is where to stop."""
+    """Wait for a line if the update is to stop at this moment."""
     if MOMENT["stop at"] == moment:
         MOMENT["stop at"] = "none"
         print("at", moment, flush=True)
