@@ -141,9 +141,9 @@ class Packer:
         complete = self.groups == self.config.groups_per_step
         tokens = sum(n for n, _ in self.pending)
         if complete or tokens >= 2 * self.config.row_tokens * len(self.queues):
-            self.put_rows(complete, group["pace"])
+            self.put_rows(complete)
 
-    def put_rows(self, complete, pace):
+    def put_rows(self, complete):
         """Pack what is pending; put whole rounds of full rows, or all if the step is complete."""
         config = self.config
         sizes = [n for n, _ in self.pending]
@@ -164,7 +164,7 @@ class Packer:
         self.pending = [(n, samples) for n, samples in self.pending if id(samples[0]) not in sent]
         for k, row in enumerate(rows):
             last = complete and k >= len(rows) - ranks
-            record = join(row) | pace
+            record = join(row)
             record |= {"run_id": config.run_id, "step": self.step, "last": last}
             record["row"] = self.rounds + k // ranks
             if last and k == len(rows) - ranks:
@@ -252,7 +252,6 @@ class GroupBuffer:
         """A group with its advantages into the buffer, or drop it."""
         config = self.config
         draw = record["draw"]
-        pace = {k: record[k] for k in ("gen_tok_s", "gen_idle")}
         samples = split(record)
         of_group = advantages(record["reward"], config.advantage) if samples else np.zeros(0)
         for sample, advantage in zip(samples, of_group):
@@ -260,7 +259,7 @@ class GroupBuffer:
             # over-length filtering, DAPO (arXiv 2503.14476) section 3.4
             if config.overlong_mask and not sample["finished"]:
                 sample["mask"] = np.zeros_like(sample["mask"])
-        group = {"draw": draw, "samples": samples, "pace": pace}
+        group = {"draw": draw, "samples": samples}
         self.ledger.drop(draw, record["failed"], "failed")
         if samples and (config.no_signal == "keep" or np.abs(of_group).max() > 1e-6):
             self.groups.append(group)

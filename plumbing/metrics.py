@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from config import OUTCOMES, task_weights
 from plumbing.problems import held_out_scores
+from plumbing.queues import read_json
 from plumbing.samples import split
 
 
@@ -98,6 +99,7 @@ class MetricsLog:
             return
         self.tasks = list(task_weights(config.task))
         self.tokenizer = AutoTokenizer.from_pretrained(config.model)
+        self.pace_file = Path(run_dir, "queues", "pace.json")
         self.file = open_lines(Path(run_dir, "metrics.jsonl"), state["version"])
         self.samples = open_lines(Path(run_dir, "samples.jsonl"), state["version"])
         self.wandb = open_wandb(config, run_dir)
@@ -131,7 +133,10 @@ class MetricsLog:
         line = {"step": state["version"]}
         line |= {k: state[k] for k in ("version", "samples", "wall_s", "dropped", "skipped")}
         line |= {k: v for k, v in metrics.items() if k != "samples"} | times
-        line |= {k: record[k] for k in ("gen_tok_s", "gen_idle", "by_task", "problems", "drops")}
+        # The actor publishes the engines' pace; it may not have measured one yet.
+        pace = read_json(self.pace_file)
+        line |= {name: pace.get(name, 0.0) for name in ("gen_tok_s", "gen_idle")}
+        line |= {name: record[name] for name in ("by_task", "problems", "drops")}
         line["train_tok_s"] = metrics["tokens"] / step_s
         self._write(line)
         # every problem would be a curve of its own

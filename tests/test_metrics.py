@@ -16,6 +16,7 @@ from made_up_run import read_lines
 from plumbing import metrics
 from plumbing.checkpoints import NEW_RUN
 from plumbing.metrics import Sums, largest
+from plumbing.queues import publish_json
 from plumbing.samples import filler, join
 
 
@@ -91,10 +92,13 @@ def test_steps_mismatches_and_evaluations_are_written_as_lines(tmp_path, make_lo
     state = NEW_RUN | {"version": 40, "samples": 640, "wall_s": 33.0}
     values = dict(samples=16, tokens=320, reward=1 / 3, ess=0.99, lag_mean=1.25, lag_max=3)
     values |= dict(mismatch=None)
-    record = dict(gen_tok_s=5.0, gen_idle=0.25, by_task={}, problems={"4": 8}, drops={})
+    record = dict(by_task={}, problems={"4": 8}, drops={})
     reader = SimpleNamespace(last=record, waited=0.0)
-    for _ in range(2):
-        log.step(state, values, reader, {"sync_s": 0.125})
+    log.step(state, values, reader, {"sync_s": 0.125})
+    # the actor has measured the engines' pace by now
+    (tmp_path / "queues").mkdir()
+    publish_json(tmp_path / "queues" / "pace.json", gen_tok_s=5.0, gen_idle=0.25)
+    log.step(state, values, reader, {"sync_s": 0.125})
     log.mismatch(40, {"mismatch": 1 / 3, "tokens": 53})
     log.mismatch(40, {})
     evaluation = dict(run_id="0123abcd", eval={"toy": 0.5}, problems=4, version=40)
@@ -104,6 +108,8 @@ def test_steps_mismatches_and_evaluations_are_written_as_lines(tmp_path, make_lo
     assert first["reward"] == 1 / 3
     # a checkpoint falls into the step after it
     assert (first["save_s"], second["save_s"], first["sync_s"]) == (2.5, 0.0, 0.125)
+    assert (first["gen_tok_s"], first["gen_idle"]) == (0.0, 0.0)
+    assert (second["gen_tok_s"], second["gen_idle"]) == (5.0, 0.25)
     assert mismatch == {"mismatch": 1 / 3, "tokens": 53, "version": 40}
     assert eval_line == dict(eval={"toy": 0.5}, problems=4, version=40, wall_s=12.0)
     printed = capsys.readouterr().out

@@ -25,8 +25,6 @@ from plumbing.queues import Queue, publish_json, read_json
 from plumbing.samples import split
 from preprocess import GroupBuffer, Packer, advantages, computed, pack, side_by_side
 
-PACE = {"gen_tok_s": 10.0, "gen_idle": 0.25}
-
 
 def test_advantages_by_hand():
     third = 1 / 3
@@ -79,7 +77,7 @@ def alone(n, k, **others):
 
 def a_group(draw, samples):
     """As GroupBuffer gives them."""
-    return {"draw": draw, "samples": samples, "pace": PACE}
+    return {"draw": draw, "samples": samples}
 
 
 def read_step(queue, timeout=0):
@@ -133,7 +131,6 @@ def test_a_micro_batch_keeps_tokens_and_their_stamps_together(tmp_path):
     assert record["mask"].tolist() == [False, False, True, True, False, False, True, True, True]
     assert record["advantage"].tolist() == [1, 0]
     assert record["num_versions"].tolist() == [1, 2]
-    assert {k: record[k] for k in PACE} == PACE
     assert record["problems"] == {"7": 2}
 
 
@@ -202,7 +199,7 @@ def test_groups_get_their_advantages_and_cut_off_answers_leave_the_loss(tmp_path
     assert finished["mask"].tolist() == [False, False, True, True]
     # it is a sample of the batch all the same
     assert not cut_off["mask"].any()
-    assert (group["draw"], group["pace"]) == (0, PACE)
+    assert group["draw"] == 0
 
 
 def test_attempts_that_failed_make_their_group_smaller(tmp_path):

@@ -44,8 +44,7 @@ def all_groups():
         if draw == 1:
             # this attempt failed: the first step has a sample less
             del samples[1]
-        pace = {"gen_tok_s": 0.0, "gen_idle": 0.0}
-        groups.append({"draw": draw, "samples": samples, "pace": pace})
+        groups.append({"draw": draw, "samples": samples})
     return groups
 
 

@@ -32,8 +32,7 @@ def make_sample(n=5, reward=0.0, version=0, prompt=2, **others):
 def group_record(draw, samples, failed=0, **others):
     """A group as actor.py puts it into queues/rollouts: the advantages are not there yet."""
     record = join([{k: v for k, v in s.items() if k != "advantage"} for s in samples])
-    record |= {"run_id": "abc", "draw": draw, "failed": failed}
-    return record | {"gen_tok_s": 10.0, "gen_idle": 0.25} | others
+    return record | {"run_id": "abc", "draw": draw, "failed": failed} | others
 
 
 def same(a, b):
