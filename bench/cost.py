@@ -23,7 +23,7 @@ from bench import common
 from bench.common import ROOT, WORK
 from bench.runs import COMMON, PIPELINE, make_model, run_to_its_end
 from plumbing.queues import read_json
-from tools import report
+from tools.common import read_metrics
 
 # steps until caches and kernels are warm
 FIRST = 8
@@ -86,7 +86,7 @@ def measure(name, knobs, port, root=ROOT):
     shutil.rmtree(run_dir, ignore_errors=True)
     watch = Watch(run_dir)
     run_to_its_end(name, knobs, port, root=root, look=watch.look)
-    [steps] = report.read(run_dir, "step")
+    [steps] = read_metrics(run_dir, "step")
     seconds = steps[-1]["wall_s"] - steps[FIRST - 1]["wall_s"]
     found = watch.cpu(steps)
     found["samples_s"] = (steps[-1]["samples"] - steps[FIRST - 1]["samples"]) / seconds

@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.common import WORK, copy_sources, measured, parser, result_file, table
-from tools import report
-from tools.status import alarms
+from tools.common import alarms, read_metrics
 
 # A preset, where all others are knobs of the preset toy
 AGENT = "agent"
@@ -423,7 +422,7 @@ def guard_alarms(folder, preset, knobs, steps):
     code, printed = run(folder, [preset, *knobs, *run_options])
     lines = []
     if (folder / "out" / "guards" / "metrics.jsonl").exists():
-        [lines] = report.read(folder / "out" / "guards", "step")
+        [lines] = read_metrics(folder / "out" / "guards", "step")
     found = [(alarm[:60], version) for version, alarm in alarms(lines)]
     if code:
         last_step = max((line["step"] for line in lines), default=0)

@@ -29,7 +29,8 @@ from bench.common import ROOT, WORK, flags, machine, measured, parser, result_fi
 from plumbing.samples import layout
 from preprocess import pack
 from tasks import tail
-from tools import base_model, report
+from tools import base_model
+from tools.common import read_metrics
 from train import token_logprobs
 
 # seeds differ in problems and sampling; some seeds' base models (1, for one) get nothing right
@@ -152,7 +153,7 @@ def run_to_its_end(name, knobs, port, preset="toy", root=ROOT, look=None):
 def one_run(name, knobs, port, preset="toy"):
     """A run, as above."""
     run_dir = run_to_its_end(name, knobs, port, preset)
-    steps, evaluations = report.read(run_dir, "step", "eval")
+    steps, evaluations = read_metrics(run_dir, "step", "eval")
     found = []
     for x in evaluations:
         mean_of_sets = np.mean(list(x["eval"].values()))

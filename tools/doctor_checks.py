@@ -22,7 +22,7 @@ from plumbing.queues import read_record
 from plumbing.samples import split
 from plumbing.sandbox import Sandbox
 from tools import doctor_reference as reference
-from tools import report
+from tools.common import ends_of_draws
 
 # answers that are scored again; tokens of sequences that are computed again, of each kind
 SCORED, RECOMPUTED = 200, 20_000
@@ -162,7 +162,7 @@ def check_draws(run):
     of the problems, or those of the beginning once more after a stop, or held-out ones are also trained on: scores will be of what was learnt by heart.
     """
     c = run.config
-    became = {draw: {what for _, what in found} for draw, found in report.ends(run.steps).items()}
+    became = {draw: {what for _, what in found} for draw, found in ends_of_draws(run.steps).items()}
     untrained = sum("trained" not in of_draw for of_draw in became.values())
     known = c.advantage in reference.ADVANTAGES
     early = silent = judged = 0
@@ -320,7 +320,7 @@ def check_continuation(run):
     """A run does not go on where it was interrupted: steps are missing, problems in flight are lost, trained twice or
     others when they are drawn again. See Sampler.state, and what checkpoints keep of it.
     """
-    ends = report.ends(run.steps)
+    ends = ends_of_draws(run.steps)
     now = checkpoints.last_state(run.run_dir)["sampler"]
     stopped = checkpoints.state_of(run.folder(run.continued))["sampler"]
     wrong = 0

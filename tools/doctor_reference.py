@@ -17,7 +17,7 @@ import config as cfg
 from plumbing.episode import CutOff
 from plumbing.problems import Prompter, load_problems
 from plumbing.samples import TOKEN_FIELDS, split
-from tools import report
+from tools.common import kept_batches, kept_groups, read_metrics
 
 # as a version: the model of --teacher
 TEACHER = -1
@@ -55,7 +55,7 @@ class Recording:
     def __init__(self, run_dir, continued):
         self.config = config = cfg.load(run_dir)
         self.run_dir = Path(run_dir)
-        lines, self.evaluations = report.read(run_dir, "step", "eval")
+        lines, self.evaluations = read_metrics(run_dir, "step", "eval")
         self.steps = {line["step"]: line for line in lines}
         self.continued = continued
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -65,7 +65,7 @@ class Recording:
         self.groups = {}
         tasks = list(cfg.task_weights(config.task))
         advantages = ADVANTAGES.get(config.advantage, np.zeros_like)
-        for draw, record in sorted(report.groups(run_dir).items()):
+        for draw, record in sorted(kept_groups(run_dir).items()):
             samples = split(record)
             if samples:
                 task = tasks[samples[0]["task"]]
@@ -82,7 +82,7 @@ class Recording:
 
     def trained(self, step):
         """Samples as they were trained by the step that made version `step`, of all its ranks' micro-batches."""
-        batches = report.batches(self.run_dir, step)
+        batches = kept_batches(self.run_dir, step)
         return [sample for batch in batches for sample in split(batch) if sample["outcome"] >= 0]
 
     def folder(self, version):

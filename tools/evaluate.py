@@ -29,6 +29,7 @@ import config as cfg  # noqa: E402
 from plumbing import checkpoints, placement, rundir  # noqa: E402
 from plumbing.samples import join  # noqa: E402
 from plumbing.supervise import Engine, Process, stop  # noqa: E402
+from tools.common import wilson
 
 # ---- engines
 
@@ -87,13 +88,6 @@ def majority(answers, successes):
     most = max(votes.values(), default=0)
     winners = [answer for answer, count in votes.items() if count == most]
     return float(np.mean([successes[answers.index(a)] for a in winners])) if winners else 0.0
-
-
-def wilson(mean, n):
-    """95% interval of a share of n independent successes and failures; it is none of width 0, as 0 of 5 have."""
-    z2 = 1.96**2 / n
-    half = (z2 * (mean * (1 - mean) + z2 / 4)) ** 0.5
-    return (mean + z2 / 2 - half) / (1 + z2), (mean + z2 / 2 + half) / (1 + z2)
 
 
 def interval(scores):

@@ -23,7 +23,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 import config as cfg
-from plumbing import mismatch, placement
+from plumbing import guards, placement
 from train import head_chunk
 
 GB = 1e9
@@ -164,7 +164,7 @@ class Placed:
         engine["KV cache"] = c.kv_cache_gb or max(rest, 0)
         engine["update buffers"] = served
         # when the mismatch is measured, all logits of a prompt, in 16 and in 32 bits
-        longest = min(mismatch.LONGEST, c.max_model_len)
+        longest = min(guards.LONGEST, c.max_model_len)
         engine["logits of prompts"] = 6 * longest * model.vocab_size / GB
         rank = trainer_gb(c) | {ASSUMED: RESERVE_GB}
         rank_0 = dict(rank)

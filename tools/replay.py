@@ -26,8 +26,7 @@ from plumbing.metrics import Sums
 from plumbing.model import whole
 from plumbing.placement import gpu_count, share_cores
 from plumbing.ranks import Ranks
-from tools import report
-from tools.status import find_run
+from tools.common import find_run, kept_batches, read_metrics
 
 NUMBERS = "loss grad_norm entropy ess kl_behavior kl_ref mismatch clip_frac reward tokens".split()
 
@@ -53,7 +52,7 @@ def train_until(run_dir, step, config, ranks):
     version = max((version for version in saved if version < step), default=0)
     path = saved.get(version)
     # all of them, before anything is computed
-    batches = {k: report.batches(run_dir, k) for k in range(version + 1, step)}
+    batches = {k: kept_batches(run_dir, k) for k in range(version + 1, step)}
     policy, optimizers = train.build(config, ranks.device, 1)
     checkpoints.restore(path, policy.model, optimizers)
     print(f"replay: from {path or config.model}", flush=True)
@@ -112,7 +111,7 @@ def main(argv=None):
         # the loss's own ratio and bounds, unless they are given
         own = dict(ratio="", clip_low=-1.0, clip_high=-1.0) if "--loss" in knobs else {}
         other = cfg.check(cfg.parse(knobs, dataclasses.replace(config, **own)))
-        batches = report.batches(run_dir, a.step)
+        batches = kept_batches(run_dir, a.step)
         if not gpu_count():
             # sums come out alike only if they are split alike
             torch.set_num_threads(share_cores(config, 0, 0)[1])
@@ -120,7 +119,7 @@ def main(argv=None):
         policy, optimizers = train_until(run_dir, a.step, config, ranks)
     except (cfg.ConfigError, FileNotFoundError) as e:
         sys.exit(f"replay: {e}")
-    [lines] = report.read(run_dir, "step")
+    [lines] = read_metrics(run_dir, "step")
     columns = {"run": {line["step"]: line for line in lines}.get(a.step, {}), "again": {}}
     if knobs:
         columns[other.loss] = train_step(policy, [], batches, a.step - 1, other, ranks)

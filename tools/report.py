@@ -13,16 +13,21 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import config as cfg  # noqa: E402
-from plumbing.queues import read_record  # noqa: E402
+import config as cfg
 from tools import report_comparison
-from tools.evaluate import wilson  # noqa: E402
-from tools.report_panels import column, draw, run_panels, table, write_page  # noqa: E402
-from tools.show import answer_to, read_rollouts, right_answers  # noqa: E402
-from tools.status import advice_on, alarms, find_run, read  # noqa: E402
+from tools.common import (
+    advice_on,
+    alarms,
+    answer_to,
+    find_run,
+    read_metrics,
+    read_rollouts,
+    right_answers,
+    wilson,
+)
+from tools.report_panels import column, draw, run_panels, table, write_page
 
 # means over steps, and shares of the time that steps took: starting is not among them
 MEANS = ("lag_mean", "ess", "versions_2", "versions_3", "gen_tok_s", "train_tok_s", "gen_idle")
@@ -41,42 +46,10 @@ mismatch       {mismatch:.1e} nats at most, {measured} times measured; dropped {
 """
 
 
-def batches(run_dir, step):
-    """The micro-batches of the step that made version `step`, rank by rank; FileNotFoundError if none is kept."""
-    files = {}
-    for file in sorted(Path(run_dir).glob("*queues/batches/rank_*/kept/*")):
-        with safe_open(file, "numpy") as record:
-            about = json.loads(record.get_tensor("json").tobytes())
-        # the first rows of a step may be gone already
-        if about["step"] == step - 1 and (about["row"] == 0 or file.parents[3] in files):
-            files.setdefault(file.parents[3], []).append(file)
-    if not files:
-        words = "nothing is kept of it since the run was continued last: --keep_steps is to be at least --save_every"
-        raise FileNotFoundError(f"{run_dir}/queues: step {step}: {words}")
-    # of a run that was continued, what it has done last
-    return [read_record(file) for file in files[max(files)]]
-
-
-def groups(run_dir):
-    """{draw: record} of all groups that are kept."""
-    files = sorted(Path(run_dir).glob("*queues/rollouts/kept/*"))
-    return {record["draw"]: record for record in map(read_record, files)}
-
-
-def ends(steps):
-    """{draw: [(step, "trained" or why samples of it were dropped)]} of {step: line of metrics.jsonl}."""
-    found = {}
-    for step, line in steps.items():
-        for what, problems in [("trained", line["problems"]), *line["drops"].items()]:
-            for problem in problems:
-                found.setdefault(int(problem), []).append((step, what))
-    return found
-
-
 def known(run_dir):
     """(steps, evaluations, mismatches) of a run; exits with a line if it has no step yet."""
     if Path(run_dir, "metrics.jsonl").exists():
-        steps, *others = read(run_dir, "step", "eval", "mismatch")
+        steps, *others = read_metrics(run_dir, "step", "eval", "mismatch")
         if steps:
             return steps, *others
     sys.exit(f"report: {run_dir}/metrics.jsonl has no steps yet")

@@ -1,121 +1,102 @@
 """The latest rollouts of a run, in colour.
 
-    python tools/show.py [out/toy] [--n 5] [--multi]      without a run: the newest
+    python tools/show.py [out/toy] [--n 5] [--multi]      without a run: the newest one
 
-Each version's tokens have a colour of their own, with |v12> where version 12 took over in the middle of the
-sequence; prompts, and what an environment or a tool said, are grey. An agent's segments stand one after the other.
---multi: only those that more than one version sampled.
+The tokens of each version have a colour of their own, with |v12> where version 12 took over in the
+middle of a sequence. Prompts, and what an environment or a tool said, are grey. The segments of an
+agent stand one after the other. --multi: only rollouts that several versions have sampled.
 """
 
 import argparse
-import json
 import os
 import signal
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import config as cfg  # noqa: E402
-from plumbing.problems import load_problems  # noqa: E402
-from tools.status import find_run  # noqa: E402
+import config as cfg
+from tools.common import answer_to, find_run, read_rollouts, right_answers
 
-# of a terminal: of the versions in turn, of what nobody sampled, of the first line
+# colour codes of a terminal: for the versions in turn
 COLOURS = (36, 33, 35, 32, 34, 31)
+# for tokens that no version sampled
 GREY = 90
+# for marks between tokens
 BOLD = 1
-RIGHT, WRONG = "1;32", "1;31"
-
-
-def read_rollouts(file):
-    """The lines of samples.jsonl but for a torn one."""
-    for text in file:
-        if text.endswith(b"\n"):
-            yield json.loads(text)
-
-
-def right_answers(config):
-    """{task: [problem's "answer", or None]} of what is trained on; {} and a line if it cannot be had here."""
-    try:
-        problems = load_problems(config, "train")
-    except (cfg.ConfigError, OSError) as e:
-        print(f"(no right answers are shown: {e})", file=sys.stderr)
-        return {}
-    return {task: [problem.get("answer") for problem in problems[task]] for task in problems}
-
-
-def answer_to(line, answers):
-    """What is right for a rollout's problem, as text; None if that is not known."""
-    answer = answers[line["task"]][line["problem"]] if answers else None
-    return None if answer is None else str(answer)
+# for the first line of a rollout
+RIGHT = "1;32"
+WRONG = "1;31"
 
 
 def paint(code, text, colour):
-    """The text in this colour, if colours are wanted."""
+    """The text in the colour of this code, if colours are wanted."""
     return f"\x1b[{code}m{text}\x1b[0m" if colour else text
 
 
 def harmless(text):
-    """A rollout must not drive the terminal."""
+    """The text without characters by which a rollout could control the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c).strip("'") for c in text)
 
 
-def versions_of(line):
-    """Versions that sampled a rollout, in the order in which they did."""
-    return list(dict.fromkeys(version for version, *_ in line["spans"] if version >= 0))
+def versions_of(rollout):
+    """The versions that sampled a rollout, in the order in which they did."""
+    return list(dict.fromkeys(version for version, *_ in rollout["spans"] if version >= 0))
 
 
-def heading(line):
-    """Problem, reward, versions."""
-    versions = versions_of(line)
-    trained = line["step"] - 1
-    outcome = line["outcome"]
-    if not line["finished"]:
+def heading(rollout):
+    """The problem, the reward and the versions of a rollout, one line."""
+    versions = versions_of(rollout)
+    trained = rollout["step"] - 1
+    outcome = rollout["outcome"]
+    if not rollout["finished"]:
         outcome += ", cut off"
     return (
-        f"step {line['step']}, problem {line['problem']} of {line['task']} | "
-        f"reward {line['reward']:.2f} {outcome}, advantage {line['advantage']:+.2f} | "
-        f"versions {' '.join(map(str, versions))}: lag {trained - max(versions)} to {trained - min(versions)}"
+        f"step {rollout['step']}, problem {rollout['problem']} of {rollout['task']} | "
+        f"reward {rollout['reward']:.2f} {outcome}, advantage {rollout['advantage']:+.2f} | "
+        f"versions {' '.join(map(str, versions))}: "
+        f"lag {trained - max(versions)} to {trained - min(versions)}"
     )
 
 
-def show(line, answers, colour=True):
-    """One line of samples.jsonl as text for a terminal; answers: see right_answers."""
+def show(rollout, answers, colour=True):
+    """A line of samples.jsonl as text for a terminal. answers: see common.right_answers."""
     text = ""
-    last = None
-    current = 0
-    for version, tokens, segment in line["spans"]:
-        part = harmless("".join(tokens))
-        if segment != current:
+    last_version = None
+    current_segment = 0
+    for version, tokens, segment in rollout["spans"]:
+        span_text = harmless("".join(tokens))
+        if segment != current_segment:
             text += paint(BOLD, f"\n---- segment {segment + 1}\n", colour)
-            current, last = segment, None
+            current_segment = segment
+            last_version = None
         if version < 0:
-            text += paint(GREY, part, colour)
+            text += paint(GREY, span_text, colour)
             continue
-        if last not in (None, version):
+        if last_version not in (None, version):
             text += paint(BOLD, f"|v{version}>", colour)
-        text += paint(COLOURS[version % len(COLOURS)], part, colour)
-        last = version
-    head = paint(RIGHT if line["outcome"] == "correct" else WRONG, heading(line), colour)
-    shown = f"{head}\n{text}\n"
-    answer = answer_to(line, answers)
+        text += paint(COLOURS[version % len(COLOURS)], span_text, colour)
+        last_version = version
+    code = RIGHT if rollout["outcome"] == "correct" else WRONG
+    shown = f"{paint(code, heading(rollout), colour)}\n{text}\n"
+    answer = answer_to(rollout, answers)
     return shown if answer is None else f"{shown}answer: {harmless(answer)}\n"
 
 
 def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("run", nargs="?", help="directory or name of a run; default: the newest")
-    p.add_argument("--n", type=int, default=5, help="so many, the newest")
-    p.add_argument("--multi", action="store_true", help="of several versions only")
+    p.add_argument("--n", type=int, default=5, help="number of rollouts, the newest ones")
+    p.add_argument("--multi", action="store_true", help="only those that several versions sampled")
     a = p.parse_args()
-    # `| head` is no error
+    # a closed pipe, as in `| head`, is no error
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     path = find_run(a.run, "samples.jsonl") / "samples.jsonl"
     answers = right_answers(cfg.load(path.parent))
     colour = sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR"))
     with open(path, "rb") as file:
-        lines = [x for x in read_rollouts(file) if not a.multi or len(versions_of(x)) > 1]
-    for line in lines[-a.n :]:
-        print(show(line, answers, colour))
+        rollouts = [x for x in read_rollouts(file) if not a.multi or len(versions_of(x)) > 1]
+    for rollout in rollouts[-a.n :]:
+        print(show(rollout, answers, colour))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,220 @@
+"""Functions that several programs of tools/ share: finding a run, reading its files, judging them."""
+
+import difflib
+import json
+import statistics
+import sys
+from pathlib import Path
+
+from safetensors import safe_open
+
+import config as cfg
+from plumbing.problems import load_problems
+from plumbing.queues import read_json, read_record
+
+# the folder in which a run is looked for by its name
+OUT = Path("out").absolute()
+# Number of steps at the beginning that say nothing about the pace of a run: the engines fill, and
+# the trainer waits for the first rollouts
+FILLING = 5
+# Least factor of the throughput for which a restart with other knobs is advised
+WORTH = 1.05
+# Conditions that become an alarm when they last:
+# (metric, lowest good value, highest good value, number of steps in a row, advice)
+ALARMS = [
+    ("ess", 0.3, 1.1, 3, "lower --max_lag or --lr"),
+    ("signal", 1e-9, 1.0, 10, "no group has two different rewards: look at samples.jsonl"),
+    ("cut_off", 0.0, 0.95, 10, "nearly all answers are cut off: raise --max_new_tokens"),
+]
+
+
+# ---- a run and its files
+
+
+def find_run(name=None, file="config.json"):
+    """The directory of a run, which is given by its path or by its name under out/.
+
+    Without a name it is the newest run. Exits with a line if no run has this file.
+    """
+    if name:
+        candidates = [Path(name), OUT / name]
+        for run_dir in candidates:
+            if (run_dir / file).exists():
+                return run_dir
+        known = sorted(path.parent.name for path in OUT.glob(f"*/{file}"))
+        similar = difflib.get_close_matches(Path(name).name, known, 1)
+        hint = f": did you mean {similar[0]}?" if similar else ""
+        sys.exit(f"{name}: there is no {file} in {candidates[0]}, nor in {candidates[1]}{hint}")
+    runs = [path.parent for path in OUT.glob("*/config.json") if not is_evaluation(path)]
+    files = [run_dir / file for run_dir in runs if (run_dir / file).exists()]
+    if not files:
+        sys.exit(f"no run in {OUT} has a {file} yet: name a run directory")
+    newest = max(files, key=lambda path: path.stat().st_mtime).parent
+    print(f"(the newest run: {newest})", file=sys.stderr)
+    return newest
+
+
+def is_evaluation(config_json):
+    """Is this the config.json of an evaluation (tools/evaluate.py)? It has no trainer."""
+    return read_json(config_json).get("config", {}).get("trainers") == 0
+
+
+def read_metrics(run_dir, *kinds):
+    """A list of lines of a run's metrics.jsonl for each kind: "step", "eval" or "mismatch".
+
+    The last line is left out if it is not whole, as it is still being written.
+    """
+    lines = {kind: [] for kind in kinds}
+    for text in Path(run_dir, "metrics.jsonl").read_text().splitlines(True):
+        if not text.endswith("\n"):
+            continue
+        line = json.loads(text)
+        # the line of a step may have a "mismatch", too
+        kind = "step" if "step" in line else next(iter(lines.keys() & line.keys()), None)
+        if kind in lines:
+            lines[kind].append(line)
+    return list(lines.values())
+
+
+def read_rollouts(file):
+    """Yield the lines of samples.jsonl, without the last one if it is not whole."""
+    for text in file:
+        if text.endswith(b"\n"):
+            yield json.loads(text)
+
+
+def right_answers(config):
+    """{task: [the "answer" of each problem, or None]} of the problems that are trained on.
+
+    If the problems cannot be read on this machine, prints a line and returns {}.
+    """
+    try:
+        problems = load_problems(config, "train")
+    except (cfg.ConfigError, OSError) as e:
+        print(f"(no right answers are shown: {e})", file=sys.stderr)
+        return {}
+    return {task: [problem.get("answer") for problem in problems[task]] for task in problems}
+
+
+def answer_to(rollout, answers):
+    """The right answer to a rollout's problem, as text; None if it is not known."""
+    answer = answers[rollout["task"]][rollout["problem"]] if answers else None
+    return None if answer is None else str(answer)
+
+
+# ---- the data that --keep_steps keeps
+
+
+def kept_batches(run_dir, step):
+    """The micro-batches of the step that made version `step`, rank by rank.
+
+    Raises FileNotFoundError if none is kept.
+    """
+    by_queues = {}
+    for file in sorted(Path(run_dir).glob("*queues/batches/rank_*/kept/*")):
+        queues = file.parents[3]
+        with safe_open(file, "numpy") as record:
+            header = json.loads(record.get_tensor("json").tobytes())
+        # a step whose first rows are deleted already is not whole
+        if header["step"] == step - 1 and (header["row"] == 0 or queues in by_queues):
+            by_queues.setdefault(queues, []).append(file)
+    if not by_queues:
+        raise FileNotFoundError(
+            f"{run_dir}/queues: step {step}: nothing is kept of it since the run was last "
+            "continued. --keep_steps must be at least --save_every"
+        )
+    # a run that was continued may have made the step twice: the last time counts
+    return [read_record(file) for file in by_queues[max(by_queues)]]
+
+
+def kept_groups(run_dir):
+    """{draw: record} of all groups that are kept."""
+    files = sorted(Path(run_dir).glob("*queues/rollouts/kept/*"))
+    return {record["draw"]: record for record in map(read_record, files)}
+
+
+def ends_of_draws(steps):
+    """{draw: [(step, end)]}: the steps at which samples of a draw were trained or dropped.
+
+    end: "trained", or the reason why samples were dropped. steps: {step: line of metrics.jsonl}.
+    """
+    ends = {}
+    for step, line in steps.items():
+        for end, draws in [("trained", line["problems"]), *line["drops"].items()]:
+            for draw in draws:
+                ends.setdefault(int(draw), []).append((step, end))
+    return ends
+
+
+# ---- what the metrics say
+
+
+def wilson(mean, n):
+    """Wilson's 95% interval of a share of n independent trials that succeed or fail: (low, high).
+
+    Its width is never 0, not even for 0 successes of 5.
+    """
+    z2 = 1.96**2 / n
+    half = (z2 * (mean * (1 - mean) + z2 / 4)) ** 0.5
+    return (mean + z2 / 2 - half) / (1 + z2), (mean + z2 / 2 + half) / (1 + z2)
+
+
+def alarms(steps):
+    """[(version, text)]: a bad value that has lasted too long. steps: lines of metrics.jsonl."""
+    raised = []
+    for metric, lowest, highest, too_long, remedy in ALARMS:
+        in_a_row = 0
+        for line in steps:
+            in_a_row = 0 if lowest <= line[metric] <= highest else in_a_row + 1
+            if in_a_row == too_long:
+                text = f"{metric} {line[metric]:.3g} for {too_long} steps: {remedy}"
+                raised.append((line["version"], text))
+    return sorted(raised)
+
+
+def advice(waits, empty, dropped, serving, training, per_engine=1):
+    """One line: whether engines or trainer are the bottleneck, and which knobs to change.
+
+    It is "" if no change would raise the throughput by 5%.
+
+    waits: share of its time in which the trainer waits for data. empty: share of the engines'
+    sequence slots that are empty, because nothing may be started yet. dropped: share of the samples
+    that are dropped, because the trainer is too slow. serving, training: numbers of GPUs, to which
+    speeds are taken as proportional. per_engine: number of GPUs of one engine.
+    """
+    # unhindered throughput of one GPU, where 1 is what is trained now
+    engine_speed = 1 / max((1 - empty) * (1 - dropped), 0.01) / serving
+    trainer_speed = 1 / max(1 - waits, 0.01) / training
+    total = serving + training
+    rates = {}
+    for split in (serving, *range(per_engine, total, per_engine)):
+        rates[split] = min(split * engine_speed, (total - split) * trainer_speed)
+    best = max(rates, key=rates.get)
+    gain = rates[best] / rates[serving]
+    shares = f"trainer waits {waits:.0%}, engine slots {empty:.0%} empty, {dropped:.0%} of samples dropped"
+    if gain >= WORTH:
+        slower = "engines are" if best > serving else "trainer is"
+        return (
+            f"the {slower} the bottleneck ({shares}): --engines {best // per_engine} "
+            f"--trainers {total - best}, about {gain:.2f} times as fast"
+        )
+    return f"{shares}: raise --max_lag" if min(waits, empty) > 0.1 else ""
+
+
+def advice_on(config, steps):
+    """`advice` on a run's last 50 steps; "" before its tenth. steps: lines of metrics.jsonl."""
+    recent = steps[FILLING:][-50:]
+    if len(recent) < FILLING:
+        return ""
+    waits = sum(line["wait_data_s"] for line in recent) / sum(line["step_s"] for line in recent)
+    empty = statistics.mean(line["gen_idle"] for line in recent)
+    dropped = sum(sum(line["drops"].get("buffer_full", {}).values()) for line in recent)
+    sampled = dropped + sum(sum(line["problems"].values()) for line in recent)
+    return advice(
+        waits=waits,
+        empty=empty,
+        dropped=dropped / sampled,
+        serving=config.engines * config.tensor_parallel,
+        training=config.trainers,
+        per_engine=config.tensor_parallel,
+    )
