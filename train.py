@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import os
 import sys
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -43,6 +44,7 @@ from plumbing.model import (
     to_device,
     whole,
 )
+from plumbing.queues import publish_json
 from plumbing.ranks import Ranks, Stopped
 from plumbing.reader import Reader
 from plumbing.samples import layout
@@ -500,6 +502,12 @@ def updates_engines(config, version):
     return not g or version % g == 0 or version == config.steps
 
 
+def publish_position(run_dir, state, ranks):
+    """Tell the actor, in queues/position.json, which draws are done (plumbing/ledger.py)."""
+    if ranks.rank == 0:
+        publish_json(Path(run_dir, "queues", "position.json"), **state["position"])
+
+
 def start_engines(policy, state, sender, ranks):
     """Put the run's weights into the engines, which start from the base model."""
     if ranks.rank == 0:
@@ -509,7 +517,7 @@ def start_engines(policy, state, sender, ranks):
             "engines",
             flush=True,
         )
-    sender.push(state["version"], state["position"])
+    sender.push(state["version"])
     sender.wait()
     # This update waited for engines to start: its times are not those of an update.
     sender.take_timing()
@@ -528,6 +536,7 @@ def train(config, run_dir, ranks):
     sender = Sender(config, policy.model, ranks, run_dir)
     reader = Reader(config, run_dir, ranks, sender.check)
     guards = Guards(config, run_dir, ranks)
+    publish_position(run_dir, state, ranks)
     start_engines(policy, state, sender, ranks)
     log = MetricsLog(config, run_dir, state, ranks.rank)
     ranks.listen_for_stop()
@@ -547,10 +556,11 @@ def train(config, run_dir, ranks):
             log.step(state, metrics, reader, sender.take_timing())
             guards.check(version, metrics)
             saver.check()
+            publish_position(run_dir, state, ranks)
             if updates_engines(config, version):
-                sender.push(version, state["position"])
+                sender.push(version)
             else:
-                sender.announce(version, state["position"])
+                sender.announce(version)
             if guards.is_due(version):
                 log.mismatch(version, guards.measure(policy, batch, sender, version))
             log.evaluations(reader.evaluations())
@@ -560,7 +570,7 @@ def train(config, run_dir, ranks):
         log.evaluations(reader.evaluations(until=config.steps))
         ranks.check_stop()
         saver.finish()
-        sender.announce(config.steps, state["position"], done=True)
+        sender.announce(config.steps, done=True)
         sender.close()
     except Stopped:
         if version > saver.saved:

@@ -80,10 +80,9 @@ class Sender:
     # ---- what train.py calls
 
     @torch.no_grad()
-    def push(self, version, position):
+    def push(self, version):
         """Collective: copy the current weights, which become `version`; sending goes on by itself.
 
-        position: which draws of the sampler are done with, announced together with the version.
         Raises Stopped, on all ranks, if the run is told to stop while the update before hangs.
         """
         start = time.monotonic()
@@ -106,7 +105,6 @@ class Sender:
         seconds = time.monotonic() - start
         self.push_times = dict(gather_s=seconds - waited, wait_sync_s=seconds)
         self.version = version
-        self.position = position
         self.pushed_at = start
         self.pushed.set()
 
@@ -139,10 +137,10 @@ class Sender:
         self.timing = dict.fromkeys(TIMES, 0.0)
         return taken
 
-    def announce(self, version, position, done=False):
+    def announce(self, version, done=False):
         """Tell the other stages where the trainer is, without sending weights."""
         if self.ranks.rank == 0:
-            self._publish(version=version, position=position, done=done)
+            self._publish(version=version, done=done)
 
     def close(self):
         """Leave the engines as they are, and admit no more."""
@@ -249,5 +247,5 @@ class Sender:
         if urls:
             # else all go on with the weights they have, and are asked again
             version = self.version
-            self._publish(version=version, served=version, engines=urls, position=self.position)
+            self._publish(version=version, served=version, engines=urls)
         return [answer["pause_s"] for answer in answers.values()]

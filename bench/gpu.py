@@ -266,7 +266,7 @@ def updates():
     engine = sender.engines = StandIn()
     for version in range(3):
         scale(model, 1.25)
-        sender.push(version, {})
+        sender.push(version)
         # training goes on: what is on its way stays as it was
         scale(model, 2.0)
         sender.wait()

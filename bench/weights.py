@@ -105,7 +105,7 @@ class Updates:
         for p in self.model.parameters() if noise else []:
             p.add_(noise * torch.randn_like(p))
         self.version += 1
-        self.sender.push(self.version, dict(next=0, ahead=[]))
+        self.sender.push(self.version)
         self.sender.wait()
         return self.sender.take_timing()
 

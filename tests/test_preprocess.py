@@ -36,7 +36,7 @@ def test_advantages_by_hand():
     }
     for kind, expected in by_hand.items():
         assert advantages([1, 0, 0, 0], kind) == pytest.approx(expected, rel=1e-5)
-        # a group that tells nothing; what is left of one whose other attempts failed: it has no baseline
+        # Equal rewards tell nothing, and a single attempt has no baseline
         assert kind == "none" or advantages([1, 1, 1], kind) == pytest.approx([0, 0, 0])
         assert advantages([0.7], kind) == pytest.approx([0.7 if kind == "none" else 0])
     assert advantages([2, 4, 9], "loo") == pytest.approx([2 - 6.5, 4 - 5.5, 9 - 3])
@@ -151,7 +151,7 @@ def test_attempts_at_a_problem_share_a_row_and_their_prompt(tmp_path):
 
 
 def test_segments_that_begin_alike_are_computed_once_and_counted_so():
-    """An attempt whose every turn is a segment of its own, as where a template drops old thoughts."""
+    """Every turn is a segment of its own, as with a template that drops old thoughts."""
     turns = [np.arange(20 + 10 * k) for k in range(6)]
     own = dict(
         tokens=np.concatenate(turns), segment=np.repeat(np.arange(6), [len(x) for x in turns])
@@ -164,7 +164,8 @@ def test_segments_that_begin_alike_are_computed_once_and_counted_so():
 
 
 def test_rows_of_a_round_take_equally_long(tmp_path):
-    # packed: 602 + 300, 601 + 399, 600 + 400, 599 + 401; many short sequences are cheaper than two long ones
+    # Rows: 602 + 300, 601 + 399, 600 + 400, 599 + 401; many short sequences cost less than two long
+    # ones
     lengths = [602, 601, 600, 599, 401, 399] + [100] * 7
     knobs = dict(batch_size=len(lengths), attempts=len(lengths), row_tokens=1000)
     packer, queues = make_packer(tmp_path, 2, **knobs)
@@ -301,8 +302,7 @@ def write_run(out, **knobs):
     config = cfg.Config(run="r", out=str(out), **common | limits | knobs)
     run_dir = rundir.write(config)
     (run_dir / "queues").mkdir()
-    position = {"next": 0, "ahead": []}
-    publish_json(run_dir / "queues" / "version.json", version=0, position=position)
+    publish_json(run_dir / "queues" / "version.json", version=0)
     return run_dir
 
 
@@ -313,7 +313,7 @@ def run_stage(run_dir):
 
 
 def test_full_buffer_drops_the_oldest_groups_and_counts_them(tmp_path):
-    """The real stage, with a trainer that stands still at version 0 (the test writes its notices)."""
+    """The real stage; the test plays the trainer, which stands still at version 0."""
     run_dir = write_run(tmp_path, on_full="drop_oldest", advantage="none")
     queues = run_dir / "queues"
     rollouts = Queue(queues / "rollouts")
@@ -342,7 +342,7 @@ def test_full_buffer_drops_the_oldest_groups_and_counts_them(tmp_path):
         # step 2 may not be emitted before the trainer is at version 1: meanwhile two more must go
         feed(range(5, 11))
         wait_until(lambda: read_json(queues / "dropped.json").get("groups", 0) == 3)
-        publish_json(queues / "version.json", version=1, position={})
+        publish_json(queues / "version.json", version=1)
         # two groups are left when the last step is full
         assert train() == ({"7": 4, "8": 4}, {"buffer_full": {"5": 4, "6": 4}}, 9)
         assert stage.wait(300) == 0
@@ -364,7 +364,7 @@ def test_printed_totals_of_dropped_samples_are_right_and_complete(tmp_path):
 
     # more than 20 steps of two groups, and the trainer has trained all but one of them
     feed(range(75))
-    publish_json(run_dir / "queues" / "version.json", version=19, position={})
+    publish_json(run_dir / "queues" / "version.json", version=19)
     said = run_stage(run_dir).stdout
     so_far = re.findall(r"so far: (\d+) failed(?:, (\d+) no_signal)?\n", said)
     at_end = re.findall(r"20 of 20 steps emitted, samples dropped: (\d+) failed, (\d+) no_s", said)

@@ -36,14 +36,17 @@ PROMPT = [45, 4, 52, 29, 2]
 
 
 @contextlib.contextmanager
-def served(words, environment=None, **how):
-    """The Config of a command line, while its engines run. environment: variables of theirs, {name: value}."""
-    config = resolved(*words.split())
+def served(command_line, environment=None, **start_options):
+    """Run the engines of a command line and yield its Config.
+
+    environment: {name: value} of the engines' variables.
+    """
+    config = resolved(*command_line.split())
     rundir.write(config)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (environment or {}).items():
             patch.setenv(name, value)
-        engines = start_engines(config, **how)
+        engines = start_engines(config, **start_options)
     try:
         yield config
     finally:
@@ -61,7 +64,7 @@ def post(config, **order):
 
 
 def ask(config, prompt=PROMPT, n=8, salt=None, stop=()):
-    """What the engine answers, of n tokens or up to a token of `stop`: the choice, with `cached_tokens`."""
+    """Have n tokens sampled, or fewer if one of `stop` comes; return the choice of the answer."""
     sampling = dict(max_tokens=n, temperature=1.0, ignore_eos=True, stop_token_ids=list(stop))
     reply = post(config, token_ids=prompt, sampling_params=sampling, cache_salt=salt)
     assert reply.status_code == 200, reply.text
@@ -87,7 +90,7 @@ def assert_serves(config, model, version):
 
 
 def update(sender, version):
-    sender.push(version, {})
+    sender.push(version)
     sender.wait()
 
 
@@ -133,7 +136,11 @@ STOP = 1
 
 @pytest.fixture(scope="module")
 def untied(tmp_path_factory):
-    """(config, model) of a second server: an output head of its own, a vocabulary that vLLM pads (100 to 128), fewer KV heads than heads."""
+    """(config, model) of a second server, whose model differs from the toy base model.
+
+    Its output head is not tied, vLLM pads its vocabulary from 100 to 128, and it has fewer KV heads
+    than heads.
+    """
     path = tmp_path_factory.mktemp("untied")
     torch.manual_seed(1)
     shape = dict(vocab_size=100, hidden_size=128, intermediate_size=160, num_hidden_layers=3)
@@ -168,9 +175,11 @@ def scale(model, version):
 
 
 def check_stamps(config, sender, version):
-    """Updates from this even version on, while 48 clients ask all the time, until one has gone into the middle of eight
-    requests: these go on, and each token is of the version it is stamped with, if KV is recomputed; else
-    tokens after an update are not all a fresh forward's.
+    """Update from this even version on, while 48 clients ask, and check the stamps of all tokens.
+
+    Updates end when eight requests had one in their middle. These requests go on. If KV is
+    recomputed, each token's logprob is that of the version in its stamp; else some tokens after an
+    update differ from a fresh forward pass.
     """
     update(sender, version)
     first_version = version
@@ -229,15 +238,16 @@ def test_requests_in_progress_continue_across_updates(engine, sender, recompute)
 
 @pytest.mark.parametrize("version,recompute", [(HELD[0], False), (HELD[1], True)])
 def test_an_update_reaches_a_request_in_its_middle(untied, version, recompute):
-    """Weights of one version never sample the stop token, those of the next one always do: a request that ends by itself
-    has been updated in its middle.
+    """One version never samples the stop token, and the next one always does.
+
+    A request that ends by itself has therefore been updated in its middle.
     """
     config, model = untied
     model = copy.deepcopy(model)
     sender = sender_to(config, model, recompute_kv=recompute)
     log = Path(config.out, config.run, "logs", "engine0.log")
     with torch.no_grad():
-        # every token has this in its embedding, and the head makes the logit of the stop token of it
+        # Every embedding has this value, from which the head computes the logit of the stop token
         model.get_input_embeddings().weight[:, 0] = 10
         model.lm_head.weight[:, 0] = 0
         model.lm_head.weight[STOP, 0] = -10
@@ -281,7 +291,7 @@ def test_prefixes_are_shared_within_a_version_alone(engine, sender, recompute):
     fresh = ask(engine, LONG_PROMPT, 8, str(first + 1))
     assert fresh["cached"] == 0
     assert differences(sender.model, fresh, LONG_PROMPT).max() < 1e-4
-    # a turn of an attempt that began before the update: the KV cache it had, unless that is recomputed
+    # A later turn of an attempt keeps its KV cache across the update, unless KV is recomputed
     later = ask(engine, LONG_PROMPT, 8, str(first))
     is_stale = bool(differences(sender.model, later, LONG_PROMPT).max() > 1e-2)
     assert (later["cached"], is_stale) == ((0, False) if recompute else (96, True))
@@ -364,7 +374,7 @@ def test_an_engine_that_comes_back_is_admitted(engine, sender, monkeypatch):
     looks = []
     listed = sender.engines.listed
     monkeypatch.setattr(sender.engines, "listed", lambda: looks.append(0) or listed())
-    sender.push(401, {})
+    sender.push(401)
     wait_until(lambda: len(looks) > 8)
     sender.check()
     assert sender.lock.locked()

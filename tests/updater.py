@@ -70,7 +70,7 @@ def main(run_dir):
         _, version, moment = line.split()
         MOMENT["stop at"] = moment
         model.load_state_dict(model_of(config.model, int(version)).state_dict())
-        sender.push(int(version), {})
+        sender.push(int(version))
         sender.wait()
         status = read_json(Path(run_dir, "queues", "version.json"))
         engines = sorted(url[-1] for url in status["engines"])
