@@ -1,17 +1,19 @@
-"""Stage 1: problems -> groups of rollouts with rewards, sampled by the vLLM engines over plain HTTP.
+"""Stage 1: problems -> groups of rollouts with rewards, sampled by the vLLM engines over HTTP.
 
-Keeps every engine busy with `concurrency` sequences; a group, all `attempts` rollouts of one problem,
-is one record in queues/rollouts. A weight update in the middle of a sequence is no event here: the
-engine says afterwards which version sampled which tokens. How far ahead of the trainer groups may be
-started is decided by one function, `allowed_groups`; which problem comes next by one class, `Sampler`.
+The actor keeps every engine busy with `concurrency` sequences. A group is all `attempts` rollouts
+of one problem, and one record in queues/rollouts. Nothing happens here when weights are updated in
+the middle of a sequence: the engine's answer says which version sampled which tokens. One function,
+`allowed_groups`, decides how far ahead of the trainer groups may be started; one class, `Sampler`,
+decides which problem comes next.
 
-Alone, with engines and a trainer running: `python actor.py out/toy`. Deliberately absent: streaming,
-threads, several actors (one holds what some 240 H100s sample).
+Alone, with engines and a trainer running: `python actor.py out/toy`. Deliberately absent:
+streaming, threads, several actors (one actor keeps some 240 H100s busy).
 """
 
 import asyncio
 import functools
 import gc
+import math
 import random
 import sys
 import time
@@ -28,7 +30,7 @@ from plumbing.episode import Attempt, Services, Slots
 from plumbing.ledger import InFlight
 from plumbing.patience import Patience, longest_wait
 from plumbing.problems import Prompter, load_problems
-from plumbing.queues import Queue, read_json
+from plumbing.queues import Queue, publish_json, read_json
 from plumbing.samples import join
 from plumbing.sandbox import Sandbox
 
@@ -36,9 +38,10 @@ from plumbing.sandbox import Sandbox
 def allowed_groups(config, version):
     """The gate: how many groups may have been started, in all, when the trainer is at `version`.
 
-    Pipeline: (v + max_lag + 1) steps' worth, so that with max_lag = 0 only the step being collected
-    is sampled. Conventional RL with G steps per generation phase: (v // G * G + G) steps' worth.
-    Never more than the run trains. It depends on v alone: updates that went by unseen lose no credit.
+    PipelineRL at version v: the groups of v + max_lag + 1 steps, so that with max_lag = 0 only the
+    step that is being collected is sampled. Conventional RL with G steps per generation phase: the
+    groups of v // G * G + G steps. Never more groups than the run trains. The result depends on v
+    alone: no credit is lost if the actor does not see every version.
     """
     g = config.conventional_g
     steps = version // g * g + g if g else version + config.max_lag + 1
@@ -46,18 +49,21 @@ def allowed_groups(config, version):
 
 
 class Sampler:
-    """Which problem comes next: of each task every problem once per epoch, shuffled anew.
+    """The order of the problems: each task's problems once per epoch, shuffled anew every time.
 
-    indices: {task: indices of the problems that it may draw}; shares: {task: share}, kept exactly in
-    every 100 problems, to one percent. A curriculum is an edit of this class. `state` is kept with checkpoints.
+    indices: {task: indices of the problems that it may draw}. shares: {task: its share of all
+    problems}, which every 100 problems in a row keep exactly, to one percent. state: the result of
+    `state()` when the run stopped. To write a curriculum, edit this class.
     """
 
     def __init__(self, indices, shares, seed, state=None):
         self.indices = indices
         self.seed = seed
+        # {name: (epoch, order)}, see `shuffled`
         self.orders = {}
+        # the number of problems drawn so far
         self.drawn = (state or {}).get("drawn", 0)
-        # the tasks of 100 problems in a row, before they are shuffled
+        # the tasks of a round, which is 100 problems in a row, before they are shuffled
         count = {task: max(int(100 * share), 1) for task, share in shares.items()}
         by_remainder = sorted(shares, key=lambda task: count[task] - 100 * shares[task])
         for task in by_remainder[: max(100 - sum(count.values()), 0)]:
@@ -65,47 +71,52 @@ class Sampler:
         self.round = [task for task in count for _ in range(count[task])]
 
     def next(self):
-        """(task, index of the problem in the task's list)."""
-        round_number, place = divmod(self.drawn, len(self.round))
+        """Draw a problem: (task, index of the problem in the task's list)."""
+        round_number, position = divmod(self.drawn, len(self.round))
         self.drawn += 1
         order = self.shuffled("round", round_number, len(self.round))
-        tasks = [self.round[i] for i in order[: place + 1]]
+        # the tasks of this round, up to the problem that is drawn now
+        tasks = [self.round[i] for i in order[: position + 1]]
         task = tasks[-1]
-        # how many problems of this task came before
-        before = round_number * self.round.count(task) + tasks.count(task) - 1
+        drawn_before = round_number * self.round.count(task) + tasks.count(task) - 1
         indices = self.indices[task]
-        epoch, j = divmod(before, len(indices))
-        return task, indices[self.shuffled(task, epoch, len(indices))[j]]
+        epoch, position_in_epoch = divmod(drawn_before, len(indices))
+        order = self.shuffled(task, epoch, len(indices))
+        return task, indices[order[position_in_epoch]]
 
     def update(self, task, problem, rewards, successes):
-        """A group is done: rewards and successes (0 or 1) of its attempts [G], G >= 1; not used here."""
+        """A group is done: a curriculum may learn from it.
+
+        rewards, successes (0 or 1): those of its G attempts, G >= 1.
+        """
 
     def state(self):
-        """What a continued run needs, as JSON."""
+        """The state from which a continued run goes on, as JSON; checkpoints keep it."""
         return {"drawn": self.drawn}
 
-    def shuffled(self, what, epoch, n):
-        """0 .. n-1 in the order of this epoch; the last one asked for is kept."""
-        if self.orders.get(what, (None, None))[0] != epoch:
+    def shuffled(self, name, epoch, n):
+        """The numbers 0 .. n-1 in the order of this epoch. The newest order of a name is kept."""
+        if self.orders.get(name, (None, None))[0] != epoch:
             order = list(range(n))
-            random.Random(f"{self.seed}/{what}/{epoch}").shuffle(order)
-            self.orders[what] = (epoch, order)
-        return self.orders[what][1]
+            random.Random(f"{self.seed}/{name}/{epoch}").shuffle(order)
+            self.orders[name] = (epoch, order)
+        return self.orders[name][1]
 
 
 def overlong_penalty(length, config):
-    """Soft over-length penalty, DAPO (arXiv 2503.14476) eq. 13: 0 up to max_new_tokens -
-    overlong_buffer, then linear to -1.
+    """Soft over-length penalty, DAPO (arXiv 2503.14476) eq. 13.
+
+    It is 0 up to max_new_tokens - overlong_buffer tokens, then falls linearly to -1.
     """
     if not config.overlong_buffer:
         return 0.0
     free = config.max_new_tokens - config.overlong_buffer
-    # turns that were sampled at once may be longer together
+    # turns that are sampled at the same time can exceed max_new_tokens together
     return -min(1.0, max(0.0, length - free) / config.overlong_buffer)
 
 
 class Actor:
-    """Everything the coroutines below share."""
+    """The state that all coroutines of the actor share."""
 
     def __init__(self, config, run_dir):
         self.config = config
@@ -122,13 +133,15 @@ class Actor:
         )
         self.rollouts = Queue(self.queues / "rollouts")
         self.evals = Queue(self.queues / "evals")
-        # attempts in a row of which there is nothing to train
-        self.in_vain = 0
+        # the number of attempts in a row that failed
+        self.failures_in_a_row = 0
+        # the trainer's version; -1 before its first one
         self.version = -1
+        self.pace_published_at = -math.inf
 
     @functools.cached_property
     def test_problems(self):
-        """The held-out problems of each task: the same ones from a run's beginning to its end."""
+        """{task: its held-out problems}, the same ones from a run's beginning to its end."""
         return load_problems(self.config, "test")
 
     @functools.cached_property
@@ -149,27 +162,31 @@ class Actor:
     # ---- one attempt, one group
 
     async def attempt(self, task, problem, temperature, engine=None, seed=None):
-        """One attempt at a problem, sampled and scored: a sample (plumbing/samples.py), `success` and `completion`;
-        None if an engine failed it for good. engine: where it had best begin, as others like it do.
+        """Make one attempt at a problem and score it.
+
+        Returns a sample (plumbing/samples.py) that also has `success` and `completion`, or None if
+        the attempt failed. engine: URL of the engine that is asked first. seed: see Attempt.
         """
         module = self.sandbox.tasks[task]
         attempt = Attempt(self.services, task, temperature, self.version, engine, seed)
         reply = await attempt.play(problem)
-        self.in_vain += 1
         # without a turn there is nothing to train
         if attempt.failed or not attempt.turns:
-            words = f"tasks/{task}.py: an attempt failed: {reply}"
-            if self.in_vain == 1:
-                print(f"actor: {words}", flush=True)
-            cfg.require(self.in_vain < 100, f"{words}; so did 100 in a row, see above")
+            self.failures_in_a_row += 1
+            if self.failures_in_a_row == 1:
+                print(f"actor: tasks/{task}.py: an attempt failed: {reply}", flush=True)
+            cfg.require(
+                self.failures_in_a_row < 100,
+                f"tasks/{task}.py: 100 attempts in a row failed, the last one by {reply}; "
+                "the first error is printed above",
+            )
             return None
-        self.in_vain = 0
+        self.failures_in_a_row = 0
         verdict = self.sandbox.verdict(task, reply, attempt.finished)
-        reward = verdict["reward"] + overlong_penalty(attempt.sampled, self.config)
         return attempt.fields() | dict(
             task=self.tasks.index(task),
             temperature=temperature,
-            reward=reward,
+            reward=verdict["reward"] + overlong_penalty(attempt.sampled, self.config),
             outcome=cfg.OUTCOMES.index(verdict["outcome"]),
             finished=attempt.finished,
             success=verdict["success"],
@@ -177,13 +194,14 @@ class Actor:
         )
 
     async def group(self, draw, task, i, problem, sampler):
-        """All attempts at one problem -> one record in queues/rollouts. An attempt that failed makes
-        the group smaller, and is counted.
+        """Make all attempts at one problem -> one record in queues/rollouts.
 
-        draw: which one of the run it is; i: index of the problem in the task's list.
+        An attempt that failed makes the group smaller, and is counted. A tree search would replace
+        this method. draw: the group's number in the run. i: index of the problem in the task's
+        list.
         """
         c = self.config
-        # all on one engine where the prompt is computed once
+        # with prefix caching one engine gets all attempts: it computes their prompt only once
         engine = self.engines.least_loaded() if c.prefix_caching == "on" else None
         attempts = [self.attempt(task, problem, c.temperature, engine) for _ in range(c.attempts)]
         samples = []
@@ -193,17 +211,17 @@ class Actor:
         failed = c.attempts - len(samples)
         if failed:
             print(f"actor: draw {draw}: {failed} of {c.attempts} attempts failed", flush=True)
-        record = join(samples) | self.engines.pace
-        record |= dict(run_id=c.run_id, draw=draw, failed=failed)
+        record = join(samples) | dict(run_id=c.run_id, draw=draw, failed=failed)
         await asyncio.to_thread(self.rollouts.put, record)
         if samples:
             rewards = [sample["reward"] for sample in samples]
-            sampler.update(task, i, rewards, [sample["success"] for sample in samples])
+            successes = [sample["success"] for sample in samples]
+            sampler.update(task, i, rewards, successes)
 
     # ---- evaluation
 
     def held_out(self):
-        """(task, set, index, problem) of the first eval_problems held-out problems of each set."""
+        """Yield (task, set, index, problem) of the first eval_problems problems of each set."""
         counts = Counter()
         for task, indices in self.usable_test_problems.items():
             for i in indices:
@@ -214,12 +232,12 @@ class Actor:
                     yield task, source, i, problem
 
     def evaluate_attempt(self, task, i, problem, k):
-        """Attempt k at held-out problem i: its seed is the same whichever engine samples it, at every version."""
+        """Make attempt k at held-out problem i, with the same seed on every engine and version."""
         seed = hash((self.config.seed, i, k)) & 0x7FFFFFFF
         return self.attempt(task, problem, self.config.eval_temperature, seed=seed)
 
     async def evaluate(self, version):
-        """Held-out problems through the same engines, while training goes on -> queues/evals."""
+        """Score held-out problems on the engines while training goes on -> queues/evals."""
         c = self.config
         sources = []
         attempts = []
@@ -237,8 +255,8 @@ class Actor:
                 versions += sample["versions"][sample["mask"]].tolist()
         record = dict(
             run_id=c.run_id,
-            eval={source: float(np.mean(of_source)) for source, of_source in solved.items()},
-            eval_reward={source: float(np.mean(r)) for source, r in rewards.items()},
+            eval={source: float(np.mean(values)) for source, values in solved.items()},
+            eval_reward={source: float(np.mean(values)) for source, values in rewards.items()},
             problems=len(attempts) // c.eval_attempts,
             answers=sum(map(len, solved.values())),
             version=version,
@@ -250,30 +268,43 @@ class Actor:
     # ---- the run
 
     def read_trainer(self):
-        """Read where the trainer is; returns which draws are done with, None before it has begun."""
+        """Read the trainer's version and its engines.
+
+        Returns the position of its data, {"next", "ahead"} (see InFlight.forget); None if it cannot
+        be read now, as before the trainer has put its first weights into engines.
+        """
         trainer = read_json(self.queues / "version.json")
         if not trainer:
             return None
         self.version = trainer["version"]
         self.engines.set_engines(trainer["engines"])
+        self.publish_pace()
+        return read_json(self.queues / "position.json") or None
+
+    def publish_pace(self):
+        """Publish the engines' pace, for the trainer's metrics, at most once a second."""
         self.engines.measure_pace()
-        return trainer["position"]
+        now = time.monotonic()
+        if now - self.pace_published_at >= 1:
+            publish_json(self.queues / "pace.json", **self.engines.pace)
+            self.pace_published_at = now
 
     async def wait_for_trainer(self):
-        """Until the trainer has put its first weights into engines."""
-        # the trainer itself gives up earlier, and knows why
+        """Wait until the trainer has put its first weights into engines."""
+        # the trainer gives up earlier, with a message that says why
         limit = longest_wait(self.config)
         deadline = time.monotonic() + limit
         while self.read_trainer() is None:
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"actor: waited {limit:.0f} s for the trainer's first version in {self.queues}"
+                    f"actor: the trainer has put no weights into engines within {limit:.0f} s: "
+                    f"{self.queues}/version.json is absent, see the trainer's log"
                 )
             await asyncio.sleep(0.05)
 
     def start_groups(self, draws, problems, started):
-        """Start as many groups as the engines have places and the gate lets; returns the asyncio tasks."""
-        # of groups that were dropped whole, others may be started
+        """Start as many groups as free slots and the gate allow; returns their asyncio tasks."""
+        # a group that was dropped whole may be replaced by another one
         dropped = read_json(self.queues / "dropped.json").get("groups", 0)
         credit = allowed_groups(self.config, self.version) + dropped - started
         chosen = []
@@ -284,11 +315,12 @@ class Actor:
             draws.save()
         groups = set()
         for draw, task, i in chosen:
-            work = self.group(draw, task, i, problems[task][i], draws.sampler)
-            groups.add(asyncio.create_task(work))
+            group = self.group(draw, task, i, problems[task][i], draws.sampler)
+            groups.add(asyncio.create_task(group))
         return groups
 
     async def run(self):
+        """Sample groups and evaluations until the trainer has made its last step."""
         c = self.config
         problems = load_problems(c, "train")
         usable = self.prompter.usable(problems)
@@ -299,20 +331,23 @@ class Actor:
         sampler = Sampler(usable, cfg.task_weights(c.task), c.seed, saved)
         draws = InFlight(sampler, self.queues / "sampler.json", state)
         print(
-            f"actor: {len(self.engines.serving)} engines x {c.concurrency} sequences, task {c.task}, "
-            f"from version {self.version}",
+            f"actor: {len(self.engines.serving)} engines x {c.concurrency} sequences, "
+            f"task {c.task}, from version {self.version}",
             flush=True,
         )
-        # modules and problems stay: the garbage collector need not look at them again and again
+        # The garbage collector need not look at modules and problems any more: they stay
         gc.freeze()
-        evaluated = seen = self.version
+        seen = self.version
+        evaluated = self.version
         patience = Patience(c, self.run_dir)
-        # groups started, in all, the trained ones of a continued run among them
+        # the number of groups started in all, those that a continued run has trained included
         started = state["version"] * c.groups_per_step
         evaluations = {asyncio.create_task(self.evaluate(self.version))}
         groups = set()
         while self.version < c.steps:
-            draws.forget(self.read_trainer())
+            position = self.read_trainer()
+            if position:
+                draws.forget(position)
             if self.version != seen:
                 seen = self.version
                 patience.start()
@@ -333,14 +368,14 @@ class Actor:
             evaluations = await reap(evaluations)
         await self.close()
         counts = self.engines.counts + self.sandbox.counts + self.endpoint.counts
-        words = ", ".join(f"{n} {what}" for what, n in counts.items())
-        print(f"actor: done, {started} groups started, {words}", flush=True)
+        events = [f"{count} {event}" for event, count in counts.items()]
+        print(f"actor: done, {started} groups started, {', '.join(events)}", flush=True)
 
 
 def main(run_dir):
     try:
         asyncio.run(Actor(cfg.load(run_dir), run_dir).run())
-    # what the user gave us: one line, no traceback
+    # the user's values are wrong: a line says so, without a traceback
     except cfg.ConfigError as e:
         sys.exit(f"actor: {e}")
 

@@ -79,8 +79,8 @@ ALL_FAULTS = [
     Fault(
         name="sampler of 32 problems",
         file="actor.py",
-        old="))[j]",
-        new="))[j % 32]",
+        old="order[position_in_epoch]",
+        new="order[position_in_epoch % 32]",
     ),
     Fault(
         name="temperature of evaluations",
@@ -205,8 +205,8 @@ ALL_FAULTS = [
     Fault(
         name="epochs in one order",
         file="actor.py",
-        old="{what}/{epoch}",
-        new="{what}",
+        old="{name}/{epoch}",
+        new="{name}",
     ),
     Fault(
         name="success whatever the reward",

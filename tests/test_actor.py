@@ -207,9 +207,11 @@ def with_fake_engine(run_dir, model, answer, work, engine=None, **knobs):
         actor = Actor(config, run_dir)
         fake = engine or FakeEngine(answer)
         async with fake.serve() as url:
-            position = {"next": 0, "ahead": []}
-            trainer = dict(version=5, engines=[url], position=position)
-            publish_json(run_dir / "queues" / "version.json", **trainer)
+            position = {"next": 3, "ahead": [5]}
+            publish_json(run_dir / "queues" / "position.json", **position)
+            # The position alone says nothing: the engines have no weights yet
+            assert actor.read_trainer() is None
+            publish_json(run_dir / "queues" / "version.json", version=5, engines=[url])
             assert actor.read_trainer() == position
             assert actor.version == 5
             await actor.start()
@@ -407,6 +409,24 @@ def test_draws_are_saved_before_their_groups_start(tmp_path, base_model):
     with_fake_engine(tmp_path, base_model, good, work, **knobs)
     assert sorted(started) == [0, 1, 2, 3, 4, 5, 6, 7, 8]
     assert read_json(tmp_path / "queues" / "sampler.json")["drawn"] == 9
+
+
+def test_pace_of_the_engines_is_published_once_a_second(tmp_path, base_model):
+    pace_file = tmp_path / "queues" / "pace.json"
+
+    async def work(actor):
+        # with_fake_engine has read the trainer's version, which publishes the pace at once
+        first = read_json(pace_file)
+        assert set(first) == {"gen_tok_s", "gen_idle"}
+        actor.engines.tokens = 1000
+        actor.read_trainer()
+        assert read_json(pace_file) == first
+        actor.pace_published_at -= 1
+        actor.read_trainer()
+        assert read_json(pace_file) == actor.engines.pace
+        assert read_json(pace_file)["gen_tok_s"] > 0
+
+    with_fake_engine(tmp_path, base_model, good, work)
 
 
 def test_evaluation_takes_the_first_held_out_problems(tmp_path, base_model):

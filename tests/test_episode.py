@@ -740,7 +740,7 @@ def test_lost_attempts_give_no_sample_and_100_in_a_row_end_the_run(tmp_path, cap
 
     for name in "ab":
         (tmp_path / name).mkdir()
-    with pytest.raises(cfg.ConfigError, match="has ended.*so did 100 in a row"):
+    with pytest.raises(cfg.ConfigError, match="100 attempts in a row failed.*has ended"):
         play(tmp_path / "a", ["A"] * 100, episode, attempts=100)
     assert capsys.readouterr().out.count("an attempt failed") == 1
     samples, _, _ = play(tmp_path / "b", ["A"] * 99, episode, attempts=99)
