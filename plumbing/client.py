@@ -1,21 +1,24 @@
-"""The actor's HTTP client of all engines: the least loaded one samples, failed requests go elsewhere.
+"""The actor's HTTP client of all engines.
 
-What an engine answers (plumbing/engine.py) is checked here, once.
+The least loaded engine samples; failed requests go to another one. The answers of the engines
+(plumbing/engine.py) are checked here, and nowhere else.
 
-An engine is lost when the connection of a request in progress breaks, or when the trainer lists it no
-more: it has died or hangs, or its host has vanished. Its requests move to other engines, or wait until it
-has been started again. One of them may be the cause, and would kill the next engine, and the next:
+An engine is lost when the connection of a request in progress breaks, or when the trainer no longer
+lists it: it has died or hangs, or its host has vanished. Its requests move to other engines, or
+wait until it has been started again. One of the requests may be the cause, and would kill one
+engine after the other. Therefore:
 
-    a prompt that was in progress at two losses is sent alone, to an engine that does nothing else;
-    a prompt whose engine is lost then as well kills engines: it is never sent again, and its attempts fail;
-    an engine that is lost five times, and meanwhile no request finishes, ends the run.
+    A prompt that was in progress at two losses is sent alone, to an engine that does nothing else.
+    If this engine is lost as well, the prompt is never sent again, and its attempts fail.
+    The run ends if an engine is lost five times while no request to any engine finishes.
 
-Deliberately absent: asking engines for their health; whoever started one kills it if it hangs, and the
-trainer drops it if its host has vanished.
+Deliberately absent: health checks of the engines. Whoever started an engine kills it if it hangs,
+and the trainer drops it if its host has vanished.
 """
 
 import asyncio
 import contextlib
+import math
 import random
 import time
 from collections import Counter
@@ -43,11 +46,11 @@ class NoWeights(aiohttp.ClientConnectionError):
 
 
 class Refused(aiohttp.ClientResponseError):
-    """The engine answers that the request itself is wrong, as each other engine would."""
+    """The engine answers that the request itself is wrong; any other engine would say the same."""
 
 
 class KillsEngines(aiohttp.ClientResponseError):
-    """The request is not sent: engines died of it each time, also one that was doing nothing else."""
+    """The request is not sent any more: engines died of it, also one that did nothing else."""
 
     def __init__(self, message):
         super().__init__(None, (), status=500, message=message)
@@ -60,14 +63,14 @@ class KillsEngines(aiohttp.ClientResponseError):
 class Request:
     """A request in progress. life: how often its engine had been lost when it was sent."""
 
-    # token ids as JSON; of a call of vLLM's own its path and its body
+    # the token ids as JSON; for a call of vLLM's own, its path and its body
     prompt: bytes
     url: str
     life: int
 
 
 class Span(msgspec.Struct):
-    """Tokens start .. end-1 were sampled by this version, a number as text."""
+    """The tokens start .. end-1, sampled by one version, which is a number as text."""
 
     version: str
     start: int
@@ -86,40 +89,86 @@ class Answer(msgspec.Struct):
 
 
 def read_answer(body, max_tokens, stop, vocabulary):
-    """An engine's answer, bytes -> {tokens, behavior_logprobs, versions, finished}; ValueError if it is not
-    to be believed. stop: ids that end a completion; vocabulary: number of ids.
+    """Read an engine's answer (bytes) -> {tokens, behavior_logprobs, versions, finished}.
+
+    stop: token ids that end an answer. vocabulary: the number of token ids. Raises ValueError that
+    says what is wrong with the answer.
     """
-    # numbers that are not finite are no JSON
+    # this raises for numbers that are not finite, too: they are no JSON
     [choice] = msgspec.json.decode(body, type=Answer).choices
     tokens = choice.token_ids
-    logprobs = choice.behavior_logprobs
-    length = len(tokens)
-    # rounding may leave a logprob above 0, and vLLM cuts off minus infinity at -9999 nats
-    if not 0 < length <= max_tokens or min(tokens) < 0 or max(tokens) >= vocabulary:
-        raise ValueError(f"tokens, {length} of {max_tokens}, ids below {vocabulary}: {tokens}")
-    if len(logprobs) != length or min(logprobs) <= -9999 or max(logprobs) > 1e-3:
-        raise ValueError(f"logprobs of {length} tokens: {logprobs}")
-    finished = choice.finish_reason == "stop"
-    is_cut_off = choice.finish_reason == "length" and length == max_tokens
-    if not (tokens[-1] in stop if finished else is_cut_off):
-        raise ValueError(f"finish, {choice.finish_reason} after {length} tokens, {tokens[-1]}")
-    logprobs = [min(x, 0.0) for x in logprobs]
-    versions = token_versions(choice.weight_versions, length)
-    return dict(tokens=tokens, behavior_logprobs=logprobs, versions=versions, finished=finished)
+    check_tokens(tokens, max_tokens, vocabulary)
+    check_logprobs(choice.behavior_logprobs, len(tokens))
+    check_finish(choice.finish_reason, tokens, max_tokens, stop)
+    return dict(
+        tokens=tokens,
+        behavior_logprobs=[min(x, 0.0) for x in choice.behavior_logprobs],
+        versions=token_versions(choice.weight_versions, len(tokens)),
+        finished=choice.finish_reason == "stop",
+    )
+
+
+def check_tokens(tokens, max_tokens, vocabulary):
+    """Raise ValueError unless there are 1 to max_tokens tokens, all of them in the vocabulary."""
+    if not tokens:
+        raise ValueError("the engine returned no tokens")
+    if len(tokens) > max_tokens:
+        raise ValueError(
+            f"the engine returned {len(tokens)} tokens, at most {max_tokens} were asked for"
+        )
+    for token in (min(tokens), max(tokens)):
+        if not 0 <= token < vocabulary:
+            raise ValueError(f"token id {token} is outside of the vocabulary of {vocabulary} ids")
+
+
+def check_logprobs(logprobs, length):
+    """Raise ValueError unless there is a logprob for each token, and each is above -9999."""
+    if len(logprobs) != length:
+        raise ValueError(f"the engine returned {len(logprobs)} logprobs for {length} tokens")
+    for logprob in (min(logprobs), max(logprobs)):
+        # rounding may leave a logprob above 0, and vLLM writes -9999 for minus infinity
+        if not -9999 < logprob <= 1e-3:
+            raise ValueError(f"a logprob is {logprob}, it must be at most 0 and above -9999")
+
+
+def check_finish(finish_reason, tokens, max_tokens, stop):
+    """Raise ValueError unless an answer ends with a stop token, or is as long as it may be."""
+    if finish_reason == "stop":
+        if tokens[-1] not in stop:
+            raise ValueError(
+                f"the answer is finished, but its last token {tokens[-1]} is no stop token"
+            )
+    elif finish_reason == "length":
+        if len(tokens) < max_tokens:
+            raise ValueError(
+                f"the engine cut the answer off after {len(tokens)} tokens, "
+                f"{max_tokens} were asked for"
+            )
+    else:
+        raise ValueError(f"the finish reason is {finish_reason!r}, it must be 'stop' or 'length'")
 
 
 def token_versions(spans, length):
-    """Version spans -> version of each token, int64 [length]; ValueError if they have gaps or go back."""
-    versions = [int(x.version) if x.version.isdecimal() else -1 for x in spans]
+    """Version spans -> the version of each token, int64 [length].
+
+    Raises ValueError unless the spans cover all tokens in order, and no version is older than the
+    one before it.
+    """
+    for span in spans:
+        if not span.version.isdecimal():
+            raise ValueError(f"the version {span.version!r} of some tokens is no number")
+    versions = [int(span.version) for span in spans]
+    starts = [span.start for span in spans]
     ends = [0, *(span.end for span in spans)]
-    follow = [span.start for span in spans] == ends[:-1] and ends == sorted(ends)
-    if not follow or ends[-1] != length or [0, *versions] != sorted([0, *versions]):
-        raise ValueError(f"versions, {spans} do not cover {length} tokens, in order")
+    if [*starts, length] != ends or ends != sorted(ends):
+        raise ValueError(f"the versions' spans do not cover the {length} tokens in order: {spans}")
+    if versions != sorted(versions):
+        raise ValueError(f"the versions of an answer must not go back, they are {versions}")
     return np.repeat(versions, np.diff(ends))
 
 
 async def reap(tasks):
-    """Wait a moment for tasks; raises what one of them raised; returns those that go on."""
+    """Wait a moment for asyncio tasks; returns those that go on, raises the error of one."""
     if not tasks:
         await asyncio.sleep(0.005)
         return tasks
@@ -130,7 +179,10 @@ async def reap(tasks):
 
 
 class EngineClient:
-    """The engines of a run that serve the trainer's weights. stop, vocabulary: of `read_answer`."""
+    """The engines of a run that serve the trainer's weights.
+
+    stop, vocabulary: see `read_answer`.
+    """
 
     def __init__(self, config, stop, vocabulary, run_dir=None):
         self.config = config
@@ -138,38 +190,43 @@ class EngineClient:
         self.vocabulary = vocabulary
         self.headers = secret_header(run_dir) if run_dir else {}
         self.serving = []
-        # by url: sequences in progress; before this time no work; HTTP connections
+        # {url: number of sequences in progress}
         self.load = Counter()
+        # {url: time until which the engine gets no work}
         self.backs_off_until = Counter()
+        # {url: HTTP connections}
         self.sessions = {}
-        # each Request
+        # every Request in progress
         self.in_progress = set()
-        # by url: how often the engine was lost, in all, and since a request to any engine finished
+        # {url: how often the engine was lost}: in all, and since a request to any engine finished
         self.lives = Counter()
         self.losses_in_a_row = Counter()
-        # by prompt: at how many losses it was in progress; the prompts that are never sent again
+        # {prompt: number of losses at which it was in progress}
         self.losses = Counter()
+        # the prompts that are never sent again
         self.killers = set()
         # held while a suspicious prompt is sent alone, to the engine `reserved`
         self.quarantine = asyncio.Lock()
         self.reserved = None
-        # events that are not errors but worth a line: retried, moved, failed, ...
+        # how often each event happened that is no error but worth a line: retried, moved, ...
         self.counts = Counter()
-        # tokens sampled since the pace was measured
+        # the number of tokens sampled since the pace was measured
         self.tokens = 0
         self.measured_at = time.monotonic()
-        # sampled tokens per second, share of the engines' slots that is empty: means over some 10 s
+        # sampled tokens per second, and the share of the engines' slots that is empty: means over
+        # some 10 s
         self.pace = dict(gen_tok_s=0.0, gen_idle=0.0)
 
     @property
     def capacity(self):
-        """Sequences that all engines together hold."""
+        """The number of sequences that all engines hold together."""
         return len(self.serving) * self.config.concurrency
 
     def set_engines(self, urls):
-        """These engines serve the trainer's weights now. Requests of one that does no more move.
+        """Set the engines that serve the trainer's weights now.
 
-        Raises ConfigError if an engine is lost again and again, and no request finishes.
+        The requests of an engine that is no longer among them move to others. Raises ConfigError if
+        an engine is lost again and again while no request finishes.
         """
         for url in set(self.serving) - set(urls):
             self._note_loss(url, self.lives[url])
@@ -179,8 +236,9 @@ class EngineClient:
         for url, losses in self.losses_in_a_row.items():
             require(
                 losses < MAX_LOSSES,
-                f"the engine {url} was lost {losses} times, each time with requests in progress, and no "
-                "request has finished in between: see what it died of in the run's logs/engine*.log",
+                f"the engine {url} was lost {losses} times, each time with requests in progress, "
+                "and no request has finished in between: see in the run's logs/engine*.log why it "
+                "died",
             )
 
     def _session(self, url):
@@ -190,20 +248,25 @@ class EngineClient:
             timeout = aiohttp.ClientTimeout(total=self.config.stall_timeout / 3)
             # the server closes idle connections after 5 s: close them first
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
-            how = dict(timeout=timeout, connector=connector)
-            headers = self.headers | {"Content-Type": "application/json"}
-            self.sessions[url] = aiohttp.ClientSession(headers=headers, **how)
+            self.sessions[url] = aiohttp.ClientSession(
+                headers=self.headers | {"Content-Type": "application/json"},
+                timeout=timeout,
+                connector=connector,
+            )
         return self.sessions[url]
 
     async def close(self):
+        """Close all HTTP connections."""
         await asyncio.gather(*(session.close() for session in self.sessions.values()))
 
-    def least_loaded(self, most=10**9, preferred=None):
-        """The engine with the fewest sequences, or the preferred one, of those that serve, are well, have
-        fewer than `most` and are not reserved for a suspicious prompt; None if there is none.
+    def least_loaded(self, max_load=math.inf, preferred=None):
+        """The URL of the engine with the fewest sequences, or of the preferred engine.
+
+        It serves and is well, has fewer than max_load sequences, and is not reserved for a
+        suspicious prompt. None if there is no such engine.
         """
         reserved = self.reserved if self.quarantine.locked() else None
-        well = [u for u in self.serving if self._is_well(u) and self.load[u] < most]
+        well = [url for url in self.serving if self._is_well(url) and self.load[url] < max_load]
         if reserved in well:
             well.remove(reserved)
         if preferred in well:
@@ -211,24 +274,27 @@ class EngineClient:
         return min(well, key=self.load.__getitem__, default=None)
 
     def _is_well(self, url):
-        """Does it serve, and has no request to it failed just now?"""
+        """Does the engine serve, and has no request to it failed just now?"""
         return url in self.serving and self.backs_off_until[url] < time.monotonic()
 
     async def generate(self, prompt, temperature, max_tokens, seed=None, salt=None, engine=None):
-        """One completion of prompt token ids: what `read_answer` returns, and its `engine`.
+        """Sample one answer to a prompt of token ids.
 
-        salt: beginnings of prompts with the same one may be computed once (None: alone); engine: where
-        they were, if it has a slot. None when all retries have failed, if engines refuse the prompt, or
-        if it kills them; requests that the loss of an engine broke off do not count: they move to another.
+        Returns the result of `read_answer` with the URL of the `engine`. Returns None if all
+        retries have failed, if engines refuse the prompt, or if it kills them. Requests that were
+        broken off by the loss of an engine move to another one, and do not count as retries.
+
+        salt: prompts of the same salt share the KV cache of equal beginnings; None: no sharing.
+        engine: URL of the engine that gets the request if it has a free slot.
         """
         params = dict(max_tokens=max_tokens, temperature=temperature, seed=seed)
-        params |= dict(stop_token_ids=self.stop)
+        params["stop_token_ids"] = self.stop
         body = dict(token_ids=prompt, sampling_params=params, cache_salt=salt)
         key = msgspec.json.encode(prompt)
         tries = 0
         while tries <= RETRIES:
             try:
-                async with self._place(key, self.config.concurrency, engine) as url:
+                async with self._engine_for(key, self.config.concurrency, engine) as url:
                     content = await self._post(url, "/inference/v1/generate", body)
                     answer = read_answer(content, max_tokens, self.stop, self.vocabulary)
                 self.tokens += len(answer["tokens"])
@@ -250,16 +316,17 @@ class EngineClient:
             await asyncio.sleep(min(0.5 * 2**tries, 10) * random.uniform(0.5, 1.5))
         return None
 
-    async def ask(self, path, question):
-        """vLLM's answer to a call of its own, JSON both; waits for an engine.
+    async def ask(self, path, body):
+        """Send a request to a path that vLLM itself serves; returns its answer, from JSON.
 
-        Raises aiohttp.ClientResponseError with its words, or KillsEngines.
+        Waits for an engine. Raises aiohttp.ClientResponseError with vLLM's message, or
+        KillsEngines.
         """
-        key = path.encode() + b" " + msgspec.json.encode(question)
+        key = path.encode() + b" " + msgspec.json.encode(body)
         while True:
             try:
-                async with self._place(key) as url:
-                    answer = msgspec.json.decode(await self._post(url, path, question))
+                async with self._engine_for(key) as url:
+                    answer = msgspec.json.decode(await self._post(url, path, body))
                 self.losses.pop(key, None)
                 return answer
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as e:
@@ -268,7 +335,7 @@ class EngineClient:
             await asyncio.sleep(0.5)
 
     async def _post(self, url, path, body):
-        """One request -> its answer, bytes. Raises what aiohttp does."""
+        """Send one request; returns its answer, bytes. Raises aiohttp's errors."""
         body = msgspec.json.encode(body)
         async with self._session(url).post(url + path, data=body) as answer:
             content = await answer.read()
@@ -280,18 +347,18 @@ class EngineClient:
         kind = Refused if answer.status == 400 else aiohttp.ClientResponseError
         raise kind(answer.request_info, (), status=answer.status, message=message)
 
-    # ---- places in engines, and prompts that kill engines
+    # ---- the choice of an engine, and prompts that kill engines
 
     @contextlib.asynccontextmanager
-    async def _place(self, prompt, most=10**9, preferred=None):
-        """A place in an engine for this prompt, waited for: gives its url.
+    async def _engine_for(self, prompt, max_load=math.inf, preferred=None):
+        """Wait for an engine that takes this prompt, and yield its URL.
 
-        A suspicious prompt has an engine to itself. Raises KillsEngines. If the connection of the request
-        that is made inside breaks, the engine is lost.
+        The request is made within this context; if its connection breaks, the engine is lost. A
+        suspicious prompt gets an engine to itself. Raises KillsEngines.
         """
         while prompt not in self.killers:
             if self.losses[prompt] < SUSPICIOUS:
-                url = self.least_loaded(most, preferred)
+                url = self.least_loaded(max_load, preferred)
                 if url is not None:
                     with self._request(prompt, url):
                         yield url
@@ -305,12 +372,12 @@ class EngineClient:
                             yield url
                         return
                 continue
-            # nobody tells when a slot is free, an engine comes or is well again
+            # nobody tells when a slot becomes free, or an engine comes or is well again
             await asyncio.sleep(0.3)
         raise KillsEngines("engines died of this prompt each time, also one that did nothing else")
 
     async def _empty_engine(self):
-        """An engine that has nothing to do, waited for: its url. From now on it gets no other work."""
+        """Wait for an engine that has nothing to do; returns its URL. It gets no other work."""
         while True:
             if not self._is_well(self.reserved):
                 self.reserved = self.least_loaded()
@@ -320,14 +387,14 @@ class EngineClient:
 
     @contextlib.contextmanager
     def _request(self, prompt, url):
-        """A request to this engine is in progress while this is entered."""
+        """Count a request to this engine as in progress within this context."""
         request = Request(prompt, url, self.lives[url])
         self.in_progress.add(request)
         self.load[url] += 1
         try:
             yield
         except aiohttp.ClientConnectionError as e:
-            # these two have not come to be in progress
+            # with these two errors the engine has not even begun the request
             if not isinstance(e, (NoWeights, aiohttp.ClientConnectorError)):
                 self._note_loss(url, request.life)
             raise
@@ -336,7 +403,7 @@ class EngineClient:
             self.in_progress.remove(request)
 
     def _note_loss(self, url, life):
-        """An engine is lost with all requests of this life of it; noted once for all of them."""
+        """Note, once for all its requests in progress, that an engine is lost in this life."""
         prompts = {x.prompt for x in self.in_progress if x.url == url and x.life == life}
         if self.lives[url] != life or not prompts:
             return
@@ -349,31 +416,32 @@ class EngineClient:
         self.losses.update(prompts)
 
     def _note_killer(self, prompt, url):
-        """An engine was lost that had only this prompt, at which others were lost before."""
+        """Note that an engine was lost that had only this prompt, as others before it."""
         self.killers.add(prompt)
         self.counts["prompts that kill engines"] += 1
         print(
-            f"actor: a prompt kills engines: {self.losses[prompt] + 1} were lost while they had it, "
-            f"and the last one, {url}, had nothing else: its attempts fail from now on. "
+            f"actor: a prompt kills engines: {self.losses[prompt] + 1} were lost while they had "
+            f"it, and the last one, {url}, did nothing else: its attempts fail from now on. "
             f"Its token ids: {prompt[:500].decode(errors='replace')}",
             flush=True,
         )
 
     def _back_off(self, url):
-        """A request to this engine has failed: for a moment it gets no more."""
+        """Give this engine no work for a moment, as a request to it has failed."""
         self.backs_off_until[url] = time.monotonic() + BACK_OFF
 
     def _note(self, event, url, error):
-        """Count an event; lines of the 1st, 2nd, 4th, 8th...: hundreds may fail at once."""
+        """Count an event, and print the 1st, 2nd, 4th, 8th ...: hundreds may fail at once."""
         self.counts[event] += 1
         if self.counts[event].bit_count() == 1:
-            why = f"{type(error).__name__}: {' '.join(str(error)[:200].split())}"
             print(
-                f"actor: request to {url} {event} ({self.counts[event]} so far): {why}", flush=True
+                f"actor: request to {url} {event} ({self.counts[event]} so far): "
+                f"{type(error).__name__}: {' '.join(str(error)[:200].split())}",
+                flush=True,
             )
 
     def measure_pace(self):
-        """Take the time since the last measurement into `pace`."""
+        """Update `pace` with the time since the last measurement."""
         now = time.monotonic()
         seconds = max(now - self.measured_at, 1e-6)
         idle = 1 - sum(self.load.values()) / max(self.capacity, 1)
