@@ -1,14 +1,16 @@
-"""Stage 2: groups of rollouts -> advantages -> packed micro-batches, in rounds of one per trainer rank.
+"""Stage 2: groups of rollouts -> advantages -> packed micro-batches for the trainer's ranks.
 
-Reads queues/rollouts (from actor.py), writes queues/batches/rank_<r> (for train.py). A step is
-`groups_per_step` groups, of as many samples as came back. Micro-batches are put as soon as they
-fill. Groups that wait sit in a buffer. What is dropped is counted by reason: single attempts
-make their group smaller; whole groups are announced in queues/dropped.json, so that the gate lets
-others start. A step's last record is its ledger: the problems it trained, and those dropped since
-the step before.
+It reads queues/rollouts (from actor.py) and writes queues/batches/rank_<r> (for train.py). A step
+is `groups_per_step` groups, however many of their attempts came back. Micro-batches are put as soon
+as they are full. Groups that arrive early wait in a buffer.
 
-Alone, on a run directory that has rollouts: `python preprocess.py out/toy`. Deliberately absent:
-padding, threads.
+Dropped samples are counted by reason. An attempt that is dropped makes its group smaller. Groups
+that are dropped whole are announced in queues/dropped.json, so that the actor's gate lets others
+start. The last record of a step carries the step's ledger: the problems that it trained, and those
+dropped since the step before.
+
+To start it alone, on a run directory that has rollouts: `python preprocess.py out/toy`.
+Deliberately absent: padding, threads.
 """
 
 import random
@@ -27,20 +29,26 @@ from plumbing.patience import Patience
 from plumbing.queues import Queue, publish_json, read_json
 from plumbing.samples import check_record, filler, join, layout, share, split
 
-# a row this full is emitted before its step is complete
-FULL = 0.95
-# attempts at a problem stay together if they take no more of a row: so that small rests of rows fill up
-TOGETHER = 0.25
-# attending to one earlier token, in units of all else a token costs: 1 / (12 hidden), hidden size 2500
-ATTENTION = 1 / 30000
+# A row with this share of its tokens taken is put before its step is complete.
+ROW_IS_FULL = 0.95
+# A bundle of attempts at one problem takes at most this share of a row. Small bundles fill the
+# rest of a row better than large ones.
+BUNDLE_SHARE = 0.25
+# The cost of attending to one earlier token, in units of all else that a token costs. It is
+# 1 / (12 * hidden size), here for a hidden size of 2500.
+ATTENTION_COST = 1 / 30000
 
 
 def advantages(rewards, kind):
-    """Advantage of each rollout of one group, rewards [G] -> [G].
+    """The advantage of each rollout of one group: rewards [G] -> [G].
 
-    loo: r_i - mean of the others (leave-one-out, RLOO); mean: r_i - mean; mean_std: (r_i - mean) /
-    (std + 1e-6) (GRPO); none: r_i. A group of one has no baseline: its advantage is 0, but for none.
-    {1, 0, 0, 0} -> loo {1, -1/3, -1/3, -1/3}
+    loo       r_i - mean of the others (leave-one-out, RLOO)
+    mean      r_i - mean
+    mean_std  (r_i - mean) / (std + 1e-6) (GRPO)
+    none      r_i
+
+    A group of one has no baseline: its advantage is 0, except with `none`.
+    Rewards [1, 0, 0, 0], loo -> [1, -1/3, -1/3, -1/3].
     """
     r = np.asarray(rewards, dtype=np.float64)
     if kind == "none":
@@ -59,9 +67,10 @@ def advantages(rewards, kind):
 
 
 def pack(lengths, capacity):
-    """Indices per micro-batch, every index once, none over capacity: first-fit decreasing.
+    """Pack items into rows by first-fit decreasing: lengths -> a list of indices for each row.
 
-    [5, 3, 2, 4], capacity 7 -> [[0, 2], [3, 1]]. Raises ValueError for a length that cannot fit.
+    Every index is in one row, and no row has more than `capacity` tokens. Lengths [5, 3, 2, 4],
+    capacity 7 -> [[0, 2], [3, 1]]. Raises ValueError for a length that cannot fit.
     """
     rows = []
     room = []
@@ -78,106 +87,122 @@ def pack(lengths, capacity):
     return rows
 
 
-def computed(samples):
-    """How many tokens the trainer computes for samples that lie side by side: what they begin with in
-    common once (plumbing/samples.py).
+def computed_tokens(samples):
+    """The number of tokens that the trainer computes for samples that lie side by side in a row.
+
+    A beginning that two neighbours share is computed once (samples.share). Samples [7, 8, 1] and
+    [7, 8, 2] -> 4: tokens 7, 8 and 1, and then 2 alone.
     """
-    tokens, segment = (np.concatenate([s[name] for s in samples]) for name in ("tokens", "segment"))
-    positions, _ = layout([len(s["tokens"]) for s in samples], segment)
+    tokens = np.concatenate([sample["tokens"] for sample in samples])
+    segment = np.concatenate([sample["segment"] for sample in samples])
+    positions, _ = layout([len(sample["tokens"]) for sample in samples], segment)
     lengths = np.diff(np.flatnonzero(positions == 0), append=len(positions))
     return int(share(tokens, lengths)[-1]) + 1
 
 
-def side_by_side(samples, most):
-    """Attempts at one problem -> [(tokens computed, samples)] of those that stay together, which are no
-    more than `most` tokens, or one attempt.
+def keep_together(samples, max_tokens):
+    """The attempts at one problem in bundles, [(tokens computed, samples)], in their order.
+
+    Attempts share their prompt. A bundle goes into one row, where its prompt is computed once. It
+    has at most `max_tokens` tokens to compute, or one attempt. Three attempts a, b, c of a prompt
+    of 8 tokens and 2 sampled tokens each, max_tokens 12 -> [(12, [a, b]), (10, [c])].
     """
-    found = []
+    bundles = []
     for sample in samples:
-        if found:
-            tokens, together = found[-1]
-            before = together[-1]
-            more = tokens + computed([before, sample]) - computed([before])
-            if more <= most:
-                found[-1] = (more, [*together, sample])
+        if bundles:
+            tokens, bundle = bundles[-1]
+            previous = bundle[-1]
+            tokens += computed_tokens([previous, sample]) - computed_tokens([previous])
+            if tokens <= max_tokens:
+                bundles[-1] = (tokens, [*bundle, sample])
                 continue
-        found.append((computed([sample]), [sample]))
-    return found
+        bundles.append((computed_tokens([sample]), [sample]))
+    return bundles
 
 
-def cost(samples):
-    """How long a row takes the trainer, in tokens without attention."""
-    lengths = np.array([len(s["tokens"]) for s in samples], float)
-    return computed(samples) + ATTENTION / 2 * (lengths**2).sum()
+def row_cost(samples):
+    """The time that a row takes the trainer, in units of one token without attention."""
+    lengths = np.array([len(sample["tokens"]) for sample in samples], float)
+    return computed_tokens(samples) + ATTENTION_COST / 2 * (lengths**2).sum()
 
 
 class Packer:
-    """Packs the groups of a step into micro-batches for the ranks' queues, a round (one per rank) at a time."""
+    """Packs the groups of a step into micro-batches and puts them into the ranks' queues.
+
+    It puts them in rounds: a round is one micro-batch, or row, for each rank.
+    """
 
     def __init__(self, config, queues, ledger, step):
         self.config = config
         self.queues = queues
         self.ledger = ledger
         self.step = step
+        # the number of groups of the current step that were added
         self.groups = 0
-        # (tokens, samples) of attempts that stay together
+        # bundles of keep_together that wait to be put: [(tokens computed, samples)]
         self.pending = []
-        # put so far, of the step
+        # the number of rounds of the current step that were put
         self.rounds = 0
-        # of the step: {task: Counter of samples, reward, tokens and outcomes}
+        # the current step: {task: Counter of samples, reward, tokens and outcomes}
         self.by_task = {}
 
     def add(self, group):
-        """Take one more group of the current step; puts what is full, and everything when the step is
-        complete.
-        """
+        """Add a group to the current step; put the rows that are full, or all if it is complete."""
         samples = group["samples"]
-        self.pending += side_by_side(samples, TOGETHER * self.config.row_tokens)
+        self.pending += keep_together(samples, BUNDLE_SHARE * self.config.row_tokens)
         self.groups += 1
         self.ledger.trained[group["draw"]] = len(samples)
         self.ledger.done(group["draw"])
         for sample in samples:
             self.count(sample)
         complete = self.groups == self.config.groups_per_step
-        tokens = sum(n for n, _ in self.pending)
+        tokens = sum(bundle_tokens for bundle_tokens, _ in self.pending)
         if complete or tokens >= 2 * self.config.row_tokens * len(self.queues):
             self.put_rows(complete)
 
     def put_rows(self, complete):
-        """Pack what is pending; put whole rounds of full rows, or all if the step is complete."""
-        config = self.config
-        sizes = [n for n, _ in self.pending]
-        packed = pack(sizes, config.row_tokens)
-        if not complete:
-            full = FULL * config.row_tokens
-            packed = [row for row in packed if sum(sizes[i] for i in row) >= full]
-        rows = [[sample for i in row for sample in self.pending[i][1]] for row in packed]
-        # the rows of a round should take equally long on every rank
-        rows.sort(key=cost, reverse=True)
+        """Pack the pending bundles and put whole rounds of full rows.
+
+        If the step is complete all rows are put, and fillers complete the last round.
+        """
+        row_tokens = self.config.row_tokens
         ranks = len(self.queues)
-        fillers = -len(rows) % ranks
-        if complete:
-            rows += [[filler()]] * fillers
-        else:
-            rows = rows[: len(rows) // ranks * ranks]
-        sent = {id(s) for row in rows for s in row}
-        self.pending = [(n, samples) for n, samples in self.pending if id(samples[0]) not in sent]
-        for k, row in enumerate(rows):
-            last = complete and k >= len(rows) - ranks
-            record = join(row)
-            record |= {"run_id": config.run_id, "step": self.step, "last": last}
-            record["row"] = self.rounds + k // ranks
-            if last and k == len(rows) - ranks:
-                of_step = self.ledger.close_step() | {"by_task": self.task_table()}
-            if last:
-                record |= of_step
-            self.queues[k % ranks].put(record)
-        self.rounds += len(rows) // ranks
+        tokens = [bundle_tokens for bundle_tokens, _ in self.pending]
+        # each packed row is a list of indices in `pending`
+        packed = pack(tokens, row_tokens)
+        if not complete:
+            full = ROW_IS_FULL * row_tokens
+            packed = [row for row in packed if sum(tokens[i] for i in row) >= full]
+        # The rows of a round should take equally long on every rank.
+        packed.sort(key=lambda row: row_cost(self.samples_of(row)), reverse=True)
+        if not complete:
+            packed = packed[: len(packed) // ranks * ranks]
+        rows = [self.samples_of(row) for row in packed]
+        rows += [[filler()]] * (-len(rows) % ranks)
+        put = {i for row in packed for i in row}
+        self.pending = [bundle for i, bundle in enumerate(self.pending) if i not in put]
+        for first in range(0, len(rows), ranks):
+            is_last = complete and first + ranks == len(rows)
+            self.put_round(rows[first : first + ranks], is_last)
         if complete:
             self.step += 1
             self.rounds = 0
             self.groups = 0
             self.by_task = {}
+
+    def samples_of(self, row):
+        """The samples of a packed row, which is a list of indices in `pending`."""
+        return [sample for i in row for sample in self.pending[i][1]]
+
+    def put_round(self, rows, is_last):
+        """Put one row into the queue of each rank; the last round of a step has its ledger."""
+        fields = {"run_id": self.config.run_id, "step": self.step}
+        fields |= {"row": self.rounds, "last": is_last}
+        if is_last:
+            fields |= self.ledger.close_step() | {"by_task": self.task_table()}
+        for queue, row in zip(self.queues, rows):
+            queue.put(join(row) | fields)
+        self.rounds += 1
 
     def count(self, sample):
         """Add a sample to its task's sums."""
@@ -189,10 +214,13 @@ class Packer:
         sums[cfg.OUTCOMES[sample["outcome"]]] += 1
 
     def task_table(self):
-        """{task: {samples, reward, tokens, <outcome>}} of the step: a count, then means per sample."""
+        """{task: {samples, reward, tokens, <outcome>}} of the step.
+
+        samples is their number; the other values are means per sample.
+        """
         table = {}
         for task, sums in self.by_task.items():
-            table[task] = {k: v / sums["samples"] for k, v in sums.items()}
+            table[task] = {name: total / sums["samples"] for name, total in sums.items()}
             table[task]["samples"] = sums["samples"]
         return table
 
@@ -200,8 +228,9 @@ class Packer:
 class GroupBuffer:
     """Groups that wait to be trained, oldest first, with their advantages.
 
-    Takes everything that has arrived in queues/rollouts, as far as there is room. `late = wait`:
-    in the order in which the groups were started, whatever the order in which they were done.
+    It takes everything that has arrived in queues/rollouts, as far as there is room. With
+    `--late wait` groups are taken in the order in which they were started, whatever the order in
+    which they were finished.
     """
 
     def __init__(self, config, rollouts, ledger, patience):
@@ -210,14 +239,19 @@ class GroupBuffer:
         self.ledger = ledger
         self.groups = deque()
         self.room = max(2, config.conventional_g) * config.groups_per_step
-        # late = wait: groups that came before their turn, by draw; draws that will not come
+        # --late wait: the records of groups that came before their turn, by draw
         self.early = {}
+        # --late wait: the draw whose turn it is
         self.turn = ledger.next
+        # --late wait: draws that will not come, as they were done before the run was continued
         self.never = set(ledger.ahead)
         self.patience = patience
 
     def receive(self):
-        """Take what has arrived. TimeoutError if nothing has, and nothing is left, for `stall_timeout` seconds."""
+        """Take the records that have arrived.
+
+        Raises TimeoutError if for `stall_timeout` seconds none has arrived and no group is left.
+        """
         drop_oldest = self.config.on_full == "drop_oldest"
         while len(self.groups) < self.room or drop_oldest:
             try:
@@ -237,55 +271,60 @@ class GroupBuffer:
         self.patience.check(f"preprocess: actor.py put no rollouts into {self.rollouts.path}")
 
     def in_order(self, record):
-        """The records whose turn it is, now that this one is here."""
+        """The records whose turn it is, now that this one has arrived."""
         if self.config.late != "wait":
             return [record]
         self.early[record["draw"]] = record
-        found = []
+        records = []
         while self.turn in self.early or self.turn in self.never:
             if self.turn in self.early:
-                found.append(self.early.pop(self.turn))
+                records.append(self.early.pop(self.turn))
             self.turn += 1
-        return found
+        return records
 
     def take(self, record):
-        """A group with its advantages into the buffer, or drop it."""
+        """Put a group with its advantages into the buffer, or drop it."""
         config = self.config
         draw = record["draw"]
         samples = split(record)
-        of_group = advantages(record["reward"], config.advantage) if samples else np.zeros(0)
-        for sample, advantage in zip(samples, of_group):
+        group_advantages = np.zeros(0)
+        if samples:
+            group_advantages = advantages(record["reward"], config.advantage)
+        for sample, advantage in zip(samples, group_advantages):
             sample["advantage"] = advantage
-            # over-length filtering, DAPO (arXiv 2503.14476) section 3.4
+            # This is the over-length filtering of DAPO (arXiv 2503.14476) section 3.4.
             if config.overlong_mask and not sample["finished"]:
                 sample["mask"] = np.zeros_like(sample["mask"])
         group = {"draw": draw, "samples": samples}
         self.ledger.drop(draw, record["failed"], "failed")
-        if samples and (config.no_signal == "keep" or np.abs(of_group).max() > 1e-6):
+        if samples and (config.no_signal == "keep" or np.abs(group_advantages).max() > 1e-6):
             self.groups.append(group)
         else:
             self.drop(group, "no_signal")
 
     def drop(self, group, reason):
-        """A whole group will not be trained; the gate lets another one start."""
+        """Note that a whole group will not be trained; the gate then lets another one start."""
         self.ledger.drop(group["draw"], len(group["samples"]), reason)
         self.ledger.done(group["draw"])
         self.ledger.dropped_groups += 1
 
     def shuffle_phase(self, groups, rng):
-        """Conventional RL: shuffle the oldest so many groups."""
+        """Shuffle this number of the oldest groups, for conventional RL."""
         head = [self.groups.popleft() for _ in range(groups)]
         rng.shuffle(head)
         self.groups.extendleft(reversed(head))
 
 
 class Drops:
-    """Tells the actor, in the file `path`, how many groups are dropped by now, and people how many samples, and why."""
+    """Announces what was dropped: groups to the actor, samples and reasons to people.
+
+    path: the file that tells the actor how many groups have been dropped so far.
+    """
 
     def __init__(self, ledger, path):
         self.ledger = ledger
         self.path = path
-        # what has been told
+        # the numbers that were announced last
         self.groups = 0
         self.samples = 0
 
@@ -294,7 +333,7 @@ class Drops:
         return ", ".join(reasons) or "none"
 
     def announce(self):
-        """Tell the actor at once; people the first time, and whenever the samples are twice as many as they know of."""
+        """Tell the actor of every dropped group, and people whenever the samples have doubled."""
         if self.ledger.dropped_groups > self.groups:
             self.groups = self.ledger.dropped_groups
             publish_json(self.path, groups=self.groups)
@@ -316,11 +355,12 @@ def main(run_dir):
     packer = Packer(config, batches, ledger, state["version"])
     rng = random.Random(config.seed)
     print(
-        f"preprocess: {config.trainers} ranks, rows of {config.row_tokens} tokens, from step {packer.step}",
+        f"preprocess: {config.trainers} ranks, rows of {config.row_tokens} tokens, "
+        f"from step {packer.step}",
         flush=True,
     )
     drops = Drops(ledger, queues / "dropped.json")
-    # the run is stopped: what is printed last has the totals, too
+    # A run that is stopped prints its totals, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         emit_steps(config, waiting, packer, drops, rng, version_file)
@@ -332,13 +372,14 @@ def main(run_dir):
 
 
 def emit_steps(config, waiting, packer, drops, rng, version_file):
-    """Until the last step is emitted."""
-    # groups of the current generation phase that are shuffled (conventional RL only)
+    """Receive groups and put their micro-batches, until the last step is emitted."""
+    # the number of shuffled groups left in the generation phase (conventional RL only)
     in_phase = 0
     while packer.step < config.steps:
         waiting.receive()
         drops.announce()
-        # at most one step ahead of the trainer, so that the buffer decides what it gets
+        # Stay at most one step ahead of the trainer. Until then groups wait in the buffer, which may
+        # still drop them.
         if not waiting.groups or packer.step > read_json(version_file).get("version", 0) + 1:
             time.sleep(0.005)
             continue

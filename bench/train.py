@@ -1,22 +1,25 @@
-"""What train.py's step costs, against a bare Hugging Face loop on the same samples, in turn.
+"""How long train.py's step takes, against a bare Hugging Face loop on the same samples.
 
-    python bench/train.py [--shape small|tail|heavy|1.5b|smol|smol-float32] [--rounds 5] [--contenders train.py sorted]
+    python bench/train.py [--shape small|tail|heavy|1.5b|smol|smol-float32] [--rounds 5]
+                          [--contenders train.py sorted]
 
     train.py  train.build, train.micro_batch and train.optimizer_step, on rows of preprocess.pack
-    sorted    the loop one writes first: samples sorted by length and padded on the right, as many as fit
-              row_tokens; HF forward, cross-entropy on all logits, backward, AdamW; no attention mask, as
-              causal attention does not see what is on the right; no clipping, no ratios, no metrics.
-              With bfloat16 autocast over float32 weights
+    sorted    the loop that one writes first: samples sorted by length and padded on the right, as
+              many as fit row_tokens; HF forward, cross-entropy on all logits, backward, AdamW. It
+              has no attention mask, as causal attention does not see what is on the right, no
+              clipping, no ratios and no metrics. With bfloat16, autocast over float32 weights
 
-Every contender has its own process and the same random weights, and takes one optimizer step a round, in
-turn, on the same samples (on a GPU all its rounds before the next starts, as the models do not fit beside
-each other). `of sorted`: median over the rounds of that contender's CPU seconds / these, and the range; of
-seconds on a GPU. tokens/s counts real tokens with prompts, no padding. Lengths are log-normal: of `small` and
-`1.5b` with sigma 0.9, of `tail` and `heavy` with sigma 1.6, which is the law of tasks/tail.py.
+Each contender has its own process and the same random weights. The contenders take turns, one
+optimizer step a round, on the same samples. (On a GPU, a contender takes all its rounds before the
+next one starts, as the models do not fit beside each other.) `of sorted` is the CPU seconds of
+`sorted` / those of this contender, median and range over rounds; on a GPU it is of seconds.
+tokens/s counts real tokens with prompts, and no padding. Lengths are log-normal, with sigma 0.9 in
+`small` and `1.5b`, and 1.6 in `tail` and `heavy`, which is the law of tasks/tail.py.
 
-MFU (GPU) = (6 N tokens + 12 layers hidden sum(length^2) / 2) / seconds / 989e12. N: matrix weights with
-the output head once and without the embedding; second term: causal attention within each sample;
-recomputation counts for nothing. 989 TFLOPS: dense bf16 peak of H100 and H200 SXM.
+MFU (on a GPU) = (6 N tokens + 12 layers hidden sum(length^2) / 2) / seconds / 989e12. N is the
+number of matrix weights, with the output head once and without the embedding. The second term is
+causal attention within each sample; recomputation counts for nothing. 989 TFLOPS is the dense bf16
+peak of H100 and H200 SXM.
 """
 
 import functools
@@ -33,22 +36,23 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
-# before this folder, whose train.py is not the one meant
+# Before this folder, as `import train` must not find bench/train.py
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import config as cfg
 import train
 from bench.common import WORK, keep, machine, median_and_range, parser, result_file, table
 from plumbing.metrics import Sums
 from plumbing.samples import filler, join
-from preprocess import TOGETHER, advantages, pack, side_by_side
+from preprocess import BUNDLE_SHARE, advantages, keep_together, pack
 
 logging.set_verbosity_error()
-# samples of one prompt
+# Samples of one prompt
 GROUP = 8
 PEAK_FLOPS = 989e12
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
-# completions: median, sigma, lowest and highest of log-normal ones; prompts: lowest and highest of uniform ones
+# completions: median, sigma, lowest and highest of log-normal lengths; prompts: lowest and highest
+# of uniform lengths
 SMALL = dict(vocab_size=8192, hidden_size=256, intermediate_size=1024, num_hidden_layers=4)
 SMALL |= dict(num_attention_heads=4, num_key_value_heads=2, dtype="float32", row_tokens=1024)
 SMALL |= dict(samples=96, completions=(60, 0.9, 4, 512), prompts=(8, 16))
@@ -61,9 +65,9 @@ SMOL |= dict(num_attention_heads=9, num_key_value_heads=3, dtype="bfloat16", row
 SMOL |= dict(samples=64, completions=(24, 0.3, 4, 48), prompts=(48, 56))
 SHAPES = {
     "small": SMALL,
-    # the same mean length
+    # The mean length is that of small
     "tail": SMALL | dict(row_tokens=2048, completions=(26, 1.6, 4, 2032)),
-    # longer rows, hence fewer batches to sort into
+    # Rows are longer, so that `sorted` has fewer batches to sort into
     "heavy": SMALL | dict(row_tokens=4096, completions=(26, 1.6, 4, 4080)),
     "1.5b": WIDE,
     "smol": SMOL,
@@ -75,20 +79,23 @@ SHAPES = {
 
 
 def draw(shape, seed):
-    """The samples of one step, as preprocess.py has them; the policy is near uniform, and so are the engine's logprobs."""
+    """The samples of one step, as preprocess.py has them.
+
+    The policy is nearly uniform, so the engine's logprobs are those of a uniform distribution.
+    """
     rng = np.random.default_rng(seed)
     median, sigma, lowest, highest = shape["completions"]
     samples = []
     for _ in range(shape["samples"] // GROUP):
         prompt = rng.integers(*shape["prompts"])
-        of_prompt = rng.integers(0, shape["vocab_size"], prompt)
+        prompt_tokens = rng.integers(0, shape["vocab_size"], prompt)
         drawn = np.exp(rng.normal(np.log(median), sigma, GROUP)).astype(int)
         rewards = rng.integers(0, 2, GROUP).astype(float)
         for completion, advantage in zip(drawn, advantages(rewards, "loo")):
             length = prompt + np.clip(completion, lowest, highest)
             mask = np.arange(length) >= prompt
             sample = filler() | dict(outcome=0, num_versions=1, sample_id=len(samples))
-            tokens = np.append(of_prompt, rng.integers(0, shape["vocab_size"], length - prompt))
+            tokens = np.append(prompt_tokens, rng.integers(0, shape["vocab_size"], length - prompt))
             sample |= dict(tokens=tokens, mask=mask)
             sample["segment"] = np.zeros(length)
             sample |= dict(behavior_logprobs=np.where(mask, -np.log(shape["vocab_size"]), 0))
@@ -131,9 +138,9 @@ def one_step(model, optimizers, config, device, records):
     return train.optimizer_step(model, optimizers, sums, 0, config)
 
 
-def own(shape, path):
-    """train.py as its main uses it, on one rank."""
-    # only here: bench/gpu.py needs no ranks
+def train_py(shape, path):
+    """The contender train.py, as its main uses it, on one rank."""
+    # Imported here, as bench/gpu.py runs without accelerate
     from plumbing.ranks import Ranks
 
     knobs = dict(run="bench", model=str(path), dtype=shape["dtype"])
@@ -145,7 +152,7 @@ def own(shape, path):
     def prepare(samples):
         samples = sorted(samples, key=lambda s: s["sample_id"])
         groups = [samples[i : i + GROUP] for i in range(0, len(samples), GROUP)]
-        parts = [x for g in groups for x in side_by_side(g, TOGETHER * shape["row_tokens"])]
+        parts = [x for g in groups for x in keep_together(g, BUNDLE_SHARE * shape["row_tokens"])]
         rows = pack([tokens for tokens, _ in parts], shape["row_tokens"])
         return [join([sample for i in row for sample in parts[i][1]]) for row in rows]
 
@@ -162,7 +169,7 @@ def padded(shape, samples):
     """Samples -> [(input ids [B, T], weight of every token's loss [B, T])]."""
     chosen = [[]]
     for sample in sorted(samples, key=lambda s: len(s["tokens"])):
-        # the newest one is the longest
+        # The newest one is the longest, to which all are padded
         if chosen[-1] and (len(chosen[-1]) + 1) * len(sample["tokens"]) > shape["row_tokens"]:
             chosen.append([])
         chosen[-1].append(sample)
@@ -174,7 +181,7 @@ def padded(shape, samples):
 
 
 def by_hand(shape, path):
-    """The loop one writes first. Targets are shifted, as slicing the logits would copy them."""
+    """The contender sorted. Targets are shifted, as slicing the logits would copy them."""
     model = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="sdpa"
     )
@@ -198,7 +205,7 @@ def by_hand(shape, path):
     return functools.partial(padded, shape), step
 
 
-BUILD = {"train.py": own, "sorted": by_hand}
+BUILD = {"train.py": train_py, "sorted": by_hand}
 
 
 # ---- measuring
@@ -206,7 +213,10 @@ BUILD = {"train.py": own, "sorted": by_hand}
 
 @functools.cache
 def contender(name, shape_name):
-    """(prepare, step) of a contender in its own process, warmed up by one step, so that Adam's state exists."""
+    """(prepare, step) of a contender in its own process.
+
+    One step warms it up, so that Adam's state exists.
+    """
     shape = SHAPES[shape_name]
     prepare, step = BUILD[name](shape, make_model(shape_name))
     step(prepare(draw(shape, 10**6)))
@@ -235,18 +245,18 @@ def measure(name, shape_name, seed):
 
 def run(names, shape_name, rounds):
     """{name: [measurement of every round]}."""
-    # only here: bench/gpu.py launches nothing
+    # Imported here, as bench/gpu.py launches nothing
     from plumbing.placement import KEEP_MEMORY
 
     spawn = multiprocessing.get_context("spawn")
     order = [(name, r) for r in range(rounds) for name in names]
     if CUDA:
         order.sort(key=lambda x: names.index(x[0]))
-    # a process starts with its first step
+    # A process starts with its first step
     pools = {name: ProcessPoolExecutor(1, spawn) for name in names}
     results = {name: [] for name in names}
     for name, r in order:
-        # as the trainer is started; a process takes them when it starts
+        # The trainer has these variables, which a process reads when it starts
         for key, value in KEEP_MEMORY.items():
             os.environ.pop(key, None)
             if name == "train.py":
@@ -258,12 +268,12 @@ def run(names, shape_name, rounds):
 
 
 def flops(shape, lengths):
-    """Of a training step on samples of these lengths, as in the docstring's MFU."""
+    """FLOPs of a training step on samples of these lengths, as in the docstring's MFU."""
     layers = shape["num_hidden_layers"]
     hidden = shape["hidden_size"]
     key_value = shape["num_key_value_heads"] * hidden // shape["num_attention_heads"]
-    of_layer = hidden * (2 * hidden + 2 * key_value + 3 * shape["intermediate_size"])
-    matrices = layers * of_layer + shape["vocab_size"] * hidden
+    layer_weights = hidden * (2 * hidden + 2 * key_value + 3 * shape["intermediate_size"])
+    matrices = layers * layer_weights + shape["vocab_size"] * hidden
     return 6 * matrices * lengths.sum() + 6 * layers * hidden * (lengths**2.0).sum()
 
 
@@ -301,8 +311,8 @@ def main(argv=None):
     where = torch.cuda.get_device_name() if CUDA else f"{torch.get_num_threads()} CPU threads"
     print(f"{machine()}; {where}")
     print(
-        f"{a.shape}, {shape['dtype']}: {a.rounds} rounds of {shape['samples']} samples of {every.mean():.0f} "
-        f"tokens on average, {every.max()} at most; rows of {shape['row_tokens']}"
+        f"{a.shape}, {shape['dtype']}: {a.rounds} rounds of {shape['samples']} samples of "
+        f"{every.mean():.0f} tokens on average, {every.max()} at most; rows of {shape['row_tokens']}"
     )
     lines = [row_of(name, results, shape, lengths) for name in results]
     table(lines[0], [line.values() for line in lines])

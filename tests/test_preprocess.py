@@ -23,7 +23,7 @@ from plumbing.ledger import Ledger
 from plumbing.patience import Patience
 from plumbing.queues import Queue, publish_json, read_json
 from plumbing.samples import split
-from preprocess import GroupBuffer, Packer, advantages, computed, pack, side_by_side
+from preprocess import GroupBuffer, Packer, advantages, computed_tokens, keep_together, pack
 
 
 def test_advantages_by_hand():
@@ -142,12 +142,12 @@ def test_attempts_at_a_problem_share_a_row_and_their_prompt(tmp_path):
             make_sample(10, prompt=8, sample_id=6 * draw + k, tokens=np.append(prompt, [k + 2, 9]))
             for k in range(6)
         ]
-        assert computed(samples) == 8 + 6 * 2
+        assert computed_tokens(samples) == 8 + 6 * 2
         packer.add(a_group(draw, samples))
     # 8 + 4 * 2 tokens are a quarter of a row; 120 tokens in a row of 64
     [record] = read_step(queue)
     assert record["sample_id"].tolist() == [0, 1, 2, 3, 6, 7, 8, 9, 4, 5, 10, 11]
-    assert computed(split(record)) == 2 * (8 + 4 * 2) + 2 * (8 + 2 * 2)
+    assert computed_tokens(split(record)) == 2 * (8 + 4 * 2) + 2 * (8 + 2 * 2)
 
 
 def test_segments_that_begin_alike_are_computed_once_and_counted_so():
@@ -157,10 +157,10 @@ def test_segments_that_begin_alike_are_computed_once_and_counted_so():
         tokens=np.concatenate(turns), segment=np.repeat(np.arange(6), [len(x) for x in turns])
     )
     samples = [make_sample(len(own["tokens"]), prompt=20) | own for _ in range(8)]
-    found = side_by_side(samples, 300)
+    found = keep_together(samples, 300)
     assert sum(len(together) for _, together in found) == 8 and len(found) > 1
     for tokens, together in found:
-        assert tokens == computed(together) <= 300
+        assert tokens == computed_tokens(together) <= 300
 
 
 def test_rows_of_a_round_take_equally_long(tmp_path):
