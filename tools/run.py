@@ -1,7 +1,10 @@
-"""`bash run.sh ...` once there is an environment: a run's part on this node, or engines for one that is in progress.
+"""Start this node's part of a run, or add engines to a run in progress.
 
-bash run.sh [preset] --knob value ...          from each node
-bash run.sh serve --run NAME [--engines N]     from any machine that sees its directory; Ctrl-C takes them away
+bash run.sh [preset] --knob value ...          on each node
+bash run.sh serve --run NAME [--engines N]     on any machine that sees the run directory;
+                                               Ctrl-C takes the engines away
+
+run.sh calls it as soon as there is an environment.
 """
 
 import functools
@@ -19,19 +22,21 @@ from plumbing.queues import read_json
 
 
 def train(argv) -> int:
-    """`run.sh [preset] --knob value ...`: this node's part of a run; returns the exit code."""
+    """Start this node's part of a run and wait for its end; returns the exit code."""
     gpus = placement.gpu_count()
-    node, n = placement.which_node()
+    node, node_count = placement.which_node()
     c = cfg.parse(argv)
-    c.nnodes = n
-    # of the others nothing is known, nor needed
-    hosts = [f"<node {k}>" for k in range(n)]
+    c.nnodes = node_count
+    # the addresses of the other nodes are neither known here nor needed
+    hosts = [f"<node {k}>" for k in range(node_count)]
     head = os.environ.pop("MASTER_ADDR", "")
-    if n == 1 or not c.dry_run:
-        hosts[node] = placement.own_address(head if n > 1 else "127.0.0.1")
+    if node_count == 1 or not c.dry_run:
+        hosts[node] = placement.own_address(head if node_count > 1 else "127.0.0.1")
     c.master_addr = hosts[0]
     placement.resolve(c, gpus)
-    lock, start, opening = [], "", None
+    lock = []
+    start = ""
+    opening = None
     done = "dry run, nothing is started"
     if node == 0 and c.dry_run:
         placement.prepare(c, ["train", "test"])
@@ -42,28 +47,33 @@ def train(argv) -> int:
     elif not c.dry_run:
         placement.prepare(c)
         c, start = rundir.wait_for_node_0(c)
-        # refused here unless this node has node 0's GPUs
+        # raises ConfigError unless this node has as many GPUs as node 0
         placement.resolve(c, gpus)
         done = "configuration from node 0"
     print(
-        f"run.sh: {done} | task {c.task}, model {c.model} | {c.steps} steps of {c.batch_size} samples | "
-        f"engines: {c.engines}, trainer ranks: {c.trainers}, GPUs: {gpus * n}, cores: {len(os.sched_getaffinity(0))} | {c.dtype}"
+        f"run.sh: {done} | task {c.task}, model {c.model} | "
+        f"{c.steps} steps of {c.batch_size} samples | "
+        f"engines: {c.engines}, trainer ranks: {c.trainers}, GPUs: {gpus * node_count}, "
+        f"cores: {len(os.sched_getaffinity(0))} | {c.dtype}"
     )
-    for k in range(n) if c.dry_run else [node]:
+    for k in range(node_count) if c.dry_run else [node]:
         processes = placement.commands(c, gpus, k, hosts[k])
-        print(f"run.sh: node {k} of {n}")
+        print(f"run.sh: node {k} of {node_count}")
         placement.show(processes, c.dry_run)
     return 0 if c.dry_run else run(c, processes, start, lock, opening)
 
 
 def begin(c: cfg.Config, start: str) -> rundir.Opening:
-    """Node 0: all that is to be done before processes start. What can be refused is refused before anything is touched."""
+    """Do on node 0 what must be done before processes start.
+
+    What can be refused is refused before the run directory is changed.
+    """
     opening = rundir.Opening(c)
     placement.prepare(c, ["train", "test"])
     if c.trainers > 1:
         claim = supervise.claim_port(c.master_addr, c.master_port)
         c.master_port = claim.getsockname()[1]
-        # never closed
+        # the socket stays open, so that no other run takes the port
         claim.detach()
     opening.make()
     rundir.write(c, start)
@@ -71,52 +81,66 @@ def begin(c: cfg.Config, start: str) -> rundir.Opening:
 
 
 def run(c, commands, start, lock=(), opening=None) -> int:
-    """Start these processes, wait for the run's end, stop what is left: the exit code. lock, start, opening: node 0's."""
+    """Start these processes, wait for the run's end, stop what still runs; returns the exit code.
+
+    lock, start: as rundir.hold returns them on node 0. opening: None on all other nodes.
+    """
     run_dir = Path(c.out, c.run)
     processes = []
     for name, env, command in commands:
         if "--port" in command:
             processes.append(supervise.Engine(run_dir, name, env, command, c.start_timeout))
         else:
-            # if this process is killed, nobody gets the run before the trainer has saved
+            # If this process is killed, the trainer still holds the lock until it has saved
             files = lock if name.startswith("train") else []
             processes.append(supervise.Process(run_dir, name, env, command, files))
+    is_node_0 = bool(lock)
     is_over = functools.partial(rundir.node_0_is_done, c, start)
-    ended = supervise.run(processes, c.stop_timeout, (lambda: False) if lock else is_over)
+    ended = supervise.run(processes, c.stop_timeout, (lambda: False) if is_node_0 else is_over)
     if ended:
-        supervise.say(ended_words(c, opening) * bool(lock) + ended.details)
-    if lock and not ended:
+        next_step = describe_end(c, opening) if is_node_0 else ""
+        supervise.say(next_step + ended.details)
+    elif is_node_0:
         subprocess.run([sys.executable, "tools/report.py", str(run_dir)], cwd=cfg.ROOT)
     return ended.code if ended else 0
 
 
-def ended_words(c, opening):
-    """What becomes of a run that has ended early."""
+def describe_end(c, opening):
+    """Say what the same command will do after a run has ended early; one line."""
     run_dir = Path(c.out, c.run)
     newest = checkpoints.newest(run_dir)
-    first = int(opening.newest.name[5:]) if opening and opening.newest else 0
-    if opening and not read_json(run_dir / "queues" / "version.json").get("version", 0) > first:
+    first = int(opening.newest.name.removeprefix("step_")) if opening and opening.newest else 0
+    version = read_json(run_dir / "queues" / "version.json").get("version", 0)
+    if opening and version <= first:
         return f"run.sh: stopped before its first step: {opening.undo()}\n"
-    continues = f"continues from {newest.name}" if newest else "starts anew: there is no checkpoint"
-    return f"run.sh: stopped; the same command {continues}; tools/report.py {run_dir} shows it\n"
+    if newest is None:
+        return (
+            "run.sh: stopped; the same command starts anew: there is no checkpoint; "
+            f"tools/report.py {run_dir} shows it\n"
+        )
+    return (
+        f"run.sh: stopped; the same command continues from {newest.name}; "
+        f"tools/report.py {run_dir} shows it\n"
+    )
 
 
 def serve(argv) -> int:
-    """Start engines and wait for the run's end; returns the exit code."""
+    """Start engines for a run in progress and wait for its end; returns the exit code."""
     gpus = placement.gpu_count()
     given = cfg.parse(argv, cfg.Config())
     started, start = rundir.wait_for_node_0(given)
-    # flags that are not given are the run's
+    # knobs that are not given have the values of the run
     c = cfg.parse(argv, started)
     c.trainers = 0
     c.nnodes = 1
     c.teacher = ""
     c.engines = given.engines or gpus // c.tensor_parallel or 1
-    # other random numbers than the run's own engines
+    # these engines must not draw the same random numbers as those of the run
     c.seed = secrets.randbits(30)
     cfg.require(
         len(placement.spread(c, gpus)[1]) == c.engines and (gpus or c.weight_backend == "gloo"),
-        f"--engines {c.engines} x {c.tensor_parallel} GPUs: this machine has {gpus}",
+        f"--engines {c.engines} of {c.tensor_parallel} GPUs each do not fit: this machine has "
+        f"{gpus} GPUs",
     )
     host = placement.own_address(c.master_addr)
     processes = []
