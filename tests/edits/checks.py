@@ -1,5 +1,8 @@
-"""What each edit of this folder does, seen in a copy of the repository that it is applied to: tests/test_edits.py
-runs `pytest tests/edits/checks.py -k NAME` there. In the repository itself, without the edits, these fail.
+"""Checks of the edits in this folder.
+
+tests/test_edits.py applies each edit to a copy of the repository and runs
+`pytest tests/edits/checks.py -k NAME` there. Without the edits these tests fail. The trainer is
+real, and so are its processes; engines are FAKE.
 """
 
 import functools
@@ -10,7 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_actor import choice, one_group
+from aiohttp import web
+from test_actor import choice, good, one_group
 from test_ranks import resume, run_trainer, same, write_run
 from test_samples import group_record, make_sample
 from test_train import CPU, knobs, metrics_of, micro_record, one_step, packed_model
@@ -34,19 +38,22 @@ from tools.evaluate import start_engines
 
 
 def trained(model, *batches, version=6, **changed):
-    """(metrics, optimizers) of a step of a model that train.make_optimizers has just seen."""
+    """Make a step of a model with new optimizers; return (metrics, optimizers)."""
     config = knobs(**changed)
     optimizers = train.make_optimizers(model, config, CPU)
     return one_step(model, optimizers, batches, version, config), optimizers
 
 
 def copies(model):
-    """{name: copy} of its parameters."""
+    """Return {name: copy} of a model's parameters."""
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def drawn_by(sampler, groups, success):
-    """The numbers of the problems of so many groups; success(number): of each of its attempts."""
+    """Draw so many groups; return the numbers of their problems.
+
+    success(number): the success of each attempt at a problem.
+    """
     drawn = []
     for _ in range(groups):
         task, number = sampler.next()
@@ -56,8 +63,9 @@ def drawn_by(sampler, groups, success):
 
 
 def counts_of(n, groups, success):
-    """How often a sampler draws each of n problems in so many groups. It goes on from its state as if it had not been
-    stopped.
+    """Return how often a sampler draws each of n problems in so many groups.
+
+    Also assert that a sampler continues from its saved state as if it had not been stopped.
     """
     again = functools.partial(actor.Sampler, {"toy": list(range(n))}, {"toy": 1.0}, 0)
     sampler = again()
@@ -71,11 +79,11 @@ def counts_of(n, groups, success):
 
 
 def test_cispo_by_position_knows_the_tenth_of_every_token():
-    # what an engine sampled, with its logprobs and versions
+    # Five sampled tokens with their logprobs and versions
     five = [3] * 5, [-1.0] * 5, [0] * 5
     transcript = Transcript([7, 7])
     transcript.append(*five)
-    # what the environment says is no part of it
+    # Tokens of the environment do not count
     transcript.append([8, 8, 8])
     transcript.append(*five)
     sample = transcript.fields()
@@ -124,7 +132,7 @@ def test_temperature_per_member_is_sampled_and_trained_at(tmp_path, base_model):
     model = policy.model
 
     def answer(n, body):
-        """What an engine says that has sampled `ab` and the end."""
+        """Return the answer of an engine that has sampled `ab` and the end token."""
         ids = np.array([*body["token_ids"], 29, 30, 1])
         temperature = body["sampling_params"]["temperature"]
         with torch.no_grad():
@@ -158,7 +166,7 @@ def test_muon_takes_the_matrices_of_the_layers_and_adamw_the_rest():
             singular = torch.linalg.svdvals(moved) / scale
             assert 0.6 < singular.median() < 1.3 and singular.max() < 1.3, name
         else:
-            # AdamW's first step is the learning rate, whatever the gradient; unseen tokens have none
+            # AdamW's first step is the learning rate, whatever the gradient is
             assert moved.abs().max() == pytest.approx(0.01, rel=1e-2), name
 
 
@@ -174,7 +182,7 @@ def test_muon_continues_from_a_checkpoint(tmp_path, base_model):
 
 
 def test_subset_of_parameters_alone_is_trained_and_sent(tmp_path, base_model, monkeypatch):
-    """With a FAKE engine: it has the new values of those, and of all others what it has loaded."""
+    """A FAKE engine has the new values of the subset, and keeps the others as it loaded them."""
     words = f"toy --run t --out {tmp_path} --port 8985 --model {base_model}"
     config = resolved(*words.split(), "--trained", r"\.mlp\.up|norm")
     run_dir = rundir.write(config)
@@ -193,13 +201,13 @@ def test_subset_of_parameters_alone_is_trained_and_sent(tmp_path, base_model, mo
         wanted = {name for name in before if "mlp.up" in name or "norm" in name}
         assert {n for n in before if not torch.equal(before[n], after[n])} == wanted
         with torch.no_grad():
-            # not even if the trainer's change
+            # Other parameters are not sent, even if they change in the trainer
             model.get_input_embeddings().weight.mul_(2)
         update(sender, 1)
         model.load_state_dict(after, strict=False)
         assert Guards(config, run_dir, ranks).measure(policy, record, sender, 1)["mismatch"] < 1e-5
         sender.close()
-        # its checkpoints are like any other's
+        # Checkpoints are complete
         state = checkpoints.NEW_RUN | {"version": 1}
         saver = checkpoints.Saver(config, run_dir, model, optimizers, ranks, checkpoints.NEW_RUN)
         saver.save(state)
@@ -321,3 +329,34 @@ def test_two_epochs_come_out_alike_in_replay(tmp_path, base_model, capsys):
     run_trainer(run_dir)
     assert replay.main([str(run_dir), "--step", "6"]) == []
     assert "are the same, bit for bit" in capsys.readouterr().out
+
+
+# ---- self_teacher
+
+
+def test_self_teacher_scores_wrong_attempts_with_a_right_one_in_the_prompt(tmp_path, base_model):
+    def answer(n, body):
+        if "prompt_logprobs" in body["sampling_params"]:
+            prompt = [-9.0] * (len(body["token_ids"]) - 4)
+            return web.json_response({"prompt_logprobs": [*prompt, -0.25, -0.5, -1.5]})
+        return good(n, body) if n == 2 else choice([30, 29, 1], [("5", 0, 3)])
+
+    made, record, calls, _ = one_group(tmp_path, base_model, answer, self_teacher=0.5)
+    hint = made.prompter.start("ba=\n\nThis answer is correct:\nab")
+    assert [call["token_ids"] for call in calls[4:]] == 3 * [hint + [30, 29, 1]]
+    for sample in split(record):
+        expected = [0, 0, 0] if sample["reward"] else [0.25, 0, -1]
+        assert sample["self_teacher"].tolist() == [0, 0, 0, *expected]
+
+
+def test_self_teacher_adds_to_each_advantage():
+    model = packed_model()
+    record = micro_record(model, [12], version=6)
+    record["self_teacher"] = np.zeros(12, np.float32)
+    before, _ = metrics_of(model, record, 6, self_teacher=0.5)
+    sampled = np.flatnonzero(record["mask"])
+    record["self_teacher"][sampled] = np.linspace(-1, 1, len(sampled))
+    after, _ = metrics_of(model, record, 6, self_teacher=0.5)
+    logprobs = record["behavior_logprobs"][sampled]
+    expected = -(0.5 * record["self_teacher"][sampled] * logprobs).sum()
+    assert (after - before).item() == pytest.approx(expected, abs=1e-4)
