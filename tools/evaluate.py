@@ -52,8 +52,10 @@ def start_engines(config, gpus=0, as_loaded=True):
         while not all(engine.has_answered for engine in engines):
             check_alive(engines)
             if time.monotonic() > deadline:
-                late = f"no answer within {config.start_timeout:.0f} s: see {run_dir}/logs"
-                raise TimeoutError(f"evaluate: engines gave {late}")
+                raise TimeoutError(
+                    f"evaluate: engines gave no answer within {config.start_timeout:.0f} s: see "
+                    f"{run_dir}/logs"
+                )
             time.sleep(0.5)
     except BaseException:
         stop(engines, 0)
@@ -67,8 +69,9 @@ def check_alive(engines):
     for engine in engines:
         # first as any process, as a dead engine is started again
         if Process.poll(engine) is not None or engine.poll() is not None or engine.deaths:
-            words = f"evaluate: {engine.name} has died, see {engine.log}"
-            raise RuntimeError(f"{words}\n{engine.last_errors()}")
+            raise RuntimeError(
+                f"evaluate: {engine.name} has died, see {engine.log}\n{engine.last_errors()}"
+            )
 
 
 # ---- statistics
@@ -147,8 +150,9 @@ async def attempt(actor, task, source, number, problem, k):
     """Attempt k at a problem -> its line of answers.jsonl."""
     sample = await actor.evaluate_attempt(task, number, problem, k)
     if sample is None:
-        logs = f"see {actor.run_dir}/logs"
-        raise RuntimeError(f"evaluate: problem {number} of {source} failed every try: {logs}")
+        raise RuntimeError(
+            f"evaluate: problem {number} of {source} failed every try: see {actor.run_dir}/logs"
+        )
     if actor.config.keep_steps:
         actor.rollouts.put(join([sample]))
     # attempts vote by the task's `answer`, or by all of their text

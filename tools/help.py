@@ -15,7 +15,7 @@ import config as cfg
 
 
 def commands():
-    """What run.sh says of itself in the comment that it begins with."""
+    """The comment at the beginning of run.sh, which describes its commands."""
     text = (cfg.ROOT / "run.sh").read_text().partition("\nset ")[0]
     lines = text.splitlines()[1:]
     return "\n".join(line.removeprefix("#").removeprefix(" ") for line in lines)

@@ -93,9 +93,11 @@ def compare_weights(model, path, dtype):
         distance = (ours - saved[name].float()).abs().max().item()
         if distance:
             differ[name] = distance
-    words = f"differ by up to {max(differ.values())}" if differ else "are the same, bit for bit"
-    print(f"replay: weights of {path} {words}")
-    return [*differ]
+    if differ:
+        print(f"replay: weights of {path} differ by up to {max(differ.values())}")
+    else:
+        print(f"replay: weights of {path} are the same, bit for bit")
+    return list(differ)
 
 
 def main(argv=None):
