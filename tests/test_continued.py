@@ -267,7 +267,7 @@ MATHS = "--task maths --train_data {data} --eval_data {data} --model {base}"
 REFUSED = {
     "no such model": ("--model /no/such", "--model /no/such is no directory, and the hub does"),
     "offline": ("--model owner/name", "--model owner/name is no directory, and the hub does not"),
-    "no model": ("--model {models}/empty", "has no config.json: it is no model's directory"),
+    "no model": ("--model {models}/empty", "has no config.json: name the directory of a model"),
     # transformers reads an empty tokenizer from this directory
     "no tokenizer": ("--model {models}/tokenless", "20000 of 20000 problems .* has 0 tokens"),
     "family": ("--model {models}/unknown", "its configuration or tokenizer cannot be read"),
