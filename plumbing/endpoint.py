@@ -1,12 +1,18 @@
-"""The actor's HTTP server: an OpenAI endpoint for each attempt that asks for one, told apart by its key.
+"""The actor's HTTP server: an OpenAI endpoint for each attempt, told apart by its API key.
 
-    POST /v1/chat/completions  tools and streaming, too       POST /v1/completions       GET /v1/models
+    POST /v1/chat/completions  tools and streaming, too
+    POST /v1/completions
+    GET  /v1/models
 
-A request's messages are rendered by an engine (vLLM's chat template and tool parser), but the past never again: what
-the template adds is appended to the exact tokens of the exchange that the messages continue. The answer is sampled as
-any other (Attempt.generate). Sampling is the run's own: what a client says of it is left out, and counted by name, or
-refused where the answer would be another than it expects. Each request is a turn of its own, also one that is the same
-as another; a client's retry alone shares the turn that it tries again for (Endpoint.turn). It listens on loopback alone.
+An engine renders a request's messages with vLLM's chat template and tool parser. Earlier turns are
+never rendered again: the tokens that the template adds are appended to the exact tokens of the
+exchange that the messages continue. The answer is sampled by Attempt.generate, like any other turn.
+
+The run's knobs decide how tokens are sampled. A client's options of sampling are left out and
+counted by name; the request is refused if the client would not get the answer that it expects.
+
+Each request is a turn of its own, even if it is the same as another one. Only a retry shares the
+turn of the request that it repeats (Endpoint.turn). The server listens on loopback alone.
 Deliberately absent: stop strings, several choices, logprobs, images.
 """
 
@@ -23,36 +29,42 @@ from aiohttp import web
 
 from plumbing.episode import CutOff, EngineUnavailable
 
-# what becomes part of a prompt, or of how an answer is sent
+# the options that become part of the prompt, or say how the answer is sent
 PASSED = {"model", "messages", "tools", "tool_choice", "stream", "stream_options", "prompt"}
 PASSED |= {"max_tokens", "max_completion_tokens", "chat_template_kwargs", "parallel_tool_calls"}
-# what an answer would not be as the client expects it without
+# the options without which the client would not get the answer that it expects
 REFUSED = {"n", "stop", "logit_bias", "logprobs", "echo", "best_of", "suffix"}
-# what engines call the model, see placement.py; of requests to vLLM's renderer, which samples nothing
-NAME = "policy"
-OWN = dict(model=NAME, stream=False, stream_options=None, max_tokens=1, max_completion_tokens=1)
+# the name by which engines know the model, see placement.py
+MODEL_NAME = "policy"
+# the options of a request to vLLM's renderer, which samples nothing
+RENDER_OPTIONS = dict(
+    model=MODEL_NAME, stream=False, stream_options=None, max_tokens=1, max_completion_tokens=1
+)
 # the header in which the packages of OpenAI and Anthropic count the retries of a request
 RETRY_COUNT = "x-stainless-retry-count"
-# of a request: whose it is
+# the key under which a web.Request keeps its Attempt
 ATTEMPT = web.RequestKey("attempt", object)
 
 
-def error(status, words, code):
-    """An answer of the shape that OpenAI's clients read."""
-    body = dict(message=words, type="invalid_request_error", param=None, code=code)
-    return web.json_response({"error": body}, status=status)
+def error_response(status, message, code):
+    """A response in the form in which OpenAI's clients read errors."""
+    error = dict(message=message, type="invalid_request_error", param=None, code=code)
+    return web.json_response({"error": error}, status=status)
 
 
-def said(message):
-    """What a message says, to be compared with what a client sends back: (role, text, tool calls, whose answer)."""
+def comparable(message):
+    """(role, text, tool calls, id of the answered tool call) of a message.
+
+    They are equal for a message that was answered and the same message as a client sends it back.
+    """
     content = message.get("content") or ""
     if isinstance(content, list):
-        content = [part.get("text", part) for part in content]
-        content = "".join(content) if all(isinstance(x, str) for x in content) else content
+        parts = [part.get("text", part) for part in content]
+        content = "".join(parts) if all(isinstance(part, str) for part in parts) else parts
     calls = []
     for call in message.get("tool_calls") or []:
         arguments = call["function"]["arguments"]
-        # clients write the same JSON in another way
+        # clients may write the same JSON differently
         with contextlib.suppress(ValueError, TypeError):
             arguments = json.loads(arguments)
         calls.append((call["function"]["name"], arguments))
@@ -60,20 +72,25 @@ def said(message):
 
 
 class Exchange(NamedTuple):
-    """A request and its answer. rendered: token ids of its messages; exact: those that were sent and sampled."""
+    """The messages of a request, and the answer."""
 
-    # its messages, the model's the last
-    said: list
-    thought: str
+    # `comparable` of all messages, the last one the model's
+    messages: list
+    # the two texts of the model's message
+    reasoning: str
+    content: str
+    # token ids of the request's messages, as an engine rendered them
     rendered: list
+    # token ids that were sent and sampled
     exact: list
     finished: bool
 
 
 class Turn:
-    """A turn of the model's that a request asked for.
+    """A turn of the model that a request asked for.
 
-    answer: asyncio.Task of it, None if it is not begun; clients: how many requests wait for it, or were sent all of it.
+    answer: the asyncio.Task that samples it; None before it is begun. clients: the number of
+    requests that wait for the answer, or were sent all of it.
     """
 
     def __init__(self):
@@ -81,14 +98,17 @@ class Turn:
         self.clients = 0
 
     def is_begun(self):
-        """False of a turn that has failed, too: a repeat of its request begins it again."""
+        """Is it begun? It is not if it has failed: a repeated request then begins it again."""
         if self.answer is None or not self.answer.done():
             return self.answer is not None
         return not self.answer.cancelled() and self.answer.exception() is None
 
 
 class Endpoint:
-    """The server. attempts: {api key: Attempt}. url: where it listens, None before it is started."""
+    """The server.
+
+    attempts: {API key: Attempt}. url: the address of its API, None before the server is started.
+    """
 
     def __init__(self, prompter, engines):
         self.prompter = prompter
@@ -105,7 +125,7 @@ class Endpoint:
         self.runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
 
     def forget(self, attempt):
-        """It is over: its key is good for nothing, and what is still sampled for it is ended."""
+        """End an attempt: its key is no longer valid, and its unfinished turns are cancelled."""
         del self.attempts[attempt.api_key]
         for turns in attempt.requests.values():
             for turn in turns:
@@ -114,7 +134,7 @@ class Endpoint:
 
     async def start(self):
         await self.runner.setup()
-        # clients are processes of this machine
+        # all clients are processes of this machine
         await web.TCPSite(self.runner, "127.0.0.1", 0).start()
         self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}/v1"
 
@@ -125,39 +145,43 @@ class Endpoint:
 
     @web.middleware
     async def guard(self, request, handler):
-        """Whose request it is; errors in the client's shape."""
+        """Find the request's attempt, and answer errors in the form that clients read."""
         try:
-            # while a body arrives its attempt may end
+            # read the body first: the attempt may end while it arrives
             await request.read()
             key = request.headers.get("Authorization", "").removeprefix("Bearer ")
             if key not in self.attempts:
-                return error(401, "no attempt has this key, or it is over", "invalid_api_key")
+                return error_response(
+                    401, "no attempt has this API key, or the attempt is over", "invalid_api_key"
+                )
             request[ATTEMPT] = self.attempts[key]
             return await handler(request)
         except CutOff as e:
-            return error(400, str(e), "context_length_exceeded")
+            return error_response(400, str(e), "context_length_exceeded")
         except EngineUnavailable as e:
-            return error(503, str(e), "no_engine")
+            return error_response(503, str(e), "no_engine")
         except ConnectionError:
-            # nobody reads it
-            return error(499, "the client has hung up", "hung_up")
+            # nobody reads this response
+            return error_response(499, "the client has hung up", "hung_up")
         except web.HTTPException as e:
-            return error(e.status, e.text, "invalid_request")
+            return error_response(e.status, e.text, "invalid_request")
         except aiohttp.ClientResponseError as e:
-            # vLLM's words for a prompt that is too long
+            # this is vLLM's message for a prompt that is too long
             if "maximum context length" in e.message:
-                return error(400, str(request[ATTEMPT].cut()), "context_length_exceeded")
-            return error(e.status, e.message, "invalid_request")
+                return error_response(400, str(request[ATTEMPT].cut()), "context_length_exceeded")
+            return error_response(e.status, e.message, "invalid_request")
         except (LookupError, TypeError, AttributeError, ValueError) as e:
-            return error(400, f"not understood: {e!r}", "invalid_request")
+            message = f"the request is not in the form of OpenAI's API: {e!r}"
+            return error_response(400, message, "invalid_request")
 
     @contextlib.contextmanager
     def turn(self, request, body, work):
-        """Gives the future of what work(attempt, body) returns, as long as the client of this request waits for it.
+        """Yield the future of the result of work(attempt, body), while the request's client waits.
 
-        Each request begins a turn of its own, unless a turn for the same body has no client: its client hung up before
-        all of it was sent, or it failed; the oldest of them is this request's. A request that says it is a retry
-        always has an earlier turn: if all of them have clients, its own may have got lost on the way.
+        A request begins a turn of its own, unless an earlier turn of the same body has no client:
+        its client hung up before all of the answer was sent, or the turn failed. The request then
+        gets the oldest of these turns. A request that says it is a retry always gets an earlier
+        turn: if all of them have clients, its own answer may have been lost on the way.
         """
         turn_body = body | dict(stream=None, stream_options=None)
         key = f"{request.path} {json.dumps(turn_body, sort_keys=True)}"
@@ -171,50 +195,55 @@ class Endpoint:
             turn = Turn()
             turns.append(turn)
         elif not is_retry:
-            # perhaps not its own: the retry of the client that hung up finds another one, which is not begun
+            # This turn may belong to a client that hung up and will retry. A turn that is not begun
+            # is left for that retry.
             turns.append(Turn())
         if not turn.is_begun():
-            turn.answer = asyncio.ensure_future(work(request[ATTEMPT], self.clean(body)))
+            turn.answer = asyncio.ensure_future(work(request[ATTEMPT], self.accepted(body)))
         turn.clients += 1
         try:
-            # a client that hangs up does not end what it may ask for again
+            # a client that hangs up does not end a turn that it may ask for again
             yield asyncio.shield(turn.answer)
         except BaseException:
             turn.clients -= 1
             raise
 
-    def clean(self, body):
-        """A request without what is the run's own to say."""
-        kept = {"chat_template_kwargs": self.prompter.thinking}
+    def accepted(self, body):
+        """The options of a request that are passed on; raises HTTPBadRequest for a refused one."""
+        options = {"chat_template_kwargs": self.prompter.thinking}
         for name, value in body.items():
             if name in REFUSED and value and (name, value) != ("n", 1):
-                words = f"{name} is not supported: sampling is the run's own"
-                raise web.HTTPBadRequest(text=words)
+                raise web.HTTPBadRequest(
+                    text=f"{name} is not supported: the run's knobs decide how tokens are sampled"
+                )
             if name in PASSED and value is not None:
-                kept[name] = value
+                options[name] = value
             elif value and name not in REFUSED:
-                self.note(f"{name} of a client is left out")
-        if kept.get("tool_choice", "auto") not in ("auto", "none"):
-            self.note("tool_choice of a client is auto")
-            kept["tool_choice"] = "auto"
-        for tool in kept.get("tools", []):
+                self.count(f"{name} of a client is left out")
+        if options.get("tool_choice", "auto") not in ("auto", "none"):
+            self.count("tool_choice of a client is auto")
+            options["tool_choice"] = "auto"
+        for tool in options.get("tools", []):
             if tool["function"].pop("strict", None):
-                self.note("strict of a client's tool is left out")
-        return kept
+                self.count("strict of a client's tool is left out")
+        return options
 
-    def note(self, words):
-        """Count it; a line the first time."""
-        self.counts[words] += 1
-        if self.counts[words] == 1:
-            print(f"actor: endpoint: {words}: sampling is the run's own", flush=True)
+    def count(self, event):
+        """Count an event, and print it the first time."""
+        self.counts[event] += 1
+        if self.counts[event] == 1:
+            print(
+                f"actor: endpoint: {event}: the run's knobs decide how tokens are sampled",
+                flush=True,
+            )
 
     async def models(self, request):
-        model = dict(id=NAME, object="model", created=0, owned_by="run")
+        model = dict(id=MODEL_NAME, object="model", created=0, owned_by="run")
         return web.json_response(dict(object="list", data=[model]))
 
     async def chat(self, request):
         body = await request.json()
-        with self.turn(request, body, self.say) as answer:
+        with self.turn(request, body, self.answer_chat) as answer:
             message, finish, usage = await answer
             choice = dict(index=0, message=message, finish_reason=finish)
             calls = [dict(call, index=i) for i, call in enumerate(message.get("tool_calls") or [])]
@@ -225,21 +254,26 @@ class Endpoint:
 
     async def complete(self, request):
         body = await request.json()
-        with self.turn(request, body, self.go_on) as answer:
+        with self.turn(request, body, self.continue_text) as answer:
             text, finish, usage = await answer
             choice = dict(index=0, text=text, finish_reason=finish, logprobs=None)
             return await send(request, body, "text_completion", choice, usage, [choice])
 
-    # ---- what is sampled
+    # ---- the model's turns
 
-    async def say(self, attempt, body):
-        """A turn of a conversation: (message, finish_reason, usage)."""
-        messages = [said(message) for message in body["messages"]]
+    async def answer_chat(self, attempt, body):
+        """Sample the model's turn of a conversation: (message, finish_reason, usage)."""
+        messages = [comparable(message) for message in body["messages"]]
         rendered = await self.render(body)
-        past = [x for x in attempt.exchanges if x.said == messages[: len(x.said)]]
+        continued = [
+            exchange
+            for exchange in attempt.exchanges
+            if exchange.messages == messages[: len(exchange.messages)]
+        ]
+        continued.sort(key=lambda exchange: -len(exchange.messages))
         prompt = rendered
-        # the deepest first, of which each costs a rendering
-        for exchange in sorted(past, key=lambda x: -len(x.said))[:3]:
+        # try the three longest ones, as each try costs a rendering
+        for exchange in continued[:3]:
             spliced = await self.splice(exchange, body, rendered)
             if spliced is not None:
                 prompt = spliced
@@ -247,92 +281,109 @@ class Endpoint:
         limit = body.get("max_completion_tokens", body.get("max_tokens"))
         answer = await attempt.generate(prompt, limit)
         message = await self.derender(body, prompt, answer)
-        messages.append(said(message))
-        thought = (message.get("reasoning") or "").strip()
-        exact = prompt + answer["tokens"]
-        exchange = Exchange(messages, thought, rendered, exact, answer["finished"])
+        messages.append(comparable(message))
+        exchange = Exchange(
+            messages=messages,
+            reasoning=(message.get("reasoning") or "").strip(),
+            content=(message.get("content") or "").strip(),
+            rendered=rendered,
+            exact=prompt + answer["tokens"],
+            finished=answer["finished"],
+        )
         attempt.exchanges.append(exchange)
-        calls = message.get("tool_calls")
-        finish = "length" if not answer["finished"] else "tool_calls" if calls else "stop"
+        finish = "tool_calls" if message.get("tool_calls") else "stop"
+        if not answer["finished"]:
+            finish = "length"
         return message, finish, usage_of(prompt, answer)
 
     async def splice(self, exchange, body, rendered):
-        """The prompt of messages that continue an exchange: its exact tokens, and what the template adds. None if
-        the template does not leave there what was said.
+        """The prompt of messages that continue an exchange, made of exact tokens.
+
+        It is the exchange's exact tokens, and then the tokens that the template adds. None if the
+        template changes the exchange, as one does that drops old thinking.
         """
-        messages = body["messages"][: len(exchange.said)]
+        messages = body["messages"][: len(exchange.messages)]
         past = await self.render(dict(body, messages=messages, add_generation_prompt=False))
         begin = len(exchange.rendered)
         if rendered[: len(past)] != past or past[:begin] != exchange.rendered:
             return None
+        # the model's turn as the template renders it
         turn = past[begin:]
         text = self.prompter.tokenizer.decode(turn, clean_up_tokenization_spaces=False)
         ends = [i for i, token in enumerate(turn) if token in self.prompter.stop]
-        if not ends or any(x not in text for x in (exchange.thought, exchange.said[-1][1].strip())):
+        if not ends or exchange.reasoning not in text or exchange.content not in text:
             return None
-        # after the end of the turn, which is there already if it was sampled
+        # the tokens after the stop token, which is itself left out if it was sampled
         separator = turn[ends[-1] + exchange.finished :]
         return exchange.exact + separator + rendered[len(past) :]
 
-    async def go_on(self, attempt, body):
-        """A completion of a text, or of token ids: (text, finish_reason, usage)."""
+    async def continue_text(self, attempt, body):
+        """Sample a completion of a text, or of token ids: (text, finish_reason, usage)."""
         given = body.get("prompt")
-        prompter = self.prompter
         prompt = []
         if isinstance(given, str):
-            # of exchanges (text so far, its tokens), the longest
-            past = [x for x in attempt.texts if given.startswith(x[0])]
-            text, tokens = max(past, key=lambda x: len(x[0]), default=("", []))
-            more = prompter.tokenizer(given[len(text) :], add_special_tokens=not tokens)
-            prompt = tokens + more["input_ids"]
+            # (text, token ids) of the longest text so far that the prompt continues
+            continued = [entry for entry in attempt.texts if given.startswith(entry[0])]
+            text, tokens = max(continued, key=lambda entry: len(entry[0]), default=("", []))
+            encoded = self.prompter.tokenizer(given[len(text) :], add_special_tokens=not tokens)
+            prompt = tokens + encoded["input_ids"]
         elif isinstance(given, list) and all(isinstance(x, int) for x in given):
             prompt = given
         if not prompt:
             raise web.HTTPBadRequest(text="prompt must be one text, or one list of token ids")
         answer = await attempt.generate(prompt, body.get("max_tokens"))
-        text = prompter.decode(answer["tokens"])
+        text = self.prompter.decode(answer["tokens"])
         if isinstance(given, str):
             attempt.texts.append((given + text, prompt + answer["tokens"]))
         finish = "stop" if answer["finished"] else "length"
         return text, finish, usage_of(prompt, answer)
 
-    # ---- vLLM's part
+    # ---- requests to vLLM's renderer
 
     async def render(self, body):
-        """Messages as token ids, by the model's chat template."""
-        answer = await self.engines.ask("/v1/chat/completions/render", body | OWN)
+        """Render messages as token ids, by the model's chat template."""
+        answer = await self.engines.ask("/v1/chat/completions/render", body | RENDER_OPTIONS)
         return answer["token_ids"]
 
     async def derender(self, body, prompt, answer):
-        """What was sampled as a message: text, reasoning, tool calls by the model's parsers."""
-        # a text has no stop token
-        tokens = answer["tokens"][: -1 if answer["finished"] else None]
+        """Make a message of sampled tokens; vLLM's parsers find its reasoning and tool calls."""
+        tokens = answer["tokens"]
+        if answer["finished"]:
+            # the stop token is no part of a text
+            tokens = tokens[:-1]
         if not tokens:
             return dict(role="assistant", content="")
         choice = dict(index=0, token_ids=tokens, finish_reason="stop")
-        # its detokenizer reads the prompt's end, its reasoning parser all of it
+        # vLLM's detokenizer reads the end of the prompt, its reasoning parser all of it
         generated = dict(request_id="", choices=[choice], prompt_token_ids=prompt)
-        question = dict(generate_response=generated, chat_request=body | OWN)
+        derender_body = dict(generate_response=generated, chat_request=body | RENDER_OPTIONS)
         try:
-            answer = await self.engines.ask("/v1/chat/completions/derender", question)
+            derendered = await self.engines.ask("/v1/chat/completions/derender", derender_body)
         except aiohttp.ClientResponseError:
-            # what no parser takes, and JSON does not, such as half a character
+            # the parsers or JSON do not take this text, such as half a character
             return dict(role="assistant", content=self.prompter.decode(tokens))
-        message = answer["choices"][0]["message"]
-        return {k: v for k, v in message.items() if v or k == "content"}
+        message = derendered["choices"][0]["message"]
+        return {name: value for name, value in message.items() if value or name == "content"}
 
 
 def usage_of(prompt, answer):
-    n, m = len(prompt), len(answer["tokens"])
-    return dict(prompt_tokens=n, completion_tokens=m, total_tokens=n + m)
+    """The numbers of tokens that a response reports under "usage"."""
+    prompt_tokens = len(prompt)
+    completion_tokens = len(answer["tokens"])
+    return dict(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+    )
 
 
 async def send(request, body, kind, choice, usage, parts):
-    """Send an answer that is there, whole, or as server-sent events, one for each of the choice's parts.
+    """Send an answer as one JSON object, or as server-sent events, one for each of `parts`.
 
-    Returns the response when all of it is sent. Raises ConnectionError, or is cancelled, if the client hangs up before.
+    parts: the choice in the form of a stream. Returns the response when all of it is sent. If the
+    client hangs up before, raises ConnectionError or is cancelled.
     """
-    head = dict(id=f"{kind}-{secrets.token_hex(8)}", created=0, model=NAME)
+    head = dict(id=f"{kind}-{secrets.token_hex(8)}", created=0, model=MODEL_NAME)
     if not body.get("stream"):
         whole = head | dict(object=kind, choices=[choice], usage=usage)
         response = web.json_response(whole)
