@@ -69,7 +69,8 @@ from tools import run
         ("toy --late wait --on_full drop_oldest", "--late wait needs --on_full block"),
         (
             "toy --top_p 0.9",
-            "--top_p: sampling from a part of the distribution is not supported: importance weights",
+            "--top_p: sampling from a part of the distribution is not supported: "
+            "importance weights",
         ),
         ("toy --repetition-penalty=1.1", "--repetition-penalty=1.1: sampling from a part"),
         ("toy --teacher a/b --temperature 0.7", "--teacher needs --temperature 1; now"),

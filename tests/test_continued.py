@@ -24,9 +24,9 @@ from plumbing.queues import publish_json
 from tools import run
 
 # Every knob, by what happens to it on a continued run. A change of a "fixed" knob is refused.
-# "given" knobs name the start itself and are compared with nothing. All others are in effect from there on:
-# processes start anew and read them from out/<run>/config.json. A checkpoint also keeps the
-# "optimizer" knobs, and restoring it must not bring back the old values.
+# "given" knobs name the start itself and are compared with nothing. All others are in effect from
+# there on: processes start anew and read them from out/<run>/config.json. A checkpoint also keeps
+# the "optimizer" knobs, and restoring it must not bring back the old values.
 KNOBS = dict(
     given="run out dry_run fresh run_id nnodes master_addr master_port",
     fixed="task train_data model seed batch_size attempts dtype lora_rank lora_alpha adam_8bit",
@@ -118,7 +118,7 @@ class OneRank:
 
 @pytest.fixture
 def saved(tmp_path, base_model, monkeypatch):
-    """(Config, run directory) with a real checkpoint of version 1, whose optimizer has made a step."""
+    """(Config, run directory) with a real checkpoint of version 1, after one optimizer step."""
     config = resolved("toy", "--out", tmp_path, "--run", "r", "--model", base_model)
     run_dir = rundir.write(config)
     policy, optimizers = train.build(config, CPU, 1)

@@ -79,10 +79,10 @@ def test_three_tasks_train_together(mixture):
     steps, evals = metrics(mixture)
     totals = dict(maths=0, toy=0, guess=0)
     for step in steps:
-        of_tasks = step["by_task"].values()
+        task_metrics = step["by_task"].values()
         # With --late wait groups come in the order of their start; else short tasks come first
-        assert sum(x["samples"] for x in of_tasks) == 64
-        reward = sum(x["samples"] * x["reward"] for x in of_tasks) / 64
+        assert sum(x["samples"] for x in task_metrics) == 64
+        reward = sum(x["samples"] * x["reward"] for x in task_metrics) / 64
         assert reward == pytest.approx(step["reward"], abs=1e-4)
         for task, x in step["by_task"].items():
             totals[task] += x["samples"]

@@ -64,7 +64,7 @@ class Cluster:
         return subprocess.Popen([self.bash, *arguments], cwd=ROOT, env=self.env | env)
 
     def runs(self):
-        """Return ((node, number of nodes), MASTER_ADDR, arguments) of every run.sh that was started."""
+        """Return ((node, number of nodes), MASTER_ADDR, arguments) of every run.sh."""
         runs = []
         for path in self.folder.glob("run.*.json"):
             env, arguments = json.loads(path.read_text())

@@ -302,7 +302,7 @@ def test_a_request_that_kills_a_real_engine_is_sent_three_times_and_left_out(tmp
 
 
 def test_a_run_goes_on_without_a_prompt_that_kills_its_only_engine(tmp_path, base_model):
-    """The engine is FAKE. The prompt is a held-out one, of the evaluations at the beginning and end."""
+    """The engine is FAKE. The prompt is held out: both evaluations ask for it."""
     knobs = f"--steps 4 --batch_size 32 --attempts 8 --eval_problems 16 --model {base_model}"
     [problem, *_] = load_problems(resolved("toy"), "test")["toy"]
     prompt = AutoTokenizer.from_pretrained(base_model)(problem["prompt"])["input_ids"]

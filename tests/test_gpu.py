@@ -67,7 +67,7 @@ def test_varlen_attn_accepts_the_arguments_of_packed_attention(monkeypatch):
     with FakeTensorMode():
         q, k, v = (torch.empty(1, n, 16, 64, requires_grad=True) for n in (14, 2, 2))
         bounds = torch.zeros(4, dtype=torch.int32)
-        packing = (None, bounds, bounds, lengths, lengths)
+        packing = gpu.Packing(None, bounds, bounds, lengths, lengths)
         out, _ = gpu.packed_attention(None, q, k, v, None, packing, sliding_window=8)
         out.sum().backward()
     assert out.shape == (1, 16, 14, 64) and k.grad.shape == k.shape

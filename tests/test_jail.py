@@ -13,9 +13,9 @@ from tasks import _jail, python_tool
 
 needs_bubblewrap = pytest.mark.skipif(not shutil.which("bwrap"), reason="bubblewrap is missing")
 
-# of which no limit knows
+# Memory that no limit of a process counts
 MEMORY = ("shmget(0, 10**9, 0o1600)", "memfd_create(b'x', 0)", "msgget(0, 0o1600)")
-# program, what it must have printed, what it must not
+# (program, text that it must have printed, text that it must not have printed)
 HOSTILE = [
     ("while True: pass", "ended after 4 s", None),
     ("import time; time.sleep(100)", "ended after 4 s", None),
@@ -52,16 +52,17 @@ def test_jail_stops_hostile_programs(tmp_path, monkeypatch):
     async def run():
         server = await asyncio.start_server(lambda r, w: w.write(b"mine"), "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        own = {"PORT": str(port), "SECRET": str(secret), "HOST": str(os.getpid())}
+        values = {"PORT": str(port), "SECRET": str(secret), "HOST": str(os.getpid())}
         programs = []
         for program, *_ in HOSTILE:
-            for name, value in own.items():
+            for name, value in values.items():
                 program = program.replace(name, value)
             programs.append(program)
-        # one that is to be ended by its time is, however busy the machine; the others have more than they need
+        # Some programs must reach their time limit, on however busy a machine; the others have more
+        # time than they need
         limits = [4.0 if "ended after" in must else 120.0 for _, must, _ in HOSTILE]
         found = await asyncio.gather(*map(_jail.run_python, programs, limits))
-        # one program's end is nobody else's
+        # The end of one program does not touch another one
         assert await _jail.run_python("print(1 + 1)", 120.0) == "2\n"
         server.close()
         return found
@@ -75,7 +76,8 @@ def test_jail_stops_hostile_programs(tmp_path, monkeypatch):
 @needs_bubblewrap
 def test_jailed_program_has_a_directory_and_threads():
     program = (
-        "import os, threading, math\nprint(os.listdir(), math.sqrt(16))\nopen('a', 'w').write('b')\n"
+        "import os, threading, math\nprint(os.listdir(), math.sqrt(16))\n"
+        "open('a', 'w').write('b')\n"
         "t = threading.Thread(target=lambda: print(open('a').read()))\nt.start(); t.join()"
     )
     assert asyncio.run(_jail.run_python(program, 120.0)) == "[] 4.0\nb\n"

@@ -23,7 +23,7 @@ from plumbing import placement, rundir, supervise
 from plumbing.queues import read_json
 from tools import run
 
-# An "engine": /health answers 200; /quit CODE ends it; it has a child.
+# A FAKE engine: /health answers 200, /quit/CODE ends it, and it has a child process
 ENGINE = """
 import http.server, os, subprocess, sys
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -41,14 +41,14 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 DIES = "import sys; sys.exit('ValueError: no such model')"
 
 
-def eventually(what, seconds=30):
-    """Wait until what() is true, and return it."""
+def eventually(condition, seconds=30):
+    """Wait until condition() is true, and return its value."""
     deadline = time.monotonic() + seconds
     while True:
-        value = what()
+        value = condition()
         if value:
             return value
-        assert time.monotonic() < deadline, f"not within {seconds} s"
+        assert time.monotonic() < deadline, f"the condition did not come true within {seconds} s"
         time.sleep(0.05)
 
 
@@ -57,7 +57,7 @@ def is_gone(pid):
 
 
 class Supervised(supervise.Engine):
-    """The engine above, in this process's care."""
+    """The FAKE engine, supervised by this process."""
 
     def __init__(self, run_dir, program=ENGINE, start_timeout=30):
         (run_dir / "logs").mkdir()
@@ -65,12 +65,12 @@ class Supervised(supervise.Engine):
         super().__init__(run_dir, "engine0", {}, command, start_timeout)
         self.start()
 
-    def until(self, what):
-        """Look after the engine until what() is true."""
-        eventually(lambda: self.poll() is None and what())
+    def until(self, condition):
+        """Look after the engine until condition() is true."""
+        eventually(lambda: self.poll() is None and condition())
 
     def until_healthy(self, but=None):
-        """Until an engine is listed, another one than `but`; its entry."""
+        """Wait until an engine other than `but` is listed; return its entry."""
         self.until(lambda: read_json(self.file) not in ({}, but))
         return read_json(self.file)
 
@@ -131,12 +131,12 @@ def test_an_engine_takes_the_next_free_port(supervised):
         other = supervise.claim_port("127.0.0.1", 9460).getsockname()[1]
         url = engine.until_healthy()["url"]
     taken = int(url.rpartition(":")[2])
-    # claimed before anybody listens, and a server still can
+    # A port is claimed before a server listens, and a server can still take it
     assert len({9460, taken, other}) == 3
     socket.create_server(("127.0.0.1", other)).close()
 
 
-# ---- a launcher with processes of our own instead of a run's
+# ---- a launcher with shell programs in place of a run's processes
 
 LAUNCH = """
 import json, sys
@@ -151,34 +151,37 @@ sys.exit(run.run(c, json.loads(sys.argv[2]), start, lock))
 
 @contextlib.contextmanager
 def launched(folder, *processes, grace=25):
-    """A launcher in a terminal of its own, with these (name, shell command): yields (process, words(), terminal)."""
+    """Start a launcher with these (name, shell command) in a terminal of its own.
+
+    Yield (process, function that returns its output, terminal).
+    """
     config = resolved(
         "toy", "--out", folder, "--run", "run", "--model", folder, "--stop_timeout", grace
     )
     run_dir = rundir.write(config)
     commands = [(name, {}, ["bash", "-c", command]) for name, command in processes]
-    words = [sys.executable, "-c", LAUNCH, str(run_dir), json.dumps(commands)]
-    said = []
+    command = [sys.executable, "-c", LAUNCH, str(run_dir), json.dumps(commands)]
+    chunks = []
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(ROOT)
-        os.execvpe(words[0], words, os.environ | {"MARK": str(folder)})
+        os.execvpe(command[0], command, os.environ | {"MARK": str(folder)})
 
     def read():
         # EIO when the last process has closed the terminal
         with contextlib.suppress(OSError):
             while True:
-                said.append(os.read(terminal, 10000).decode(errors="replace"))
+                chunks.append(os.read(terminal, 10000).decode(errors="replace"))
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     process = psutil.Process(pid)
 
     def everything():
-        # the last words of an ended run are read a moment after its end
+        # The last output of an ended run is read a moment after its end
         if not process.is_running():
             reader.join(5)
-        return "".join(said)
+        return "".join(chunks)
 
     try:
         yield process, everything, terminal
@@ -195,7 +198,7 @@ def launched(folder, *processes, grace=25):
 
 
 def marked(folder):
-    """Processes that were started in `launched`."""
+    """Return the processes that were started in `launched`."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -208,10 +211,13 @@ def log(folder, name):
     return (folder / "run" / "logs" / f"{name}.log").read_text()
 
 
-# says what it was told; the trainer takes a second to save
-TRAIN = 'trap "sleep 1; echo saved; touch $MARK/saved; exit 3" TERM; echo started; while :; do sleep 0.1; done'
+# A FAKE trainer, which takes a second to save when it is told to stop
+TRAIN = (
+    'trap "sleep 1; echo saved; touch $MARK/saved; exit 3" TERM; '
+    "echo started; while :; do sleep 0.1; done"
+)
 OTHER = 'trap "" TERM; sleep 1000 & wait; wait'
-# takes its time to save
+# A FAKE trainer that takes seven seconds to save
 SLOW = TRAIN.replace("sleep 1;", "for i in {1..7}; do sleep 1; done;")
 
 

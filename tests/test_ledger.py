@@ -17,19 +17,22 @@ import pytest
 from plumbing import checkpoints
 from test_run import User, balance, leftovers, metrics
 
-# a run learns in so many steps; it has more, until its last start says how many there are
-STEPS, BATCH, ATTEMPTS, MAX_LAG = 90, 64, 8, 4
+# A run learns in so many steps. It is started with more; its last start says how many there are
+STEPS = 90
+BATCH = 64
+ATTEMPTS = 8
+MAX_LAG = 4
 KNOBS = (
     f"--steps 1000 --batch_size {BATCH} --attempts {ATTEMPTS} --max_lag {MAX_LAG} "
     "--concurrency 128 --no_signal drop --save_every 4 --eval_every 0"
 )
 ENGINE = "vllm.entrypoints"
-# of an engine's the run goes on, which saves starts
+# The run survives the death of an engine, and needs no new start
 KILLS = [ENGINE] * 12 + ["actor.py", "preprocess.py", "train.py", "launcher"] * 2
 
 
 class Run(User):
-    """Of a run that is killed again and again."""
+    """A user of a run that is killed again and again."""
 
     def __init__(self, out, port, knobs=""):
         super().__init__(out, "t", port, KNOBS, knobs)
@@ -41,7 +44,7 @@ class Run(User):
         return self.log.read_text()
 
     def start(self):
-        """Start it, and again as long as what a killed launcher left behind is still saving its work."""
+        """Start the run; start again while processes of a killed launcher still save their work."""
         deadline = time.monotonic() + 400
         self.lives += 1
         is_refused = True
@@ -53,30 +56,31 @@ class Run(User):
             assert not is_refused or time.monotonic() < deadline, self.words()
 
     def until(self, condition):
-        """Until it is true of the run, which goes on; returns what it is."""
+        """Wait until condition() is true, and return its value; the run must go on."""
         deadline = time.monotonic() + 400
-        found = None
-        while not found:
+        value = None
+        while not value:
             time.sleep(0.02)
             assert self.process.poll() is None and time.monotonic() < deadline, self.words()
-            found = condition()
-        return found
+            value = condition()
+        return value
 
     def until_step(self, step):
-        """Until this life has said that it has done so many steps."""
+        """Wait until this start of the run has printed so many steps."""
         self.until(lambda: self.steps() >= step)
 
     def steps(self):
         return len(re.findall(r"^\[train\] step ", self.words(), re.M))
 
     def ends(self, code, seconds=400):
-        """Wait for its end, with this exit code; nothing is left behind."""
+        """Wait until the run ends with this exit code; it must leave no process."""
         assert self.process.wait(seconds) == code, self.words()
         assert leftovers(self.out) == []
 
     def victim(self, kind):
-        """Its process id, None if it does not live at present; of a process and its children the one
-        that run.sh started, of an engine the one that its supervisor did.
+        """Return the id of a process of this kind, or None if it is not alive at present.
+
+        It is the process that run.sh has started, or an engine's supervisor, and not a child of it.
         """
         if kind == "launcher":
             return self.process.pid
@@ -103,7 +107,7 @@ def test_the_ledger_balances_after_twenty_kills(tmp_path, base_model):
     run.start()
     for n, kind in enumerate(order, 1):
         print(f"kill {n}: {kind}, life {run.lives}, {run.steps()} steps into it")
-        # of what is starting up, or after some more steps
+        # The kill comes while processes start, or after some more steps
         if rng.random() < 0.3:
             time.sleep(rng.uniform(0, 6))
         else:
@@ -112,7 +116,7 @@ def test_the_ledger_balances_after_twenty_kills(tmp_path, base_model):
         run.kill(kind)
         if kind == ENGINE:
             continue
-        # any other death is the run's: it says so, and leaves nothing behind
+        # Any other death ends the run: it says so, and leaves no process
         if kind == "launcher":
             run.process.wait()
         else:
@@ -153,12 +157,12 @@ def test_work_is_saved_when_a_run_is_stopped_while_its_only_engine_is_down(tmp_p
     run = Run(tmp_path, 8831, "--batch_size 16 --max_lag 16 --no_signal keep")
     run.start()
     run.until_step(3)
-    # what is started in its place never answers
+    # The engine that is started in its place never answers
     engine = tmp_path / "fake" / "vllm" / "entrypoints" / "openai" / "api_server.py"
     engine.unlink()
     engine.write_text("import time\ntime.sleep(10000)\n")
     run.kill(ENGINE)
-    # the trainer has come to wait for it
+    # The trainer has begun to wait for the engine
     run.until(lambda: "did not reach all engines" in run.words())
     run.until(lambda: "is started again" in run.words())
     run.interrupt()
@@ -188,7 +192,7 @@ def test_a_run_directory_that_is_gone_is_named_and_its_checkpoints_are_whole(tmp
 def test_checkpoint_does_not_create_a_run_directory_that_is_gone(tmp_path):
     gone = tmp_path / "t"
     with pytest.raises(RuntimeError, match="step_000000 cannot be written"):
-        # FAKE: of a Saver only what writing needs
+        # FAKE: a Saver with only the fields that writing needs
         saver = checkpoints.Saver.__new__(checkpoints.Saver)
         saver.run_dir = gone
         saver.ranks = SimpleNamespace(rank=0)

@@ -166,8 +166,8 @@ import json, sys
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 base, adapter, ids = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-llm = LLM(base, enable_lora=True, max_lora_rank=8, dtype="float32", max_model_len=64, enforce_eager=True,
-          kv_cache_memory_bytes=10**8)
+llm = LLM(base, enable_lora=True, max_lora_rank=8, dtype="float32", max_model_len=64,
+          enforce_eager=True, kv_cache_memory_bytes=10**8)
 params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0)
 [out] = llm.generate([{"prompt_token_ids": ids}], params, lora_request=LoRARequest("a", 1, adapter))
 print("FOUND", json.dumps([x[i].logprob for i, x in zip(ids[1:], out.prompt_logprobs[1:])]))

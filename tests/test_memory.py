@@ -39,8 +39,9 @@ def total(c):
     [(512, 0, 1.407), (2048, 0, 2.599), (512, 10, 1.137), (4096, 10, 1.957), (2048, 5, 2.043)],
 )
 def test_estimate_equals_the_measured_peak_of_a_process(small, row, layers, gb):
-    """Measured: the resident memory of two steps on a CPU at their peak, beyond the imports (as tests/test_memory.py of
-    commit 4931e45 does it).
+    """The peak of the resident memory of two steps on a CPU, beyond that of the imports.
+
+    It was measured as tests/test_memory.py of commit 4931e45 does it.
     """
     words = f"toy --model {small} --row_tokens {row} --checkpointed_layers {layers}"
     c = with_knobs(cfg.parse(words.split()), dtype="float32", trainers=1, engines=1)
@@ -66,11 +67,13 @@ def test_parameter_counts_are_the_published_ones():
     ],
 )
 def test_estimate_equals_the_counted_tensors_of_a_step(name, trainers, layers, row, gb):
-    """Known figures: the storages of a step that were alive at once, counted on tensors without contents, operation
-    by operation with FSDP2 (as tools/fake_step.py of commit 4931e45 did it).
+    """The storages of a step with FSDP2 that were alive at once.
+
+    They were counted on tensors without contents, operation by operation, as tools/fake_step.py of
+    commit 4931e45 did it.
     """
-    words = f"--row_tokens {row} --checkpointed_layers {layers} --max_model_len 8192 --max_new_tokens 4096"
-    c = config(f"Qwen/Qwen2.5-{name}", 8, words)
+    lengths = f"--row_tokens {row} --max_model_len 8192 --max_new_tokens 4096"
+    c = config(f"Qwen/Qwen2.5-{name}", 8, f"{lengths} --checkpointed_layers {layers}")
     assert total(with_knobs(c, trainers=trainers)) == pytest.approx(gb, rel=0.02)
 
 
@@ -84,7 +87,9 @@ def test_estimate_equals_the_counted_tensors_of_a_step(name, trainers, layers, r
         ("7B", 1, 99, 1024, 8, 19.83),
     ],
 )
-def test_estimate_equals_the_counted_tensors_of_a_step_with_adapters(name, trainers, layers, row, rank, gb):
+def test_estimate_equals_the_counted_tensors_of_a_step_with_adapters(
+    name, trainers, layers, row, rank, gb
+):
     c = config(f"Qwen/Qwen2.5-{name}", 8, f"--checkpointed_layers {layers} --lora_rank {rank}")
     assert total(with_knobs(c, trainers=trainers, row_tokens=row)) == pytest.approx(gb, rel=0.01)
 
@@ -158,15 +163,17 @@ def test_as_few_layers_as_fit_are_computed_again():
 
 
 def test_command_prints_the_table_and_the_verdict(small, capsys):
-    words = f"math --gpus 1 --gpu_memory_gb 25.76 --model {small} --row_tokens 2048 --max_model_len 2048".split()
-    words += ["--max_new_tokens", "1024"]
-    memory.main(words)
+    arguments = (
+        f"math --gpus 1 --gpu_memory_gb 25.76 --model {small} --row_tokens 2048 "
+        "--max_model_len 2048 --max_new_tokens 1024"
+    ).split()
+    memory.main(arguments)
     printed = capsys.readouterr().out
     for row in ("trainer rank", "optimizer", "KV cache"):
         assert row in printed
     assert printed.splitlines()[-1].startswith(f"memory: {small} fits")
     with pytest.raises(SystemExit) as done:
-        memory.main([*words, "--gpu_memory_utilization", "0.95"])
+        memory.main([*arguments, "--gpu_memory_utilization", "0.95"])
     assert done.value.code == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert f"{small} does not fit: engine and trainer: " in last

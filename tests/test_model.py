@@ -31,8 +31,8 @@ TINY = dict(max_position_embeddings=256, **HEADS, **WIDTH, **TOKENS)
 WINDOW = dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"])
 GPT2 = dict(n_embd=64, n_head=4, n_layer=2, n_positions=256)
 GRANITE = dict(logits_scaling=4.0, embedding_multiplier=3.0, residual_multiplier=0.5)
-# what is trained; each with what is its own. Engines let Cohere 2 see one token more in its window than
-# transformers does: beyond it they differ from the trainer.
+# The supported families, each with its own settings. Engines let Cohere 2 see one token more in its
+# window than transformers does: beyond the window they differ from the trainer.
 FAMILIES = {
     "qwen2": {},
     "qwen3": {},
@@ -51,7 +51,7 @@ FAMILIES = {
 
 
 def tiny(family, folder, **changed):
-    """A random model of a family in `folder`: every bias and norm differs from what it begins with."""
+    """Make a random model of a family; no bias and no norm has its initial value."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **(TINY | FAMILIES.get(family, {}) | changed))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -105,7 +105,7 @@ def test_packed_logprobs_equal_the_models_own(family, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_compiled_logprobs_equal_plain_ones(tmp_path, monkeypatch):
-    """Layers, one of which is computed again, and a head in chunks, for rows of any shape without compiling anew."""
+    """One layer is recomputed and the head is in chunks; new row lengths compile nothing anew."""
     monkeypatch.setattr(train, "head_chunk", lambda *_: 16)
     folder = tiny("qwen2", tmp_path)
     models = [build(folder, compile=compiled, checkpointed_layers=1) for compiled in (False, True)]
@@ -132,7 +132,7 @@ def test_compiled_logprobs_equal_plain_ones(tmp_path, monkeypatch):
 
 
 def measure_against_own(model, folder, tmp_path, monkeypatch):
-    """The mismatch with a FAKE engine that computes what transformers does, a sequence at a time."""
+    """Measure the mismatch with a FAKE engine that uses transformers, a sequence at a time."""
     own = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     return measure(model, tmp_path, monkeypatch, Answers(own, 40), make_guards(tmp_path))
 
@@ -172,7 +172,7 @@ def test_unsupported_families_are_refused_by_name(family, tmp_path, monkeypatch)
 
 
 def fake_flash(q, k, v, cu_q, cu_k, max_q, max_k, scale, window_size, enable_gqa):
-    """A FAKE of varlen_attn, which needs a GPU: as FlashAttention's documentation has its window."""
+    """A FAKE varlen_attn, as the real one needs a GPU; its window is that of FlashAttention."""
     assert cu_q.dtype == cu_k.dtype == torch.int32
     assert (max_q, max_k) == (cu_q.diff().max(), cu_k.diff().max())
     left, right = window_size

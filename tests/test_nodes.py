@@ -149,9 +149,10 @@ def sh(*command):
 
 
 class Hosts:
-    """Network namespaces 10.77.0.1, 10.77.0.2, ... joined by a bridge in another one. Each host's processes are in a PID namespace of their own.
+    """Network namespaces 10.77.0.1, 10.77.0.2, ... that are joined by a bridge in another one.
 
-    The engines are FAKE ones, to save the real ones' start.
+    The processes of a host are in a PID namespace of their own. The engines are FAKE, as real ones
+    take longer to start.
     """
 
     def __init__(self, folder):

@@ -10,7 +10,10 @@ from plumbing.patience import Patience, longest_wait
 
 @pytest.fixture
 def clock(tmp_path, monkeypatch):
-    """(Patience of 100 s, function that lets so many seconds pass, looking every ten). An engine's start may take 1000 s."""
+    """(Patience of 100 s, function that lets so many seconds pass and checks every 10 s).
+
+    An engine may take 1000 s to start.
+    """
     now = [5000.0]
     monkeypatch.setattr(patience.time, "monotonic", lambda: now[0])
     config = cfg.Config(stall_timeout=100, start_timeout=1000)

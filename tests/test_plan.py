@@ -171,12 +171,13 @@ def test_a_worker_needs_memory_for_one_bucket_and_its_own_shards(monkeypatch):
     assert other.plan is not receiver.plan and receiver.is_retired
 
 
-# A wait in a gloo group ends with the group's deadline alone, also that of a group that is given up: seconds.
+# The deadline of a gloo group in seconds. Only the deadline ends a wait in such a group, even if
+# the group was given up
 GLOO = 60.0
 
 
 def trainer_of(model, layout, before=None):
-    """(store, process group) of a trainer whose only worker has this model, and the worker's Receiver."""
+    """Return (store, process group, the worker's Receiver) of a trainer with one worker."""
     store = transport.open_store("127.0.0.1", 0, LONG, server=True)
     receiver = Receiver(Worker(model), group_of(layout, port=store.port, timeout=GLOO), before)
     store.wait(["here/1"])
@@ -213,7 +214,7 @@ def test_new_weight_group_does_not_wait_for_one_that_hangs():
 @pytest.mark.usefixtures("nccl")
 @pytest.mark.parametrize("raises", [True, False])
 def test_a_broadcast_that_returns_late_writes_nothing(monkeypatch, raises):
-    """Of a group that was given up, when its wait is freed: with an error, or as if all had come."""
+    """A wait in a group that was given up ends late: with an error, or as if all had come."""
     monkeypatch.setattr(FakeNCCL, "raises", raises)
     layout = layout_of(bucket_bytes=1)
     worker = Worker(Shard())

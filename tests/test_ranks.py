@@ -36,7 +36,7 @@ GROUPS = 3
 
 
 def all_groups():
-    """Groups of STEPS steps: samples of random lengths, plausible engine logprobs, mixed versions."""
+    """Make the groups of STEPS steps, with random lengths, logprobs and versions."""
     rng = np.random.default_rng(0)
     groups = []
     for draw in range(STEPS * GROUPS):
@@ -91,7 +91,8 @@ LAUNCHERS = {
     "run.sh": "export WORLD_SIZE=$0 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=$PORT\n"
     'for ((r = 1; r < $0; r++)); do RANK=$r "$PYTHON" "$@" & done\n'
     'RANK=0 "$PYTHON" "$@"; code=$?; wait; exit $code',
-    "accelerate": '"$PYTHON" -m accelerate.commands.launch --multi_gpu --num_processes $0 --main_process_port $PORT "$@"',
+    "accelerate": '"$PYTHON" -m accelerate.commands.launch --multi_gpu --num_processes $0 '
+    '--main_process_port $PORT "$@"',
     "torchrun": '"$PYTHON" -m torch.distributed.run --nproc_per_node $0 --master_port $PORT "$@"',
 }
 
@@ -101,14 +102,13 @@ def run(program, *arguments, ranks=1, launcher="run.sh", shell=""):
     own = dict(OMP_NUM_THREADS="1", PYTHON=sys.executable, PORT=str(8760 + PROCESS))
     env = os.environ | own
     command = ["bash", "-c", shell + LAUNCHERS[launcher], str(ranks), program, *arguments]
-    how = dict(cwd=ROOT, capture_output=True, text=True, timeout=600)
-    done = subprocess.run(command, env=env, **how)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def run_trainer(*run_dirs, **how):
-    """Train what write_run has put into the queues; returns (weights, step lines) of the last run."""
-    run("tests/train_without_engines.py", *run_dirs, **how)
+def run_trainer(*run_dirs, **run_options):
+    """Train on the queues that write_run filled; return (weights, step lines) of the last run."""
+    run("tests/train_without_engines.py", *run_dirs, **run_options)
     weights = load_file(newest(run_dirs[-1]) / "model.safetensors")
     return weights, step_lines(run_dirs[-1])
 
@@ -118,12 +118,12 @@ def step_lines(run_dir):
     return [x for x in lines if "step" in x]
 
 
-def resume(out, name, base_model, checkpoint, ranks=1, knobs=None, **how):
+def resume(out, name, base_model, checkpoint, ranks=1, knobs=None, **run_options):
     """The same from a checkpoint of another run; returns (weights, step lines)."""
     first = int(checkpoint.name[5:])
     run_dir = write_run(out, name, base_model, ranks, first, **knobs or {})
     shutil.copytree(checkpoint, run_dir / "checkpoints" / checkpoint.name)
-    return run_trainer(run_dir, ranks=ranks, **how)
+    return run_trainer(run_dir, ranks=ranks, **run_options)
 
 
 def same(a, b):
@@ -214,7 +214,8 @@ def test_packing_and_order_do_not_change_a_step(tmp_path, base_model):
 
 # ---- ranks
 
-# five rows: one of the two ranks has a filler; both hold a part of the reference, which is what the policy still is
+# Five rows, so that one of two ranks has a filler. Both ranks hold a part of the reference, which
+# still equals the policy
 TWO = dict(steps=1, row_tokens=96, kl_coef=0.1)
 
 
@@ -266,7 +267,7 @@ for folder in sys.argv[1:]:
 """
 
 
-# told to stop a hundred thousand times, as if by the launcher, the system and an impatient user at once
+# It is told to stop 100,000 times, as by the launcher, the system and an impatient user at once
 STOPPED = """
 import os
 import subprocess
@@ -330,7 +331,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(reference, tmp_path,
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_checkpoint_holds_the_weights_of_its_beginning(dtype, tmp_path, base_model, monkeypatch):
-    """Training goes on while it is written; what kill -9 would leave until it is whole is the one before."""
+    """Training goes on while it is written; until it is complete, the one before is the newest."""
     run_dir = write_run(tmp_path, "r", base_model, dtype=dtype)
     config = cfg.load(run_dir)
     ranks = Ranks(config)
@@ -382,7 +383,9 @@ def test_offload_activations_does_not_change_the_weights(reference, tmp_path, ba
 
 @pytest.mark.slow
 @pytest.mark.parametrize("before,after", [(2, 2), (1, 2), (2, 1)])
-def test_checkpoint_is_resumed_on_any_number_of_ranks(before, after, reference, tmp_path, base_model):
+def test_checkpoint_is_resumed_on_any_number_of_ranks(
+    before, after, reference, tmp_path, base_model
+):
     weights, _, run_dir = reference
     if before == 2:
         run_dir = write_run(tmp_path, "before", base_model, ranks=2)

@@ -27,7 +27,10 @@ from tools.status import Status
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # it talks to nobody; as root it has no sandbox
-FLAGS = "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync".split()
+FLAGS = (
+    "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update "
+    "--disable-sync"
+).split()
 # an open page takes its time on a busy machine, ms
 PATIENCE = 60_000
 
@@ -318,7 +321,8 @@ def test_report_prints_a_summary_with_alarms(tmp_path):
     assert (run_dir / "report.png").stat().st_size > 10000
     lines = [{"eval": {"toy": 0.5}, "problems": 256, "answers": 256, "version": v} for v in (0, 9)]
     assert list(report.score_lines(lines)) == [
-        "held-out toy   0.500 (0.439 to 0.561) (version 0) -> 0.500 (0.439 to 0.561) (version 9), 256 problems\n"
+        "held-out toy   0.500 (0.439 to 0.561) (version 0) -> "
+        "0.500 (0.439 to 0.561) (version 9), 256 problems\n"
     ]
     several = [line | {"eval": {"a": 0.5, "b": 0.5}} for line in lines]
     for line in report.score_lines(several):

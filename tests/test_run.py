@@ -30,8 +30,9 @@ from fake_engine import fake_vllm
 from plumbing.problems import load_problems
 
 KEYS = (
-    "step version samples tokens wall_s reward success loss grad_norm lr entropy ess kl_behavior mismatch lag_mean lag_max clip_frac dropped "
-    "train_tok_s gen_tok_s gen_idle wait_data_s step_s sync_s gather_s wait_sync_s save_s send_s ready_s pause_s late skipped kl_ref problems drops"
+    "step version samples tokens wall_s reward success loss grad_norm lr entropy ess kl_behavior "
+    "mismatch lag_mean lag_max clip_frac dropped train_tok_s gen_tok_s gen_idle wait_data_s step_s "
+    "sync_s gather_s wait_sync_s save_s send_s ready_s pause_s late skipped kl_ref problems drops"
 ).split()
 
 
@@ -41,7 +42,7 @@ def command(out, name, port, *knobs):
 
 
 def leftovers(out):
-    """Processes that still have this output directory in their command line, or the engine of one."""
+    """Return the processes whose command line or RUN_MARK has this output directory."""
     found = []
     for p in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -62,7 +63,7 @@ def run(out, name, port, *knobs, timeout=400, **environment):
 
 
 class User:
-    """Starts the command, and starts it again when it has ended."""
+    """A user who starts a command, and starts it again when it has ended."""
 
     def __init__(self, out, name, port, *knobs):
         self.out = out
@@ -71,14 +72,15 @@ class User:
         self.environment = os.environ | {"RUN_MARK": str(out)}
 
     def take_fake_engines(self, folder):
-        """From the next start on: a real one takes half a minute to come up."""
+        """From the next start on the engines are FAKE: real ones take half a minute to start."""
         self.environment["PYTHONPATH"] = str(fake_vllm(folder))
 
     def start(self, text):
-        """And wait until it has said this."""
-        with open(self.log, "w") as words:
-            how = dict(cwd=ROOT, stdout=words, stderr=words, env=self.environment)
-            self.process = subprocess.Popen(self.command, **how)
+        """Start the command and wait until it has printed this text."""
+        with open(self.log, "w") as output:
+            self.process = subprocess.Popen(
+                self.command, cwd=ROOT, stdout=output, stderr=output, env=self.environment
+            )
         self.wait_for(text)
 
     def wait_for(self, text):
@@ -105,11 +107,11 @@ def metrics(run_dir):
 
 
 def balance(run_dir, batch_size, attempts):
-    """Assert that the ledger of a run balances at its last checkpoint, whatever happened on the way;
-    returns {draw: samples} trained, and dropped with a reason.
+    """Assert that the ledger of a run balances at its last checkpoint, whatever happened before.
 
-    Every step once, of exactly batch_size / attempts groups; every draw that is done with has
-    `attempts` samples, each trained or dropped with a reason; of no other was anything trained.
+    Every step is there once, with exactly batch_size / attempts groups. Every finished draw has
+    `attempts` samples, each trained or dropped with a reason; no other draw was trained. Return
+    {draw: samples} of those trained and of those dropped.
     """
     steps, _ = metrics(run_dir)
     newest = max((run_dir / "checkpoints").glob("step_*[0-9]"))
@@ -134,10 +136,10 @@ def balance(run_dir, batch_size, attempts):
 
 
 def test_the_pipeline_end_to_end(tmp_path, base_model):
-    # An update in the middle of a sequence, whoever is faster: the engine holds a sequence there until the
-    # next update, at every version but the last two. At those the gate has let so few groups start
-    # that the trainer would wait for the one that is held. At the others it has let at least seven more
-    # start, of which a step takes four.
+    # Updates must come in the middle of a sequence, whatever is faster: the engine holds a sequence
+    # there until the next update, at every version but the last two. At those the gate has let so
+    # few groups start that the trainer would wait for the held one. At the others it has let at
+    # least seven more start, of which a step takes four
     held_versions = range(19)
     knobs = "--steps 20 --batch_size 32 --attempts 8 --row_tokens 256 --save_every 10 --max_lag 1"
     knobs += " --eval_problems 16 --samples_logged 32 --reward_timeout 300"
@@ -156,8 +158,8 @@ def test_the_pipeline_end_to_end(tmp_path, base_model):
     # lag-0 tokens: the trainer's logprobs are the engine's, float32 rounding apart
     mismatch = [x["mismatch"] for x in steps if x["mismatch"] is not None]
     assert steps[0]["mismatch"] is not None and max(mismatch) < 1e-3
-    # Weights really go in while sequences are being sampled. Of two versions in a row at least one has a
-    # sequence that can be held: a step's groups are then sampled from beginning to end.
+    # Weights arrive while sequences are sampled. At least one of two successive versions has a
+    # sequence that can be held: the groups of a step are then sampled from beginning to end
     log = (run_dir / "logs" / "engine0.log").read_text()
     held = [int(version) for version in re.findall(held_requests.LINE, log)]
     assert len(held) >= len(held_versions) // 2
@@ -189,7 +191,7 @@ def test_the_pipeline_end_to_end(tmp_path, base_model):
         problem = problems[s["problem"]]
         assert s["prompt"] == problem["prompt"]
         assert s["reward"] == float(s["finished"] and s["completion"] == problem["answer"])
-    # each that was held has tokens of the version that it was held at, or of older ones, and of newer ones
+    # A sequence that was held at a version has tokens of it or of older ones, and of newer ones
     for version in held:
         assert any(first <= version < last for first, last in updated)
     assert len(updated) == round(32 * sum(x["versions_2"] for x in steps)) >= len(held)
@@ -275,10 +277,10 @@ def test_run_continues_after_kills_and_interrupts(tmp_path, base_model):
     user.start("picture")
     assert user.process.wait(180) == 0
     steps, _ = metrics(run_dir)
-    # also of problems that were divided among the steps of a phase, when the run was stopped between them
+    # The run was also stopped between steps of a phase that share problems
     balance(run_dir, 64, 16)
     assert steps[-1]["samples"] == end * 64
-    # conventional RL, G = 2: weights go out every second step, so lags within a phase are 0, 1, and never more
+    # In conventional RL with G = 2 weights are sent every second step, so that lags are 0 and 1
     assert all(x["lag_max"] <= (x["step"] - 1) % 2 and x["versions_2"] == 0 for x in steps)
     assert sum(x["sync_s"] > 0 for x in steps) <= end // 2 + 5
 
@@ -307,10 +309,15 @@ def test_a_killed_launcher_leaves_no_process_and_loses_no_step(tmp_path, base_mo
 
 @pytest.mark.slow
 def test_smol_fetches_and_trains_a_real_model(tmp_path):
-    """`bash run.sh smol`, which fetches what is not there: weights are float32 where they are trained, bfloat16 elsewhere."""
-    knobs = "--steps 2 --batch_size 16 --attempts 4 --eval_problems 8 --eval_attempts 1 --max_new_tokens 8"
-    words = f"bash run.sh smol --out {tmp_path} --run smol --port 8719 {knobs}"
-    done = subprocess.run(words.split(), cwd=ROOT, capture_output=True, text=True, timeout=600)
+    """`bash run.sh smol` trains in float32 and serves and saves bfloat16."""
+    knobs = (
+        "--steps 2 --batch_size 16 --attempts 4 --eval_problems 8 --eval_attempts 1 "
+        "--max_new_tokens 8"
+    )
+    command_line = f"bash run.sh smol --out {tmp_path} --run smol --port 8719 {knobs}"
+    done = subprocess.run(
+        command_line.split(), cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     run_dir = tmp_path / "smol"
     steps, evals = metrics(run_dir)
@@ -329,7 +336,7 @@ def test_smol_fetches_and_trains_a_real_model(tmp_path):
 
 @pytest.mark.slow
 def test_toy_trains_on_a_machine_without_compiler_home_or_network(tmp_path, base_model):
-    """No compiler, spaces and umlauts, another directory and relative paths, no HOME, dead proxies, little shared memory."""
+    """No compiler, no HOME, dead proxies, little shared memory; relative paths with umlauts."""
     checkout = tmp_path / "für alle" / "repo"
     shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".*", "out"))
     caller = tmp_path / "caller's"

@@ -315,7 +315,8 @@ def leaves():
         ("caused", "RuntimeError: no answer at {caused}; caused by KeyError: 'answer' at {lookup}"),
         (
             "handling",
-            "ZeroDivisionError: division by zero at {handling}; while handling KeyError: 'answer' at {lookup}",
+            "ZeroDivisionError: division by zero at {handling}; "
+            "while handling KeyError: 'answer' at {lookup}",
         ),
         ("hidden", "RuntimeError: no answer at {hidden}"),
         (

@@ -24,7 +24,8 @@ from plumbing import placement, rundir
 from test_run import leftovers
 from tools import base_model, prepare, run
 
-# FAKE: a Python whose environments have a pip that writes down what it is told; the launcher ends at once
+# FAKE: a Python whose environments have a pip that writes down its arguments; the launcher ends at
+# once
 PYTHON = f"""#!/bin/bash
 case "$*" in
     "-m venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python && cp programs/pip .venv/bin ;;
@@ -236,7 +237,10 @@ def test_other_node_fetches_the_model_before_it_waits_for_node_0(tmp_path, monke
 
 TABLES = ROOT / "tests" / "started"
 DATA = " --train_data tests/maths.jsonl --eval_data tests/maths.jsonl"
-OTHER_KNOBS = "--kl_coef 0.01 --tensor_parallel 2 --head_float32 True --enforce_eager True --prefix_caching off"
+OTHER_KNOBS = (
+    "--kl_coef 0.01 --tensor_parallel 2 --head_float32 True --enforce_eager True "
+    "--prefix_caching off"
+)
 
 
 @pytest.mark.parametrize(
@@ -250,10 +254,11 @@ OTHER_KNOBS = "--kl_coef 0.01 --tensor_parallel 2 --head_float32 True --enforce_
     ],
 )
 def test_started_processes_are_those_of_the_tables(table, gpus, nodes, knobs, tmp_path):
-    """tests/started/: every process of pretended machines, with its place, its environment and its command."""
-    words = f"bash run.sh {table.removesuffix('-2-nodes')} --model {tmp_path}/model --out {tmp_path} --trainer_threads 4"
+    """tests/started/ has the place, environment and command of each process on made-up machines."""
+    preset = table.removesuffix("-2-nodes")
+    command_line = f"bash run.sh {preset} --model {tmp_path}/model --out {tmp_path}"
     env = dict(NNODES=str(nodes), CUDA_VISIBLE_DEVICES=gpus)
-    done = call(f"{words} {knobs} --dry_run True", **env)
+    done = call(f"{command_line} --trainer_threads 4 {knobs} --dry_run True", **env)
     text = done.stdout.replace(sys.executable, "PYTHON").replace(str(tmp_path), "OUT")
     text = text.replace(str(ROOT), "ROOT")
     text = re.sub(r"cores: \d+", "cores: N", text)
@@ -281,6 +286,11 @@ for words in json.load(sys.stdin):
 def test_vllm_knows_every_flag_and_variable_of_the_tables():
     text = "".join(path.read_text() for path in TABLES.iterdir())
     commands = [shlex.split(line) for line in re.findall("^engine0: (.*)", text, re.M)]
-    how = dict(cwd=ROOT, input=json.dumps(commands), capture_output=True, text=True)
-    done = subprocess.run([sys.executable, "-c", PARSE], **how)
+    done = subprocess.run(
+        [sys.executable, "-c", PARSE],
+        cwd=ROOT,
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0 and len(commands) == 5, done.stderr

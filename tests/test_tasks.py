@@ -166,7 +166,10 @@ def test_tiny_tokenizers_read_demonstrations_and_survive_saving(tmp_path, tasks)
 
 
 def prompter(tmp_path, template=None, merges=(), **knobs):
-    """A Prompter with a byte-level tokenizer of the printable characters, these merges, and the specials <eos> and <|im_end|>."""
+    """Return a Prompter whose byte-level tokenizer knows the printable characters and these merges.
+
+    Its special tokens are <eos> and <|im_end|>.
+    """
     from transformers import Qwen2Config, Qwen2Tokenizer
 
     vocabulary = ["<pad>", "<eos>", *(chr(i) for i in range(33, 127)), "Ġ", "Ċ"]
@@ -186,7 +189,9 @@ def prompter(tmp_path, template=None, merges=(), **knobs):
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    "{% endif %}"
 )
 
 
@@ -203,7 +208,7 @@ def test_prompts_are_raw_or_follow_the_chat_template(tmp_path):
     turn = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think></think>"
     first = "<|im_start|>system\nBe brief.<|im_end|>\n" + turn.format("2+2?")
     assert decode(chat.start("2+2?")) == first
-    # what was sampled ends in <|im_end|>; what is appended goes on from there exactly as the template would
+    # Sampled tokens end in <|im_end|>, and the reply continues exactly as the template would
     sampled = chat.tokenizer("4<|im_end|>", add_special_tokens=False)["input_ids"]
     whole = decode(chat.start("2+2?") + sampled + chat.reply("And 3+3?"))
     assert whole == first + "4<|im_end|>\n" + turn.format("And 3+3?")
@@ -233,7 +238,7 @@ def test_prompts_that_the_model_cannot_take_are_left_out_or_refused(tmp_path):
     fits = {"prompt": "a" * 19}
     assert p.usable({"toy": [fits, fits]}) == {"toy": [0, 1]}
     long = {"prompt": "a" * 20, "where": "f.jsonl:2"}
-    # this tokenizer leaves out what it does not know; the model has no row for the tokens that were added to it
+    # The tokenizer leaves out unknown characters; the model has no row for its added tokens
     p.vocabulary = p.tokenizer.convert_tokens_to_ids("<|im_start|>")
     for problem, complaint in [
         (long, "f.jsonl:2: the prompt 'aa.*' has 20 tokens, there may be 1 to 19"),

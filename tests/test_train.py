@@ -63,7 +63,7 @@ def knobs(**changed):
 
 
 def loss_of(kind, w, advantages, logpi=None, ids=None, **changed):
-    """(loss [T], gradient with respect to log pi [T], clipped [T]) of tokens with importance weights w."""
+    """Return (loss, gradient by log pi, clipped), each [T], of tokens with importance weights w."""
     logpi = torch.tensor(logpi or [-1.0] * len(w), requires_grad=True)
     behavior = logpi.detach() - torch.tensor(w).log()
     ids = torch.tensor(ids or [0] * len(w))
@@ -84,7 +84,8 @@ def test_reinforce_by_hand_at_below_and_above_the_bound():
 
 
 def test_ppo_by_hand():
-    # inside the range -wA, gradient -wA; outside the gradient stops only where the objective gets smaller
+    # Inside the range loss and gradient are -wA; outside, the gradient is 0 only where the clipped
+    # objective is the smaller one
     loss, grad, clipped = loss_of("ppo", [1.1, 1.5, 1.5, 0.5, 0.5], [1.0, 1.0, -1.0, 1.0, -1.0])
     assert loss == pytest.approx([-1.1, -1.2, 1.5, -0.5, 0.8])
     assert grad == pytest.approx([-1.1, 0.0, 1.5, -0.5, 0.0])
@@ -469,7 +470,7 @@ def test_three_gradients_in_a_row_that_are_not_finite_end_the_run():
 
 
 class Answers:
-    """A FAKE engine for requests.post: the model's own logprobs, moved by `off`, of this version."""
+    """A FAKE engine for requests.post: it answers with the model's own logprobs plus `off`."""
 
     def __init__(self, model, version, off=0.0):
         self.model = model
@@ -540,7 +541,10 @@ def test_mismatch_that_cannot_be_measured_three_times_ends_the_run(
         found = measure(train.Policy(model, knobs()), tmp_path, monkeypatch, engine, guards)
         assert (found == {}) == (engine is other)
     assert capsys.readouterr().out.count(words) == 4
-    with pytest.raises(RuntimeError, match="3 times in a row the mismatch could not be measured, last at version 40"):
+    with pytest.raises(
+        RuntimeError,
+        match="3 times in a row the mismatch could not be measured, last at version 40",
+    ):
         measure(train.Policy(model, knobs()), tmp_path, monkeypatch, other, guards)
 
 

@@ -18,13 +18,16 @@ from plumbing import transport
 from plumbing.weight_group import WeightGroup
 
 NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
-# seconds: what hangs does so for longer than a busy machine takes for anything else
-FOREVER, LONG = 1000.0, 200.0
+# In seconds: a call that hangs does so for longer than a busy machine takes for all the rest
+FOREVER = 1000.0
+LONG = 200.0
 
 
 class FakeNCCL:
-    """Notes what torch's would read from the environment. Its calls that are named in `hangs` wait until it is
-    aborted; a wait then raises, or returns as if all had come.
+    """A FAKE ProcessGroupNCCL, which keeps what the real one reads from the environment.
+
+    Its calls that are named in `hangs` wait until it is aborted; a wait then raises, or returns as
+    if all had come.
     """
 
     made = []
@@ -100,7 +103,7 @@ def test_joining_a_group_has_a_deadline(nccl, hangs):
 
 
 def trainers_group(engines):
-    """The trainer's end of a group with one engine, which joins when it is asked. engines: who is there, now."""
+    """Make the trainer's end of a group with one engine. engines: those that are listed now."""
 
     def call_all(path, bodies):
         [body] = bodies.values()
