@@ -1,20 +1,25 @@
-"""Weight updates while sequences are being generated: the trainer's side. plumbing/engine.py has vLLM's.
+"""Weight updates while sequences are being generated: the trainer's side.
 
-    sender.push(version)     collective: the current weights are on their way; returns when they are copied
-    sender.wait()            until the engines serve them
+plumbing/engine.py is the other side, inside vLLM.
 
-`push` gathers the parameters that are trained (`requires_grad`), on all ranks in one fixed order, into a
-copy in rank 0's host memory. A thread of rank 0 does the rest, while training goes on:
+    sender.push(version)     collective: copies the current weights; they are then on their way
+    sender.wait()            returns when the engines serve them
 
-  1. ring the doorbell (a key in the weight group's store) and broadcast the copy in flat buckets;
-     every engine worker receives in a thread of its own while decoding goes on, then sets a ready key;
-  2. POST /request_weight_update to every engine: pause (requests are kept), swap, stamp, resume, all
-     inside the engine: its only pause, which the trainer's death cannot prolong;
-  3. announce in queues/version.json which engines serve the version.
+`push` gathers the parameters that are trained (`requires_grad`), on all ranks in one fixed order,
+into a copy in rank 0's host memory. A thread of rank 0 does the rest, while training goes on:
 
-Engines come and go: each one that answers has a file in out/<run>/engines. Whoever is healthy and not
-in the group is admitted, with the newest weights, before the next update or while nothing is to be
-sent; whoever fails is dropped. The group (gloo, or NCCL between GPUs) is formed anew each time.
+  1. It rings the doorbell (a key in the weight group's store) and broadcasts the copy in flat
+     buckets. Every engine worker receives in a thread of its own while decoding goes on, and then
+     sets a ready key.
+  2. It sends POST /request_weight_update to every engine, which pauses (requests are kept), swaps
+     the weights, stamps their version and resumes. This is the engine's only pause. All of it
+     happens inside the engine, so that the trainer's death cannot prolong it.
+  3. It announces in queues/version.json which engines serve the version.
+
+Engines come and go: each one that answers has a file in out/<run>/engines. A healthy engine that is
+not in the weight group is admitted, with the newest weights, before the next update or while
+nothing is to be sent. An engine that fails is dropped. Each time the group (gloo, or NCCL between
+GPUs) is formed anew.
 
 Every wait has the deadline `sync_timeout`. Deliberately absent: restarting engines.
 """
@@ -35,8 +40,10 @@ TIMES = ("sync_s", "gather_s", "wait_sync_s", "send_s", "ready_s", "pause_s")
 
 
 class Sender:
-    """Sends the model's weights to all engines. Made and called on every trainer rank: rank 0 holds the
-    copy of the weights and the thread that delivers it; on the others `push` only helps to gather.
+    """Sends the model's weights to all engines.
+
+    It is made and called on every trainer rank. Rank 0 holds the copy of the weights and the thread
+    that delivers it; on the other ranks `push` only helps to gather.
     """
 
     def __init__(self, config, model, ranks, run_dir):
@@ -58,17 +65,17 @@ class Sender:
         if ranks.rank != 0:
             return
         sizes = [elements for _, _, elements in self.ranges]
-        memory = dict(dtype=self.dtype, pin_memory=ranks.device.type == "cuda")
-        self.buckets = [torch.empty(n, **memory) for n in sizes]
+        pinned = ranks.device.type == "cuda"
+        self.buckets = [torch.empty(n, dtype=self.dtype, pin_memory=pinned) for n in sizes]
         self.engines = EngineRegistry(config, run_dir)
         self.group = None
-        # who took part in the last delivery, well or not
+        # the engines that the last delivery tried to reach, whether they failed or not
         self.tried = []
-        # what queues/version.json says, under its lock
+        # the content of queues/version.json; status_lock guards both
         self.status = dict(version=-1)
         self.status_lock = threading.Lock()
-        # of `buckets` and what is known of them: held from `push` until the weights are delivered, or
-        # while an engine is admitted
+        # This lock guards `buckets` and `version`. It is held from `push` until the weights are
+        # delivered, and while an engine is admitted.
         self.lock = threading.Lock()
         self.version = None
         self.pushed = threading.Event()
@@ -81,7 +88,7 @@ class Sender:
 
     @torch.no_grad()
     def push(self, version):
-        """Collective: copy the current weights, which become `version`; sending goes on by itself.
+        """Copy the current weights, which become `version`; a thread then sends them. Collective.
 
         Raises Stopped, on all ranks, if the run is told to stop while the update before hangs.
         """
@@ -90,7 +97,7 @@ class Sender:
         self.ranks.check_stop()
         waited = time.monotonic() - start
         for k, (first, last, _) in enumerate(self.ranges):
-            # the all-gathers, on every rank in this order
+            # Every rank must do these all-gathers in the same order.
             gathered = [
                 (function, [whole(x.to(self.dtype)) for x in tensors])
                 for function, tensors in self.parameters[first:last]
@@ -100,7 +107,7 @@ class Sender:
                 self.buckets[k].copy_(flat, non_blocking=True)
         if self.ranks.rank != 0:
             return
-        # the copies to host memory must have ended before the thread reads it
+        # The copies to host memory must have ended before the thread reads it.
         synchronize(self.ranks.device)
         seconds = time.monotonic() - start
         self.push_times = dict(gather_s=seconds - waited, wait_sync_s=seconds)
@@ -109,7 +116,10 @@ class Sender:
         self.pushed.set()
 
     def _acquire(self):
-        """Rank 0: take the lock as soon as nothing is on its way; is it taken? A stop ends the wait."""
+        """Rank 0: wait until nothing is on its way and take the lock.
+
+        Returns whether it is taken: a stop ends the wait.
+        """
         while self.ranks.rank == 0 and not self.ranks.stop.is_set():
             self.check()
             if self.lock.acquire(timeout=0.1):
@@ -117,21 +127,27 @@ class Sender:
         return False
 
     def wait(self):
-        """Rank 0: until the engines serve what was pushed last, or a stop; raises what went wrong."""
+        """Rank 0: wait until the engines serve what was pushed last, or for a stop.
+
+        Raises RuntimeError if the delivery failed.
+        """
         if self._acquire():
             self.lock.release()
 
     def check(self):
-        """Raise what went wrong while weights were being delivered, if anything did."""
+        """Raise RuntimeError if the thread that delivers weights has failed."""
         if self.ranks.rank == 0 and self.error is not None:
             raise RuntimeError(f"weights: {self.error}") from self.error
 
     def take_timing(self):
-        """Seconds of the newest update that is complete, told once, else zeros.
+        """The seconds that the newest complete update took; zeros if they were taken before.
 
-        sync_s: all of it; of it the trainer waited wait_sync_s, for the update before and for gathering
-        (gather_s); send_s: the broadcast; ready_s: then until every worker had prepared it; pause_s:
-        the longest time an engine did not decode.
+        sync_s       the whole update
+        wait_sync_s  the part in which the trainer waited: for the update before, and to gather
+        gather_s     the part in which the parameters were gathered
+        send_s       the broadcast
+        ready_s      the time from then on until every worker had prepared the weights
+        pause_s      the longest time that an engine did not decode
         """
         taken = self.timing
         self.timing = dict.fromkeys(TIMES, 0.0)
@@ -151,16 +167,19 @@ class Sender:
     # ---- the thread of rank 0
 
     def _publish(self, **values):
-        """Write queues/version.json: {version, engines that serve the trainer's weights, ...}."""
+        """Update queues/version.json.
+
+        {version: the trainer's, served: the engines', engines: the urls that serve it, done}
+        """
         with self.status_lock:
             if values["version"] < self.status["version"]:
-                # the trainer is ahead of what has just been delivered
+                # The trainer is ahead of the version that has just been delivered.
                 values = dict(engines=values["engines"], served=values["served"])
             self.status |= values
             publish_json(self.version_file, **self.status)
 
     def _deliver_all(self):
-        """Deliver what is pushed; in between, deliver it again when an engine wants to be admitted."""
+        """Deliver every push; in between, deliver the last one again to admit a new engine."""
         try:
             while not self.closed.is_set():
                 if self.pushed.wait(1.0):
@@ -168,7 +187,7 @@ class Sender:
                     self.timing = self.push_times | self._deliver()
                     self.lock.release()
                 elif self.version is not None and self.engines.newcomers(self.tried):
-                    # unless there is something new
+                    # If the lock is taken, a push comes next, which admits the engine as well.
                     if self.lock.acquire(blocking=False):
                         self._deliver()
                         self.lock.release()
@@ -176,8 +195,9 @@ class Sender:
             self.error = e
 
     def _deliver(self):
-        """The weights in `buckets` to all engines that are well, once more if some fail on the way.
-        Returns the times of the update. Raises RuntimeError if no engine takes it.
+        """Deliver the weights in `buckets` to all healthy engines, again if some fail on the way.
+
+        Returns the times of the update. Raises RuntimeError if it reaches no engine.
         """
         self.engines.failing.clear()
         attempts = 3 + len(self.engines.listed())
@@ -194,41 +214,55 @@ class Sender:
                 ready = time.monotonic()
                 pauses = self._swap()
                 if pauses:
-                    sync_s = time.monotonic() - self.pushed_at
-                    times = dict(sync_s=sync_s, send_s=sent - start, ready_s=ready - sent)
-                    return times | dict(pause_s=max(pauses))
-            # torch's errors of a broken group or store are RuntimeErrors
+                    return dict(
+                        sync_s=time.monotonic() - self.pushed_at,
+                        send_s=sent - start,
+                        ready_s=ready - sent,
+                        pause_s=max(pauses),
+                    )
+            # torch raises RuntimeError when a group or store is broken.
             except (RuntimeError, TimeoutError) as e:
                 self._leave_group()
-                words = f"version {self.version} did not reach all engines: {str(e)[:300]}"
-                print(f"weights: {words}", flush=True)
-        words = f"version {self.version} reached no engine in {attempts} attempts"
-        raise RuntimeError(f"{words}; {self.engines.error}")
+                print(
+                    f"weights: version {self.version} did not reach all engines: {str(e)[:300]}",
+                    flush=True,
+                )
+        raise RuntimeError(
+            f"version {self.version} reached no engine in {attempts} attempts; {self.engines.error}"
+        )
 
     def _healthy_engines(self):
-        """Whom the next group is to have: its members that still run, and newcomers; without those that
-        failed in this delivery if there are others. Waits for one; TimeoutError if none comes.
+        """The engines for the next group: its members that still run, and newcomers.
+
+        Engines that failed in this delivery are left out if there are others. Waits until there is
+        an engine; raises TimeoutError if none comes in time.
         """
         members = self.group.members if self.group else []
         deadline = time.monotonic() + self.config.start_timeout
         while True:
             wanted = [*members, *self.engines.newcomers(members)]
-            found = [e for e in self.engines.listed() if e in wanted]
-            if found:
-                return [e for e in found if e not in self.engines.failing] or found
+            listed = self.engines.listed()
+            healthy = [engine for engine in listed if engine in wanted]
+            if healthy:
+                return [e for e in healthy if e not in self.engines.failing] or healthy
             if time.monotonic() > deadline:
-                words = f"none of {[e[0] for e in self.engines.listed()]} was healthy within"
-                raise TimeoutError(f"{words} {self.config.start_timeout:.0f} s")
+                raise TimeoutError(
+                    f"no engine was healthy within {self.config.start_timeout:.0f} s; "
+                    f"listed are {[url for url, _ in listed]}: see logs/engine*.log"
+                )
             time.sleep(0.2)
 
     def _form_group(self, engines):
-        """A weight group of exactly these engines; the one that is there if it is that."""
+        """Form a weight group of exactly these engines, unless the present group is that one."""
         if self.group and self.group.members == engines:
             return
         self._leave_group()
         self.group = WeightGroup(self.config, self.engines, engines, self.layout, self.ranks.device)
-        backend = self.config.weight_backend
-        print(f"weights: {backend} group of the trainer and {len(engines)} engines", flush=True)
+        print(
+            f"weights: {self.config.weight_backend} group of the trainer and "
+            f"{len(engines)} engines",
+            flush=True,
+        )
 
     def _leave_group(self):
         if self.group:
@@ -236,16 +270,16 @@ class Sender:
         self.group = None
 
     def _swap(self):
-        """Ask all engines to swap; those that fail are dropped. Returns their pauses in seconds."""
+        """Ask all engines to swap; drop those that fail. Returns the others' pauses in seconds."""
         order = dict(version=self.version, recompute_kv=self.config.recompute_kv)
         orders = {member: order for member in self.group.members}
         answers = self.engines.call_all("/request_weight_update", orders)
         if len(answers) < len(self.group.members):
-            # without those that were dropped
+            # The next group is formed without the engines that were dropped.
             self._leave_group()
         urls = [url for url, _ in answers]
         if urls:
-            # else all go on with the weights they have, and are asked again
+            # If no engine answered, all go on with the weights they have, and are asked again.
             version = self.version
             self._publish(version=version, served=version, engines=urls)
         return [answer["pause_s"] for answer in answers.values()]
