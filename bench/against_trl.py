@@ -1,17 +1,23 @@
-"""The pipeline against what one would pick instead: TRL's GRPOTrainer, on the same task, base model, machine and sampling parameters.
+"""The pipeline against TRL's GRPOTrainer, on the same task, base model and machine.
 
     pip install -r bench/requirements.txt
-    python bench/against_trl.py [--max_new_tokens 64] [--seeds 8] [--steps 64] [--quick] [--plot] [--port 8970]
-    python bench/against_trl.py --preset smol --max_new_tokens 96 --steps 16 --seeds 3    # after `bash run.sh smol`
+    python bench/against_trl.py [--max_new_tokens 64] [--seeds 8] [--steps 64] [--quick] [--plot]
+                                [--port 8970]
+    bash run.sh smol    # downloads the model of the next line
+    python bench/against_trl.py --preset smol --max_new_tokens 96 --steps 16 --seeds 3
 
-Task, pipeline, scores, table and intervals are those of bench/compare.py. Both: 64 samples a step, 4 a problem,
-temperature 1, top-p 1, top-k off, at most 410 new tokens (with 64 there are no long answers to wait for,
-which suits TRL), AdamW (0.9, 0.95), the same learning rate after 3 steps of warm-up, gradients clipped at
-1, no KL term, rewards not divided by their standard deviation; of another preset whatever that says. TRL
-has the whole machine for either of its phases, its default loss (`dapo`, on-policy here), float32, and
-generates with Transformers: its ways to use vLLM, its asynchronous trainer among them, need a GPU. Both
-write a checkpoint every 8 steps (smol: 4); start-up does not count. TRL's on smol are scored afterwards, the
-pipeline's by the run itself, on the same problems with as many attempts.
+Task, pipeline, scores, table and intervals are those of bench/compare.py. Both contenders have:
+
+- 64 samples a step, 4 a problem; temperature 1, top-p 1, top-k off; at most 410 new tokens. With
+  64 new tokens there are no long answers to wait for, which suits TRL.
+- AdamW (0.9, 0.95), the same learning rate after 3 steps of warm-up, gradients clipped at 1, no KL
+  term, rewards not divided by their standard deviation. With another preset, its values hold.
+- A checkpoint every 8 steps (smol: 4). Start-up does not count.
+
+TRL has the whole machine in either of its phases, its default loss (`dapo`, on-policy here) and
+float32. It generates with Transformers: its ways to use vLLM, its asynchronous trainer among them,
+need a GPU. On smol, TRL's checkpoints are scored afterwards and the pipeline's by the run itself,
+on the same problems with as many attempts.
 """
 
 import functools
@@ -28,16 +34,17 @@ from bench import compare, runs
 from bench.common import WORK
 from bench.runs import COMMON, PIPELINE, QUICK, scores
 
-# of the knobs, what TRL's runs hang on
-TRL = "task model steps batch_size attempts max_new_tokens lr warmup_steps save_every".split()
-TRL += "train_data eval_data temperature eval_attempts eval_temperature".split()
-# of the real model's runs, which are short
+# The knobs that TRL's runs depend on
+TRL_KNOBS = "task model steps batch_size attempts max_new_tokens lr warmup_steps save_every".split()
+TRL_KNOBS += "train_data eval_data temperature eval_attempts eval_temperature".split()
+# The runs of the real model are short
 SMOL_KNOBS = dict(engines=1, lr_schedule="constant", eval_every=4, eval_attempts=2, save_every=4)
 SMOL_KNOBS |= dict(dtype="float32")
+# Seconds that a run of TRL may take
 LONGEST = 3600
-# of GRPOConfig: what the pipeline has by default
+# GRPOConfig as the pipeline is by default
 ALIKE = dict(top_p=1.0, top_k=0, beta=0.0, scale_rewards="none", adam_beta2=0.95)
-# transformers' `linear` falls to 0
+# Not transformers' `linear`, which falls to 0
 ALIKE |= dict(max_grad_norm=1.0, lr_scheduler_type="constant_with_warmup")
 MACHINE = dict(use_cpu=True, bf16=False, gradient_checkpointing=False, disable_tqdm=True)
 MACHINE |= dict(
@@ -46,7 +53,7 @@ MACHINE |= dict(
 
 
 def watch(curve, samples):
-    """Notes the time at every step's end; the clock starts when training does."""
+    """A callback that notes the time at every step's end; its clock starts with the training."""
     from transformers import TrainerCallback
 
     class Watch(TrainerCallback):
@@ -61,8 +68,9 @@ def watch(curve, samples):
 
 
 def train_trl(knobs, file):
-    """GRPOTrainer to its end, in a process of its own; writes {curve, scores} to `file`. Its checkpoints
-    go to the directory of that name.
+    """Run GRPOTrainer to its end, in a process of its own; writes {curve, scores} to `file`.
+
+    Its checkpoints go to the directory that is called like the file without its suffix.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
@@ -80,12 +88,12 @@ def train_trl(knobs, file):
         prompts = [[dict(role="user", content=prompt)] for prompt in prompts]
 
     def rewards(completions, completion_ids, number, **_):
-        found = []
-        for i, said, ids in zip(number, completions, completion_ids):
-            text = said if isinstance(said, str) else said[0]["content"]
+        values = []
+        for i, completion, ids in zip(number, completions, completion_ids):
+            text = completion if isinstance(completion, str) else completion[0]["content"]
             finished = ids[-1] == tokenizer.eos_token_id
-            found.append(task.reward(problems[i], text, finished))
-        return found
+            values.append(task.reward(problems[i], text, finished))
+        return values
 
     arguments = GRPOConfig(
         str(folder),
@@ -118,7 +126,10 @@ def train_trl(knobs, file):
 
 
 def sampled(folder, knobs):
-    """[[version, score]] of the base model and TRL's checkpoints: what a run's own evaluations are, by Transformers."""
+    """[[version, score]] of the base model and of TRL's checkpoints, sampled by Transformers.
+
+    The problems and the number of attempts are those of a run's own evaluations.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -126,8 +137,9 @@ def sampled(folder, knobs):
     problems = task.problems("test", knobs["seed"], knobs["eval_data"])
     tokenizer = AutoTokenizer.from_pretrained(knobs["model"], padding_side="left")
     chats = [[dict(role="user", content=problem["prompt"])] for problem in problems]
-    how = dict(add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt")
-    prompts = tokenizer.apply_chat_template(chats, **how)
+    prompts = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
+    )
     models = {int(path.name.rpartition("-")[2]): path for path in folder.glob("checkpoint-*")}
     found = []
     for version, path in sorted((models | {0: knobs["model"]}).items()):
@@ -148,7 +160,7 @@ def sampled(folder, knobs):
 
 
 def one_run(name, knobs, port, preset):
-    """A run of either; TRL's has no engines."""
+    """A run of the pipeline, or of TRL, whose knobs name no engines."""
     if "engines" in knobs:
         return runs.one_run(name, knobs, port, preset)
     file = WORK / f"{name}.json"
@@ -158,8 +170,11 @@ def one_run(name, knobs, port, preset):
     process.start()
     process.join(LONGEST)
     if process.exitcode != 0:
-        why = f"TRL ended with exit code {process.exitcode} (None: not within {LONGEST} s)"
-        sys.exit(f"{why}, its words are above; pip install -r bench/requirements.txt?")
+        sys.exit(
+            f"bench/against_trl.py: TRL ended with exit code {process.exitcode} (None: it took "
+            f"more than {LONGEST} s). Its messages are above. If a package is missing, run "
+            "pip install -r bench/requirements.txt"
+        )
     return json.loads(file.read_text())
 
 
@@ -181,7 +196,10 @@ def main(argv=None):
     common |= dict(steps=a.steps, max_new_tokens=a.max_new_tokens)
     if a.quick:
         common |= QUICK
-    settings = {"pipeline": common, "trl": {name: common[name] for name in TRL if name in common}}
+    settings = {
+        "pipeline": common,
+        "trl": {name: common[name] for name in TRL_KNOBS if name in common},
+    }
     start = functools.partial(one_run, port=a.port, preset=a.preset)
     found, path = runs.run_all(a, name, settings, start)
     compare.report(found, path)

@@ -1,7 +1,7 @@
-"""What the measurements share: the machine in words, raw results, tables, rounds in turn, figures.
+"""Functions that the measurements share: raw results, the machine's name, tables, figures.
 
-Not a program. Raw numbers go to bench/results/<name>.json, figures beside them; `--out` changes it,
-and what `--quick` leaves is in out/bench.
+Not a program. Raw numbers go to bench/results/<name>.json, and figures beside them. `--out` names
+another directory; with `--quick` it is out/bench.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import numpy as np
 import config as cfg
 
 ROOT = cfg.ROOT
-# models, run directories and whatever else need not be kept
+# Models, run directories and all else that need not be kept
 WORK = ROOT / "out" / "bench"
 
 
@@ -30,10 +30,12 @@ WORK = ROOT / "out" / "bench"
 
 
 def parser(doc):
-    """Command line of a script with this docstring: --out and --quick, to which it adds its own."""
+    """The command line of a script with this docstring; the script adds its own flags."""
     p = argparse.ArgumentParser(description=doc.splitlines()[0], allow_abbrev=False)
     p.add_argument("--out", help="directory of raw numbers and figures (default: bench/results)")
-    p.add_argument("--quick", action="store_true", help="does it run? Numbers go to out/bench")
+    p.add_argument(
+        "--quick", action="store_true", help="a short try, whose numbers go to out/bench"
+    )
     return p
 
 
@@ -52,12 +54,14 @@ def keep(path, values):
 
 
 def measured(path, wanted, measure, reuse=True):
-    """{key: result} of `wanted`, {key: knobs}, in its order; each is in `path` as soon as it is there.
+    """Measure all of `wanted`, {key: knobs}; returns {key: result} in the same order.
 
-    What earlier calls left there is taken if its knobs are the same. measure(key, knobs) -> dict, to
-    which knobs and machine are added; None: only what is there, whatever its knobs.
+    A result is written to the file `path` as soon as it is there. With `reuse`, a result that an
+    earlier call left in the file is taken if it has the same knobs. measure(key, knobs) returns a
+    dict, to which knobs and machine are added. If `measure` is None nothing is measured, and the
+    file's results are taken whatever their knobs.
     """
-    # as Ctrl-C: what is running is stopped; the same command does what is missing
+    # SIGTERM acts as Ctrl-C: it stops what is running; the same command does the rest later
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     kept = {}
     if reuse and path.exists():
@@ -71,7 +75,10 @@ def measured(path, wanted, measure, reuse=True):
 
 
 def copy_sources(folder):
-    """The sources in this folder, anew, for what changes them; it shares the models. Returns it."""
+    """Copy the sources, to be changed, to a folder that is emptied before; returns the folder.
+
+    The copy shares the models in out/models.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for part in ("examples", "plumbing", "tasks", "tools"):
@@ -85,7 +92,7 @@ def copy_sources(folder):
 
 
 def machine():
-    """Where, when, of which commit and by which command this is measured, as a line."""
+    """One line: processor, versions, date, commit and command of this measurement."""
     processor = platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -104,20 +111,20 @@ def machine():
 
 def flags(knobs):
     """{"lr": 1} -> ["--lr", "1"]."""
-    words = []
+    arguments = []
     for name, value in knobs.items():
-        words += [f"--{name}", str(value)]
-    return words
+        arguments += [f"--{name}", str(value)]
+    return arguments
 
 
 def table(header, rows):
-    """Print rows of cells in columns: the first to the left, the others to the right."""
+    """Print rows of cells in columns, the first one aligned left and the others right."""
     cells = [[str(x) for x in row] for row in [header, *rows]]
     widths = [max(map(len, column)) for column in zip(*cells)]
     for first, *others in cells:
-        words = [first.ljust(widths[0])]
-        words += [x.rjust(width) for x, width in zip(others, widths[1:])]
-        print("  ".join(words), flush=True)
+        padded = [first.ljust(widths[0])]
+        padded += [x.rjust(width) for x, width in zip(others, widths[1:])]
+        print("  ".join(padded), flush=True)
 
 
 def median_and_range(values, form=".2f"):
@@ -126,8 +133,9 @@ def median_and_range(values, form=".2f"):
 
 
 def in_turn(contenders, rounds):
-    """{name: function(round)} -> {name: [result of every round]}: a round runs all of them, every
-    other round in the opposite order.
+    """{name: function(round)} -> {name: [result of every round]}.
+
+    A round runs all functions, and every other round runs them in the opposite order.
     """
     results = {name: [] for name in contenders}
     for i in range(rounds):
@@ -140,7 +148,7 @@ def in_turn(contenders, rounds):
 
 
 def panels(titles):
-    """(figure, axes) of a row of panels."""
+    """(figure, axes) of a row of panels with these titles."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -155,7 +163,7 @@ def panels(titles):
 
 
 def band(ax, curves, color, label):
-    """Curves (x, y), one per seed: their mean, and a band from the lowest to the highest."""
+    """Draw the mean of curves (x, y), one per seed, and a band from the lowest to the highest."""
     first = max(x[0] for x, _ in curves)
     last = min(x[-1] for x, _ in curves)
     grid = np.linspace(first, last, 200)

@@ -1,27 +1,34 @@
-"""Is the pipeline faster than conventional RL? Same task, model, batch, number of samples and two CPU cores, one run after the other.
+"""Is the pipeline faster than conventional RL on the same task, model, batch and machine?
 
-    python bench/compare.py [--lengths tail|equal] [--settings pipeline,G=4] [--seeds 8] [--first_seed 0] [--quick] [--plot] [--knob value ...]
-    python bench/compare.py --settings pipeline,G=8,G=8+engines=2+trainers=2    # the last: both cores generate, then both train
-    python bench/compare.py --preset math --settings pipeline,G=8,G=32 --steps 192    # 8 GPUs: run.sh divides them
+    python bench/compare.py [--lengths tail|equal] [--settings pipeline,G=4] [--seeds 8]
+                            [--first_seed 0] [--quick] [--plot] [--knob value ...]
+    python bench/compare.py --settings pipeline,G=8,G=8+engines=2+trainers=2
+    python bench/compare.py --preset math --settings pipeline,G=8,G=32 --steps 192
 
-Task `tail`: answers of 5 to 397 tokens, 35 on average, most of them short; `--lengths equal` is the
-control, 37 tokens all. Every run is `bash run.sh toy ...` with the real vLLM, in an order of the settings
-drawn anew for each seed. What is done is kept in bench/results/compare-<lengths>.json, so the same command
-goes on after an interruption, and `--plot` prints and draws what is there. What a run is, its time and its
-score: bench/runs.py. A knob may be a setting's own (`G=8+lr=3e-4`); any other flag is a knob of all runs.
+The task is `tail`: answers of 5 to 397 tokens, 35 on average, most of them short. `--lengths equal`
+is the control, where all answers have 37 tokens. Each run is `bash run.sh toy ...` with the real
+vLLM; the order of the settings is drawn anew for each seed. Results are kept in
+bench/results/compare-<lengths>.json, so that the same command goes on after an interruption, and
+`--plot` prints and draws what is there. bench/runs.py says what a run, its time and its score are.
 
-Plain `G=8` has one engine and one rank of a thread each, which take turns: one core at a time works.
+A setting may have knobs of its own (`G=8+lr=3e-4`); any other flag is a knob of all runs. Plain
+`G=8` has one engine and one trainer rank of one thread each, which take turns, so that one core at
+a time works. `G=8+engines=2+trainers=2` generates with both cores, and then trains with both. With
+`--preset math`, run.sh divides the GPUs of the machine.
 
-unstable       runs that end more than DROP below their best score, or no higher than they began
-to n%          seconds until the mean over seeds is n% of the way from where runs begin (on average) to where
-               the best conventional setting ends; of each resample of the seeds the pipeline is compared with
-               the conventional setting that is there first
-mean score     over the samples of a run: less noisy than its last score; then its difference from the
-               first setting's, seed by seed
+Columns of the table:
 
-Intervals are 95%. A mean over seeds has Student's t; the time at which a mean curve reaches a score, and the
-ratio of two such times, have a bootstrap over seeds from ENOUGH of them on: below, its intervals are too
-narrow (three seeds' hold the truth in 76% of cases), and there are none. Speeds mean something on a machine that has nothing else to do.
+    unstable    runs that end more than DROP below their best score, or no higher than they began
+    to n%       seconds until the mean over seeds is n% of the way from where runs begin (on
+                average) to where the best conventional setting ends; in each resample of the seeds
+                the pipeline is compared with the conventional setting that is there first
+    mean score  averaged over the samples of a run, less noisy than the last score; then its
+                difference from that of the first setting, seed by seed
+
+Intervals are 95%. A mean over seeds has Student's t. The time at which a mean curve reaches a
+score, and the ratio of two such times, have a bootstrap over seeds if there are at least ENOUGH
+seeds: with fewer its intervals are too narrow (three seeds' hold the truth in 76% of cases), and
+none are given. Speeds mean something only on a machine that has nothing else to do.
 """
 
 import functools
@@ -37,15 +44,15 @@ from bench.common import band, panels, table
 from bench.runs import COMMON, PIPELINE, QUICK, column, conventional, places, scores_of
 from tools.report_comparison import paired
 
-# later on, runs that are faster have ended
+# Beyond these shares of the gain the faster runs have ended
 SHARES = (0.5, 0.75)
 DROP = 0.1
 SETTINGS = ("pipeline", "G=1", "G=2", "G=4", "G=8", "G=16", "G=32")
-# points of a curve
+# Points of a curve
 POINTS = 1000
 RESAMPLES = 2000
 ENOUGH = 8
-# of the table: how a mean over seeds is written
+# How the table writes means over seeds
 FORMATS = {
     "begin": ".3f",
     "samples/s": ".0f",
@@ -65,7 +72,7 @@ def student(values):
 
 
 def mean_curves(found):
-    """(seconds [POINTS], scores of every run [runs, POINTS]) as long as all runs of a setting go on."""
+    """(seconds [POINTS], scores [runs, POINTS]) for as long as all runs of a setting go on."""
     end = min(places(run, "time")[-1] for run in found)
     grid = np.linspace(0, end, POINTS)
     own = [np.interp(grid, places(run, "time"), scores_of(run)) for run in found]
@@ -88,27 +95,27 @@ def crossing(grid, curves, level):
 
 
 def times_to(found, level):
-    """Seconds until the mean curve of a setting reaches a level: of its runs, and of every resample."""
+    """Seconds until a setting's mean curve reaches a level, [1 + RESAMPLES], the runs first."""
     grid, curves = mean_curves(found)
     parts = []
-    # a part at a time: all resampled curves at once would be large
+    # One part at a time, as all resampled curves at once would be large
     for drawn in np.array_split(resamples(len(found)), 20):
         parts.append(crossing(grid, curves[drawn].mean(1), level))
     return np.concatenate(parts)
 
 
 def ratios(theirs, ours):
-    """Times of the one / times of the other, [N]; 0 where ours never gets there, infinity where only theirs does not."""
+    """theirs / ours, times of [N]; 0 where ours is infinite, infinity where only theirs is."""
     with np.errstate(invalid="ignore"):
         found = theirs / ours
     return np.where(np.isinf(ours), 0.0, found)
 
 
 def bootstrap(values):
-    """(value of the runs, low, high) of what `times_to` and `ratios` return."""
+    """(value of the runs, low, high) from values as `times_to` and `ratios` return them."""
     if len(values) == 1:
         return float(values[0]), np.nan, np.nan
-    # of whole resamples: there may be infinities, between which nothing can be taken
+    # Quantiles are values of resamples: between infinities nothing can be interpolated
     low, high = np.quantile(values[1:], [0.025, 0.975], method="nearest")
     return float(values[0]), float(low), float(high)
 
@@ -124,7 +131,7 @@ def interval_text(interval, form):
     return f"{value:{form}} ({low:{form}} to {high})"
 
 
-# ---- what is made of runs
+# ---- figures of runs
 
 
 def is_unstable(run):
@@ -139,7 +146,7 @@ def conventional_of(settings):
 
 
 def fixed_scores(by_setting):
-    """{setting: [run]} -> the scores that times are compared at, one per share of SHARES."""
+    """The scores at which times are compared, one per share of SHARES, from {setting: [run]}."""
     begins = []
     ends = {}
     for setting, found in by_setting.items():
@@ -168,12 +175,14 @@ def mean_score(run):
 
 
 def row_of(found, first):
-    """A setting's row; first: the runs of the setting that it is compared with, of the same seeds.
+    """A setting's row of the table.
 
-    end, mean score: (mean, low, high); difference: of mean scores, likewise; the means of figures_of.
+    first: the runs of the setting that it is compared with, with the same seeds. The row has the
+    means of figures_of and the number of unstable runs, and as (mean, low, high): end, mean score,
+    and difference, which is that of the mean scores.
     """
     figures = [figures_of(run) for run in found]
-    row = {name: float(np.mean([of_run[name] for of_run in figures])) for name in FORMATS}
+    row = {name: float(np.mean([run_figures[name] for run_figures in figures])) for name in FORMATS}
     scores = [mean_score(run) for run in found]
     pairs = zip(scores, first)
     row["difference"] = student([score - mean_score(other) for score, other in pairs])
@@ -197,8 +206,9 @@ def summary(by_setting):
 
 
 def ratio(rows, others, k):
-    """(conventional setting that is first at score k, how many times as fast the pipeline is, of resamples, too);
-    None if nothing can be compared.
+    """(the conventional setting that is first at score k, how many times as fast the pipeline is).
+
+    The second is an array [1 + RESAMPLES]. Returns None if nothing can be compared.
     """
     others = {setting: rows[setting]["times"][k] for setting in others}
     if "pipeline" not in rows or not others:
@@ -210,7 +220,7 @@ def ratio(rows, others, k):
     return best, ratios(first, rows["pipeline"]["times"][k])
 
 
-# ---- what is said of it
+# ---- tables and figures
 
 
 def say(found, seeds):
@@ -231,14 +241,14 @@ def say(found, seeds):
         if answer is not None:
             best, faster = answer
             sentence = (
-                f"the pipeline is {interval_text(bootstrap(faster), '.2f')} times as fast as the best "
-                f"conventional setting ({best})"
+                f"the pipeline is {interval_text(bootstrap(faster), '.2f')} times as fast as the "
+                f"best conventional setting ({best})"
             )
         print(f"to {share:.0%}: {sentence}")
 
 
 def draw(by_setting, path):
-    """Mean over seeds, and a band from the lowest to the highest."""
+    """Draw the mean over seeds of each setting, and a band from the lowest to the highest."""
     figure, axes = panels(["held-out score", "held-out score", "effective sample size"])
     for i, (setting, found) in enumerate(by_setting.items()):
         color = "k" if setting == "pipeline" else f"C{i}"
@@ -255,7 +265,7 @@ def draw(by_setting, path):
 
 
 def report(by_setting, path):
-    """The table, and the figure beside the raw numbers."""
+    """Print the table, and draw the figure beside the raw numbers."""
     say(summary(by_setting), len(next(iter(by_setting.values()))))
     draw(by_setting, path.with_suffix(".png"))
 
@@ -263,10 +273,10 @@ def report(by_setting, path):
 # ---- the command line
 
 
-def knobs_of(setting, arguments, more):
-    """All knobs of a setting's runs; more: {name: value} from the command line."""
-    setting, *own = setting.split("+")
-    own = dict(pair.split("=") for pair in own)
+def knobs_of(setting, arguments, common_knobs):
+    """All knobs of a setting's runs; common_knobs: {name: value} from the command line."""
+    setting, *pairs = setting.split("+")
+    setting_knobs = dict(pair.split("=") for pair in pairs)
     g = 0 if setting == "pipeline" else int(setting.removeprefix("G="))
     knobs = dict(conventional_g=g) if g else {}
     if arguments.preset == "toy":
@@ -275,7 +285,7 @@ def knobs_of(setting, arguments, more):
         knobs |= dict(train_data="equal", eval_data="equal")
     if arguments.quick:
         knobs |= QUICK
-    return knobs | more | own
+    return knobs | common_knobs | setting_knobs
 
 
 def read_arguments(argv):
@@ -288,28 +298,31 @@ def read_arguments(argv):
     arguments, rest = p.parse_known_args(argv)
     names = rest[::2]
     if len(rest) % 2 or not all(name.startswith("--") for name in names):
-        p.error(f"{' '.join(rest)}: what --help does not list goes to run.sh, as --knob value")
+        p.error(f"{' '.join(rest)}: a flag that is not in --help must be --knob value")
     settings = ("pipeline", "G=4") if arguments.quick else SETTINGS
     if arguments.settings:
         settings = arguments.settings.split(",")
     for setting in settings:
         if not re.fullmatch(r"(pipeline|G=[1-9][0-9]*)(\+\w+=[^+=]+)*", setting):
-            p.error(f"--settings {setting}: pipeline or G=n, and knobs of its own, as G=4+lr=1e-4")
-    more = {name.removeprefix("--"): value for name, value in zip(names, rest[1::2])}
-    return arguments, settings, more
+            p.error(
+                f"--settings {setting}: a setting is pipeline or G=n, perhaps with knobs of its "
+                "own as in G=4+lr=1e-4"
+            )
+    common_knobs = {name.removeprefix("--"): value for name, value in zip(names, rest[1::2])}
+    return arguments, settings, common_knobs
 
 
 def main(argv=None):
-    arguments, settings, more = read_arguments(argv)
+    arguments, settings, common_knobs = read_arguments(argv)
     parts = ["compare", arguments.preset]
     if arguments.preset == "toy":
         parts[1] = arguments.lengths
     if arguments.preset == "toy" and not arguments.plot:
         runs.make_model()
-    parts += [f"{name}-{value}" for name, value in more.items()]
+    parts += [f"{name}-{value}" for name, value in common_knobs.items()]
     name = "-".join(parts).replace("/", "-")
     start = functools.partial(runs.one_run, port=arguments.port, preset=arguments.preset)
-    wanted = {setting: knobs_of(setting, arguments, more) for setting in settings}
+    wanted = {setting: knobs_of(setting, arguments, common_knobs) for setting in settings}
     found, path = runs.run_all(arguments, name, wanted, start)
     report(found, path)
 

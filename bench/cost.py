@@ -1,11 +1,12 @@
-"""What a sample costs in CPU, in whole runs of this checkout, and of another one in turn.
+"""How much CPU time a sample costs in whole runs, of this checkout and of another one in turn.
 
     python bench/cost.py [--tasks toy,tail,guess,agent] [--against DIR] [--rounds 3] [--steps 60]
 
-Runs `bash run.sh` of this checkout and of DIR (an older commit's, `git worktree add DIR COMMIT`, with its
-own out/models). Milliseconds of CPU a sample are of all processes
-of a run, by stage, from step FIRST on: start-up does not count, and they depend less on a neighbour's
-load than samples/s do. `ratio`: the other's CPU / this one's, and this one's samples/s / the other's.
+Runs `bash run.sh` of this checkout, and of DIR (an older commit, `git worktree add DIR COMMIT`,
+with its own out/models). The milliseconds of CPU a sample are those of all processes of a run, by
+stage, from step FIRST on: start-up does not count. They depend less on a neighbour's load than
+samples/s do. `ratio` is the other checkout's CPU / this one's, and this one's samples/s / the
+other's.
 """
 
 import contextlib
@@ -25,26 +26,26 @@ from bench.runs import COMMON, PIPELINE, make_model, run_to_its_end
 from plumbing.queues import read_json
 from tools.common import read_metrics
 
-# steps until caches and kernels are warm
+# Steps until caches and kernels are warm
 FIRST = 8
 TASKS = {
     "toy": {},
     "tail": COMMON | PIPELINE | dict(save_every=0),
     "guess": dict(task="guess", max_new_tokens=90, max_model_len=256),
-    # turns through an OpenAI endpoint; the client has a process
+    # The turns go through an OpenAI endpoint, from a client with a process of its own
     "agent": cfg.AGENT,
 }
-# of run.sh's processes, and a client of the actor's; whatever is none of these belongs to the engines
+# Processes of run.sh, and the actor's client; all other processes belong to the engines
 STAGES = ("actor", "preprocess", "train", "openai_tools")
 PARTS = (*STAGES, "engines")
 
 
 class Watch:
-    """CPU seconds of a run's processes by stage, looked at whenever a new version is announced."""
+    """CPU seconds of a run's processes by stage, read whenever a new version is announced."""
 
     def __init__(self, run_dir):
         self.file = run_dir / "queues" / "version.json"
-        # of each process by its id
+        # Stage and CPU seconds of each process, by its id
         self.parts = {}
         self.seconds = {}
         # (version, {stage: CPU seconds so far})
@@ -55,34 +56,34 @@ class Watch:
         if version < FIRST or (self.seen and version == self.seen[-1][0]):
             return
         root = psutil.Process(pid)
-        # parents come before their children
+        # Parents come before their children
         for process in [root, *root.children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 self._add(process)
         total = dict.fromkeys(PARTS, 0.0)
-        # processes that have ended keep what they took
+        # Processes that have ended keep their seconds
         for pid, seconds in self.seconds.items():
             total[self.parts[pid]] += seconds
         self.seen.append((version, total))
 
     def _add(self, process):
-        """What a process has taken so far; what a stage starts is the stage's."""
-        words = [Path(word).name for word in process.cmdline()]
+        """Note a process's CPU seconds so far; a process that a stage starts is the stage's."""
+        names = [Path(argument).name for argument in process.cmdline()]
         part = self.parts.get(process.ppid(), "engines")
-        self.parts[process.pid] = next((x for x in STAGES if f"{x}.py" in words), part)
+        self.parts[process.pid] = next((x for x in STAGES if f"{x}.py" in names), part)
         self.seconds[process.pid] = sum(process.cpu_times()[:2])
 
     def cpu(self, steps):
-        """{stage: CPU seconds a sample} between the first look and the last; steps: metrics.jsonl's."""
+        """{stage: CPU seconds a sample} from the first look to the last; steps: metrics lines."""
         (first, before), (last, after) = self.seen[0], self.seen[-1]
         samples = steps[last - 1]["samples"] - steps[first - 1]["samples"]
         return {part: (after[part] - before[part]) / samples for part in PARTS}
 
 
 def measure(name, knobs, port, root=ROOT):
-    """A run: {stage: CPU s a sample}, samples_s, and shares of its steps' time."""
+    """Measure a run: {stage: CPU s a sample}, samples_s, turns, shares of its steps' time."""
     run_dir = WORK / "runs" / name
-    # an earlier run's versions are not to be seen
+    # The versions of an earlier run must not be seen
     shutil.rmtree(run_dir, ignore_errors=True)
     watch = Watch(run_dir)
     run_to_its_end(name, knobs, port, root=root, look=watch.look)
@@ -97,13 +98,13 @@ def measure(name, knobs, port, root=ROOT):
 
 
 def of_checkout(checkout, task, arguments, turn):
-    """`measure` of a task's run; turn: its seed."""
+    """Measure a run of a task in this checkout; turn: its seed."""
     knobs = TASKS[task] | dict(steps=arguments.steps, eval_every=0, seed=turn)
     return measure(f"cost-{task}", knobs, arguments.port, checkout)
 
 
 def show(results):
-    """A row for each task and checkout; medians over rounds."""
+    """Print a row of medians over rounds for each task and checkout."""
     rows = []
     for task, by_checkout in results.items():
         for name, rounds in by_checkout.items():

@@ -1,4 +1,7 @@
-"""Not a program: an engine that a script starts by itself, without a trainer, and a client that keeps it busy."""
+"""An engine that a script starts by itself, without a trainer, and a client that keeps it busy.
+
+Not a program.
+"""
 
 import asyncio
 import itertools
@@ -17,7 +20,7 @@ from tools import base_model
 
 
 def make_run(name, **knobs):
-    """(config, run directory) of a run out/bench/<name> of the toy preset on CPUs, with its model."""
+    """(config, run directory) of a run out/bench/<name> of preset toy on CPUs, with its model."""
     argv = ["toy", *flags(dict(run=name, out=WORK) | knobs)]
     config = placement.resolve(cfg.parse(argv), 0)
     if not knobs.get("model"):
@@ -32,20 +35,20 @@ def url_of(config):
 
 
 def requests_of(prompts, lengths, **sampling):
-    """Endless iterator of requests for Load: these prompts, and at most so many tokens each, in turn."""
+    """Endless iterator of requests for Load: prompts and lengths (most tokens) each take turns."""
     for prompt, length in zip(itertools.cycle(prompts), itertools.cycle(lengths)):
         params = dict(max_tokens=length, temperature=1.0, logprobs=0, detokenize=False)
         yield dict(token_ids=prompt, sampling_params=params | sampling)
 
 
 class Load:
-    """A client that keeps an engine busy with `places` requests at a time, from a thread of its own."""
+    """A client that keeps `concurrency` requests in progress, from a thread of its own."""
 
-    def __init__(self, config, run_dir, requests, places):
+    def __init__(self, config, run_dir, requests, concurrency):
         self.url = f"{url_of(config)}/inference/v1/generate"
         self.headers = secret_header(run_dir)
         self.requests = requests
-        self.places = places
+        self.concurrency = concurrency
         # (begin, end, tokens) of every answer
         self.answers = []
         self.going_on = True
@@ -54,7 +57,7 @@ class Load:
     async def _keep_busy(self):
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
         async with aiohttp.ClientSession(connector=connector, headers=self.headers) as session:
-            await asyncio.gather(*(self._work(session) for _ in range(self.places)))
+            await asyncio.gather(*(self._work(session) for _ in range(self.concurrency)))
 
     async def _work(self, session):
         while self.going_on:
@@ -65,13 +68,17 @@ class Load:
             self.answers.append((begin, time.monotonic(), len(tokens)))
 
     def stop(self):
-        """Let what is in progress end. Raises what went wrong; TimeoutError after 5 minutes."""
+        """Wait until the requests in progress end; raises their errors.
+
+        TimeoutError after 5 minutes.
+        """
         self.going_on = False
         self.end.result(300)
 
     def rate(self, start, end):
-        """Tokens/s in a span of time, once all requests that overlap it have ended: those of an answer
-        count as evenly spread over its life.
+        """Tokens/s in a span of time, once all requests that overlap it have ended.
+
+        The tokens of an answer count as spread evenly over its life.
         """
         tokens = 0.0
         for begin, finish, n in self.answers:

@@ -1,12 +1,13 @@
-"""What one GPU can prove in ten minutes, without the internet: parity, gradients, MFU, weight updates.
+"""Checks that one GPU can make in ten minutes: parity, gradients, MFU, weight updates.
 
     bash bench/gpu.sh [--only parity mfu-1.5b-16k ...] [--minutes 9.5] [--rehearse] [--out DIR]
 
-Each check is a function below whose docstring says what it proves. It has a process of its own, so that
-memory that runs out or a crash costs the others nothing and peaks are its own, and a time limit. gpu.json
-is written after every check; what a check says is in out/bench/gpu-<check>.log. All weights are random;
-torch, transformers and this checkout are enough. `--rehearse` runs the same lines on the CPU with tiny
-shapes; its times mean nothing. Deliberately absent: vLLM (`bash run.sh doctor` looks at that), several GPUs.
+Each check is a function below whose docstring says what it proves. It has a process of its own, so
+that a crash or a lack of memory costs the others nothing and its memory peak is its own, and it
+has a time limit. gpu.json is written after each check; messages of a check are in
+out/bench/gpu-<check>.log. All weights are random; torch, transformers and this checkout are enough,
+and no network is needed. `--rehearse` runs the same lines on the CPU with tiny shapes; its times
+mean nothing. Deliberately absent: vLLM (`bash run.sh doctor` checks it), several GPUs.
 """
 
 import functools
@@ -20,7 +21,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-# before this folder, whose train.py is not the one meant
+# Before this folder, as `import train` must not find bench/train.py
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if "--rehearse" in sys.argv:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -45,7 +46,7 @@ from bench.one_gpu import (
 )
 from bench.train import CUDA, DEVICE, PEAK_FLOPS, SMALL, WIDE, flops, one_step
 from plumbing import transport
-from plumbing.model import flash_runs_on, packed_attention
+from plumbing.model import Packing, flash_runs_on, packed_attention
 from train import micro_batch
 from weights import Sender
 
@@ -53,7 +54,7 @@ TINY = SMALL | dict(vocab_size=512, hidden_size=128, intermediate_size=256, num_
 # Qwen2.5-7B
 SEVEN = WIDE | dict(vocab_size=152064, hidden_size=3584, intermediate_size=18944)
 SEVEN |= dict(num_attention_heads=28, num_key_value_heads=4)
-# logits and attention scores about as sharp as a trained model's
+# Logits and attention scores become about as sharp as a trained model's
 SHARP = dict(initializer_range=0.04)
 GROUPS = ("embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "mlp", "norm")
 
@@ -77,8 +78,8 @@ def attend(heads, key_heads, width, window):
     kernel = int(flash_runs_on(rounded[0]))
     yield figure(case, ": varlen_attn runs", kernel, least=on_gpu(1, 0))
     expected = sdpa(*exact, attn_mask=seen, enable_gqa=True).transpose(1, 2)
-    packing = (None, bounds, bounds, lengths, lengths)
-    # what it is told of the layer where there is no kernel for windows
+    packing = Packing(None, bounds, bounds, lengths, lengths)
+    # The attributes of a layer that are read where there is no kernel for windows
     layer = SimpleNamespace(head_dim=width, num_key_value_groups=heads // key_heads, training=False)
     got, _ = packed_attention(layer, *rounded, None, packing, sliding_window=window or None)
     weight = torch.randn_like(expected)
@@ -90,8 +91,8 @@ def attend(heads, key_heads, width, window):
 
 
 def attentions():
-    """varlen_attn, forward and backward: sequences do not see each other, key heads are shared, the
-    window is the model's. Heads of Qwen2.5-1.5B and of 0.5B.
+    """varlen_attn, forward and backward: sequences do not see each other, key heads are shared, and
+    the window is the model's. The heads are those of Qwen2.5-1.5B and 0.5B.
     """
     for heads, key_heads, width, window in (
         (12, 2, 128, 0),
@@ -103,7 +104,7 @@ def attentions():
 
 @torch.no_grad()
 def packed(model, sequences):
-    """token_logprobs of these sequences as one packed row, without what first tokens get."""
+    """Logprobs of these sequences as one packed row, without those of first tokens."""
     positions = torch.cat([torch.arange(len(s)) for s in sequences])
     tokens = torch.cat(sequences)
     found, _ = model.logprobs(tokens.numpy(), positions.numpy(), 1.0)
@@ -111,25 +112,25 @@ def packed(model, sequences):
 
 
 def alone(model, sequences):
-    """Likewise, one by one."""
+    """Logprobs of these sequences one by one, without those of first tokens."""
     return torch.cat([packed(model, [s]) for s in sequences])
 
 
 def apart(case, a, b, yardstick=None):
-    """Two figures: how far logprobs are apart, in the mean and at most."""
+    """Two figures: the mean and the largest distance of logprobs."""
     error = (a - b).abs()
     most = [None, None]
     if yardstick is not None:
-        # two roundings, each as large as the yardstick's, are 1.4 times as far apart
+        # Two roundings as large as the yardstick's are 1.4 times as far apart
         most = [1.5 * yardstick.mean().item(), 3 * yardstick.max().item()]
     yield figure(case, ", mean", error.mean().item(), "nats", most=most[0])
     yield figure(case, ", max", error.max().item(), "nats", most=most[1])
 
 
 def parity():
-    """bfloat16 token_logprobs of a packed row, on the model as train.build makes it, against the same
-    sequences one by one: packing adds no more error than bfloat16 has anyway (sdpa, one by one,
-    against float32). The last two begin alike.
+    """bfloat16 logprobs of a packed row, on the model as train.build makes it, against the same
+    sequences one by one. Packing adds no more error than bfloat16 has anyway, which is that of sdpa
+    one by one against float32. The last two sequences share a beginning.
     """
     shape = on_gpu(WIDE | dict(num_hidden_layers=4), TINY)
     lengths = on_gpu([1, 2, 3, 127, 128, 129, 1000, 2706], [1, 2, 3, 17, 40, 65])
@@ -171,8 +172,8 @@ def gradient(shape, dtype, record):
 
 
 def gradients():
-    """Gradients through FSDP2's mixed precision (bfloat16, one rank, as train.build makes it) point
-    where float32's do, and are as long.
+    """Gradients through FSDP2's mixed precision (bfloat16, one rank, as train.build makes it) have
+    the direction and the norm of float32's.
     """
     shape = on_gpu(WIDE | dict(num_hidden_layers=4), TINY)
     record = row(shape, on_gpu(4096, 512))
@@ -191,8 +192,8 @@ def gradients():
 
 
 def mfu(size, row_tokens, gradient_checkpointing, goal=None):
-    """How much of the GPU's peak a step of 64k tokens uses, by bench/train.py's formula, on its samples
-    (median 600 tokens, mean some 900, up to 8k).
+    """The share of the GPU's peak that a step of 64k tokens uses, by the formula of bench/train.py
+    and on its samples (median 600 tokens, mean some 900, up to 8k).
 
     7B: forward, backward and clipping without AdamW, whose state does not fit beside the rest.
     """
@@ -227,8 +228,8 @@ def mfu(size, row_tokens, gradient_checkpointing, goal=None):
 
 
 def groups():
-    """A weight group of one, NCCL's on a GPU, is made, used and aborted 50 times and leaves nothing behind:
-    a thread, a file or a MB of each would be over the limit.
+    """A weight group of one process, NCCL's on a GPU, is made, used and aborted 50 times and leaves
+    nothing behind: one thread, file or MB for each group would be over the limit.
     """
     found = []
     start = time.perf_counter()
@@ -242,7 +243,7 @@ def groups():
         del group, store
         found.append(resources())
     yield figure("", "a group", (time.perf_counter() - start) / 50, "s")
-    # the first ones load libraries
+    # The first groups load libraries
     for what in found[0]:
         more = found[-1][what] - found[9][what]
         yield figure(what, ", more after 40 more", more, most=20)
@@ -255,8 +256,8 @@ def scale(model, factor):
 
 
 def updates():
-    """weights.Sender of a model on the GPU: what arrives over gloo, as where engine and trainer share a GPU,
-    are the trainer's parameters bit by bit.
+    """weights.Sender of a model on the GPU: the parameters that arrive over gloo, as they do where
+    engine and trainer share a GPU, are the trainer's bit by bit.
     """
     knobs = dict(weight_backend="gloo", master_addr="127.0.0.1", start_timeout=30.0)
     config, model, _ = build(on_gpu(WIDE, TINY), "bfloat16", {}, **knobs)
@@ -267,7 +268,7 @@ def updates():
     for version in range(3):
         scale(model, 1.25)
         sender.push(version)
-        # training goes on: what is on its way stays as it was
+        # Training goes on: the update that is on its way must stay as it was
         scale(model, 2.0)
         sender.wait()
         scale(model, 0.5)
@@ -286,7 +287,7 @@ def updates():
 
 
 def forwards(count):
-    """What an engine would do: forward passes, counted, until the process that started this one ends."""
+    """Run and count forward passes, in place of an engine, until the parent process ends."""
     shape = on_gpu(WIDE, TINY)
     _, model, _ = build(shape, "bfloat16", {})
     sequences = [torch.randint(shape["vocab_size"], (on_gpu(4096, 64),))]
@@ -296,7 +297,7 @@ def forwards(count):
 
 
 def counted(count, function, *arguments):
-    """(what the function returns, forward passes a second of the other process meanwhile)."""
+    """(the function's result, forward passes a second of the other process meanwhile)."""
     start = time.perf_counter()
     before = count.value
     result = function(*arguments)
@@ -304,7 +305,9 @@ def counted(count, function, *arguments):
 
 
 def sharing():
-    """Two processes on one GPU: one trains, one runs forward passes. Both fit, and neither starves."""
+    """Two processes on one GPU, one of which trains while the other one runs forward passes: both
+    fit, and neither starves.
+    """
     shape = on_gpu(WIDE, TINY)
     config, model, optimizers = build(shape, "bfloat16", {}, checkpointed_layers=1000)
     records = [row(shape, on_gpu(16384, 512))]
@@ -330,7 +333,7 @@ def sharing():
 
 # ---- running them
 
-# {name: (seconds it may take, function, *arguments)}, what matters most first
+# {name: (seconds it may take, function, *arguments)}, the most important check first
 CHECKS = {
     "attention": (90, attentions),
     "parity": (90, parity),
@@ -348,19 +351,19 @@ CHECKS = {
 
 
 def run(name, limit, rehearse):
-    """The lines of one check, in a process of its own; its last words if it breaks off."""
+    """The lines of one check, in a process of its own; its last message if it breaks off."""
     command = [sys.executable, __file__, "--check", name, *["--rehearse"] * rehearse]
     WORK.mkdir(parents=True, exist_ok=True)
     log = WORK / f"gpu-{name}.log"
-    with open(log, "w") as words:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=words, text=True)
-        # its figures come as they are measured
+    with open(log, "w") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        # Its lines come as they are measured
         timer = threading.Timer(limit, process.kill)
         timer.start()
         lines = [json.loads(line) for line in process.stdout if line.startswith("{")]
         timer.cancel()
     if process.wait():
-        last = (log.read_text().strip().splitlines() or ["no word"])[-1]
+        last = (log.read_text().strip().splitlines() or ["no message"])[-1]
         if process.returncode < 0:
             last = f"ended by signal {-process.returncode}, the limit is {limit:.0f} s"
         lines.append(skipped("all of it", "") | dict(status=f"FAIL ({last})"))
@@ -370,18 +373,20 @@ def run(name, limit, rehearse):
 def main(argv=None):
     p = parser(__doc__)
     p.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS), metavar="CHECK")
-    p.add_argument("--minutes", type=float, default=9.5, help="what is not done by then is skipped")
+    p.add_argument(
+        "--minutes", type=float, default=9.5, help="checks that remain by then are skipped"
+    )
     p.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny shapes")
-    p.add_argument("--check", choices=CHECKS, help="this one, in this process: a line of JSON each")
+    p.add_argument("--check", choices=CHECKS, help="run this check in this process")
     a = p.parse_args(argv)
     a.quick |= a.rehearse
     if not CUDA and not a.rehearse:
-        sys.exit("bench/gpu.py: torch sees no GPU: --rehearse runs the same lines on the CPU")
+        sys.exit("bench/gpu.py: torch sees no GPU; add --rehearse to run on the CPU")
     if a.check:
         _, function, *arguments = CHECKS[a.check]
         for line in function(*arguments):
             print(json.dumps(line), flush=True)
-        # as in train.py: threads of gloo and NCCL may still be at work
+        # As train.py ends: threads of gloo and NCCL may still be at work
         os._exit(0)
     deadline = time.monotonic() + 60 * a.minutes
     where = torch.cuda.get_device_name() if CUDA else "rehearsal on the CPU"

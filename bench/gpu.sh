@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# What one GPU can prove of this code in ten minutes, without the internet; bench/gpu.py says what.
+# Checks this code on one GPU in ten minutes, without the internet; bench/gpu.py has the checks.
 #
 #   bash bench/gpu.sh                 one table, and bench/results/gpu.json
 #   bash bench/gpu.sh --only parity   some of the checks; --help lists all flags
 #   bash bench/gpu.sh --rehearse      the same lines on the CPU, with tiny shapes
 #
-# Takes the first of python, python3 and .venv/bin/python whose torch sees a GPU; PIPELINE_PYTHON=/path/to/python takes that one.
+# Takes the first of python, python3 and .venv/bin/python whose torch sees a GPU.
+# PIPELINE_PYTHON=/path/to/python takes that one.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1

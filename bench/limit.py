@@ -36,7 +36,7 @@ from bench.common import measured, result_file, table
 from bench.engines import Load, make_run, requests_of
 from bench.runs import COMMON, PIPELINE, conventional
 from tasks import tail
-from tools import report
+from tools.common import read_metrics
 from tools.evaluate import start_engines, stop
 from tools.simulate import conventional as throughput
 
@@ -89,7 +89,7 @@ def training(steps, port):
     """Seconds a sample of the trainer's step in a conventional run, where the engine rests."""
     knobs = COMMON | conventional(8) | dict(steps=steps, save_every=0, seed=0)
     run_dir = runs.run_to_its_end("limit-conventional", knobs, port)
-    [lines] = report.read(run_dir, "step")
+    [lines] = read_metrics(run_dir, "step")
     # The median is taken because some steps meet an evaluation
     seconds = [x["step_s"] - x["wait_data_s"] - x["wait_sync_s"] for x in lines[cost.FIRST :]]
     return float(np.median(seconds)) / COMMON["batch_size"]

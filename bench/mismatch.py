@@ -1,9 +1,11 @@
-"""How far engine and trainer are apart in a run's dtype, by place, probability and length of what was sampled.
+"""How far engine and trainer are apart in a run, by position, probability and length.
 
     python bench/mismatch.py out/a out/b ...
 
-Of rollouts in samples.jsonl whose tokens the trained version itself sampled (lag 0), such as 512 of `bash run.sh smol --run a
---max_lag 0 --steps 2 --batch_size 256 --samples_logged 256`: mean |log pi - log mu|, nats a token; bias: without | |.
+The measure is the mean of |log pi - log mu| in nats a token, and the bias is the mean without the
+absolute value. Only rollouts in samples.jsonl count whose tokens were all sampled by the version
+that trained them (lag 0), such as the 512 of `bash run.sh smol --run a --max_lag 0 --steps 2
+--batch_size 256 --samples_logged 256`.
 """
 
 import json
@@ -18,21 +20,23 @@ import config as cfg
 from bench.common import keep, machine, parser, result_file, table
 
 UPPER_EDGES = {
-    "place": (1, 2, 4, 8, 16, 32, 64, np.inf),
+    "position": (1, 2, 4, 8, 16, 32, 64, np.inf),
     "probability": (0.01, 0.1, 0.3, 0.5, 0.8, 0.95, 0.99, 1.0),
     "tokens": (4, 8, 16, 32, 64, np.inf),
 }
 
 
 def tokens_of(run_dir):
-    """{place, probability, tokens (of its sequence), difference: [N]} of all tokens of lag 0."""
+    """Arrays [N] of all tokens of lag 0: position, probability, tokens (of the whole sequence),
+    difference.
+    """
     found = {name: [] for name in (*UPPER_EDGES, "difference")}
     for line in Path(run_dir, "samples.jsonl").read_text().splitlines():
         rollout = json.loads(line)
         if any(version not in (-1, rollout["step"] - 1) for version, *_ in rollout["spans"]):
             continue
         n = len(rollout["log_ratios"])
-        found["place"] += range(1, n + 1)
+        found["position"] += range(1, n + 1)
         found["probability"] += np.exp(rollout["behavior_logprobs"]).tolist()
         found["tokens"] += [n] * n
         found["difference"] += rollout["log_ratios"]
@@ -57,13 +61,13 @@ def main(argv=None):
     for run_dir in a.runs:
         config = cfg.load(run_dir)
         tokens = tokens_of(run_dir)
-        d = tokens["difference"]
+        difference = tokens["difference"]
+        size = np.abs(difference)
         label = f"{run_dir}: {config.dtype}, head_float32 {config.head_float32}"
-        whole = [np.abs(d).mean(), np.quantile(np.abs(d), 0.99), np.abs(d).max(), d.mean()]
-        print(
-            f"\n{label}: {len(d)} tokens; mean, 99%, largest, bias:", *(f"{x:.2g}" for x in whole)
-        )
-        found[label] = dict(all=[float(x) for x in whole])
+        figures = [size.mean(), np.quantile(size, 0.99), size.max(), difference.mean()]
+        print(f"\n{label}: {len(size)} tokens")
+        print("mean, 99%, largest, bias:", *(f"{x:.2g}" for x in figures))
+        found[label] = dict(all=[float(x) for x in figures])
         for name in UPPER_EDGES:
             rows = found[label][name] = means(tokens, name)
             table(

@@ -1,5 +1,6 @@
-"""Not a program: what the checks of bench/gpu.py are made of: figures with limits, models of random weights, rows,
-a stand-in for an engine.
+"""Parts that the checks of bench/gpu.py share: figures with limits, models, rows, an engine.
+
+Not a program.
 """
 
 import functools
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen2ForCausalLM
 
-# the trainer imports them to call engines and to count ranks, of which there are none and one
+# The trainer imports these to call engines and to count ranks; here it has no engine and one rank
 for name in ("requests", "accelerate"):
     if importlib.util.find_spec(name) is None:
         sys.modules[name] = types.SimpleNamespace(PartialState=None)
@@ -51,7 +52,7 @@ def skipped(what, why):
 
 
 def on_gpu(real, tiny):
-    """What differs between a GPU and the rehearsal."""
+    """The first value on a GPU, the second one in the rehearsal."""
     return real if CUDA else tiny
 
 
@@ -63,7 +64,7 @@ def relative(a, b):
 
 
 def measure(function, repeats=3):
-    """(median seconds of a call, after one to warm up; this process's largest memory of tensors on the
+    """(median seconds of a call, after one to warm up; peak bytes of this process's tensors on the
     GPU, 0 on a CPU).
     """
     device = torch.get_device_module(DEVICE)
@@ -82,7 +83,7 @@ def measure(function, repeats=3):
 
 
 def random_model(shape, changed, config, dtype):
-    """A model of random weights, made on the device, in place of train.load_model's from files."""
+    """A model of random weights, made on the device; it takes the place of train.load_model."""
     torch.manual_seed(0)
     with DEVICE:
         model = Qwen2ForCausalLM(model_config(shape, attn_implementation="packed", **changed))
@@ -101,7 +102,7 @@ def build(shape, dtype, changed, **knobs):
 
 
 def row(shape, tokens, seed=0):
-    """A record of exactly so many tokens: samples as bench/train.py draws them, the last one cut."""
+    """A record of exactly so many tokens: samples of bench/train.py, the last of which is cut."""
     samples = []
     missing = tokens
     while missing:
@@ -123,7 +124,7 @@ def whole(tensor):
 
 
 class OneRank:
-    """What weights.Sender asks of plumbing.ranks.Ranks, without accelerate."""
+    """The part of plumbing.ranks.Ranks that weights.Sender uses, without accelerate."""
 
     rank = 0
     device = DEVICE
@@ -134,8 +135,10 @@ class OneRank:
 
 
 class StandIn:
-    """An engine in a thread of this process, and in place of plumbing.weight_group.EngineRegistry, which calls it: without
-    HTTP. `received`: the newest parameters, {name: tensor on the device}.
+    """An engine in a thread of this process, without HTTP.
+
+    It also takes the place of the plumbing.weight_group.EngineRegistry that would call it.
+    `received` has the newest parameters, {name: tensor on the device}.
     """
 
     def __init__(self):
@@ -177,7 +180,7 @@ class StandIn:
 
 
 def resources():
-    """What this process has; of the GPU what all have that use it, 0 on a CPU."""
+    """The resources of this process; the GPU's memory is that of all its processes (0 on a CPU)."""
     free, total = torch.cuda.mem_get_info() if CUDA else (0, 0)
     with open("/proc/self/statm") as f:
         pages = int(f.read().split()[1])

@@ -1,6 +1,8 @@
-"""Mathematics: how often a verdict is wrong, on the pairs of tests/maths_pairs.jsonl, and which.
+"""How often the verdict of tasks/maths.py is wrong on the pairs of tests/maths_pairs.jsonl.
 
-python bench/rewards.py
+    python bench/rewards.py
+
+Prints the rates, and the pairs whose verdict is wrong.
 """
 
 import json
@@ -14,7 +16,7 @@ from tasks import maths
 
 
 def wrong_verdicts():
-    """{equal: (how many pairs are, those of them whose verdict is wrong)} for True and False."""
+    """{whether the two are equal: (number of such pairs, those with a wrong verdict)}."""
     counts = {True: 0, False: 0}
     wrong = {True: [], False: []}
     for line in (cfg.ROOT / "tests" / "maths_pairs.jsonl").open():

@@ -1,15 +1,16 @@
-"""One whole run of run.sh, measured: what compare.py, against_trl.py, cost.py share.
+"""One whole run of run.sh, measured; compare.py, against_trl.py, cost.py and others share it.
 
 Not a program. A run is {curve, scores}: columns of one number a step, and [[version, score]].
 
-time    from the moment at which the engines have the first weights and sampling begins: no start-up. What
-        checkpoints take is not counted for conventional RL, all of which stands still meanwhile; it is for
-        the pipeline, whose engines go on
-score   of a checkpoint of task tail, afterwards: probability that it gives exactly the right answer, mean
-        over 250 held-out problems. As that answer is known, nothing is sampled, and evaluations take no
-        engine time, of which conventional RL has to spare while it trains. The reward of what is trained is
-        no yardstick: what is done first is trained first, and long sequences are the hard ones.
-        Tasks other than tail: the run's own evaluations.
+time    The seconds since the engines got the first weights and sampling began: start-up does not
+        count. The time that checkpoints take counts for the pipeline, whose engines go on
+        meanwhile. It does not count for conventional RL, all of which stands still.
+score   The score of a checkpoint of task tail, computed after the run: the probability that the
+        model gives exactly the right answer, averaged over 250 held-out problems. The right answer
+        is known, so nothing is sampled, and evaluations take no engine time, of which conventional
+        RL has some to spare while it trains. The reward of the trained samples is no yardstick:
+        answers that end first are trained first, and long sequences are the hard ones. Tasks other
+        than tail have the scores of the run's own evaluations.
 """
 
 import os
@@ -33,20 +34,21 @@ from tools import base_model
 from tools.common import read_metrics
 from train import token_logprobs
 
-# seeds differ in problems and sampling; some seeds' base models (1, for one) get nothing right
+# All seeds have the base model of seed 0, and differ in problems and sampling: the base models of
+# some seeds (1, for one) get nothing right
 MODEL = ROOT / "out" / "models" / "tail-seed0"
 PROBLEMS = 250
-# the model's path is relative: what is kept is good for every clone
+# The model's path is relative, so that kept results are good for every clone
 COMMON = dict(task="tail", model=str(MODEL.relative_to(ROOT)), steps=96, batch_size=64, attempts=4)
 COMMON |= dict(max_new_tokens=410, max_model_len=416, row_tokens=1024)
 COMMON |= dict(lr=1.5e-4, warmup_steps=3, lr_schedule="constant")
 COMMON |= dict(eval_problems=1, eval_every=0, save_every=8, keep_last=0)
 COMMON |= dict(trainers=1, engines=1, engine_threads=1)
 QUICK = dict(steps=12, max_new_tokens=64)
-# as many sequences in progress as a step has samples keep the data fresh
+# As many sequences in progress as a step has samples keep the data fresh
 PIPELINE = dict(max_lag=1, trainer_threads=1, concurrency=64)
-# a generation phase starts all it can at once; with rows as small as these a second thread of the trainer makes
-# its steps slower
+# A generation phase starts all its sequences at once. With rows this small, a second thread of the
+# trainer makes its steps slower
 CONVENTIONAL = dict(trainer_threads=1, concurrency=1024)
 COLUMNS = ("samples", "lag_max", "lag_mean", "ess", "wait_data_s", "save_s", "gen_idle")
 
@@ -65,19 +67,20 @@ def make_model():
 
 
 def run_parser(doc, seeds, port):
-    """Command line of a script that compares whole runs; the defaults of two of its options."""
+    """The command line of a script that compares whole runs, with these defaults."""
     p = parser(doc)
     p.add_argument("--seeds", type=int, default=seeds, help="how many")
     p.add_argument("--first_seed", type=int, default=0)
     p.add_argument("--port", type=int, default=port)
-    p.add_argument("--plot", action="store_true", help="no runs: what is there")
+    p.add_argument("--plot", action="store_true", help="run nothing, show the kept results")
     return p
 
 
 def run_all(arguments, name, settings, start):
-    """({setting: [run per seed]}, where it is kept) of {setting: knobs}, with what earlier calls left.
+    """Run all of {setting: knobs}; returns ({setting: [run per seed]}, the file that keeps them).
 
-    Seed by seed, so that what is there after an interruption can be compared; with --quick one seed.
+    Runs that earlier calls left in the file are taken as they are. The runs go seed by seed, so
+    that they can be compared after an interruption; with --quick there is one seed.
     start(name of the run, knobs) -> run.
     """
     name += "-quick" * arguments.quick
@@ -86,13 +89,13 @@ def run_all(arguments, name, settings, start):
     seeds = range(first, first + (1 if arguments.quick else arguments.seeds))
     wanted = {}
     for seed in seeds:
-        # what comes first and last must not always be the same
+        # The same setting must not always come first or last
         order = random.Random(seed).sample(list(settings), len(settings))
         for setting in order:
             wanted[f"{setting}, seed {seed}"] = settings[setting] | dict(seed=seed)
 
     def measure(key, knobs):
-        # its end tells it from the others
+        # The end of a long name tells it from the others
         run = start(re.sub(r"\W+", "-", f"{name}-{key}")[-80:].strip("-_"), knobs)
         samples_s = run["curve"]["samples"][-1] / run["curve"]["time"][-1]
         print(f"{key}: {samples_s:.0f} samples/s, score {run['scores'][-1][1]:.3f}", flush=True)
@@ -100,10 +103,10 @@ def run_all(arguments, name, settings, start):
 
     kept = not arguments.quick or arguments.plot
     results = measured(path, wanted, None if arguments.plot else measure, kept)
-    # seeds that all settings have
+    # The seeds that all settings have
     complete = [s for s in seeds if all(f"{setting}, seed {s}" in results for setting in settings)]
     if not complete:
-        sys.exit(f"{path} has no seed with runs of all of {', '.join(settings)}")
+        sys.exit(f"{path} has no seed that has runs of all settings: {', '.join(settings)}")
     print(machine())
     by_setting = {}
     for setting in settings:
@@ -115,10 +118,10 @@ def run_all(arguments, name, settings, start):
 
 
 def run_to_its_end(name, knobs, port, preset="toy", root=ROOT, look=None):
-    """`bash run.sh <preset> --knob value ...` of a checkout to its end, in out/bench/runs/<name>; returns that.
+    """Run `bash run.sh <preset> --knob value ...` of a checkout to its end.
 
-    look(pid of run.sh), if given, is called some ten times a second. RuntimeError with the last lines of
-    a run that fails.
+    Returns the run directory, out/bench/runs/<name>. look(pid of run.sh), if given, is called some
+    ten times a second. Raises RuntimeError with the last lines of a run that fails.
     """
     run_dir = WORK / "runs" / name
     shutil.rmtree(run_dir, ignore_errors=True)
@@ -140,7 +143,7 @@ def run_to_its_end(name, knobs, port, preset="toy", root=ROOT, look=None):
             if look:
                 look(process.pid)
     finally:
-        # interrupted: run.sh stops its processes
+        # After an interruption of this script, run.sh stops its processes
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
@@ -151,7 +154,7 @@ def run_to_its_end(name, knobs, port, preset="toy", root=ROOT, look=None):
 
 
 def one_run(name, knobs, port, preset="toy"):
-    """A run, as above."""
+    """A run as {curve, scores}."""
     run_dir = run_to_its_end(name, knobs, port, preset)
     steps, evaluations = read_metrics(run_dir, "step", "eval")
     found = []
@@ -164,7 +167,7 @@ def one_run(name, knobs, port, preset="toy"):
 
 
 def curve_of(steps, conventional_g):
-    """Lines of metrics.jsonl -> columns; time: at each step's end, since sampling began, see above."""
+    """The columns of a run from its lines of metrics.jsonl; time is that of each step's end."""
     begin = steps[0]["wall_s"] - steps[0]["step_s"]
     curve = {k: [x[k] for x in steps] for k in COLUMNS}
     saved = np.cumsum(curve["save_s"]) if conventional_g else np.zeros(len(steps))
@@ -173,11 +176,11 @@ def curve_of(steps, conventional_g):
 
 
 def scores(folder, seed, eval_data=""):
-    """[[version, score]] of the base model and of the checkpoints in a folder, which is deleted."""
+    """[[version, score]] of the base model and of a folder's checkpoints; deletes the folder."""
     problems = tail.problems("test", seed, eval_data)[:PROBLEMS]
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     models = {0: MODEL}
-    # step_000008, checkpoint-8
+    # Names are step_000008, or checkpoint-8 of TRL
     for path in folder.glob("*[0-9]"):
         models[int(re.search(r"\d+$", path.name)[0])] = path
     found = []
@@ -218,11 +221,11 @@ def scores_of(run):
 
 
 def column(run, name):
-    """A column of the curve, of every step; TRL's runs have time and samples alone."""
+    """A column of the curve; NaN where a run lacks it: TRL's have only time and samples."""
     return np.array(run["curve"].get(name, [np.nan] * len(run["curve"]["time"])))
 
 
 def places(run, name):
-    """What a column says of the versions that have a score."""
+    """The values of a column at the versions that have a score; 0 at version 0."""
     values = np.array([0.0, *column(run, name)])
     return values[[version for version, _ in run["scores"]]]

@@ -312,7 +312,8 @@ def main(argv=None):
     print(f"{machine()}; {where}")
     print(
         f"{a.shape}, {shape['dtype']}: {a.rounds} rounds of {shape['samples']} samples of "
-        f"{every.mean():.0f} tokens on average, {every.max()} at most; rows of {shape['row_tokens']}"
+        f"{every.mean():.0f} tokens on average, {every.max()} at most; "
+        f"rows of {shape['row_tokens']}"
     )
     lines = [row_of(name, results, shape, lengths) for name in results]
     table(lines[0], [line.values() for line in lines])

@@ -1,11 +1,12 @@
-"""What a weight update costs: tokens/s of one real engine with an update every 2 s against none, in turn.
+"""How much a weight update costs: tokens/s of a real engine with updates against none.
 
     python bench/weights.py [--seconds 6] [--rounds 6] [--quick]
 
-A random Qwen2 of 21M parameters in 300+ tensors, its engine at nice 10, as run.sh starts it; 48 requests
-are always in progress. Each round: a window without updates and one with (in turns which is first), and
-bare gloo broadcasts of the same bytes to a second process (nice 10 too). A ratio compares neighbours of
-one round; the table has the medians. In the end the engine's logprobs must be the trainer's.
+A random Qwen2 of 21M parameters in 300+ tensors; its engine runs at nice 10, as run.sh starts it,
+and has 48 requests in progress at all times. Each round has a window without updates and one with
+an update every 2 s (which of them is first alternates), and bare gloo broadcasts of the same bytes
+to a second process (at nice 10, too). A ratio compares neighbours of one round; the table has the
+medians. At the end the engine's logprobs must be the trainer's.
 """
 
 import multiprocessing
@@ -32,7 +33,7 @@ from tools.evaluate import start_engines, stop
 from train import token_logprobs
 from weights import Sender
 
-# seconds from one update to the next
+# Seconds from one update to the next
 EVERY = 2.0
 CONCURRENCY = 48
 PROMPT = [45, 4, 52, 29, 2]
@@ -71,7 +72,7 @@ def receive(port, elements, times):
 
 
 def bare_broadcasts(elements, times=6):
-    """Seconds of broadcasts of so many float32 to a second process, but for the first."""
+    """Seconds of broadcasts of so many float32 to a second process, without the first one."""
     store = open_store("127.0.0.1", 0, TIMEOUT, server=True)
     spawn = multiprocessing.get_context("spawn")
     other = spawn.Process(target=receive, args=(store.port, elements, times), daemon=True)
@@ -110,7 +111,7 @@ class Updates:
         return self.sender.take_timing()
 
     def window(self, seconds):
-        """One every EVERY seconds: (start, end, their times)."""
+        """Update every EVERY seconds; returns (start, end, the times of the updates)."""
         start = time.monotonic()
         times = []
         while time.monotonic() < start + seconds:
@@ -121,7 +122,7 @@ class Updates:
 
 
 def quiet(seconds):
-    """A window without updates, likewise."""
+    """A window without updates; returns (start, end, []) as `Updates.window` does."""
     start = time.monotonic()
     time.sleep(seconds)
     return start, time.monotonic(), []
@@ -129,7 +130,7 @@ def quiet(seconds):
 
 @torch.no_grad()
 def difference(config, run_dir, model):
-    """Largest |engine logprob - trainer logprob| over a fresh completion."""
+    """The largest |engine logprob - trainer logprob| of a new completion."""
     url = f"{url_of(config)}/inference/v1/generate"
     body = next(requests_of([PROMPT], [LONGEST], ignore_eos=True))
     answer = requests.post(url, json=body, headers=secret_header(run_dir), timeout=60)
@@ -148,7 +149,7 @@ def measure(config, run_dir, seconds, rounds):
     )
     sizes = [p.numel() for p in model.parameters()]
     updates = Updates(Sender(config, model, Ranks(config), run_dir), model)
-    # of different lengths, so that they do not end together
+    # Lengths differ, so that requests do not end together
     lengths = [LONGEST // 2 + 31 * k % (LONGEST // 2) for k in range(CONCURRENCY)]
     updates.one()
     load = Load(config, run_dir, requests_of([PROMPT], lengths, ignore_eos=True), CONCURRENCY)
@@ -169,14 +170,14 @@ def measure(config, run_dir, seconds, rounds):
 
 
 def rows(results, parameters, worst):
-    """Lines of the table: medians over updates, and over rounds of what compares neighbours."""
+    """Lines of the table: medians over updates; of ratios, medians over rounds."""
     without = results["tokens_s without"]
     some = results["tokens_s with"]
     ratios = [b / a for a, b in zip(without, some)]
     yield f"tokens/s, an update every {EVERY:.0f} s / none", median_and_range(ratios, ".3f")
-    for part, words in PARTS.items():
+    for part, label in PARTS.items():
         seconds = [t[part] for times in results["updates"] for t in times]
-        yield words, f"{1000 * statistics.median(seconds):.1f} ms"
+        yield label, f"{1000 * statistics.median(seconds):.1f} ms"
     bare = [statistics.median(seconds) for seconds in results["bare"]]
     sent = [statistics.median(t["send_s"] for t in times) for times in results["updates"]]
     size = f"{4e-6 * parameters:.0f} MB"
@@ -216,5 +217,5 @@ def main(argv=None):
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    # as in train.py: gloo's threads may still wait for the interpreter's lock
+    # As train.py ends: gloo's threads may still wait for the interpreter's lock
     os._exit(0)

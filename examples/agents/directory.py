@@ -1,7 +1,10 @@
-"""A little environment for agents: somebody's number is asked for, and a tool knows it.
+"""A small environment for agents: the prompt asks for somebody's number, and a tool knows it.
 
-The agents here share it. Names are letters, numbers three digits. `python examples/agents/directory.py out/models/agent`
-makes a tiny model that knows how to call a tool, but often copies a name or a number wrongly.
+The agents in this folder share it. Names are letters, numbers have three digits.
+
+    python examples/agents/directory.py out/models/agent
+
+makes a tiny model that can call a tool, but often copies a name or a number wrongly.
 """
 
 import random
@@ -30,7 +33,7 @@ def draw(rng):
 
 
 def problems(split, seed):
-    """A fifth of all names is for tests."""
+    """The problems of a split; a fifth of all names is held out for "test"."""
     rng = random.Random(f"{split}{seed}")
     for _ in range(2500 if split == "test" else 6000):
         problem = draw(rng)
@@ -42,19 +45,22 @@ def lookup(problem, name):
     return problem["number"] if name == problem["name"] else "unknown"
 
 
-def reward(problem, said):
-    return float(said is not None and said.strip() == problem["number"])
+def reward(problem, answer):
+    return float(answer is not None and answer.strip() == problem["number"])
 
 
 # ---- the tiny model
 
-# chance that a demonstration copies a character wrongly
+# The chance that a demonstration copies a character wrongly
 SLOPPINESS = 0.07
-CALL, END = '{"name": "lookup", "arguments": {"name": "', '"}}'
-# in Jinja; the model's turns end in <eos>, and a line begins
+# The text of a tool call before and after the name
+CALL = '{"name": "lookup", "arguments": {"name": "'
+END = '"}}'
+# A Jinja template: each message is one line, and the model's messages end in <eos>
 TEMPLATE = """\
 {% for m in messages %}{% if m.role == 'assistant' %}<assistant>{{ m.content or '' }}\
-{% for c in m.tool_calls or [] %}<tool_call>{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}</tool_call>\
+{% for c in m.tool_calls or [] %}<tool_call>{{ \
+{'name': c.function.name, 'arguments': c.function.arguments} | tojson }}</tool_call>\
 {% endfor %}<eos>{% else %}<{{ m.role }}>{{ m.content }}{% endif %}{{ '\n' }}\
 {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
 MARKS = ("<user>", "<system>", "<tool>", "<assistant>", "<tool_call>", "</tool_call>", "unknown")
@@ -62,21 +68,21 @@ TINY = dict(words=(*MARKS, CALL, END), steps=900, layers=3, chat_template=TEMPLA
 
 
 def copied(text, rng, characters):
-    """As somebody writes it who is careless."""
-    wrong = [rng.choice(characters) if rng.random() < SLOPPINESS else x for x in text]
-    return "".join(wrong)
+    """The text as a careless person copies it."""
+    copy = [rng.choice(characters) if rng.random() < SLOPPINESS else x for x in text]
+    return "".join(copy)
 
 
 def demonstration(rng):
     problem = draw(rng)
     name = copied(problem["name"], rng, LETTERS)
     known = lookup(problem, name)
-    said = known if known == "unknown" else copied(known, rng, "0123456789")
+    answer = known if known == "unknown" else copied(known, rng, "0123456789")
     return [
         (f"<user>{problem['prompt']}\n<assistant>", False),
         (f"<tool_call>{CALL}{name}{END}</tool_call>", True),
         (f"\n<tool>{known}\n<assistant>", False),
-        (said, True),
+        (answer, True),
     ]
 
 

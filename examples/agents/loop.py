@@ -1,6 +1,7 @@
-"""What an agent for tasks/agent.py runs: `main(problems, attempt)`. Needs Python alone.
+"""The main loop of an agent for tasks/agent.py: `main(problems, attempt)`.
 
-problems(split, seed) -> dicts with "prompt"; async attempt(problem, base_url, api_key) -> reward.
+problems(split, seed) returns dicts with a "prompt"; async attempt(problem, base_url, api_key)
+returns the reward. This file needs the standard library alone.
 """
 
 import asyncio
@@ -14,14 +15,15 @@ def main(problems, attempt):
         for problem in problems(sys.argv[2], int(sys.argv[3])):
             print(json.dumps(problem))
     else:
-        # what somebody prints, and what an agent starts, must not come between the answers
+        # Answers go to stdout. All other output, that of child processes included, goes to stderr,
+        # so that it does not come between the answers
         answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
         asyncio.run(serve(attempt, answers))
 
 
 def number(value):
-    """A number that JSON does not know, such as one of numpy, torch or fractions. Raises if it is none."""
+    """The plain number of a number type of numpy, torch or fractions; raises if it is no number."""
     return value.item() if hasattr(value, "item") else value.__float__()
 
 

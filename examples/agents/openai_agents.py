@@ -1,4 +1,4 @@
-"""openai-agents, a framework (pip install openai-agents): for tasks/agent.py."""
+"""An agent for tasks/agent.py with the framework openai-agents (pip install openai-agents)."""
 
 import directory
 from agents import (
@@ -12,7 +12,7 @@ from agents import (
 from loop import main
 from openai import AsyncOpenAI
 
-# all attempts share its connections
+# All attempts share its connections
 CLIENT = AsyncOpenAI(api_key="none")
 
 

@@ -1,4 +1,4 @@
-"""The `openai` package, with a tool (pip install openai): for tasks/agent.py."""
+"""An agent for tasks/agent.py with the `openai` package and a tool (pip install openai)."""
 
 import json
 
@@ -6,7 +6,7 @@ import directory
 from loop import main
 from openai import AsyncOpenAI
 
-# all attempts share its connections
+# All attempts share its connections
 CLIENT = AsyncOpenAI(api_key="none")
 
 
@@ -23,10 +23,10 @@ async def attempt(problem, base_url, api_key):
         messages.append(message)
         for call in message.tool_calls:
             try:
-                found = directory.lookup(problem, **json.loads(call.function.arguments))
+                result = directory.lookup(problem, **json.loads(call.function.arguments))
             except (ValueError, TypeError) as e:
-                found = str(e)
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
+                result = str(e)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     return directory.reward(problem, message.content)
 
 

@@ -1,4 +1,4 @@
-"""An environment of the package `verifiers` (pip install verifiers): for tasks/agent.py."""
+"""An agent for tasks/agent.py in an environment of `verifiers` (pip install verifiers)."""
 
 import os
 
@@ -7,9 +7,9 @@ import openai_tools
 import verifiers.v1 as vf
 from loop import main
 
-# where verifiers looks for the class of a harness whose id is a module's name
+# verifiers looks here for the class of a harness whose id is the name of a module
 __all__ = ["Clerk"]
-# every attempt has an HTTP client, which would read a file of certificates: 20 ms of CPU
+# Each attempt has an HTTP client, which would spend 20 ms of CPU on reading a file of certificates
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ.setdefault("SSL_CERT_DIR", "/etc/ssl/certs")
 
@@ -25,7 +25,10 @@ class Task(vf.Task[Data]):
 
 
 class Clerk(vf.Harness[vf.HarnessConfig]):
-    """An agent and its tool, here. Verifiers' own harnesses take uv and a process for each attempt."""
+    """An agent and its tool, in this process.
+
+    The harnesses of verifiers itself need uv, and a process for each attempt.
+    """
 
     NEEDS_CONTAINER = False
 
@@ -35,11 +38,16 @@ class Clerk(vf.Harness[vf.HarnessConfig]):
 
 
 async def attempt(problem, base_url, api_key):
-    # verifiers takes keys from there alone
+    # verifiers takes keys from environment variables alone
     os.environ[api_key] = api_key
     client = vf.EvalClientConfig(base_url=base_url, api_key_var=api_key)
-    how = dict(model="policy", client=client, runtime=vf.SubprocessConfig())
-    agent = vf.Agent(vf.AgentConfig(harness={"id": __name__}, **how))
+    config = vf.AgentConfig(
+        harness={"id": __name__},
+        model="policy",
+        client=client,
+        runtime=vf.SubprocessConfig(),
+    )
+    agent = vf.Agent(config)
     try:
         trace = await agent.run(Task(Data(prompt=problem["prompt"], problem=problem)))
     finally:
