@@ -1,7 +1,7 @@
-"""What a run says of itself: metrics.jsonl and the live line, Weights & Biases, decoded rollouts, its report.
+"""The records of a run: metrics.jsonl, the line per step, Weights & Biases, decoded rollouts.
 
 A metric is declared where it is computed (train.micro_batch), as (function, sum, ...): the sums add
-up over micro-batches and ranks, and the function makes the metric of them.
+up over micro-batches and ranks, and the function computes the metric from them.
 """
 
 import json
@@ -22,7 +22,7 @@ from plumbing.samples import split
 
 
 def largest(x):
-    """A metric of which not the sum counts, but the largest value."""
+    """The function of a metric whose values are not added up: the largest one counts."""
     return int(x)
 
 
@@ -33,9 +33,9 @@ class Sums:
         self.metrics = {}
 
     def add(self, metrics):
-        """Take those of one micro-batch: {name: (function, tensor, ...)}."""
+        """Add the metrics of one micro-batch: {name: (function, tensor, ...)}."""
         for name, (function, *parts) in metrics.items():
-            # the same count may stand in several metrics, and is reduced in each
+            # Copies, as several metrics may hold the same count, and each is reduced in place.
             parts = [x.detach().float().clone() for x in parts]
             if name in self.metrics:
                 add = torch.maximum if function is largest else torch.add
@@ -55,40 +55,51 @@ class Sums:
 
 
 def open_lines(path, version):
-    """A .jsonl file to append to, without what came after the checkpoint of this version (it is done again)."""
+    """Open a .jsonl file to append to.
+
+    Lines that were written after the checkpoint of this version are removed: a run that continues
+    from it does those steps again.
+    """
     path.touch()
-    before = []
+    kept = []
     for line in path.read_text().splitlines():
         values = json.loads(line) if line.endswith("}") else {"step": float("inf")}
-        # evaluations and the like are written after the checkpoint of their version
+        # Evaluations and the like are written after the checkpoint of their version.
         if values.get("step", values.get("version", 0) + 1) <= version:
-            before.append(line)
-    # a crash leaves all of it, or all as it was
-    path.with_suffix(".tmp").write_text("".join(x + "\n" for x in before))
+            kept.append(line)
+    # A crash leaves either the old file or the new one.
+    path.with_suffix(".tmp").write_text("".join(line + "\n" for line in kept))
     path.with_suffix(".tmp").replace(path)
     return open(path, "a", buffering=1)
 
 
 def open_wandb(config, run_dir):
-    """A run of Weights & Biases; where it is off, an object that takes the same calls."""
+    """A run of Weights & Biases; with `--wandb off`, an object that takes the same calls."""
     if config.wandb == "off":
         return SimpleNamespace(log=lambda values: None, finish=lambda: None)
     import wandb
 
-    # a run that continues goes on with its curves
-    about = dict(project="pipeline-rl", name=config.run, id=config.run_id, resume="allow")
-    log = wandb.init(**about, config=vars(config), mode=config.wandb, dir=run_dir)
-    # all is drawn over the version: evaluations come late, a continued run does some steps again,
-    # and wandb's own count of lines knows of neither
+    log = wandb.init(
+        project="pipeline-rl",
+        name=config.run,
+        id=config.run_id,
+        # A run that continues goes on with its curves.
+        resume="allow",
+        config=vars(config),
+        mode=config.wandb,
+        dir=run_dir,
+    )
+    # Every curve is drawn over the version: evaluations come late and a continued run does some
+    # steps again, which wandb's own count of lines does not know.
     log.define_metric("version")
     log.define_metric("*", step_metric="version")
     return log
 
 
 class MetricsLog:
-    """What rank 0 of the trainer writes down of a run; on other ranks its methods do nothing.
+    """Writes the metrics and rollouts of a run, on rank 0; on other ranks its methods do nothing.
 
-    state: what a continued run goes on from.
+    state: the state from which the run continues (checkpoints.NEW_RUN for a new one).
     """
 
     def __init__(self, config, run_dir, state, rank):
@@ -103,20 +114,22 @@ class MetricsLog:
         self.file = open_lines(Path(run_dir, "metrics.jsonl"), state["version"])
         self.samples = open_lines(Path(run_dir, "samples.jsonl"), state["version"])
         self.wandb = open_wandb(config, run_dir)
-        # of the newest steps, for the eta; of the newest checkpoint, if it fell into this step
+        # the seconds that each of the newest steps took, for the eta
         self.seconds = deque(maxlen=10)
+        # the seconds that saving a checkpoint took in this step
         self.save_s = 0.0
         self.step_start = time.monotonic()
         self.rollouts_left = config.samples_logged
 
     def wall_s(self):
-        """Seconds that the run has taken, stops left out."""
+        """The seconds that the run has taken, without the times when it was stopped."""
         return time.monotonic() - self.run_start
 
     def step(self, state, metrics, reader, times):
         """Write the step's metrics, and one line for the terminal.
 
-        reader: plumbing.reader.Reader, which has just read the step; times: of the newest update, s.
+        reader: the plumbing.reader.Reader that has just read the step. times: the seconds of the
+        newest weight update (Sender.take_timing).
         """
         if self.rank != 0:
             return
@@ -128,7 +141,7 @@ class MetricsLog:
         self.save_s = 0.0
         self.rollouts_left = self.config.samples_logged
         record = reader.last
-        # the first step waits for the first rollouts
+        # The median, as the first step waits for the first rollouts.
         eta = (self.config.steps - state["version"]) * np.median(self.seconds)
         line = {"step": state["version"]}
         line |= {k: state[k] for k in ("version", "samples", "wall_s", "dropped", "skipped")}
@@ -139,26 +152,31 @@ class MetricsLog:
         line |= {name: record[name] for name in ("by_task", "problems", "drops")}
         line["train_tok_s"] = metrics["tokens"] / step_s
         self._write(line)
-        # every problem would be a curve of its own
+        # Every problem would be a curve of its own.
         self.wandb.log({k: v for k, v in line.items() if k not in ("problems", "drops")})
-        # a step may have no sample of lag 0
+        # A step may have no sample of lag 0.
         mismatch = "-" if metrics["mismatch"] is None else f"{metrics['mismatch']:.1e}"
         print(
-            f"step {state['version']}/{self.config.steps} | reward {metrics['reward']:.3f} | ess {metrics['ess']:.3f} | "
+            f"step {state['version']}/{self.config.steps} | "
+            f"reward {metrics['reward']:.3f} | ess {metrics['ess']:.3f} | "
             f"lag {metrics['lag_mean']:.1f}/{metrics['lag_max']} | mismatch {mismatch} | "
-            f"{line['train_tok_s'] / 1000:.1f}k tok/s | wait_data {times['wait_data_s'] / step_s:.0%} | "
+            f"{line['train_tok_s'] / 1000:.1f}k tok/s | "
+            f"wait_data {times['wait_data_s'] / step_s:.0%} | "
             f"gen_idle {line['gen_idle']:.0%} | eta {eta / 60:.1f}m",
             flush=True,
         )
 
     def mismatch(self, version, measured):
-        """Write what engines and trainer differ by at this version: {mismatch, tokens}, {} if not measured."""
+        """Write by how much engines and trainer differ at this version.
+
+        measured: {mismatch, tokens}, or {} if it was not measured.
+        """
         if measured:
             self._write(measured | {"version": version})
             self.wandb.log(measured | {"version": version})
 
     def evaluations(self, records):
-        """Write evaluations of the actor; they come late, so that they have no step of their own."""
+        """Write the actor's evaluations; they come late and do not belong to a step."""
         for record in records:
             line = {k: v for k, v in record.items() if k != "run_id"}
             line["wall_s"] -= self.run_start
@@ -175,7 +193,7 @@ class MetricsLog:
     def rollouts(self, batch, logprobs, version):
         """Write the first `samples_logged` rollouts of a step, decoded, to samples.jsonl.
 
-        logprobs [T]: the trainer's, on its device. Of several ranks rank 0's micro-batches alone.
+        logprobs [T]: the trainer's, on its device. Only rank 0's micro-batches are written.
         """
         if self.rank != 0 or not self.rollouts_left:
             return
@@ -189,9 +207,9 @@ class MetricsLog:
             versions = sample["versions"]
             segment = sample["segment"]
             first = int(sample["mask"].argmax())
-            # of a character that several tokens make up each is a mark of its own
+            # If several tokens make up one character, each of them is decoded to a mark of its own.
             texts = self.tokenizer.batch_decode(tokens[:, None])
-            # the prompt and the environment's texts are spans, too, of version -1
+            # The prompt and the environment's texts are spans, too, with version -1.
             starts = np.diff(versions, prepend=-2) | np.diff(segment, prepend=0)
             starts = np.flatnonzero(starts).tolist()
             borders = zip(starts, [*starts[1:], len(texts)])
@@ -206,7 +224,7 @@ class MetricsLog:
             )
             sampled = dict(behavior_logprobs=sample["behavior_logprobs"], log_ratios=own_ratios)
             for name, values in sampled.items():
-                # JSON has no infinities
+                # JSON has no infinities.
                 values = np.nan_to_num(values[sample["mask"]].astype(float))
                 line[name] = values.round(4).tolist()
             self.samples.write(json.dumps(line) + "\n")

@@ -1,7 +1,8 @@
-"""The trainer's processes: which rank this is, on which device, and what all ranks agree upon.
+"""The trainer's processes: this process's rank and device, and the decisions that all ranks share.
 
-run.sh starts the ranks; `accelerate launch` and torchrun do as well, and one process alone is rank 0 of 1.
-Deliberately absent: accelerate's own FSDP, which falls back to DDP on CPU; train.py shards the model itself.
+run.sh starts the ranks; `accelerate launch` and torchrun can start them as well, and one process
+alone is rank 0 of 1. Deliberately absent: accelerate's own FSDP, which falls back to DDP on CPU.
+train.py shards the model itself.
 """
 
 import os
@@ -17,12 +18,14 @@ from plumbing.transport import open_store
 
 
 class Stopped(Exception):
-    """Told to stop (SIGTERM): what is done is to be saved, the step in progress is not."""
+    """The run was told to stop (SIGTERM): finished steps are saved, the one in progress is not."""
 
 
 class Flag:
-    """As threading.Event, but without a lock: a second SIGTERM may come while a handler of the first one is at `set`, and
-    would wait for itself for ever.
+    """A threading.Event without a lock.
+
+    A second SIGTERM may come while the handler of the first one is in `set`; with a lock it would
+    wait for itself for ever.
     """
 
     def __init__(self):
@@ -36,33 +39,34 @@ class Flag:
 
 
 class Ranks:
-    """rank, world and device of this process, as accelerate's PartialState has them. SIGTERM sets
-    `stop`, which only rank 0's counts of.
+    """The rank, world and device of this process, and its process groups.
 
-    The default group (NCCL on GPUs, gloo elsewhere) is for a step's collectives. group: a gloo group
-    with a longer deadline, in which ranks wait while rank 0 waits for data; saving: another one, of the
-    threads that write checkpoints.
+    SIGTERM sets `stop`; only that of rank 0 counts. The default group (NCCL on GPUs, gloo
+    elsewhere) is for a step's collectives. group: a gloo group with a longer deadline, in which the
+    other ranks wait while rank 0 waits for data. saving: another such group, for the threads that
+    write checkpoints.
     """
 
     def __init__(self, config):
         cuda = torch.cuda.is_available()
-        # one process alone is a group of one; accelerate would choose another number of threads
+        # One process alone is a group of one. OMP_NUM_THREADS is set because accelerate would
+        # choose another number of threads.
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         alone["OMP_NUM_THREADS"] = str(torch.get_num_threads())
         os.environ |= alone | os.environ
-        # cpu=True: without GPUs accelerate would otherwise take every process for the only one
+        # Without GPUs and without cpu=True accelerate takes every process for the only one.
         state = PartialState(
             cpu=not cuda,
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
             store=meeting_place(config.stall_timeout),
-            # a rank whose node is gone must not hang the others for ever
+            # A rank whose node is gone must not let the others hang for ever.
             timeout=timedelta(seconds=config.stall_timeout),
         )
         self.rank = state.process_index
         self.world = state.num_processes
         self.device = state.device
-        # rank 0 may wait as long before it is to be waited for
+        # The others may wait for rank 0 twice as long as rank 0 itself may wait for data.
         limit = timedelta(seconds=2 * longest_wait(config))
         self.group = dist.new_group(backend="gloo", timeout=limit)
         self.saving = dist.new_group(backend="gloo", timeout=limit)
@@ -80,17 +84,17 @@ class Ranks:
 
     def close(self):
         dist.destroy_process_group()
-        # accelerate would take the next group for this one
+        # Otherwise accelerate would take the next group for this one.
         PartialState._reset_state()
 
 
 def meeting_place(timeout):
-    """The store in which all ranks find each other; None: torchrun and accelerate have one of their own."""
+    """The store in which all ranks find each other; None if torchrun or accelerate has its own."""
     if os.environ["WORLD_SIZE"] == "1":
         return dist.HashStore()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
-    # torch's own would listen on all addresses of the machine
+    # The store that torch makes would listen on all addresses of the machine.
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     return open_store(host, port, timeout, server=os.environ["RANK"] == "0")

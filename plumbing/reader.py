@@ -1,7 +1,7 @@
-"""What train.py reads: this rank's micro-batches of a step, and the actor's evaluations.
+"""The trainer's input: this rank's micro-batches of a step, and the actor's evaluations.
 
-Ranks read equal numbers of micro-batches, so that their collectives line up; whether there is one
-more, or the run is to stop, rank 0 decides for all. Every wait has a deadline.
+All ranks read the same number of micro-batches, so that their collectives line up. Rank 0 decides
+for all whether there is one more, or whether the run is to stop. Every wait has a deadline.
 """
 
 import time
@@ -15,8 +15,9 @@ from plumbing.samples import check_record
 class Reader:
     """Reads queues/batches/rank_<r> and, on rank 0, queues/evals.
 
-    check: called about once a second while rank 0 waits; it raises what went wrong elsewhere.
-    last: the last record of the newest step; waited: seconds that this step waited for data.
+    check: a function that is called about once a second while rank 0 waits; it raises an error if
+    something went wrong elsewhere. last: the last record of the newest step. waited: the seconds
+    that this step waited for data.
     """
 
     def __init__(self, config, run_dir, ranks, check):
@@ -26,11 +27,11 @@ class Reader:
         self.check = check
         self.batches = Queue(Path(run_dir, "queues", "batches", f"rank_{ranks.rank}"))
         self.evals = Queue(Path(run_dir, "queues", "evals"))
-        # of the largest step so far
+        # the number of this rank's micro-batches in the largest step so far
         self.rows = 0
         self.last = None
         self.waited = 0.0
-        # version of the newest evaluation that has come
+        # the version of the newest evaluation that has arrived
         self.evaluated = -1
 
     def step(self, version):
@@ -42,8 +43,8 @@ class Reader:
             start = time.monotonic()
             number, record = self._next()
             self.waited += time.monotonic() - start
-            expected = dict(run_id=self.config.run_id, step=version, row=row)
-            check_record(record, self.batches.file(number), **expected)
+            file = self.batches.file(number)
+            check_record(record, file, run_id=self.config.run_id, step=version, row=row)
             yield record
             row += 1
             self.rows = max(self.rows, row)
@@ -51,35 +52,42 @@ class Reader:
         self.last = record
 
     def _next(self):
-        """The next record of this rank, (number, record). Collective; raises Stopped on all ranks."""
-        found = None
+        """This rank's next record, (number, record). Collective; raises Stopped on all ranks."""
+        numbered_record = None
         if self.ranks.rank == 0:
-            found = self._wait(self.batches, "preprocess put no micro-batch into")
+            numbered_record = self._wait(
+                self.batches, f"train: preprocess put no micro-batch into {self.batches.path}"
+            )
         self.ranks.check_stop()
-        return found or self.batches.get(self.config.stall_timeout)
+        return numbered_record or self.batches.get(self.config.stall_timeout)
 
     def _wait(self, queue, complaint):
-        """Rank 0: the next record of a queue, None if the run is to stop."""
+        """Rank 0: wait for the next record of a queue, (number, record); None for a stop."""
         patience = Patience(self.config, self.run_dir)
         while not self.ranks.stop.is_set():
             try:
                 return queue.get(0.5)
             except TimeoutError:
                 self.check()
-            patience.check(f"train: {complaint} {queue.path}")
+            patience.check(complaint)
         return None
 
     def evaluations(self, until=-1):
-        """Yields, on rank 0, the evaluations that have come; waits until that of version `until` has."""
+        """Yields, on rank 0, the evaluations that have arrived.
+
+        It waits until the evaluation of version `until` is among them.
+        """
         while self.ranks.rank == 0:
-            found = None
+            numbered_record = None
             if len(self.evals):
-                found = self.evals.get()
+                numbered_record = self.evals.get()
             elif self.evaluated < until:
-                found = self._wait(self.evals, "the actor put no evaluation into")
-            if found is None:
+                numbered_record = self._wait(
+                    self.evals, f"train: the actor put no evaluation into {self.evals.path}"
+                )
+            if numbered_record is None:
                 break
-            number, record = found
+            number, record = numbered_record
             self.evals.ack(number)
             self.evaluated = record["version"]
             yield record
