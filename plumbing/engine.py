@@ -1,12 +1,13 @@
 """Inside vLLM: the contract of an engine, and the receiving end of weight updates.
 
-vLLM itself stays unmodified: `--middleware plumbing.engine.Contract` is in front of its HTTP server,
-`--worker-extension-cls plumbing.engine.WorkerExtension` gives its workers methods. The calls, beside
-GET /health and /metrics, each with the run's secret (out/<run>/secret):
+vLLM itself stays unmodified: `--middleware plumbing.engine.Contract` is in front of its HTTP
+server, and `--worker-extension-cls plumbing.engine.WorkerExtension` gives its workers methods.
+Beside GET /health and /metrics there are these calls, each with the run's secret
+(out/<run>/secret):
 
     POST /inference/v1/generate  token ids in; token ids, logprobs, version spans out, see `sample`
     POST /init_process_group     join the trainer's weight group, from now on receive every update
-    POST /request_weight_update  {version, recompute_kv}: the new weights are here: swap, stamp, go on
+    POST /request_weight_update  {version, recompute_kv}: swap in the new weights, stamp, go on
 
 and vLLM's own /v1/chat/completions/render and derender, for plumbing/endpoint.py.
 """
@@ -33,15 +34,15 @@ from plumbing.plan import Plan
 from plumbing.secret import SECRET_HEADER, secret_header
 
 OPEN_CALLS = [("GET", "/health"), ("GET", "/metrics")]
-# held while parts of a bucket are copied out: two groups' threads write into the same memory
+# This lock is held while a bucket is copied out: two groups' threads write into the same memory.
 STAGING = threading.Lock()
 
 
 class Contract:
-    """ASGI middleware of the engine's HTTP server, whose answer to all that is not the contract is 404.
+    """ASGI middleware of the engine's HTTP server; it answers calls outside the contract with 404.
 
-    The run's secret lies in PIPELINE_RUN_DIR. Nothing is generated before a trainer's weights are here,
-    unless PIPELINE_SERVE_AS_LOADED=1: then what was loaded from disk is version 0.
+    The run's secret lies in PIPELINE_RUN_DIR. Nothing is generated before the trainer's weights are
+    here, unless PIPELINE_SERVE_AS_LOADED=1: then the weights loaded from disk are version 0.
     """
 
     def __init__(self, app):
@@ -49,7 +50,8 @@ class Contract:
         self.secret = secret_header(os.environ["PIPELINE_RUN_DIR"])[SECRET_HEADER].encode()
         self.serves_as_loaded = os.environ.get("PIPELINE_SERVE_AS_LOADED") == "1"
         self.has_weights = False
-        # weight groups joined: a trainer that continues from a checkpoint counts versions a second time
+        # the number of weight groups joined: a trainer that continues from a checkpoint counts some
+        # versions a second time
         self.groups = 0
         self.one_at_a_time = asyncio.Lock()
         self.handlers = {
@@ -68,7 +70,7 @@ class Contract:
         await app(scope, receive, send)
 
     async def respond(self, scope, receive):
-        """Who answers a request: vLLM, or the response to one of the contract's calls, or a refusal."""
+        """The ASGI app that answers a request: vLLM's, or the response to a call, or a refusal."""
         # the path as vLLM's own router sees it: decoded; a websocket has no method
         call = (scope.get("method"), scope["path"])
         if call in OPEN_CALLS:
@@ -84,7 +86,8 @@ class Contract:
             engine = scope["app"].state.engine_client
             return await self.handlers[call](Request(scope, receive), engine)
         except EngineDeadError as e:
-            # vLLM would answer errors for seconds more; all connections break now, as in any other death
+            # vLLM would go on to answer errors for seconds. All connections are to break now, as
+            # when an engine dies in another way.
             print(f"engine: {call[1]}: {e}: the server ends", flush=True)
             os._exit(1)
         except Exception as e:
@@ -112,7 +115,7 @@ class Contract:
         """Pause, swap, stamp, resume: in one call, so that no caller's death leaves it paused."""
         order = await request.json()
         version = str(order["version"])
-        # pause_generation() without the 20 ms that it sleeps, which vLLM says are for no need
+        # This is pause_generation() without its sleep of 20 ms, which vLLM calls unnecessary.
         pause = engine.engine_core.pause_scheduler_async
         async with self.one_at_a_time:
             try:
@@ -133,7 +136,7 @@ class Contract:
 
 
 class Prompt(msgspec.Struct):
-    """What a request for tokens says. cache_salt: KV cache is shared between prompts of the same salt alone."""
+    """A request for tokens. cache_salt: only prompts of the same salt share their KV cache."""
 
     token_ids: list[int]
     sampling_params: SamplingParams
@@ -144,16 +147,18 @@ REQUEST_IDS = itertools.count()
 
 
 async def sample(body, engine, receive, group):
-    """Sample what a request asks for: the answer, as bytes; None if the client went away.
+    """Sample the tokens that a request asks for: body -> answer, or None if the client left.
 
         {"token_ids": [...], "sampling_params": {...}, "cache_salt": "..."}
-        {"choices": [{"token_ids": [...], "behavior_logprobs": [...], "finish_reason": "stop" or "length",
+        {"choices": [{"token_ids": [...], "behavior_logprobs": [...],
+                      "finish_reason": "stop" or "length",
                       "weight_versions": [{"version": "2", "start": 0, "end": 110}, ...]}],
          "cached_tokens": 96}
 
-    `cached_tokens` of the prompt were not computed again. With `prompt_logprobs: 0` among the parameters the answer
-    also has the `prompt_logprobs` of all prompt tokens but the first. vLLM's own call of this name makes and checks
-    objects for every token, which here costs half of the server's CPU. group: number of the versions' weight group.
+    `cached_tokens` is the number of the prompt's tokens that were not computed again. With
+    `prompt_logprobs: 0` among the parameters the answer also has the `prompt_logprobs` of all
+    prompt tokens but the first. group: the number of the versions' weight group. vLLM's own call of
+    this name makes and checks objects for every token, which here costs half of the server's CPU.
     """
     request = msgspec.json.decode(body, type=Prompt)
     params = request.sampling_params
@@ -161,19 +166,19 @@ async def sample(body, engine, receive, group):
     params.logprobs = 0
     params.flat_logprobs = True
     params.detokenize = False
-    # nobody else has these parameters
+    # No other request holds these parameters, so that vLLM need not copy them.
     params.skip_clone = True
-    # vLLM itself lets pass what the tokenizer alone knows, and dies of it
+    # vLLM accepts ids that the tokenizer has and the model has not, and dies of them.
     vocabulary = engine.model_config.get_vocab_size()
     for token in (min(request.token_ids), max(request.token_ids)):
         if not 0 <= token < vocabulary:
             raise ValueError(f"the model has no token {token}, its ids are 0 to {vocabulary - 1}")
     request_id = str(next(REQUEST_IDS))
-    # without a salt it shares with nobody
+    # A prompt without a salt shares its KV cache with no other.
     salt = request_id if request.cache_salt is None else f"{group}/{request.cache_salt}"
     prompt = tokens_input(request.token_ids, cache_salt=salt)
     work = asyncio.ensure_future(_final_output(engine.generate(prompt, params, request_id)))
-    # says something once the client has hung up, and nothing before
+    # `receive` returns once the client has hung up, and not before.
     gone = asyncio.ensure_future(receive())
     try:
         await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -202,14 +207,17 @@ def _encode(output, params):
     )
     answer = dict(choices=[choice], cached_tokens=output.num_cached_tokens)
     if params.prompt_logprobs is not None:
-        # of each token but the first, by the model at temperature 1
+        # the logprob of each token but the first, at temperature 1
         tokens = enumerate(output.prompt_token_ids[1:], 1)
         answer["prompt_logprobs"] = [output.prompt_logprobs[k][x].logprob for k, x in tokens]
     return msgspec.json.encode(answer)
 
 
 class WorkerExtension:
-    """Methods of vLLM's workers. They return None or a problem: raising would leave others' answers behind."""
+    """Methods of vLLM's workers. They return None, or a problem as text.
+
+    If one raised, the answers of the other workers would be left behind.
+    """
 
     def join_weight_group(self, group):
         """Begin to take part in the weight group that `group` describes, see Receiver."""
@@ -227,7 +235,7 @@ class WorkerExtension:
         try:
             receiver.swap()
         except Exception as e:
-            # the weights are half old, half new
+            # The weights are now half old, half new.
             print(f"weights: loading broke off ({e!r}): this engine ends", flush=True)
             os._exit(1)
 
@@ -235,10 +243,10 @@ class WorkerExtension:
 class Receiver:
     """One worker's part in a weight group, in a thread of its own.
 
-    group: {backend, host, port, first_rank, world, timeout, layout (plumbing/transport.py)}; before: the
-    Receiver of the group before this one, if any. `received` is the version that lies ready to be
-    swapped in, as text. Of each bucket the parts that go into this worker's model are copied out; its
-    memory then takes the next one. A group that broke is never mended.
+    group: {backend, host, port, first_rank, world, timeout, layout (plumbing/transport.py)}.
+    before: the Receiver of the group before this one, or None. `received` is the version that is
+    ready to be swapped in, as text. The parts of a bucket that this worker's model needs are copied
+    out; the bucket's memory then takes the next one. A group that broke is never mended.
     """
 
     def __init__(self, worker, group, before):
@@ -254,11 +262,11 @@ class Receiver:
         if before is not None:
             before.retire()
         if before is not None and before.layout == self.layout:
-            # making one anew would take the model's memory once more
+            # A new plan would take the model's memory once more.
             self.plan = before.plan
         else:
             self.plan = Plan(worker.model_runner.get_model(), self.layout)
-        # of its own: a former group that was given up may still receive into its
+        # The memory is this receiver's own: a former group may still receive into its memory.
         self.sizes = [elements for _, _, elements in transport.bucket_ranges(self.layout)]
         dtype = getattr(torch, self.layout["dtype"])
         self.memory = torch.empty(max(self.sizes), dtype=dtype, device=self.device)
@@ -276,13 +284,19 @@ class Receiver:
         """Join, then receive update after update until the group breaks, or there is another."""
         try:
             if self.worker.device.type == "cuda":
-                # a new thread's is the first GPU
+                # A new thread starts with the first GPU.
                 torch.cuda.set_device(self.worker.device)
             store = transport.open_store(self.group["host"], self.group["port"], self.timeout)
             store.set(f"here/{self.rank}", "")
             store.wait(["all_here"], timedelta(seconds=self.timeout))
-            place = (store, self.rank, self.group["world"], self.timeout, self.device)
-            self.process_group = transport.join_group(self.group["backend"], *place)
+            self.process_group = transport.join_group(
+                self.group["backend"],
+                store,
+                self.rank,
+                self.group["world"],
+                self.timeout,
+                self.device,
+            )
             for n in itertools.count():
                 # the doorbell: it may be long in coming; a trainer that ends closes the connection
                 store.wait([f"update/{n}"], timedelta(days=30))
@@ -296,7 +310,7 @@ class Receiver:
 
     def receive(self):
         """Receive every bucket, while the model decodes."""
-        # where the model is; what is received may come through host memory
+        # The model's device: what is received may come through host memory.
         device = self.worker.device
         with torch.cuda.stream(transport.weight_stream(device)):
             for k, elements in enumerate(self.sizes):
@@ -309,8 +323,8 @@ class Receiver:
             transport.synchronize(device)
 
     def swap(self):
-        """The received weights into the model, which is not decoding now."""
+        """Copy the received weights into the model, which is not decoding now."""
         self.received = None
         self.plan.swap()
-        # the next update is received into the same memory, on another stream
+        # The next update is received into the same memory, on another stream.
         transport.synchronize(self.worker.device)

@@ -1,8 +1,8 @@
-"""Where received weights go inside a vLLM model, learnt once from vLLM's own loaders.
+"""A plan of where received weights go inside a vLLM model, learnt from vLLM's own loaders.
 
-`Plan` watches a load in which nothing is copied and notes which slice of which tensor would be copied
-where; updates are then plain copies into the tensors in use. Deliberately absent: models whose loading
-is more than copying (quantised, experts); they are refused by name.
+`Plan` watches a load in which nothing is copied, and notes which slice of which tensor would be
+copied where. Updates are then plain copies into the tensors in use. Deliberately absent: models
+whose loading does more than copy (quantised, experts); they are refused by name.
 """
 
 import functools
@@ -39,7 +39,7 @@ class Copies(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default and args[0].shape == args[1].shape:
             self.pairs.append((args[0], args[1]))
             return args[0]
-        # the padding of a vocabulary: zero ever since the start
+        # The padding of a vocabulary is zero from the start.
         if func is torch.ops.aten.fill_.Scalar and args[1] == 0:
             self.pairs.append((args[0], None))
             return args[0]
@@ -49,15 +49,16 @@ class Copies(TorchDispatchMode):
 
 
 def storage_of(tensor):
-    """What tells whether two tensors are views of the same memory."""
+    """The identity of a tensor's memory, which is the same for all views of it."""
     return tensor.untyped_storage()._cdata
 
 
 class Plan:
-    """Where each part of an update ends up in the model. layout: of plumbing.transport.
+    """The places in the model where the parts of an update go. layout: see plumbing.transport.
 
-    Every parameter that is updated has a successor, which is filled while the model decodes and takes
-    its place in the swap. Making a plan changes nothing; it raises ValueError, or what loaders raise.
+    Every parameter that is updated has a successor, which is filled while the model decodes and
+    takes its place in the swap. Making a plan changes nothing. It raises ValueError, or any error
+    of vLLM's loaders.
     """
 
     @torch.no_grad()
@@ -65,36 +66,39 @@ class Plan:
         layers = list(model.modules())
         for layer in layers:
             special = type(getattr(layer, "quant_method", None)) not in PLAIN_METHODS
-            # a treatment of its own after loading
-            treated = hasattr(layer, "process_weights_after_loading")
-            if special or (treated and type(layer) is not Attention):
+            # Such a layer changes its weights after they are loaded.
+            processes = hasattr(layer, "process_weights_after_loading")
+            if special or (processes and type(layer) is not Attention):
                 raise ValueError(f"{type(layer).__name__} {MORE_THAN_COPIES}")
         ranges = bucket_ranges(layout)
-        # tensors without memory, of which only the place in their bucket counts
+        # The buckets have no memory: only the positions of the tensors in them count.
         dtype = getattr(torch, layout["dtype"])
         buckets = [torch.empty(n, dtype=dtype, device="meta") for _, _, n in ranges]
         with Copies() as copies:
             model.load_weights(iter(named_views(layout, ranges, buckets)))
         updated = self._check(model, copies.pairs, layout["whole"])
-        # of a fused matrix a part may stay as it is
+        # A clone, as an update may leave a part of a fused matrix as it is.
         self.successor = {p: p.detach().clone() for p in updated.values()}
         number = {storage_of(bucket): k for k, bucket in enumerate(buckets)}
-        # by bucket: which parts of it go where
+        # for each bucket: [(target tensor, (shape, stride, offset) of its source in the bucket)]
         self.copies = [[] for _ in buckets]
         for target, source in copies.pairs:
             if source is not None:
                 parameter = updated[storage_of(target)]
                 offset = target.storage_offset() - parameter.storage_offset()
                 into = self.successor[parameter].as_strided(target.shape, target.stride(), offset)
-                place = (source.shape, source.stride(), source.storage_offset())
-                self.copies[number[storage_of(source)]].append((into, place))
+                source_view = (source.shape, source.stride(), source.storage_offset())
+                self.copies[number[storage_of(source)]].append((into, source_view))
         linear = torch.nn.functional.linear
         packed = [x for x in layers if getattr(x, "cpu_linear", linear) is not linear]
         self.packed = [x for x in packed if x.weight in self.successor]
 
     @staticmethod
     def _check(model, pairs, whole):
-        """{storage: parameter} of what is loaded: parameters alone, and all of each in a whole update."""
+        """{storage: parameter} of the tensors that are loaded.
+
+        Raises ValueError if a tensor is no parameter, or if a whole update leaves a part out.
+        """
         loaded = Counter()
         for target, _ in pairs:
             loaded[storage_of(target)] += target.numel()
@@ -108,19 +112,19 @@ class Plan:
 
     @torch.no_grad()
     def stage(self, k, bucket):
-        """Bucket k is here: copy what is needed out of it, while the model decodes."""
+        """Copy the parts of bucket k that are needed out of it, while the model decodes."""
         for into, (shape, stride, offset) in self.copies[k]:
             into.copy_(bucket.as_strided(shape, stride, offset), non_blocking=True)
         if k == len(self.copies) - 1:
-            # all are here: whatever else can be done before the swap
+            # All buckets are here: pack the matrices now, so that the swap is short.
             self.ready = [SimpleNamespace(weight=self.successor[x.weight]) for x in self.packed]
             for ready in self.ready:
-                # makes ready.cpu_linear
+                # This sets ready.cpu_linear.
                 pack_matrix(ready)
 
     @torch.no_grad()
     def swap(self):
-        """The new weights into the model, between two decode steps."""
+        """Copy the new weights into the model, between two decode steps."""
         torch._foreach_copy_([p.data for p in self.successor], list(self.successor.values()))
         for layer, ready in zip(self.packed, self.ready):
             layer.cpu_linear = ready.cpu_linear

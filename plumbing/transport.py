@@ -1,6 +1,7 @@
-"""What both sides of a weight update share: the group they meet in, and how parameters lie in buckets.
+"""Code that both sides of a weight update share: their process group, and the buckets' layout.
 
-Both know one layout: {names, shapes, dtype, bucket_bytes, whole: are these all of the model's parameters?}.
+A layout is {names, shapes, dtype, bucket_bytes, whole}. `whole` is True if these are all of the
+model's parameters.
 """
 
 import contextlib
@@ -16,10 +17,13 @@ import torch.distributed as dist
 
 
 def open_store(host, port, timeout, server=False):
-    """A client of the TCPStore at host:port; server=True: of a new one (port 0: on any port), or OSError."""
+    """A client of the TCPStore at host:port.
+
+    server=True: the store is made here; port 0: on any free port. Raises OSError if it cannot be.
+    """
     listener = None
     if server:
-        # by itself torch would listen on all addresses of the machine
+        # By itself torch would listen on all addresses of the machine.
         with socket.create_server((host, port)) as s:
             port = s.getsockname()[1]
             listener = s.detach()
@@ -29,57 +33,64 @@ def open_store(host, port, timeout, server=False):
 
 @functools.cache
 def weight_stream(device):
-    """A GPU's one stream of weight updates, its priority surely not that of decoding; None on the CPU."""
+    """The one stream for weight updates of a GPU; None on the CPU.
+
+    Its priority differs from that of decoding.
+    """
     if device.type == "cuda":
         return torch.cuda.Stream(device, priority=-1)
 
 
 def join_group(backend, store, rank, world, timeout, device=None):
-    """A process group beside whatever default group this process has: rank 0 is the trainer, the others
-    are engine workers. device: a GPU, for NCCL. Raises RuntimeError or TimeoutError after `timeout` s.
+    """Join a process group beside the default group that this process may have.
+
+    Rank 0 is the trainer, the others are engine workers. device: a GPU, for NCCL. Raises
+    RuntimeError, or TimeoutError after `timeout` seconds.
     """
     limit = timedelta(seconds=timeout)
-    place = dist.PrefixStore("weights", store)
+    group_store = dist.PrefixStore("weights", store)
     if backend == "gloo":
-        return dist.ProcessGroupGloo(place, rank, world, limit)
+        return dist.ProcessGroupGloo(group_store, rank, world, limit)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
-    # it runs beside an engine's own all-reduces, and must leave them room
+    # The group runs beside an engine's own all-reduces, and must leave them room.
     options.is_high_priority_stream = True
     options.config.max_ctas = 8
-    # without a watchdog, which ends the process when a broadcast fails: waits raise, and whoever
-    # waited aborts the group
+    # This turns off torch's watchdog, which would end the process when a broadcast fails. Instead
+    # the waits raise, and the caller aborts the group.
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
-    group = dist.ProcessGroupNCCL(place, rank, world, options)
-    # other groups keep theirs
+    group = dist.ProcessGroupNCCL(group_store, rank, world, options)
+    # Other groups keep their watchdog.
     del os.environ["TORCH_NCCL_BLOCKING_WAIT"]
-    # the first broadcast connects, without a deadline of its own
+    # The first broadcast connects, and has no deadline of its own.
     try:
         in_thread(broadcast, group, torch.zeros(1), device, timeout).result(timeout)
     except BaseException:
-        # which may wait for the same as connecting does
+        # In a thread, as aborting may wait for the same thing as connecting does.
         in_thread(abort_group, group)
         raise
     return group
 
 
 def broadcast(group, tensor, device, timeout):
-    """From rank 0 to all; what NCCL sends goes to the GPU first. Raises RuntimeError."""
+    """Broadcast from rank 0; for NCCL the tensor goes to the GPU first. Raises RuntimeError."""
     with torch.cuda.stream(weight_stream(device)):
         work = group.broadcast(tensor.to(device, non_blocking=True), 0)
         work.wait(timedelta(seconds=timeout))
 
 
 def abort_group(group):
-    """Free whoever waits in a group that is given up; gloo's waits end with their deadline alone."""
+    """Abort a group, which ends the waits in it; gloo's waits end at their deadline alone."""
     if dist.is_nccl_available() and isinstance(group, dist.ProcessGroupNCCL):
         with contextlib.suppress(RuntimeError):
             group.abort()
 
 
 def bucket_ranges(layout):
-    """Cut the parameters, in order, into buckets of at most bucket_bytes (a larger one gets its own):
-    list of (first index, last index + 1, elements). Both sides compute it.
+    """Cut the parameters, in order, into buckets: [(first index, last index + 1, elements)].
+
+    A bucket has at most bucket_bytes; a parameter that is larger gets its own. Both sides compute
+    the same buckets.
     """
     shapes = layout["shapes"]
     largest = layout["bucket_bytes"] // getattr(torch, layout["dtype"]).itemsize
