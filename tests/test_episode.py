@@ -703,6 +703,37 @@ def test_a_function_that_an_episode_calls_returns_a_number_or_a_text(tmp_path, m
     assert sample["outcome"] == cfg.OUTCOMES.index("unparsable")
 
 
+@pytest.mark.parametrize("seed,expected", [(None, [1, 3, 0]), (7, [1, 1, 1])])
+def test_turns_hold_slots_only_while_engines_sample_them(tmp_path, seed, expected):
+    """The first turn uses the reserved slot. Evaluations, whose attempts have a seed, use none."""
+    taken = []
+
+    async def episode(problem, model):
+        slots = model.services.slots
+        slots.reserve(1)
+        taken.append(slots.taken)
+        may_answer = held_back(model)
+        asked = [asyncio.ensure_future(Client(model).chat(user("Hi"))) for _ in range(3)]
+        await until(lambda: model.unanswered_turns == 3)
+        taken.append(slots.taken)
+        may_answer.set()
+        await asyncio.gather(*asked)
+        taken.append(slots.taken)
+        return 1.0
+
+    _, _, actor = play(tmp_path, SAME, episode, seed=seed)
+    assert taken == expected and actor.slots.taken == expected[-1]
+
+
+def test_attempt_that_never_asked_an_engine_gives_its_slot_back(tmp_path):
+    async def episode(problem, model):
+        model.services.slots.reserve(1)
+        return 1.0
+
+    samples, _, actor = play(tmp_path, [], episode)
+    assert samples == [None] and actor.slots.taken == 0
+
+
 def test_a_turn_that_fails_by_a_time_limit_is_an_attempt_that_failed(tmp_path):
     """The task has no episode, and its reward function is never called."""
     prompter(tmp_path / "model", TOOLS)
