@@ -378,8 +378,8 @@ def emit_steps(config, waiting, packer, drops, rng, version_file):
     while packer.step < config.steps:
         waiting.receive()
         drops.announce()
-        # Stay at most one step ahead of the trainer. Until then groups wait in the buffer, which may
-        # still drop them.
+        # Stay at most one step ahead of the trainer. Until then groups wait in the buffer, which
+        # may still drop them.
         if not waiting.groups or packer.step > read_json(version_file).get("version", 0) + 1:
             time.sleep(0.005)
             continue
