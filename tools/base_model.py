@@ -1,8 +1,10 @@
-"""Tiny base models for tasks that bring demonstrations: no run needs a hub. tools/prepare.py makes them.
+"""Tiny base models for tasks that bring demonstrations: no run needs a hub. tools/prepare.py makes
+them.
 
-They have a function `demonstration(rng) -> [(text, learn), ...]`: one example, in order, learn = True where
-the model speaks. A good one errs now and then, so that reward has something to mend. `TINY` of the task
-says what may differ from DEFAULT below. Deliberately absent: validation, checkpoints, a GPU.
+They have a function `demonstration(rng) -> [(text, learn), ...]`: one example, in order, learn =
+True where the model speaks. A good one errs now and then, so that reward has something to mend.
+`TINY` of the task says what may differ from DEFAULT below. Deliberately absent: validation,
+checkpoints, a GPU.
 """
 
 import importlib
@@ -44,9 +46,11 @@ def settings(tasks):
 
 
 def make_tokenizer(tasks, seed=0):
-    """<pad>, <eos>, in sorted order every character of the first demonstrations, then the words. `<eos>` ends an answer.
+    """<pad>, <eos>, in sorted order every character of the first demonstrations, then the words.
+    `<eos>` ends an answer.
 
-    It is a Qwen2 tokenizer without merges: transformers loads whatever lies beside a Qwen2 model as one.
+    It is a Qwen2 tokenizer without merges: transformers loads whatever lies beside a Qwen2 model as
+    one.
     """
     from tokenizers import AddedToken, pre_tokenizers
     from transformers import Qwen2Tokenizer
@@ -102,7 +106,9 @@ def build(tokenizer, layers, hidden, positions):
 
 
 def tokenized(example, tokenizer):
-    """A demonstration -> (token ids, learn), equally long lists; what the model speaks ends in <eos>."""
+    """A demonstration -> (token ids, learn), equally long lists; what the model speaks ends in
+    <eos>.
+    """
     ids, learn = [], []
     for text, mine in example:
         part = tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] * mine
@@ -112,7 +118,9 @@ def tokenized(example, tokenizer):
 
 
 def backward(model, examples):
-    """Gradient of the mean cross-entropy of what is learnt, over all examples [(ids, learn)]; returns that mean."""
+    """Gradient of the mean cross-entropy of what is learnt, over all examples [(ids, learn)];
+    returns that mean.
+    """
     import torch
 
     from preprocess import pack
@@ -136,7 +144,8 @@ def backward(model, examples):
 def warm_up(model, tokenizer, tasks, chosen, seed):
     """Train a model on demonstrations of the tasks, in turn; chosen: see DEFAULT.
 
-    At the second and every tenth step a line says how many seconds it will take from there on, at the pace so far.
+    At the second and every tenth step a line says how many seconds it will take from there on, at
+    the pace so far.
     """
     import torch
 
@@ -164,7 +173,8 @@ def warm_up(model, tokenizer, tasks, chosen, seed):
 
 
 def make_model(names, path, seed, **other):
-    """Make the base model of these tasks at `path` unless it is there already; the same seed gives the same model.
+    """Make the base model of these tasks at `path` unless it is there already; the same seed gives
+    the same model.
 
     other: settings instead of the tasks' own.
     """
@@ -176,13 +186,15 @@ def make_model(names, path, seed, **other):
     tasks = [importlib.import_module(f"tasks.{name}") for name in names]
     chosen = settings(tasks) | other
     print(
-        f"{'+'.join(names)}: making a tiny base model, once, with {chosen['steps']} steps on demonstrations; "
+        f"{'+'.join(names)}: making a tiny base model, once, with {chosen['steps']} steps on "
+        "demonstrations; "
         "the second step says how long it takes",
         flush=True,
     )
     threads = torch.get_num_threads()
-    # Two are no faster, as the matrices are small, and wait for each other by spinning: beside other work a step
-    # takes up to twenty times as long. With one the model is also the same however many cores there are.
+    # Two are no faster, as the matrices are small, and wait for each other by spinning: beside
+    # other work a step takes up to twenty times as long. With one the model is also the same
+    # however many cores there are.
     torch.set_num_threads(1)
     tokenizer = make_tokenizer(tasks, seed)
     torch.manual_seed(seed)

@@ -1,8 +1,9 @@
-"""The doctor's checks: each compares what two short runs have left with what it should be (tools/doctor_reference.py).
+"""The doctor's checks: each compares what two short runs have left with what it should be
+(tools/doctor_reference.py).
 
-A function `check_...` takes the reference.Recording of the runs and yields rows of the table, (name, ok, figure); its
-docstring, shown where one fails, says what faults it finds. A fork's own loss, advantage or optimizer is no fault: its
-row has None for ok, like one without data.
+A function `check_...` takes the reference.Recording of the runs and yields rows of the table,
+(name, ok, figure); its docstring, shown where one fails, says what faults it finds. A fork's own
+loss, advantage or optimizer is no fault: its row has None for ok, like one without data.
 """
 
 import asyncio
@@ -26,12 +27,14 @@ from tools.common import ends_of_draws
 
 # answers that are scored again; tokens of sequences that are computed again, of each kind
 SCORED, RECOMPUTED = 200, 20_000
-# limits: nats a token between two ways to compute a logprob, on average; relative difference of two norms of a gradient;
-# of two scores of the same weights and seeds, by what rounding makes of 16 answers
+# limits: nats a token between two ways to compute a logprob, on average; relative difference of two
+# norms of a gradient; of two scores of the same weights and seeds, by what rounding makes of 16
+# answers
 NATS = {"float32": 1e-4, "bfloat16": 0.1}
 RELATIVE = {"float32": 3e-4, "bfloat16": 0.05}
 SCORES = {"float32": 1e-6, "bfloat16": 0.3}
-# times these limits: what one sequence may differ by on average, and a gradient as a vector; standard deviations
+# times these limits: what one sequence may differ by on average, and a gradient as a vector;
+# standard deviations
 WIDER, UNLIKELY = 10, 5.0
 # fields that must be the same before and after packing
 KEPT = ("tokens", "mask", "behavior_logprobs", "versions", "temperature", "reward")
@@ -46,7 +49,9 @@ def none_differ(name, differ, seen):
 
 
 def origin_of(sample):
-    """By which versions it was sampled, in words; None: which of them computed its KV cache is not known."""
+    """By which versions it was sampled, in words; None: which of them computed its KV cache is not
+    known.
+    """
     versions = np.unique(sample["versions"][sample["mask"]])
     turns = (np.diff(sample["mask"].astype(int)) == 1).sum()
     # another version has computed a part of it, or it was sent once more for each turn
@@ -93,9 +98,10 @@ def logprob_rows(run, who, origins, samples):
 
 
 def check_engines(run):
-    """Engines sample from other weights, temperatures or filters than they say, or report other versions or logprobs:
-    a skipped update, in one worker too; a tied head that is not updated; a stale prefix. Tokens are drawn from another
-    distribution than is reported: more (-) or less (+) likely ones. actor.py asks for another one than --temperature.
+    """Engines sample from other weights, temperatures or filters than they say, or report other
+    versions or logprobs: a skipped update, in one worker too; a tied head that is not updated; a
+    stale prefix. Tokens are drawn from another distribution than is reported: more (-) or less (+)
+    likely ones. actor.py asks for another one than --temperature.
     """
     samples = [sample for _, sample in run.samples()]
     yield from logprob_rows(run, "engine", ("version 0", "after updates"), samples)
@@ -109,9 +115,10 @@ def check_engines(run):
 
 
 def check_texts(run):
-    """What was sent is not the problem that is scored, in the template's form, or not what the environment replied: a
-    separator is lost. Stop tokens are not trained, or there are too many; answers end for another reason than they say.
-    A turn of an attempt is there twice: a client's retry, or what its branches have in common.
+    """What was sent is not the problem that is scored, in the template's form, or not what the
+    environment replied: a separator is lost. Stop tokens are not trained, or there are too many;
+    answers end for another reason than they say. A turn of an attempt is there twice: a client's
+    retry, or what its branches have in common.
     """
     prompts = replies = wrong_replies = ends = asked = twice = followed = lost = 0
     samples = run.samples()
@@ -157,9 +164,10 @@ def check_texts(run):
 
 
 def check_draws(run):
-    """The gate (actor.allowed_groups) lets groups start earlier than --max_lag says, or engines are behind the version
-    that they are told to have. --no_signal drops other groups than those without an advantage. actor.Sampler draws few
-    of the problems, or those of the beginning once more after a stop, or held-out ones are also trained on: scores will be of what was learnt by heart.
+    """The gate (actor.allowed_groups) lets groups start earlier than --max_lag says, or engines are
+    behind the version that they are told to have. --no_signal drops other groups than those without
+    an advantage. actor.Sampler draws few of the problems, or those of the beginning once more after
+    a stop, or held-out ones are also trained on: scores will be of what was learnt by heart.
     """
     c = run.config
     became = {draw: {what for _, what in found} for draw, found in ends_of_draws(run.steps).items()}
@@ -197,8 +205,9 @@ def check_draws(run):
 
 
 def check_packing(run):
-    """What is trained is not what was sampled: a shifted mask, lost samples, another order of something. Or
-    preprocess.advantages does not do what its docstring says: a wrong sign, another sample's.
+    """What is trained is not what was sampled: a shifted mask, lost samples, another order of
+    something. Or preprocess.advantages does not do what its docstring says: a wrong sign, another
+    sample's.
     """
     c = run.config
     seen = changed = other = 0
@@ -227,9 +236,10 @@ def check_packing(run):
 
 
 def check_trainer(run):
-    """Weights are not what AdamW makes of them, with --betas and the schedule's learning rate: its moments are lost when
-    a run is continued, or steps are left out. Or its gradient is not that of the samples: importance weights, clipping,
-    masks, a shift by one, temperature, signs, the normaliser, packing, ranks' sums, the reference of --kl_coef.
+    """Weights are not what AdamW makes of them, with --betas and the schedule's learning rate: its
+    moments are lost when a run is continued, or steps are left out. Or its gradient is not that of
+    the samples: importance weights, clipping, masks, a shift by one, temperature, signs, the
+    normaliser, packing, ranks' sums, the reference of --kl_coef.
     """
     for version in (0, run.continued, run.continued + 1):
         name = f"version {version + 1} = AdamW of version {version}"
@@ -251,7 +261,9 @@ def check_trainer(run):
 
 
 def gradient_rows(run, step, given, after, before):
-    """The rows of a step's gradient. given: what Adam got, clipped; after: the trainer's state; before: the model's."""
+    """The rows of a step's gradient. given: what Adam got, clipped; after: the trainer's state;
+    before: the model's.
+    """
     c = run.config
     name = f"gradient of step {step}"
     if c.loss not in reference.LOSSES or c.normalizer not in reference.NORMALIZERS:
@@ -282,8 +294,8 @@ def gradient_rows(run, step, given, after, before):
 
 
 def check_rewards(run):
-    """Rewards or outcomes are of other answers, or change from one call to the next, or are not those of the reward
-    table; the penalty of long answers is another.
+    """Rewards or outcomes are of other answers, or change from one call to the next, or are not
+    those of the reward table; the penalty of long answers is another.
     """
     c = run.config
     chosen = run.samples()[:SCORED]
@@ -317,8 +329,9 @@ def check_rewards(run):
 
 
 def check_continuation(run):
-    """A run does not go on where it was interrupted: steps are missing, problems in flight are lost, trained twice or
-    others when they are drawn again. See Sampler.state, and what checkpoints keep of it.
+    """A run does not go on where it was interrupted: steps are missing, problems in flight are
+    lost, trained twice or others when they are drawn again. See Sampler.state, and what checkpoints
+    keep of it.
     """
     ends = ends_of_draws(run.steps)
     now = checkpoints.last_state(run.run_dir)["sampler"]
@@ -339,8 +352,9 @@ def check_continuation(run):
 
 
 def check_evaluation(run):
-    """The newest checkpoint cannot be loaded by vLLM or transformers: try tools/evaluate.py. Or held-out problems are
-    sampled at another temperature than --eval_temperature. Or a run's last scores are not those of its last weights.
+    """The newest checkpoint cannot be loaded by vLLM or transformers: try tools/evaluate.py. Or
+    held-out problems are sampled at another temperature than --eval_temperature. Or a run's last
+    scores are not those of its last weights.
     """
     c = run.config
     version = max(run.steps)

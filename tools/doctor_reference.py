@@ -1,7 +1,9 @@
-"""What a run should have computed, in the plainest way: one sequence at a time, all logits, Hugging Face's own model.
+"""What a run should have computed, in the plainest way: one sequence at a time, all logits, Hugging
+Face's own model.
 
-tools/doctor_checks.py compares a run with it; it shares no code with what it checks, beyond the tokenizer and the tasks. It
-knows the advantages, losses, normalisers and schedules named here. Deliberately absent: packing, speed.
+tools/doctor_checks.py compares a run with it; it shares no code with what it checks, beyond the
+tokenizer and the tasks. It knows the advantages, losses, normalisers and schedules named here.
+Deliberately absent: packing, speed.
 """
 
 import functools
@@ -30,7 +32,8 @@ ADVANTAGES = {
     "mean_std": lambda r: (r - r.mean()) / (r.std() + 1e-6),
     "none": lambda r: r,
 }
-# of a sample's tokens [N] with weights w [N] = pi / mu, or their geometric mean N times, and advantage A
+# of a sample's tokens [N] with weights w [N] = pi / mu, or their geometric mean N times, and
+# advantage A
 LOSSES = {
     "reinforce": lambda w, logp, A, low, high: -w.clamp(max=high).detach() * A * logp,
     "ppo": lambda w, logp, A, low, high: -torch.minimum(w * A, w.clamp(low, high) * A),
@@ -49,7 +52,8 @@ SCHEDULES = {"constant": lambda done: 1.0, "linear": lambda done: 1 - 0.9 * done
 class Recording:
     """What the two runs have left, put together.
 
-    continued: version from which the second run went on; steps: {version: line of metrics.jsonl}; groups: {draw: {...}}.
+    continued: version from which the second run went on; steps: {version: line of metrics.jsonl};
+    groups: {draw: {...}}.
     """
 
     def __init__(self, run_dir, continued):
@@ -81,7 +85,9 @@ class Recording:
         return [(draw, sample) for draw in self.groups for sample in self.groups[draw]["samples"]]
 
     def trained(self, step):
-        """Samples as they were trained by the step that made version `step`, of all its ranks' micro-batches."""
+        """Samples as they were trained by the step that made version `step`, of all its ranks'
+        micro-batches.
+        """
         batches = kept_batches(self.run_dir, step)
         return [sample for batch in batches for sample in split(batch) if sample["outcome"] >= 0]
 
@@ -105,7 +111,9 @@ class Recording:
         return {*ends.tolist(), self.prompter.tokenizer.eos_token_id}
 
     def parts(self, sample):
-        """(turns that were sampled, what stands before each of them, the prompt first): [[token]] both."""
+        """(turns that were sampled, what stands before each of them, the prompt first): [[token]]
+        both.
+        """
         borders = np.flatnonzero(np.diff(sample["mask"])) + 1
         parts = [tokens.tolist() for tokens in np.split(sample["tokens"], borders)]
         return parts[1::2], parts[::2]
@@ -120,7 +128,7 @@ class Recording:
         return self.encode(self.prompter.render(messages))
 
     def separator(self):
-        """The token that the chat template puts after the end of a turn; None without a template."""
+        """The token that the chat template puts after the end of a turn; None without one."""
         if not self.prompter.tokenizer.chat_template:
             return None
         said = [dict(role=role, content="x") for role in ("user", "assistant", "user")]
@@ -174,7 +182,9 @@ class Replayed:
 
 
 def trainer_state(run, version):
-    """What a checkpoint keeps of the trainer: {"model": ..., "optimizer": {"state": ..., "param_groups": ...}}."""
+    """What a checkpoint keeps of the trainer: {"model": ..., "optimizer": {"state": ...,
+    "param_groups": ...}}.
+    """
     if version == 0:
         model = AutoModelForCausalLM.from_pretrained(run.folder(0), dtype=torch.float32)
         state = model.state_dict()
@@ -202,7 +212,9 @@ def segments(sample):
 
 
 def forward(run, version, sample, positions, start=0, cache=None):
-    """Of tokens at positions [N]: (logprob, entropy of its distribution, variance of -log p). cache: of all before `start`."""
+    """Of tokens at positions [N]: (logprob, entropy of its distribution, variance of -log p).
+    cache: of all before `start`.
+    """
     tokens = torch.as_tensor(sample["tokens"], device=run.device)
     ids = tokens[None, start : positions[-1]]
     logits = run.model(int(version))(input_ids=ids, past_key_values=cache).logits[0]
@@ -228,10 +240,11 @@ def of_segments(run, version, sample, positions):
 
 @torch.no_grad()
 def expected(run, sample):
-    """What the engine should report of each sampled token of a segment, by the version that it says sampled it: `forward`, numpy.
+    """What the engine should report of each sampled token of a segment, by the version that it says
+    sampled it: `forward`, numpy.
 
-    An update in the middle of a sequence leaves the KV cache of all tokens before as it is, or, with
-    --recompute_kv, has it computed again.
+    An update in the middle of a sequence leaves the KV cache of all tokens before as it is, or,
+    with --recompute_kv, has it computed again.
     """
     positions = np.flatnonzero(sample["mask"])
     versions = sample["versions"][positions]
@@ -270,7 +283,9 @@ def learning_rate(run, version):
 
 
 def loss_of(run, sample, positions, version):
-    """What a sample's tokens at these positions add to the loss of the step after a version; their weights pi / mu."""
+    """What a sample's tokens at these positions add to the loss of the step after a version; their
+    weights pi / mu.
+    """
     c = run.config
     logprobs, entropy, _ = of_segments(run, version, sample, positions)
     log_w = logprobs - torch.as_tensor(sample["behavior_logprobs"][positions], device=run.device)
@@ -299,7 +314,9 @@ def of_teacher(run, sample, positions):
 
 
 def adapters_gradients(config, of_weights, state):
-    """{parameter: gradient} of adapters, by those of the weights W + scale B A; state: {name: tensor} with the adapters."""
+    """{parameter: gradient} of adapters, by those of the weights W + scale B A; state: {name:
+    tensor} with the adapters.
+    """
     found = {}
     for name in [x for x in state if x.endswith(".lora_A")]:
         layer = name.removesuffix(".lora_A")
@@ -310,8 +327,9 @@ def adapters_gradients(config, of_weights, state):
 
 
 def gradient(run, step, trained, state):
-    """({parameter: gradient} of the step that made version `step`; share of its tokens that older versions have sampled;
-    their effective sample size). trained: names of the parameters that were trained; state: the model's before it.
+    """({parameter: gradient} of the step that made version `step`; share of its tokens that older
+    versions have sampled; their effective sample size). trained: names of the parameters that were
+    trained; state: the model's before it.
     """
     c = run.config
     samples = run.trained(step)
@@ -338,8 +356,9 @@ def gradient(run, step, trained, state):
 
 
 def adam_steps(run, version, before, after):
-    """Is v + 1 what AdamW makes of v, by `trainer_state` of both, with the knobs' learning rate, betas and weight decay?
-    Of each parameter: its name, the gradient by m' = b1 m + (1 - b1) g, [elements] are they so, steps by Adam's count.
+    """Is v + 1 what AdamW makes of v, by `trainer_state` of both, with the knobs' learning rate,
+    betas and weight decay? Of each parameter: its name, the gradient by m' = b1 m + (1 - b1) g,
+    [elements] are they so, steps by Adam's count.
     """
     lr = learning_rate(run, version)
     b1, b2 = run.config.betas

@@ -1,13 +1,17 @@
 """Offline evaluation: a model on held-out problems, through vLLM engines of its own.
 
-    python tools/evaluate.py out/toy --eval_attempts 8    # its newest checkpoint, with the run's task and knobs; or one of
-                                                          # them: out/toy/checkpoints/step_000180
-    python tools/evaluate.py Qwen/Qwen2.5-7B-Instruct --task maths --eval_data math500,aime24 --chat True --eval_temperature 0.6
+    python tools/evaluate.py out/toy --eval_attempts 8
+    python tools/evaluate.py out/toy/checkpoints/step_000180
+    python tools/evaluate.py Qwen/Qwen2.5-7B-Instruct --task maths --eval_data math500,aime24 \\
+        --chat True --eval_temperature 0.6
 
-Takes every knob of config.py. Prints pass@1, pass@k and maj@k with 95% intervals; every answer goes to
-out/eval-<model>/answers.jsonl, with --keep_steps its tokens to queues/rollouts. Each attempt has a seed of its own, so
-the same command gives the same numbers on the same machine. Deliberately absent: several nodes, continuing an
-evaluation that was stopped.
+The first takes the newest checkpoint of a run, the second the one that is named, both with the
+run's task and knobs; the third takes any model.
+
+Takes every knob of config.py. Prints pass@1, pass@k and maj@k with 95% intervals; every answer goes
+to out/eval-<model>/answers.jsonl, with --keep_steps its tokens to queues/rollouts. Each attempt has
+a seed of its own, so the same command gives the same numbers on the same machine. Deliberately
+absent: several nodes, continuing an evaluation that was stopped.
 """
 
 import asyncio
@@ -35,11 +39,11 @@ from tools.common import wilson
 
 
 def start_engines(config, gpus=0, as_loaded=True):
-    """Start the engines of a resolved config and wait until they answer: [supervise.Engine], to be stopped by
-    supervise.stop. config.port becomes the first one's.
+    """Start the engines of a resolved config and wait until they answer: [supervise.Engine], to be
+    stopped by supervise.stop. config.port becomes the first one's.
 
-    as_loaded: they generate with the weights they have loaded, as version 0; else nothing before a trainer has sent
-    them some. Raises RuntimeError or TimeoutError naming their logs.
+    as_loaded: they generate with the weights they have loaded, as version 0; else nothing before a
+    trainer has sent them some. Raises RuntimeError or TimeoutError naming their logs.
     """
     own = dict(PIPELINE_SERVE_AS_LOADED=str(int(as_loaded)))
     run_dir = Path(config.out, config.run)
@@ -78,15 +82,19 @@ def check_alive(engines):
 
 
 def pass_at_k(n, c, k):
-    """Chance that at least one of k attempts succeeds, unbiased from c successes in n >= k: 1 - C(n-c, k) / C(n, k).
+    """Chance that at least one of k attempts succeeds, unbiased from c successes in n >= k: 1 -
+    C(n-c, k) / C(n, k).
 
-    Chen et al. 2021 (arXiv 2107.03374) eq. 1. pass_at_k(n, c, 1) = c / n, the mean over attempts, avg@n.
+    Chen et al. 2021 (arXiv 2107.03374) eq. 1. pass_at_k(n, c, 1) = c / n, the mean over attempts,
+    avg@n.
     """
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def majority(answers, successes):
-    """Success of the most frequent answer of one problem's attempts; that of tied ones on average. No answer (None) has no vote."""
+    """Success of the most frequent answer of one problem's attempts; that of tied ones on average.
+    No answer (None) has no vote.
+    """
     votes = Counter(answer for answer in answers if answer is not None)
     most = max(votes.values(), default=0)
     winners = [answer for answer, count in votes.items() if count == most]
@@ -94,7 +102,9 @@ def majority(answers, successes):
 
 
 def interval(scores):
-    """95% interval of the mean of one score per problem [P]: Wilson's of 0 and 1, else by the central limit theorem."""
+    """95% interval of the mean of one score per problem [P]: Wilson's of 0 and 1, else by the
+    central limit theorem.
+    """
     if set(scores) <= {0, 1}:
         return wilson(np.mean(scores), len(scores))
     half = 1.96 * np.std(scores) / np.sqrt(len(scores))
@@ -102,7 +112,9 @@ def interval(scores):
 
 
 def table(answers):
-    """{metric: (mean, low, high)} of one problem set; answers: {problem: [attempt, ...]}, lines of answers.jsonl."""
+    """{metric: (mean, low, high)} of one problem set; answers: {problem: [attempt, ...]}, lines of
+    answers.jsonl.
+    """
     successes = [[line["success"] for line in lines] for lines in answers.values()]
     correct = list(map(sum, successes))
     n = len(successes[0])
@@ -216,7 +228,9 @@ def print_results(results):
 
 
 def prepare(argv, gpus):
-    """Everything that can be found wrong before engines start: (the actor, the opened directory). Raises ConfigError."""
+    """Everything that can be found wrong before engines start: (the actor, the opened directory).
+    Raises ConfigError.
+    """
     c = configure(argv, gpus)
     rundir.hold(c)
     opening = rundir.Opening(c)

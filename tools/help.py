@@ -1,8 +1,9 @@
 """`bash run.sh ... --help`, before anything is installed: the standard library is all it needs.
 
-bash run.sh [preset] --help               commands, presets, and every knob with its value in that preset
-bash run.sh [preset] --help WORD ...      the knobs that have all of these words in their name or description
-bash run.sh status --help                 what a command does
+bash run.sh [preset] --help             commands, presets, every knob with its value in the preset
+bash run.sh [preset] --help WORD ...    the knobs that have all of these words in their name or
+                                        description
+bash run.sh status --help               what a command does
 """
 
 import ast

@@ -2,10 +2,11 @@
 
     python tools/memory.py math --gpus 8 --gpu_memory_gb 80 [--model ... --any knob]
 
-No GPU and no network: the six SHAPES are known by name, other models by their config.json. Exit code 1: it
-does not fit. All of it is arithmetic on the model's shape (`trainer_gb`, `Placed.roles`), within 5% of a real process
-on a CPU; nothing has been compared with a GPU. GB are 1e9 bytes. Deliberately absent: vLLM's own accounting,
-which decides how large its KV cache really is.
+No GPU and no network: the six SHAPES are known by name, other models by their config.json. Exit
+code 1: it does not fit. All of it is arithmetic on the model's shape (`trainer_gb`,
+`Placed.roles`), within 5% of a real process on a CPU; nothing has been compared with a GPU. GB are
+1e9 bytes. Deliberately absent: vLLM's own accounting, which decides how large its KV cache really
+is.
 """
 
 import argparse
@@ -27,11 +28,20 @@ from plumbing import guards, placement
 from train import head_chunk
 
 GB = 1e9
-# a process's CUDA context, NCCL's buffers, CUDA graphs, what the allocator cannot use: an assumption
+# a process's CUDA context, NCCL's buffers, CUDA graphs, what the allocator cannot use: an
+# assumption
 RESERVE_GB = 2.0
 ASSUMED = "CUDA, NCCL (assumed)"
 TRAINER_PARTS = ("weights", "gradients", "optimizer", "activations", "gathered", "head")
-FIELDS = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size tie_word_embeddings".split()
+FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "tie_word_embeddings",
+)
 SHAPES = {
     "0.5B": (896, 4864, 24, 14, 2, 151936, True),
     "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
@@ -47,8 +57,8 @@ SHAPES = {
 
 @functools.cache
 def model_config(name):
-    """The transformers config of a model directory, a hub model in the cache, or one of SHAPES; None if there is
-    none of these.
+    """The transformers config of a model directory, a hub model in the cache, or one of SHAPES;
+    None if there is none of these.
     """
     found = re.fullmatch(r"(?:.*/)?Qwen2\.5-([\d.]+B)(?:-Instruct)?", name)
     with contextlib.suppress(OSError, ValueError):
@@ -86,10 +96,11 @@ def itemsize(c):
 def trainer_gb(c):
     """{what: GB} of a trainer rank at the peak of a step, whatever the engines are.
 
-    A step (train.py) may have its peak where the gradient of the head's logits is computed, in the backward pass of the
-    last layer or of the last one that is computed again, or where the gradients of what is in no layer are added up.
-    The factors count what autograd keeps of a Qwen2 layer: norms, queries, attention, gate and up. With adapters the norms
-    keep less, and each linear layer its merged weights.
+    A step (train.py) may have its peak where the gradient of the head's logits is computed, in the
+    backward pass of the last layer or of the last one that is computed again, or where the
+    gradients of what is in no layer are added up. The factors count what autograd keeps of a Qwen2
+    layer: norms, queries, attention, gate and up. With adapters the norms keep less, and each
+    linear layer its merged weights.
     """
     model = model_config(c.model)
     D, I, V = model.hidden_size, model.intermediate_size, model.vocab_size
@@ -111,7 +122,8 @@ def trainer_gb(c):
     sharded = several or size < 4
     root = sharded * size * (every - in_layers)
     layer = sharded * size * in_layers / L
-    # logprobs of all tokens in float32, their gradient and that of the logits; in 16 bits that of the head's matrix, too
+    # logprobs of all tokens in float32, their gradient and that of the logits; in 16 bits that of
+    # the head's matrix, too
     logits = (12 if size == 4 or lora else 16) + 8 * (c.entropy_coef > 0)
     head = logits * V * min(c.row_tokens, head_chunk(V, D))
     trained_head = size * V * D * (not lora)
@@ -134,8 +146,8 @@ def trainer_gb(c):
 
 
 def forward_gb(model, tokens, sequences, parallel):
-    """A forward pass without gradients, an estimate: the MLP's three [T, I], three [T, D] of 16 bits; logits of
-    the last tokens, three times in float32.
+    """A forward pass without gradients, an estimate: the MLP's three [T, I], three [T, D] of 16
+    bits; logits of the last tokens, three times in float32.
     """
     trunk = 3 * (model.intermediate_size / parallel + model.hidden_size)
     logits = 3 * 4 * sequences * model.vocab_size
@@ -175,7 +187,8 @@ class Placed:
             rank_0["update buffers"] = 2 * bucket
             engine["update buffers"] += bucket
         found = {"trainer rank": rank, "rank 0": rank_0, "engine": engine}
-        # their own forward passes end before the policy's begins; under adapters the base model is there
+        # their own forward passes end before the policy's begins; under adapters the base model is
+        # there
         others = {"reference model": c.model} if c.kl_coef and not c.lora_rank else {}
         if c.teacher:
             others["teacher"] = c.teacher

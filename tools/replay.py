@@ -1,11 +1,15 @@
-"""A step of a run once more, from the micro-batches that --keep_steps left and the newest checkpoint before it.
+"""A step of a run computed once more, from the micro-batches that --keep_steps left.
 
-    python tools/replay.py out/toy --step 137                  # the same numbers; the same bits if there was one rank
-    python tools/replay.py out/toy --step 137 --loss icepop    # and what another loss would have done
+    python tools/replay.py out/toy --step 137
+    python tools/replay.py out/toy --step 137 --loss icepop
 
-Steps between the checkpoint and this one are trained again first. Any knob of the loss may differ; everything before
-it is what the run itself computed. Runs on one device, also what several ranks have trained. The step's rollouts, coloured
-by ratio, are in report.html.
+The first prints the same numbers as the run (the same bits if it had one rank), the second also
+what another loss would have done.
+
+It begins from the newest checkpoint before the step; steps between them are trained again first.
+Any knob of the loss may differ; everything before it is what the run itself computed. Runs on one
+device, also what several ranks have trained. The step's rollouts, coloured by ratio, are in
+report.html.
 """
 
 import argparse
@@ -35,7 +39,9 @@ NUMBERS = "loss grad_norm entropy ess kl_behavior kl_ref mismatch clip_frac rewa
 
 
 def train_step(policy, optimizers, batches, version, config, ranks):
-    """train.train's loop for the micro-batches of one step; its metrics. Without optimizers the weights stay."""
+    """train.train's loop for the micro-batches of one step; its metrics. Without optimizers the
+    weights stay.
+    """
     sums = Sums()
     for batch in batches:
         loss, metrics, _ = train.micro_batch(policy, batch, version, config, ranks.device)
@@ -47,7 +53,9 @@ def train_step(policy, optimizers, batches, version, config, ranks):
 
 
 def train_until(run_dir, step, config, ranks):
-    """(policy, optimizers) as they were before `step`, trained again from the newest checkpoint before it."""
+    """(policy, optimizers) as they were before `step`, trained again from the newest checkpoint
+    before it.
+    """
     saved = {int(path.name[5:]): path for path in checkpoints.all_of(run_dir)}
     version = max((version for version in saved if version < step), default=0)
     path = saved.get(version)
@@ -68,7 +76,9 @@ def six_digits(value):
 
 
 def print_numbers(columns, exact):
-    """A table of {heading: metrics}. Returns the names that differ in the first two; exact: in any of six digits."""
+    """A table of {heading: metrics}. Returns the names that differ in the first two; exact: in any
+    of six digits.
+    """
     differ = []
     print(" " * 14 + "".join(f"{heading:>14}" for heading in columns))
     for name in NUMBERS:
@@ -85,7 +95,9 @@ def print_numbers(columns, exact):
 
 @torch.no_grad()
 def compare_weights(model, path, dtype):
-    """The parameters that differ from the checkpoint that the run wrote after the step; prints by how much."""
+    """The parameters that differ from the checkpoint that the run wrote after the step; prints by
+    how much.
+    """
     saved = load_file(path / "model.safetensors")
     differ = {}
     for name, (function, tensors) in lora.served(model).items():

@@ -1,10 +1,14 @@
 """What came of a run, or of several: a table, report.png, and report.html to look closer.
 
-    python tools/report.py [out/toy]                 also of a run in progress; without a run: the newest
-    python tools/report.py out/a out/b out/c ...     compares them; runs that differ in their seed alone are one setting
+    python tools/report.py [out/toy]
+    python tools/report.py out/a out/b out/c ...
 
-A comparison says what differs in the configurations, draws seeds as bands, and gives the differences from the first
-setting, seed by seed, with their mean's interval; comparison.png and comparison.html lie beside the first run.
+The first shows one run, which may be in progress (without a name: the newest); the second compares
+runs, of which those that differ in their seed alone are one setting.
+
+A comparison says what differs in the configurations, draws seeds as bands, and gives the
+differences from the first setting, seed by seed, with their mean's interval; comparison.png and
+comparison.html lie beside the first run.
 """
 
 import argparse
@@ -38,7 +42,8 @@ steps          {step}, {samples} samples in {minutes:.1f} min
 {held_out}\
 reward         {first:.3f} -> {last:.3f} (mean of the first, the last {window} steps)
 lag            mean {lag_mean:.2f}, max {lag_max} versions; ess {ess:.3f}
-versions       {versions_2:.0%} of the samples were sampled by two or more, {versions_3:.1%} by three or more
+versions       {versions_2:.0%} of the samples were sampled by two or more, \
+{versions_3:.1%} by three or more
 tokens/s       {gen_tok_s:.0f} sampled, {train_tok_s:.0f} trained
 trainer waits  {wait_data_s:.0%} of the time for data, {wait_sync_s:.1%} for weight updates
 engines        {gen_idle:.0%} of their slots empty, paused for weights {pause_s:.1%} of the time

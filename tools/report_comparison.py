@@ -1,4 +1,5 @@
-"""Runs beside each other: what differs in their configurations, seeds as bands, the difference with its interval.
+"""Runs beside each other: what differs in their configurations, seeds as bands, the difference with
+its interval.
 
 Runs that differ in nothing but their seed are one setting. Called by tools/report.py.
 """
@@ -44,7 +45,8 @@ class Run:
     def __post_init__(self):
         self.config = cfg.load(self.run_dir)
         self.tasks = list(self.evals[0]["eval"]) if self.evals else []
-        # minutes from its clock's start to its first step's: loading is no difference between settings
+        # minutes from its clock's start to its first step's: loading is no difference between
+        # settings
         self.began = (self.steps[0]["wall_s"] - self.steps[0]["step_s"]) / 60
 
     def knob(self, name):
@@ -100,7 +102,8 @@ def settings(runs):
 
 
 def add_curves(panel, label, curves, color):
-    """Curves (x, y), one a seed, as one: their mean, and a band from the lowest to the highest, where all seeds are.
+    """Curves (x, y), one a seed, as one: their mean, and a band from the lowest to the highest,
+    where all seeds are.
 
     As they are, without a mean, if they have less than half of their length in common.
     """
@@ -142,7 +145,9 @@ def mean_until(x, y, end):
 
 
 def measures(run, shared):
-    """{what is compared: its value} of a run; shared: {task: thousand samples at which all runs were still evaluated}."""
+    """{what is compared: its value} of a run; shared: {task: thousand samples at which all runs
+    were still evaluated}.
+    """
     found = {"steps": run.steps[-1]["step"]}
     for task in run.tasks:
         samples, scores = run.points(task, SAMPLES)
@@ -167,7 +172,9 @@ def shared_samples(runs):
 
 
 def paired(ours, theirs):
-    """Mean difference theirs - ours over seeds [S], and its 95% interval (low, high) by Student's t; None of a single seed."""
+    """Mean difference theirs - ours over seeds [S], and its 95% interval (low, high) by Student's
+    t; None of a single seed.
+    """
     d = np.asarray(theirs, float) - np.asarray(ours, float)
     mean = float(d.mean())
     if len(d) < 2:

@@ -1,7 +1,8 @@
-"""Curves of a run or of several, as a picture (matplotlib) and as a page (plotly.js, tools/report_page.html).
+"""Curves of a run or of several, as a picture (matplotlib) and as a page (plotly.js,
+tools/report_page.html).
 
-A panel is a title and curves over one axis. The page is one file that fetches nothing: curves to zoom into, tables,
-rollouts to leaf through.
+A panel is a title and curves over one axis. The page is one file that fetches nothing: curves to
+zoom into, tables, rollouts to leaf through.
 """
 
 import json
@@ -17,7 +18,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 PALETTE = "#1f77b4 #ff7f0e #2ca02c #d62728 #9467bd #8c564b #e377c2 #7f7f7f #bcbd22 #17becf".split()
-# title, values that its axis shows in any case, keys of metrics.jsonl; the first ones are in report.png, too
+# title, values that its axis shows in any case, keys of metrics.jsonl; the first ones are in
+# report.png, too
 KEYS = (
     ("lag of trained tokens, versions", (0,), "lag_mean lag_max"),
     ("effective sample size", (0.9, 1), "ess"),
@@ -42,7 +44,8 @@ MORE_KEYS = (
 class Curve:
     """Points of one quantity, x [N] and y [N]; not a number where there is none.
 
-    style: line, dots (a line through marked points) or faint; low, high [N]: a band around it, or None.
+    style: line, dots (a line through marked points) or faint; low, high [N]: a band around it, or
+    None.
     """
 
     label: str
@@ -115,7 +118,9 @@ def reward_panels(steps, evals):
 
 
 def mismatch_panel(steps, mismatches):
-    """Of samples of lag 0, and where engines were asked for the logprobs of the trainer's sequences."""
+    """Of samples of lag 0, and where engines were asked for the logprobs of the trainer's
+    sequences.
+    """
     panel = Panel("mismatch, nats a token", log=True)
     panel.add("samples of lag 0", column(steps, "step"), column(steps, "mismatch"))
     measured = column(mismatches, "mismatch")
@@ -135,7 +140,9 @@ def plain_panel(steps, title, include, keys):
 
 
 def run_panels(steps, evals, mismatches):
-    """(panels of report.png, further ones of report.html: what one looks at when something is wrong)."""
+    """(panels of report.png, further ones of report.html: what one looks at when something is
+    wrong).
+    """
     first = [*reward_panels(steps, evals), mismatch_panel(steps, mismatches)]
     first += [plain_panel(steps, *panel) for panel in KEYS]
     return first, [plain_panel(steps, *panel) for panel in MORE_KEYS]
@@ -194,7 +201,9 @@ def as_json(panel):
 
 
 def table(title, header, rows, empty="none", folded=False):
-    """As report_page.html takes it; empty: said where there are no rows; folded: shown when one clicks on it."""
+    """As report_page.html takes it; empty: said where there are no rows; folded: shown when one
+    clicks on it.
+    """
     cells = [[str(cell) for cell in row] for row in rows]
     return dict(title=title, header=header, rows=cells, empty=empty, folded=folded)
 

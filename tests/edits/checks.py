@@ -317,7 +317,7 @@ def test_two_epochs_are_two_optimizer_steps():
         model = packed_model()
         _, optimizers = trained(model, record, version=0, loss="ppo", lr=0.01)
         if epochs == 2:
-            train.epoch(model, optimizers, [record], 0, config, ranks)
+            train.epoch(train.Policy(model, config), optimizers, [record], 0, config, ranks)
         assert {int(state["step"]) for state in optimizers[0].state.values()} == {epochs}
         after.append(copies(model)["model.embed_tokens.weight"])
     assert not torch.equal(*after)
