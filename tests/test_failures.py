@@ -36,7 +36,7 @@ from updater import model_of
 
 pytestmark = pytest.mark.slow
 PORT = 8800
-DEADLINE = 8.0
+DEADLINE = 16.0
 
 
 class House:
