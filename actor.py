@@ -270,8 +270,8 @@ class Actor:
     def read_trainer(self):
         """Read the trainer's version and its engines.
 
-        Returns the position of its data, {"next", "ahead"} (see InFlight.forget); None if it cannot
-        be read now, as before the trainer has put its first weights into engines.
+        Returns which draws the trainer is done with, {"next", "ahead"} (see InFlight.forget); None
+        if they cannot be read now, as before the trainer has put its first weights into engines.
         """
         trainer = read_json(self.queues / "version.json")
         if not trainer:

@@ -95,7 +95,8 @@ class Config:
     # rollouts per problem: the group that advantages are computed over
     attempts: Count = 16
     # the gate: groups are started at most this many steps ahead of the trainer; 0: synchronous.
-    # Bounds starts, not ages: a long sequence may be older when it is trained (see `late`)
+    # This limits when a group may start: a long sequence may be older when it is trained (see
+    # `late`)
     max_lag: CountOr0 = 1
     # 0: pipeline; G > 0: conventional RL, for comparison: generate for G optimizer steps, then
     # train them; max_lag then has no meaning
