@@ -11,6 +11,7 @@ from safetensors import safe_open
 import config as cfg
 from plumbing.problems import load_problems
 from plumbing.queues import read_json, read_record
+from plumbing.rundir import whole_lines
 
 # the folder in which a run is looked for by its name
 OUT = Path("out").absolute()
@@ -65,9 +66,7 @@ def read_metrics(run_dir, *kinds):
     The last line is left out if it is not whole, as it is still being written.
     """
     lines = {kind: [] for kind in kinds}
-    for text in Path(run_dir, "metrics.jsonl").read_text().splitlines(True):
-        if not text.endswith("\n"):
-            continue
+    for text in whole_lines(Path(run_dir, "metrics.jsonl")):
         line = json.loads(text)
         # the line of a step may have a "mismatch", too
         kind = "step" if "step" in line else next(iter(lines.keys() & line.keys()), None)
