@@ -114,7 +114,7 @@ def token_logprobs(
     ids, positions, temperature = map(np.asarray, (input_ids, position_ids, temperature))
     temperature = np.broadcast_to(temperature.astype(np.float32), ids.shape)
     # Attention implementations other than ours take every token of a row as it comes.
-    plan = shared_prefixes(ids, positions, is_packed=is_packed(model))
+    plan = shared_prefixes(ids, positions, may_share=is_packed(model))
     # The distribution of a token comes from the hidden state of the token before it.
     target_index = np.arange(1, len(ids)) if wanted is None else np.flatnonzero(wanted[1:]) + 1
     context_index = plan.computed_index[target_index - 1]

@@ -73,14 +73,14 @@ class SharedPrefixes(NamedTuple):
         return Packing(index, query_bounds, key_bounds, query_lengths, key_lengths)
 
 
-def shared_prefixes(ids, positions, is_packed=True):
+def shared_prefixes(ids, positions, may_share=True):
     """SharedPrefixes of a packed row, ids and positions [T] (positions are 0 where a sequence
     begins). What a sequence and the one before it begin with in common is computed once
-    (samples.share), unless is_packed is False: then every token is computed.
+    (samples.share), unless may_share is False: then every token is computed.
     """
     key_bounds = np.append(np.flatnonzero(positions == 0), len(ids))
     computed_index = np.arange(len(ids))
-    if is_packed:
+    if may_share:
         computed_index = share(ids, np.diff(key_bounds))
     computed = np.unique(computed_index, return_index=True)[1]
     query_bounds = np.searchsorted(computed, key_bounds)

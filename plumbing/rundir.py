@@ -201,11 +201,6 @@ class Opening:
         return f"nothing has changed in {self.run_dir}; logs of this start are in {logs}"
 
 
-def open_run(c: Config) -> str:
-    """Decide what to do with a run directory and do it at once. Returns what was done, one line."""
-    return Opening(c).make()
-
-
 def hold(c: Config) -> tuple[list, str]:
     """Lock the run's name for this start. Returns ([file], the name of this start).
 

@@ -230,7 +230,7 @@ def test_help_names_the_nearest_knobs_when_nothing_matches():
 def test_same_command_continues_a_stopped_run_and_moves_a_complete_one(tmp_path):
     argv = ["toy", "--out", str(tmp_path)]
     c = resolved(*argv)
-    assert "new run" in rundir.open_run(c)
+    assert "new run" in rundir.Opening(c).make()
     first = c.run_id
     run_dir = rundir.write(c)
     assert json.loads((run_dir / "config.json").read_text())["config"]["steps"] == c.steps
@@ -240,32 +240,32 @@ def test_same_command_continues_a_stopped_run_and_moves_a_complete_one(tmp_path)
     (run_dir / "engines").mkdir()
     again = resolved(*argv, "--lr", "1e-5")
     assert re.search(
-        "from step_000130; from here on with other knobs .*: lr ", rundir.open_run(again)
+        "from step_000130; from here on with other knobs .*: lr ", rundir.Opening(again).make()
     )
     assert not (run_dir / "queues").exists()
     assert not (run_dir / "engines").exists()
     assert again.run_id == first
     refusal = "--batch_size cannot change within a run: .* It is 448 in .*, and 16 now"
     with pytest.raises(cfg.ConfigError, match=refusal):
-        rundir.open_run(resolved(*argv, "--batch_size", "16"))
+        rundir.Opening(resolved(*argv, "--batch_size", "16")).make()
     # The run died before its last evaluation
     (run_dir / "checkpoints" / f"step_{c.steps:06d}").mkdir()
-    assert f"from step_{c.steps:06d}" in rundir.open_run(resolved(*argv))
+    assert f"from step_{c.steps:06d}" in rundir.Opening(resolved(*argv)).make()
     (run_dir / "queues").mkdir()
     publish_json(run_dir / "queues" / "version.json", version=c.steps, done=True)
     # A complete run continues if --steps is larger
     more = resolved(*argv, "--steps", str(c.steps + 30))
     words = f"continuing .* from step_{c.steps:06d}; .*: steps \\({c.steps} -> {c.steps + 30}"
-    assert re.search(words, rundir.open_run(more))
+    assert re.search(words, rundir.Opening(more).make())
     assert more.run_id == first
     history = (run_dir / "continued.jsonl").read_text().splitlines()
     assert json.loads(history[0])["changed"] == {"lr": [c.lr, 1e-5]}
     changed = {"steps": [c.steps, c.steps + 30]}
     assert json.loads(history[-1]) == {"step": c.steps, "changed": changed}
-    assert f"from step_{c.steps:06d}" in rundir.open_run(resolved(*argv))
+    assert f"from step_{c.steps:06d}" in rundir.Opening(resolved(*argv)).make()
     (run_dir / "queues").mkdir()
     publish_json(run_dir / "queues" / "version.json", version=c.steps, done=True)
-    assert "the one before it is now" in rundir.open_run(c)
+    assert "the one before it is now" in rundir.Opening(c).make()
     assert c.run_id != first
     assert (tmp_path / "toy.1" / "checkpoints").exists()
 

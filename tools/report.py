@@ -140,7 +140,7 @@ def drops(steps):
 
 
 def continuations(run_dir):
-    """[[step, what changed]] of a run that was stopped and went on (plumbing/rundir.open_run)."""
+    """[[step, what changed]] of a run that was stopped and went on (plumbing/rundir.Opening)."""
     path = Path(run_dir, "continued.jsonl")
     found = []
     for line in map(json.loads, path.read_text().splitlines() if path.exists() else []):
