@@ -179,8 +179,8 @@ class Config:
     # bonus on the entropy of each sampled token's distribution
     entropy_coef: NotNegative = 0.0
     # mean |trainer - engine logprob|, nats a token, above which the run ends; it is measured at the
-    # first update and at every 20th from there on. 0: 1e-3 in float32, 0.2 in bfloat16 (0.05 to
-    # 0.09 was measured on a CPU; nothing on a GPU)
+    # first update and at every 20th from there on. 0: 1e-3 in float32, 0.2 in bfloat16 (on a CPU it
+    # is 0.05 to 0.09; on a GPU it has not been measured yet)
     mismatch_limit: NotNegative = 0.0
 
     # ---- optimizer
@@ -261,8 +261,8 @@ class Config:
     master_port: CountOr0 = 0
     # deadline for an engine's start, seconds
     start_timeout: Seconds = 900.0
-    # longest wait of any stage for another one, seconds, the time in which engines start left out;
-    # a completion may take a third of it
+    # longest wait of any stage for another one, seconds. The time in which engines start does not
+    # count. A completion may take a third of this.
     stall_timeout: Seconds = 1800.0
     # time that a stop leaves the trainer to save, seconds
     stop_timeout: Seconds = 120.0
@@ -383,9 +383,9 @@ MATH = dict(
     steps=1000,
     batch_size=1024,
     attempts=16,
-    # With so many sequences reading their KV caches, of 2,000 tokens each, takes an engine as long
-    # as reading the weights: 7.6e9 x 2 bytes / (2,000 x 57 kB). More give little, fewer waste the
-    # reading
+    # At this number of sequences an engine reads their KV caches (2,000 tokens each) in the time in
+    # which it reads the weights: 7.6e9 x 2 bytes / (2,000 x 57 kB). More sequences gain little;
+    # with fewer, reading the weights is wasted.
     concurrency=128,
     max_new_tokens=8192,
     overlong_buffer=1024,
@@ -402,10 +402,10 @@ MATH = dict(
     save_every=50,
     stop_timeout=300.0,
 )
-# The same on less, with adapters: what one GPU of 80 GB, and of 24, holds of both engine and
-# trainer, with 2.5 GB or more for what tools/memory.py does not know. vLLM would measure what is
-# left for its KV cache while the trainer takes its share. Samples that are dropped would have taken
-# the trainer's time: engines wait instead.
+# The same task with adapters, sized so that engine and trainer fit together on one GPU of 80 GB, or
+# of 24 GB, with 2.5 GB or more left for what tools/memory.py does not know. kv_cache_gb is set, as
+# vLLM would measure the free memory while the trainer takes its share. Engines wait for the trainer
+# (on_full), as on one GPU they take its time for samples that would be dropped.
 MATH_1X80 = MATH | dict(lora_rank=32, batch_size=256, max_lag=2, on_full="block")
 MATH_1X80 |= dict(concurrency=96, kv_cache_gb=10.0)
 MATH_1X24 = MATH_1X80 | dict(model="Qwen/Qwen2.5-1.5B", row_tokens=10240)

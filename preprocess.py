@@ -243,7 +243,7 @@ class GroupBuffer:
         self.early = {}
         # --late wait: the draw whose turn it is
         self.turn = ledger.next
-        # --late wait: draws that will not come, as they were done before the run was continued
+        # --late wait: draws to skip, which were trained or dropped before the run was continued
         self.never = set(ledger.ahead)
         self.patience = patience
 

@@ -456,7 +456,7 @@ def load_policy(config, dtype, device, world, trained=False):
         model.gradient_checkpointing_enable({"use_reentrant": False})
         for layer in layers[: config.checkpointed_layers]:
             # transformers checkpoints the layers that are in training mode. The modules within a
-            # layer stay in evaluation mode, without dropout, as what samples has none.
+            # layer stay in evaluation mode, without dropout: the engines use none.
             layer.training = True
     if config.compile:
         # Each kind of layer is compiled for rows of one sequence, of one token, without gradients.

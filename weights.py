@@ -18,8 +18,8 @@ into a copy in rank 0's host memory. A thread of rank 0 does the rest, while tra
 
 Engines come and go: each one that answers has a file in out/<run>/engines. A healthy engine that is
 not in the weight group is admitted, with the newest weights, before the next update or while
-nothing is to be sent. An engine that fails is dropped. Each time the group (gloo, or NCCL between
-GPUs) is formed anew.
+nothing is to be sent. An engine that fails is dropped. After every such change the group
+(gloo, or NCCL between GPUs) is formed anew.
 
 Every wait has the deadline `sync_timeout`. Deliberately absent: restarting engines.
 """
@@ -278,8 +278,8 @@ class Sender:
             # The next group is formed without the engines that were dropped.
             self._leave_group()
         urls = [url for url, _ in answers]
+        # If no engine answered, all go on with the weights they have, and are asked again.
         if urls:
-            # If no engine answered, all go on with the weights they have, and are asked again.
             version = self.version
             self._publish(version=version, served=version, engines=urls)
         return [answer["pause_s"] for answer in answers.values()]
