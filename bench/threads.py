@@ -1,12 +1,12 @@
 """How OpenMP's threads should wait on a CPU: a step of a tiny model's warm-up, quiet and busy.
 
-    python bench/threads.py [--steps 30] [--repeats 3]
+    python bench/threads.py [--steps 30] [--rounds 3]
 
 OpenMP's threads wait for each other by spinning. On a machine that has other work to do the thread
 that is waited for may not be running, and the others then keep its core from it. Each setting warms
 the toy's base model up for a few steps (tools/base_model.py), in turn with the others, first on the
-quiet machine, then beside one busy loop per core. Prints milliseconds per step, the median over
-repeats; the first step is left out. Leaves bench/results/threads.json.
+quiet machine, then beside one busy loop per core. Prints milliseconds per step, the median and
+the range of all rounds; the first step is left out. Leaves bench/results/threads.json.
 """
 
 import os
@@ -15,10 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from bench.common import ROOT, keep, machine, parser, result_file, table
+from bench.common import ROOT, in_turn, keep, machine, median_and_range, parser, result_file, table
 from plumbing.placement import SLEEP_SOON
 
 # by name: number of threads, and the environment
@@ -50,6 +48,7 @@ def warm_up(steps):
 
 
 def seconds_per_step(name, steps):
+    """Seconds per step of a warm-up in a process of its own, under this setting."""
     threads, environment = SETTINGS[name]
     environment = environment | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, __file__, "--child", "--steps", str(steps)]
@@ -62,13 +61,18 @@ def seconds_per_step(name, steps):
 def main():
     p = parser(__doc__)
     p.add_argument("--steps", type=int, default=30, help="steps of each warm-up")
-    p.add_argument("--repeats", type=int, default=3)
+    p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--child", action="store_true", help="one warm-up in this process")
     arguments = p.parse_args()
     if arguments.child:
         warm_up(arguments.steps)
         return
     cores = len(os.sched_getaffinity(0))
+
+    def contender(name):
+        return lambda _: 1000 * seconds_per_step(name, arguments.steps)
+
+    contenders = {name: contender(name) for name in SETTINGS}
     results = {"machine": machine()}
     for load in ("quiet", "busy"):
         loops = []
@@ -76,19 +80,15 @@ def main():
             busy_loop = [sys.executable, "-c", "while True: pass"]
             loops = [subprocess.Popen(busy_loop) for _ in range(cores)]
         try:
-            times = {name: [] for name in SETTINGS}
-            for _ in range(arguments.repeats):
-                for name in SETTINGS:
-                    times[name].append(seconds_per_step(name, arguments.steps))
+            results[load] = in_turn(contenders, arguments.rounds)
         finally:
             for loop in loops:
                 loop.kill()
-        results[load] = times
     keep(result_file(arguments, "threads"), results)
     rows = []
     for name in SETTINGS:
-        medians = [f"{1000 * np.median(results[load][name]):.0f}" for load in ("quiet", "busy")]
-        rows.append((name, *medians))
+        times = [median_and_range(results[load][name], ".0f") for load in ("quiet", "busy")]
+        rows.append((name, *times))
     table(["ms per step of the warm-up", "quiet", f"beside {cores} busy loops"], rows)
 
 
