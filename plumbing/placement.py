@@ -42,9 +42,9 @@ ENGINE_ENV = {
     "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",
 }
 # OpenMP's threads spin while they wait for each other. By default they go to sleep only after 10 ms
-# or more, and until then they keep a core from the very thread that they wait for: beside other work
-# a step takes twenty times as long. With this short time it takes two and a half times as long, as
-# with one thread; on a quiet machine it takes a tenth longer (bench/threads.py).
+# or more, and until then they keep a core from the very thread that they wait for: beside other
+# work a step takes twenty times as long. With this short time it takes two and a half times as
+# long, as with one thread; on a quiet machine it takes a tenth longer (bench/threads.py).
 SLEEP_SOON = {"GOMP_SPINCOUNT": "2000"}
 # environment of a process with one thread and no GPU
 QUIET = SLEEP_SOON | {

@@ -192,9 +192,8 @@ def make_model(names, path, seed, **other):
         flush=True,
     )
     threads = torch.get_num_threads()
-    # Two are no faster, as the matrices are small, and wait for each other by spinning: beside
-    # other work a step takes up to twenty times as long. With one the model is also the same
-    # however many cores there are.
+    # With one thread the model is the same however many cores there are. Two threads are 1.4 times
+    # as fast on a quiet machine, and several times slower beside other work (bench/threads.py).
     torch.set_num_threads(1)
     tokenizer = make_tokenizer(tasks, seed)
     torch.manual_seed(seed)
