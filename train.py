@@ -526,7 +526,7 @@ def start_engines(policy, state, sender, ranks):
 
 
 def train(config, run_dir, ranks):
-    """The run, from its newest checkpoint to its last step. If it is told to stop, it saves first.
+    """The run, from its newest checkpoint to its last step. If it is to stop, it saves first.
 
     The last evaluation is written by this stage, which therefore waits for the actor at the end.
     """
@@ -534,7 +534,7 @@ def train(config, run_dir, ranks):
     state = checkpoints.restore(checkpoints.newest(run_dir), policy.model, optimizers)
     saver = checkpoints.Saver(config, run_dir, policy.model, optimizers, ranks, state)
     sender = Sender(config, policy.model, ranks, run_dir)
-    reader = Reader(config, run_dir, ranks, sender.check)
+    reader = Reader(config, run_dir, ranks)
     guards = Guards(config, run_dir, ranks)
     publish_position(run_dir, state, ranks)
     start_engines(policy, state, sender, ranks)
@@ -572,12 +572,14 @@ def train(config, run_dir, ranks):
         saver.finish()
         sender.announce(config.steps, done=True)
         sender.close()
-    except Stopped:
+    except Stopped as e:
         if version > saver.saved:
             saver.save(state)
         saver.finish()
         if ranks.rank == 0:
-            print(f"train: told to stop, version {state['version']} is saved", flush=True)
+            print(f"train: {e}: version {version} is saved", flush=True)
+        if ranks.error:
+            raise
     log.close()
 
 

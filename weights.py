@@ -33,6 +33,7 @@ import torch
 from plumbing import lora
 from plumbing.model import whole
 from plumbing.queues import publish_json
+from plumbing.supervise import RESTARTS
 from plumbing.transport import bucket_ranges, synchronize
 from plumbing.weight_group import EngineRegistry, WeightGroup
 
@@ -80,7 +81,6 @@ class Sender:
         self.version = None
         self.pushed = threading.Event()
         self.closed = threading.Event()
-        self.error = None
         self.thread = threading.Thread(target=self._deliver_all, daemon=True)
         self.thread.start()
 
@@ -90,7 +90,7 @@ class Sender:
     def push(self, version):
         """Copy the current weights, which become `version`; a thread then sends them. Collective.
 
-        Raises Stopped, on all ranks, if the run is told to stop while the update before hangs.
+        Raises Stopped, on all ranks, if the run is to stop while the update before hangs.
         """
         start = time.monotonic()
         self._acquire()
@@ -121,23 +121,18 @@ class Sender:
         Returns whether it is taken: a stop ends the wait.
         """
         while self.ranks.rank == 0 and not self.ranks.stop.is_set():
-            self.check()
             if self.lock.acquire(timeout=0.1):
                 return True
         return False
 
     def wait(self):
-        """Rank 0: wait until the engines serve what was pushed last, or for a stop.
+        """Wait until the engines serve what was pushed last. Collective.
 
-        Raises RuntimeError if the delivery failed.
+        Raises Stopped, on all ranks, if the run is to stop: a delivery that fails stops it.
         """
         if self._acquire():
             self.lock.release()
-
-    def check(self):
-        """Raise RuntimeError if the thread that delivers weights has failed."""
-        if self.ranks.rank == 0 and self.error is not None:
-            raise RuntimeError(f"weights: {self.error}") from self.error
+        self.ranks.check_stop()
 
     def take_timing(self):
         """The seconds that the newest complete update took; zeros if they were taken before.
@@ -192,7 +187,7 @@ class Sender:
                         self._deliver()
                         self.lock.release()
         except BaseException as e:
-            self.error = e
+            self.ranks.fail(RuntimeError(f"weights: {type(e).__name__}: {e}"))
 
     def _deliver(self):
         """Deliver the weights in `buckets` to all healthy engines, again if some fail on the way.
@@ -238,18 +233,24 @@ class Sender:
         an engine; raises TimeoutError if none comes in time.
         """
         members = self.group.members if self.group else []
-        deadline = time.monotonic() + self.config.start_timeout
+        # The launcher starts an engine that has died again, and ends the run if that fails.
+        limit = (RESTARTS + 1) * self.config.start_timeout
+        start = time.monotonic()
+        is_said = False
         while True:
             wanted = [*members, *self.engines.newcomers(members)]
             listed = self.engines.listed()
             healthy = [engine for engine in listed if engine in wanted]
             if healthy:
                 return [e for e in healthy if e not in self.engines.failing] or healthy
-            if time.monotonic() > deadline:
+            if time.monotonic() > start + limit:
                 raise TimeoutError(
-                    f"no engine was healthy within {self.config.start_timeout:.0f} s; "
-                    f"listed are {[url for url, _ in listed]}: see logs/engine*.log"
+                    f"no engine was healthy within {limit:.0f} s; listed are "
+                    f"{[url for url, _ in listed]}: see logs/engine*.log"
                 )
+            if self.tried and not is_said:
+                is_said = True
+                print("weights: waiting for an engine: none is healthy", flush=True)
             time.sleep(0.2)
 
     def _form_group(self, engines):

@@ -130,8 +130,15 @@ class OneRank:
     device = DEVICE
     stop = threading.Event()
 
+    error = None
+
+    def fail(self, error):
+        self.error = error
+        self.stop.set()
+
     def check_stop(self):
-        pass
+        if self.error:
+            raise self.error
 
 
 class StandIn:

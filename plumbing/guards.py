@@ -54,7 +54,7 @@ class Guards:
         """{mismatch, tokens} of this version, which was just pushed, and merge_survival.
 
         batch: a micro-batch whose first sequences are compared. Returns {} on other ranks than 0,
-        and if no engine answers. Collective. Raises RuntimeError above the limit.
+        and if no engine answers. Collective. Raises RuntimeError above the limit, and Stopped.
         """
         lengths = batch["lengths"][:SEQUENCES]
         tokens = batch["tokens"][: lengths.sum()]
@@ -62,9 +62,9 @@ class Guards:
         # Engines tell the logprobs of a prompt at temperature 1, whatever the run's is.
         logprobs = policy.logprobs(tokens, positions, 1.0)[0].cpu().numpy()
         merge_survival = lora.survival(policy.model)
+        sender.wait()
         if self.ranks.rank != 0:
             return {}
-        sender.wait()
         borders = np.flatnonzero(positions == 0)[1:]
         differences = []
         try:

@@ -18,7 +18,10 @@ from plumbing.transport import open_store
 
 
 class Stopped(Exception):
-    """The run was told to stop (SIGTERM): finished steps are saved, the one in progress is not."""
+    """The run ends here: finished steps are to be saved, the one in progress is not.
+
+    Its text is the reason, on rank 0: an error, or that the run was told to stop (SIGTERM).
+    """
 
 
 class Flag:
@@ -41,7 +44,7 @@ class Flag:
 class Ranks:
     """The rank, world and device of this process, and its process groups.
 
-    SIGTERM sets `stop`; only that of rank 0 counts. The default group (NCCL on GPUs, gloo
+    SIGTERM and `fail` set `stop`; only that of rank 0 counts. The default group (NCCL on GPUs, gloo
     elsewhere) is for a step's collectives. group: a gloo group with a longer deadline, in which the
     other ranks wait while rank 0 waits for data. saving: another such group, for the threads that
     write checkpoints.
@@ -71,16 +74,22 @@ class Ranks:
         self.group = dist.new_group(backend="gloo", timeout=limit)
         self.saving = dist.new_group(backend="gloo", timeout=limit)
         self.stop = Flag()
+        self.error = None
 
     def listen_for_stop(self):
         signal.signal(signal.SIGTERM, lambda *_: self.stop.set())
 
+    def fail(self, error):
+        """Rank 0: let the run end with this error, once all ranks have saved what they trained."""
+        self.error = error
+        self.stop.set()
+
     def check_stop(self):
-        """Raise Stopped on all ranks if rank 0 was told to stop. Collective."""
+        """Raise Stopped on all ranks if rank 0 is to stop. Collective."""
         told = torch.tensor(int(self.stop.is_set()))
         dist.broadcast(told, 0, self.group)
         if told:
-            raise Stopped
+            raise Stopped(self.error or "told to stop") from self.error
 
     def close(self):
         dist.destroy_process_group()

@@ -15,16 +15,13 @@ from plumbing.samples import check_record
 class Reader:
     """Reads queues/batches/rank_<r> and, on rank 0, queues/evals.
 
-    check: a function that is called about once a second while rank 0 waits; it raises an error if
-    something went wrong elsewhere. last: the last record of the newest step. waited: the seconds
-    that this step waited for data.
+    last: the last record of the newest step. waited: the seconds that this step waited for data.
     """
 
-    def __init__(self, config, run_dir, ranks, check):
+    def __init__(self, config, run_dir, ranks):
         self.config = config
         self.run_dir = run_dir
         self.ranks = ranks
-        self.check = check
         self.batches = Queue(Path(run_dir, "queues", "batches", f"rank_{ranks.rank}"))
         self.evals = Queue(Path(run_dir, "queues", "evals"))
         # the number of this rank's micro-batches in the largest step so far
@@ -62,14 +59,20 @@ class Reader:
         return numbered_record or self.batches.get(self.config.stall_timeout)
 
     def _wait(self, queue, complaint):
-        """Rank 0: wait for the next record of a queue, (number, record); None for a stop."""
+        """Rank 0: wait for the next record of a queue. Returns (number, record).
+
+        Returns None if the run is to stop; it is if the wait has been too long.
+        """
         patience = Patience(self.config, self.run_dir)
         while not self.ranks.stop.is_set():
             try:
                 return queue.get(0.5)
             except TimeoutError:
-                self.check()
-            patience.check(complaint)
+                pass
+            try:
+                patience.check(complaint)
+            except TimeoutError as e:
+                self.ranks.fail(e)
         return None
 
     def evaluations(self, until=-1):

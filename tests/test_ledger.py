@@ -162,8 +162,7 @@ def test_work_is_saved_when_a_run_is_stopped_while_its_only_engine_is_down(tmp_p
     engine.unlink()
     engine.write_text("import time\ntime.sleep(10000)\n")
     run.kill(ENGINE)
-    # The trainer has begun to wait for the engine
-    run.until(lambda: "did not reach all engines" in run.words())
+    run.until(lambda: "weights: waiting for an engine" in run.words())
     run.until(lambda: "is started again" in run.words())
     run.interrupt()
     assert "is saved" in run.words()

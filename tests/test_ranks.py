@@ -63,8 +63,12 @@ def random_sample(rng, step, k):
     return sample
 
 
-def write_run(out, name, base_model, ranks=1, first=0, steps=STEPS, reverse=False, **knobs):
-    """A run directory whose queues hold the micro-batches of steps first..; returns its path."""
+def write_run(
+    out, name, base_model, ranks=1, first=0, steps=STEPS, missing=0, reverse=False, **knobs
+):
+    """A run directory whose queues hold the micro-batches of steps first.., but not of the last
+    `missing` steps; returns its path.
+    """
     training = dict(row_tokens=128, lr=1e-3, dtype="float32", steps=steps, trainers=ranks)
     # no engine sampled these
     limits = dict(save_every=3, keep_last=9, stall_timeout=300, mismatch_limit=1e9)
@@ -76,7 +80,7 @@ def write_run(out, name, base_model, ranks=1, first=0, steps=STEPS, reverse=Fals
     batches = [Queue(queues / "batches" / f"rank_{r}") for r in range(ranks)]
     packer = Packer(config, batches, Ledger(first * GROUPS, []), first)
     groups = all_groups()
-    for step in range(first, steps):
+    for step in range(first, steps - missing):
         of_step = groups[step * GROUPS : (step + 1) * GROUPS]
         for group in reversed(of_step) if reverse else of_step:
             packer.add(group)
@@ -293,6 +297,18 @@ def test_a_trainer_that_is_told_to_stop_many_times_does_not_hang():
         assert stopped.communicate(timeout=120)[0] == b"True\n"
     finally:
         stopped.kill()
+
+
+@pytest.mark.slow
+def test_work_is_saved_by_all_ranks_when_no_more_data_comes(tmp_path, base_model):
+    knobs = dict(TWO, steps=2, save_every=99, stall_timeout=20)
+    run_dir = write_run(tmp_path, "r", base_model, 2, missing=1, **knobs)
+    # The wait for data has its limit while an engine answers
+    (run_dir / "engines").mkdir(exist_ok=True)
+    publish_json(run_dir / "engines" / "engine0.json", url="http://127.0.0.1:9", started=0)
+    with pytest.raises(AssertionError, match="Stopped: train: preprocess put no micro-batch into"):
+        run_trainer(run_dir, ranks=2)
+    assert newest(run_dir).name == "step_000001"
 
 
 def test_rank_0_alone_loads_the_model_and_hands_it_out(tmp_path):
