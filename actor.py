@@ -1,10 +1,10 @@
-"""Stage 1: problems -> groups of rollouts with rewards, sampled by the vLLM engines over HTTP.
+"""Stage 1: problems -> groups of scored attempts, sampled from the vLLM engines over HTTP.
 
-The actor keeps every engine busy with `concurrency` sequences. A group is all `attempts` rollouts
-of one problem, and one record in queues/rollouts. Nothing happens here when weights are updated in
-the middle of a sequence: the engine's answer says which version sampled which tokens. One function,
-`allowed_groups`, decides how far ahead of the trainer groups may be started; one class, `Sampler`,
-decides which problem comes next.
+The actor keeps every engine busy with `concurrency` sequences. A group is all `attempts` attempts
+at one problem, and one record in queues/rollouts; an attempt with its reward is a sample. Nothing
+happens here when weights are updated in the middle of a sequence: the engine's answer says which
+version sampled which tokens. One function, `allowed_groups`, decides how far ahead of the trainer
+groups may be started; one class, `Sampler`, decides which problem comes next.
 
 Alone, with engines and a trainer running: `python actor.py out/toy`. Deliberately absent:
 streaming, threads, several actors (one actor keeps some 240 H100s busy).
@@ -38,10 +38,10 @@ from plumbing.sandbox import Sandbox
 def allowed_groups(config, version):
     """The gate: how many groups may have been started, in all, when the trainer is at `version`.
 
-    PipelineRL at version v: the groups of v + max_lag + 1 steps, so that with max_lag = 0 only the
-    step that is being collected is sampled. Conventional RL with G steps per generation phase: the
-    groups of v // G * G + G steps. Never more groups than the run trains. The result depends on v
-    alone: no credit is lost if the actor does not see every version.
+    PipelineRL at version v: the groups of v + max_lag + 1 steps. With max_lag = 0 these are the
+    groups of the steps trained so far and of the next one. Conventional RL with G steps per
+    generation phase: the groups of v // G * G + G steps. Never more groups than the run trains. The
+    result depends on v alone, so it does not matter whether the actor sees every version.
     """
     g = config.conventional_g
     steps = version // g * g + g if g else version + config.max_lag + 1
@@ -52,7 +52,7 @@ class Sampler:
     """The order of the problems: each task's problems once per epoch, shuffled anew every time.
 
     indices: {task: indices of the problems that it may draw}. shares: {task: its share of all
-    problems}, which every 100 problems in a row keep exactly, to one percent. state: the result of
+    problems}, in percent; each cycle of 100 problems keeps the shares. state: the result of
     `state()` when the run stopped. To write a curriculum, edit this class.
     """
 
@@ -63,22 +63,22 @@ class Sampler:
         self.orders = {}
         # the number of problems drawn so far
         self.drawn = (state or {}).get("drawn", 0)
-        # the tasks of a round, which is 100 problems in a row, before they are shuffled
+        # the tasks of a cycle, which is 100 problems in a row, before they are shuffled
         count = {task: max(int(100 * share), 1) for task, share in shares.items()}
         by_remainder = sorted(shares, key=lambda task: count[task] - 100 * shares[task])
         for task in by_remainder[: max(100 - sum(count.values()), 0)]:
             count[task] += 1
-        self.round = [task for task in count for _ in range(count[task])]
+        self.cycle = [task for task in count for _ in range(count[task])]
 
     def next(self):
         """Draw a problem: (task, index of the problem in the task's list)."""
-        round_number, position = divmod(self.drawn, len(self.round))
+        cycle, position = divmod(self.drawn, len(self.cycle))
         self.drawn += 1
-        order = self.shuffled("round", round_number, len(self.round))
-        # the tasks of this round, up to the problem that is drawn now
-        tasks = [self.round[i] for i in order[: position + 1]]
+        order = self.shuffled("all tasks", cycle, len(self.cycle))
+        # the tasks of this cycle, up to the problem that is drawn now
+        tasks = [self.cycle[i] for i in order[: position + 1]]
         task = tasks[-1]
-        drawn_before = round_number * self.round.count(task) + tasks.count(task) - 1
+        drawn_before = cycle * self.cycle.count(task) + tasks.count(task) - 1
         indices = self.indices[task]
         epoch, position_in_epoch = divmod(drawn_before, len(indices))
         order = self.shuffled(task, epoch, len(indices))
@@ -177,7 +177,7 @@ class Actor:
                 print(f"actor: tasks/{task}.py: an attempt failed: {reply}", flush=True)
             cfg.require(
                 self.failures_in_a_row < 100,
-                f"tasks/{task}.py: 100 attempts in a row failed, the last one by {reply}; "
+                f"tasks/{task}.py: 100 attempts in a row failed, the last one with: {reply}; "
                 "the first error is printed above",
             )
             return None
@@ -260,7 +260,6 @@ class Actor:
             problems=len(attempts) // c.eval_attempts,
             answers=sum(map(len, solved.values())),
             version=version,
-            wall_s=time.monotonic(),
             versions=[min(versions, default=0), max(versions, default=0)],
         )
         self.evals.put(record)
@@ -270,8 +269,9 @@ class Actor:
     def read_trainer(self):
         """Read the trainer's version and its engines.
 
-        Returns which draws the trainer is done with, {"next", "ahead"} (see InFlight.forget); None
-        if they cannot be read now, as before the trainer has put its first weights into engines.
+        Returns {"next": n, "ahead": [...]}: the trainer is done with all draws below n and with
+        those of the list. Returns None if this cannot be read now, for example before the trainer
+        has put its first weights into engines.
         """
         trainer = read_json(self.queues / "version.json")
         if not trainer:
@@ -291,7 +291,7 @@ class Actor:
 
     async def wait_for_trainer(self):
         """Wait until the trainer has put its first weights into engines."""
-        # the trainer gives up earlier, with a message that says why
+        # The trainer gives up before this limit, with a message that says why.
         limit = longest_wait(self.config)
         deadline = time.monotonic() + limit
         while self.read_trainer() is None:
@@ -340,7 +340,8 @@ class Actor:
         seen = self.version
         evaluated = self.version
         patience = Patience(c, self.run_dir)
-        # the number of groups started in all, those that a continued run has trained included
+        # The number of groups started since the run began. A continued run counts those that were
+        # trained before.
         started = state["version"] * c.groups_per_step
         evaluations = {asyncio.create_task(self.evaluate(self.version))}
         groups = set()

@@ -1,6 +1,6 @@
 """Every knob, in one dataclass; the presets; and the checks that need no hardware.
 
-`bash run.sh toy --steps 50 --dry_run True` checks a configuration, prints what would be started.
+`bash run.sh toy --steps 50 --dry_run True` checks a configuration and prints what would be started.
 Nothing here imports torch: a wrong flag must be reported at once. Deliberately absent: config
 files, nesting, interpolation. A preset is a dict below, a new knob is one line in `Config`, and
 every process reads the one `out/<run>/config.json`.
@@ -92,29 +92,30 @@ class Config:
     steps: Count = 200
     # B: samples per optimizer step, if no attempt fails; a multiple of `attempts`
     batch_size: Count = 256
-    # rollouts per problem: the group that advantages are computed over
+    # attempts at each problem: the group that advantages are computed over
     attempts: Count = 16
     # the gate: groups are started at most this many steps ahead of the trainer; 0: synchronous.
     # This limits when a group may start: a long sequence may be older when it is trained (see
     # `late`)
     max_lag: CountOr0 = 1
     # 0: pipeline; G > 0: conventional RL, for comparison: generate for G optimizer steps, then
-    # train them; max_lag then has no meaning
+    # train them. max_lag then has no effect on when problems start; --late mask still uses it
     conventional_g: CountOr0 = 0
     # what happens when the trainer is slower than the engines: block: the engines wait;
-    # drop_oldest: only the newest two steps' worth of groups are kept
+    # drop_oldest: only the newest groups are kept, enough for two steps (in conventional RL: for a
+    # phase of G steps)
     on_full: Literal["block", "drop_oldest"] = "block"
-    # tokens that are older than max_lag when they are trained: keep: train them (the paper); mask:
+    # tokens that are older than max_lag when they are trained. keep: train them (the paper); mask:
     # leave them out of the loss; wait: train groups in the order of their starts, so that there are
-    # fewer
+    # fewer such tokens
     late: Literal["keep", "mask", "wait"] = "keep"
     # groups in which every advantage is 0: train them, or drop and count them
     no_signal: Literal["keep", "drop"] = "keep"
 
     # ---- generation
 
-    # number of vLLM servers; 0: three of every eight GPUs serve, without GPUs every node that does
-    # not train has one
+    # number of vLLM servers; 0: three of every eight GPUs serve; without GPUs, every node that does
+    # not train has one server
     engines: CountOr0 = 0
     # GPUs per engine
     tensor_parallel: Count = 1
@@ -168,11 +169,12 @@ class Config:
     # own
     clip_high: float = -1.0
     # what the loss is divided by. samples: sum over tokens / samples (the paper); tokens: sum over
-    # tokens / tokens; sequence: sum of the sequences' means / samples
-    normalizer: Literal["samples", "tokens", "sequence"] = "samples"
+    # tokens / tokens; sequence: sum of the sequences' means / samples; "": samples, but sequence
+    # with --ratio sequence
+    normalizer: Literal["", "samples", "tokens", "sequence"] = ""
     # on-policy distillation from this model, a directory or hub name, which has the same vocabulary
     teacher: str = ""
-    # weight of log teacher - log mu of a sampled token in its advantage
+    # a sampled token's advantage gets this times (log teacher - log mu)
     teacher_coef: NotNegative = 1.0
     # weight of KL(policy || frozen base model) in the loss; above 0 the ranks hold that model, too
     kl_coef: NotNegative = 0.0
@@ -189,7 +191,8 @@ class Config:
     lr: Positive = 1e-06
     # linear warm-up of the learning rate, steps
     warmup_steps: CountOr0 = 0
-    # after warm-up; linear falls to 10% at the last step
+    # constant after the warm-up; or linear: the rate is also multiplied by a factor that falls
+    # from 1 at the first step to 0.1 at the last one
     lr_schedule: Literal["constant", "linear"] = "constant"
     # decay rates of AdamW's two moments
     betas: Annotated[tuple[float, float], Bounds(0, 0.999999)] = (0.9, 0.95)
@@ -243,7 +246,7 @@ class Config:
     save_every: CountOr0 = 100
     # number of checkpoints that are kept; 0: all
     keep_last: CountOr0 = 2
-    # number of decoded rollouts per step in samples.jsonl and report.html, all from rank 0
+    # number of decoded samples per step in samples.jsonl and report.html, all from rank 0
     samples_logged: CountOr0 = 2
     # keep the data of the last so many steps, until the run is continued, for tools/replay.py; as
     # it starts from a checkpoint, keep no fewer than save_every
@@ -262,7 +265,7 @@ class Config:
     # deadline for an engine's start, seconds
     start_timeout: Seconds = 900.0
     # longest wait of any stage for another one, seconds. The time in which engines start does not
-    # count. A completion may take a third of this.
+    # count. A request that takes more than a third of this is sent again, to another engine.
     stall_timeout: Seconds = 1800.0
     # time that a stop leaves the trainer to save, seconds
     stop_timeout: Seconds = 120.0
@@ -291,7 +294,8 @@ LOSSES = {
     "gspo": ("sequence", 1 - 3e-4, 1 + 4e-4),
     "icepop": ("token", 0.5, 5.0),
 }
-# vLLM's options that would make what is sampled another distribution than what is trained
+# Options of vLLM that are refused: with them, tokens would be sampled from another distribution
+# than the one that is trained. The names are flags whose dashes are made underscores.
 DISTRIBUTION_OPTIONS = {
     "__top_p",
     "__top_k",
@@ -303,8 +307,8 @@ DISTRIBUTION_OPTIONS = {
 # columns of the reward table
 OUTCOMES = ("correct", "wrong", "no_answer", "unparsable")
 
-# Tuned on 2 cores: sequences live longer than a step, so that most updates land in the middle of
-# some.
+# Tuned on 2 cores. Sequences take longer than a step, so most updates arrive in the middle of some
+# sequences.
 TOY = dict(
     task="toy",
     steps=270,
@@ -385,7 +389,7 @@ MATH = dict(
     attempts=16,
     # At this number of sequences an engine reads their KV caches (2,000 tokens each) in the time in
     # which it reads the weights: 7.6e9 x 2 bytes / (2,000 x 57 kB). More sequences gain little;
-    # with fewer, reading the weights is wasted.
+    # with fewer, the time goes into reading the weights for few tokens.
     concurrency=128,
     max_new_tokens=8192,
     overlong_buffer=1024,
@@ -403,9 +407,10 @@ MATH = dict(
     stop_timeout=300.0,
 )
 # The same task with adapters, sized so that engine and trainer fit together on one GPU of 80 GB, or
-# of 24 GB, with 2.5 GB or more left for what tools/memory.py does not know. kv_cache_gb is set, as
-# vLLM would measure the free memory while the trainer takes its share. Engines wait for the trainer
-# (on_full), as on one GPU they take its time for samples that would be dropped.
+# of 24 GB, with 2.5 GB or more left for what tools/memory.py does not know. kv_cache_gb is set,
+# because vLLM would measure the free memory while the trainer takes its share. Engines wait for the
+# trainer (on_full): on one GPU, sampling takes time from the trainer, and samples that are dropped
+# would waste it.
 MATH_1X80 = MATH | dict(lora_rank=32, batch_size=256, max_lag=2, on_full="block")
 MATH_1X80 |= dict(concurrency=96, kv_cache_gb=10.0)
 MATH_1X24 = MATH_1X80 | dict(model="Qwen/Qwen2.5-1.5B", row_tokens=10240)
@@ -471,9 +476,9 @@ def load_task(name):
 def parse(argv: list[str], default: Config | None = None, about: str = "") -> Config:
     """`[preset] --knob value ...` -> Config.
 
-    default: the Config that flags change, instead of a preset's; about: the text that --help begins
-    with. Raises ConfigError, one line, for anything that does not parse. `--help [WORD ...]` prints
-    and exits.
+    The flags change the values of the preset or, if it is given, of the Config `default`. about:
+    the text with which --help begins. Raises ConfigError, one line, for anything that does not
+    parse. `--help [WORD ...]` prints and exits.
     """
     has_name = bool(argv) and not argv[0].startswith("-")
     name = argv[0] if has_name else "toy"
@@ -514,7 +519,7 @@ def parse(argv: list[str], default: Config | None = None, about: str = "") -> Co
 
 
 def _absolute(names):
-    """Names with commas between them, those of files and directories made absolute paths."""
+    """Make the paths absolute in a text of names with commas between them; other names stay."""
     absolute = []
     for name in names.split(","):
         path, at, part = name.partition("@") if not os.path.exists(name) else (name, "", "")
@@ -573,10 +578,11 @@ def check(c: Config) -> Config:
     )
     ratio, low, high = LOSSES[c.loss]
     c.ratio = c.ratio or ratio
+    c.normalizer = c.normalizer or ("sequence" if c.ratio == "sequence" else "samples")
     c.clip_low = low if c.clip_low < 0 else c.clip_low
     c.clip_high = high if c.clip_high < 0 else c.clip_high
     relations = {
-        "--attempts: this --advantage needs 2": (
+        "--attempts must be 2 or more for this --advantage, which compares attempts": (
             c.attempts > 1 or c.advantage == "none" or c.teacher
         ),
         "--batch_size must be a multiple of --attempts": c.batch_size % c.attempts == 0,
@@ -586,6 +592,9 @@ def check(c: Config) -> Config:
         "--clip_low must be below --clip_high": c.clip_low < c.clip_high,
         "--teacher needs --temperature 1": not c.teacher or c.temperature == 1,
         "--teacher needs --no_signal keep": not c.teacher or c.no_signal == "keep",
+        "--loss reinforce has no lower bound of importance weights: leave out --clip_low": (
+            c.loss != "reinforce" or c.clip_low == 0
+        ),
         "--late wait needs --on_full block": c.late != "wait" or c.on_full == "block",
     }
     for relation, holds in relations.items():

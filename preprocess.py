@@ -1,4 +1,4 @@
-"""Stage 2: groups of rollouts -> advantages -> packed micro-batches for the trainer's ranks.
+"""Stage 2: groups of samples -> advantages -> packed micro-batches for the trainer's ranks.
 
 It reads queues/rollouts (from actor.py) and writes queues/batches/rank_<r> (for train.py). A step
 is `groups_per_step` groups, however many of their attempts came back. Micro-batches are put as soon
@@ -6,11 +6,11 @@ as they are full. Groups that arrive early wait in a buffer.
 
 Dropped samples are counted by reason. An attempt that is dropped makes its group smaller. Groups
 that are dropped whole are announced in queues/dropped.json, so that the actor's gate lets others
-start. The last record of a step carries the step's ledger: the problems that it trained, and those
-dropped since the step before.
+start. The last record of a step has the step's ledger: the draws whose samples the step contains,
+and the draws that were dropped since the last record of the step before.
 
-To start it alone, on a run directory that has rollouts: `python preprocess.py out/toy`.
-Deliberately absent: padding, threads.
+To start it alone, on a run directory whose queues/rollouts has records:
+`python preprocess.py out/toy`. Deliberately absent: padding, threads.
 """
 
 import random
@@ -29,18 +29,19 @@ from plumbing.patience import Patience
 from plumbing.queues import Queue, publish_json, read_json
 from plumbing.samples import check_record, filler, join, layout, share, split
 
-# A row with this share of its tokens taken is put before its step is complete.
+# A row that is filled to this share of its capacity goes to the trainer at once. Others wait, as
+# more samples of the same step may fill them.
 ROW_IS_FULL = 0.95
 # A bundle of attempts at one problem takes at most this share of a row. Small bundles fill the
 # rest of a row better than large ones.
 BUNDLE_SHARE = 0.25
-# The cost of attending to one earlier token, in units of all else that a token costs. It is
-# 1 / (12 * hidden size), here for a hidden size of 2500.
+# The time to attend to one earlier token, divided by the time of all other work on a token. It is
+# about 1 / (12 * hidden size); this value is for a hidden size of 2500.
 ATTENTION_COST = 1 / 30000
 
 
 def advantages(rewards, kind):
-    """The advantage of each rollout of one group: rewards [G] -> [G].
+    """The advantage of each sample of one group: rewards [G] -> [G].
 
     loo       r_i - mean of the others (leave-one-out, RLOO)
     mean      r_i - mean
@@ -76,7 +77,10 @@ def pack(lengths, capacity):
     room = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if lengths[i] > capacity:
-            raise ValueError(f"sample {i} has {lengths[i]} tokens, a row has {capacity}")
+            raise ValueError(
+                f"an attempt of {lengths[i]} tokens does not fit into a row of {capacity} tokens: "
+                "raise --row_tokens"
+            )
         row = next((k for k, free in enumerate(room) if free >= lengths[i]), None)
         if row is None:
             row = len(rows)
@@ -101,10 +105,11 @@ def computed_tokens(samples):
 
 
 def keep_together(samples, max_tokens):
-    """The attempts at one problem in bundles, [(tokens computed, samples)], in their order.
+    """Bundle the attempts at one problem: [(number of tokens to compute, samples)], in their order.
 
-    Attempts share their prompt. A bundle goes into one row, where its prompt is computed once. It
-    has at most `max_tokens` tokens to compute, or one attempt. Three attempts a, b, c of a prompt
+    Attempts share their prompt. A bundle goes into one row, where its prompt is computed once. A
+    bundle of several attempts has at most `max_tokens` tokens to compute; a longer attempt is a
+    bundle by itself. Three attempts a, b, c of a prompt
     of 8 tokens and 2 sampled tokens each, max_tokens 12 -> [(12, [a, b]), (10, [c])].
     """
     bundles = []
@@ -308,9 +313,9 @@ class GroupBuffer:
         self.ledger.done(group["draw"])
         self.ledger.dropped_groups += 1
 
-    def shuffle_phase(self, groups, rng):
-        """Shuffle this number of the oldest groups, for conventional RL."""
-        head = [self.groups.popleft() for _ in range(groups)]
+    def shuffle_phase(self, count, rng):
+        """Shuffle the `count` oldest groups, for conventional RL."""
+        head = [self.groups.popleft() for _ in range(count)]
         rng.shuffle(head)
         self.groups.extendleft(reversed(head))
 
@@ -333,7 +338,9 @@ class Drops:
         return ", ".join(reasons) or "none"
 
     def announce(self):
-        """Tell the actor of every dropped group, and people whenever the samples have doubled."""
+        """Tell the actor of every dropped group. Print a line when the number of dropped samples
+        is twice that of the last line.
+        """
         if self.ledger.dropped_groups > self.groups:
             self.groups = self.ledger.dropped_groups
             publish_json(self.path, groups=self.groups)
@@ -344,7 +351,10 @@ class Drops:
 
 
 def main(run_dir):
-    config = cfg.load(run_dir)
+    try:
+        config = cfg.load(run_dir)
+    except cfg.ConfigError as e:
+        sys.exit(f"preprocess: {e}")
     queues = Path(run_dir, "queues")
     version_file = queues / "version.json"
     batches = [Queue(queues / "batches" / f"rank_{r}") for r in range(config.trainers)]
@@ -378,8 +388,8 @@ def emit_steps(config, waiting, packer, drops, rng, version_file):
     while packer.step < config.steps:
         waiting.receive()
         drops.announce()
-        # Stay at most one step ahead of the trainer. Until then groups wait in the buffer, which
-        # may still drop them.
+        # Stay at most one step ahead of the trainer. While the trainer is busy, groups wait in the
+        # buffer, where newer groups may still replace them.
         if not waiting.groups or packer.step > read_json(version_file).get("version", 0) + 1:
             time.sleep(0.005)
             continue

@@ -57,9 +57,11 @@ logging.disable_progress_bar()
 
 
 def head_chunk(vocabulary, width):
-    """How many tokens' logits exist at once: 256 MB of them in float32, or as much as the head's
-    matrix takes in bfloat16. Every chunk adds to that matrix's gradient: small chunks cost time
-    and digits.
+    """The number of tokens whose logits exist at once.
+
+    Their logits take 256 MB in float32, or the memory of the head's matrix in bfloat16, whichever
+    is more. Each chunk adds to the gradient of that matrix, so small chunks cost time and
+    precision.
     """
     return max((1 << 26) // vocabulary, width // 2)
 
@@ -79,8 +81,8 @@ def head_logprobs(hidden, targets, temperature, head, model_config, entropy_grad
     logp = torch.log_softmax(logits, dim=-1)
     del logits
     logprobs = logp.gather(1, targets[:, None])[:, 0]
-    # The entropy is computed last: when the backward pass recomputes this function it stops as soon
-    # as it has all that it needs, and then leaves the entropy out.
+    # The entropy is computed last. When the backward pass recomputes this function (checkpointing),
+    # torch stops as soon as it has the tensors that gradients need: then it skips the entropy.
     with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
         entropy = -(logp.exp() * logp).sum(-1)
     return logprobs, entropy
@@ -100,12 +102,12 @@ def token_logprobs(
     entropy of the distribution that each token came from: (logprobs [T], entropy [T]), float32, on
     the model's device.
 
-    model: a Hugging Face causal LM. input_ids, position_ids [T]: numpy arrays (FSDP2 would move
-    tensors to the GPU, and the sequences' boundaries must be known on the CPU) or CPU tensors;
-    positions restart at 0 with every sequence, and no sequence sees another one. temperature: a
-    number, or one per token [T]. wanted [T] bool: the tokens whose values are asked for (None: all
-    of them). entropy_grad: the entropy has a gradient, too. to_logits: the product of hidden states
-    and the head's weight; chunk_logprobs: head_logprobs, perhaps compiled.
+    model: a Hugging Face causal LM. input_ids, position_ids [T]: numpy arrays or CPU tensors. With
+    FSDP2 they must be arrays: it moves tensors to the GPU, but the boundaries of sequences must be
+    known on the CPU. Positions restart at 0 with every sequence, and no sequence sees another one.
+    temperature: a number, or one per token [T]. wanted [T] bool: the tokens whose values are asked
+    for (None: all of them). entropy_grad: the entropy has a gradient, too. to_logits: the product
+    of hidden states and the head's weight; chunk_logprobs: head_logprobs, perhaps compiled.
 
     Both values are 0 at the row's first token and at tokens that are not wanted, which the head
     does not see. The first token of any other sequence has no context: the caller must mask its
@@ -147,9 +149,10 @@ def token_logprobs(
 
 
 class Policy(torch.nn.Module):
-    """The model that is trained; what the loss may ask of it and of the frozen models beside it.
+    """The model that is trained, and the frozen models that the loss needs.
 
-    model: a Hugging Face causal LM, whose parameters are all that this module has.
+    Its methods give the loss all that it needs of these models. model: a Hugging Face causal LM,
+    whose parameters are the only ones of this module.
     """
 
     def __init__(self, model, config):
@@ -189,18 +192,15 @@ class Policy(torch.nn.Module):
 # ---------------------------------------------------------------------------- the loss
 
 
-def sequence_ratio(log_w, sequence_ids):
-    """Geometric mean of the token ratios of a sequence, and the number of its sampled tokens, at
-    each of its tokens: log_w [T] -> ([T], [T]).
+def sequence_sum(values, sequence_ids):
+    """For each token the sum of the values of all sampled tokens of its sequence: [T] -> [T].
 
-    sequence_ids [T] are negative where the token was not sampled; such tokens take no part.
+    sequence_ids [T] are negative where the token was not sampled. Such tokens take no part, and the
+    result means nothing for them.
     """
     # Row 0 collects the tokens that were not sampled.
     rows = sequence_ids + 1
-    zeros = log_w.new_zeros(len(log_w) + 1)
-    count = zeros.index_add(0, rows, torch.ones_like(log_w)).clamp(min=1)[rows]
-    total = zeros.index_add(0, rows, log_w)[rows]
-    return (total / count).exp(), count
+    return values.new_zeros(len(values) + 1).index_add(0, rows, values)[rows]
 
 
 def policy_loss(kind, logprobs, behavior_logprobs, advantages, sequence_ids, config):
@@ -211,24 +211,24 @@ def policy_loss(kind, logprobs, behavior_logprobs, advantages, sequence_ids, con
     reported them when it sampled the tokens; sequence_ids are >= 0 for sampled tokens. w = pi/mu is
     the importance weight, [low, high] are the knobs clip_low and clip_high, A is the advantage;
     sg() stops the gradient, so that w weighs the gradient of log pi and is not differentiated
-    itself. With --ratio sequence w is the geometric mean over a sequence, and the loss is divided
-    by the sequence's length, so that its tokens add up to one term.
+    itself. With --ratio sequence all tokens of a sequence have the geometric mean of their weights.
 
     reinforce  -sg(min(w, high)) A log pi; truncated importance sampling, PipelineRL eq. 5
-               (arXiv 2509.19128), token by token; A comes from the group, not from a learned
-               baseline
+               (arXiv 2509.19128), token by token; the paper subtracts a learned baseline, here A
+               is that of preprocess.advantages
     ppo        -min(w A, clip(w, low, high) A); Schulman et al. 2017 (arXiv 1707.06347) eq. 7
     cispo      -sg(clip(w, low, high)) A log pi; MiniMax-M1 2025 (arXiv 2506.13585) eq. 4
-    gspo       ppo with --ratio sequence; GSPO 2025 (arXiv 2507.18071) eq. 5
+    gspo       ppo with --ratio sequence and --normalizer sequence, so that the terms of a sequence
+               add up to one; GSPO 2025 (arXiv 2507.18071) eq. 5
     icepop     -sg(w 1[low <= w <= high]) A log pi; tokens outside are left out; IcePop 2025
     """
     low = config.clip_low
     high = config.clip_high
     log_w = logprobs - behavior_logprobs
-    w = log_w.exp()
-    length = 1
     if config.ratio == "sequence":
-        w, length = sequence_ratio(log_w, sequence_ids)
+        lengths = sequence_sum(torch.ones_like(log_w), sequence_ids)
+        log_w = sequence_sum(log_w, sequence_ids) / lengths
+    w = log_w.exp()
     if kind == "reinforce":
         loss = -w.clamp(max=high).detach() * advantages * logprobs
     elif kind in ("ppo", "gspo"):
@@ -240,7 +240,7 @@ def policy_loss(kind, logprobs, behavior_logprobs, advantages, sequence_ids, con
         loss = -kept.detach() * advantages * logprobs
     else:
         raise ValueError(f"unknown loss '{kind}'")
-    return loss / length, (w < low) | (w > high)
+    return loss, (w < low) | (w > high)
 
 
 def kl(logprobs, other):
@@ -265,7 +265,9 @@ def ess(w, w2, n):
 
 
 def learning_rate(config, step):
-    """Learning rate of a step (0-based): linear warm-up, then constant or linear down to 10%."""
+    """Learning rate of a step (0-based): with a linear warm-up; constant, or falling linearly over
+    the whole run to 10%.
+    """
     rate = config.lr * min(1.0, (step + 1) / max(config.warmup_steps, 1))
     if config.lr_schedule == "linear":
         rate *= 1 - 0.9 * step / config.steps
@@ -317,7 +319,7 @@ def micro_batch(policy, batch, version, config, device):
     lag = lag * mask
     sampled_ids = torch.where(mask, b["sequence_ids"], -1)
     behavior_logprobs = torch.where(mask, b["behavior_logprobs"], logprobs.detach())
-    # What a sampled token adds to -KL(mu || teacher).
+    # log teacher - log mu of each sampled token; its mean over tokens estimates -KL(mu || teacher).
     teacher_log_ratio = torch.zeros_like(logprobs)
     if config.teacher:
         teacher_log_ratio = (teacher_logprobs - behavior_logprobs) * mask
@@ -333,7 +335,7 @@ def micro_batch(policy, batch, version, config, device):
     if config.entropy_coef:
         per_token = per_token - config.entropy_coef * entropy
     if config.normalizer == "sequence":
-        per_token = per_token / sequence_ratio(torch.zeros_like(logprobs), sampled_ids)[1]
+        per_token = per_token / sequence_sum(torch.ones_like(per_token), sampled_ids)
     per_token = torch.where(mask, per_token, 0.0)
     loss = per_token.sum()
 
@@ -346,8 +348,8 @@ def micro_batch(policy, batch, version, config, device):
         is_sample = b["outcome"] >= 0
         samples = is_sample.sum()
         tokens = mask.sum()
-        # Only where one version computed the whole sequence is the engine's logprob one of this
-        # version: of other sequences a part of the KV cache is older.
+        # The tokens whose logprobs the engine computed with the very version that is trained. If
+        # several versions sampled a sequence, a part of its KV cache is from an older one.
         pure = mask & (lag == 0) & (b["num_versions"] == 1)[b["sequence_ids"]]
         is_real = is_sample[b["sequence_ids"]]
         # A turn begins with a sampled token that follows one that was not sampled.
@@ -398,9 +400,7 @@ def optimizer_step(model, optimizers, sums, version, config):
     lr = learning_rate(config, version)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            rate = lr * group["lr_scale"]
-            # torchao compiles its step, and would compile a number into it.
-            group["lr"] = torch.tensor(rate) if config.adam_8bit else rate
+            group["lr"] = lr * group["lr_scale"]
         if torch.isfinite(grad_norm):
             optimizer.step()
         optimizer.zero_grad()
@@ -418,8 +418,10 @@ def load_model(config, dtype):
 
 
 def make_optimizers(model, config, device):
-    """The optimizers of a module's parameters, a list. The learning rate of a group of parameters
-    is the schedule's times the group's lr_scale.
+    """A list of the optimizers of a module's parameters.
+
+    The learning rate of a group of parameters is `learning_rate` multiplied by the group's
+    lr_scale.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.dim() > 1]
@@ -430,8 +432,7 @@ def make_optimizers(model, config, device):
         {"params": vectors, "weight_decay": 0.0, "lr_scale": lr_scale},
     ]
     if config.adam_8bit:
-        # torchao is imported here alone, as that takes seconds.
-        from torchao.optim import AdamW8bit
+        from plumbing.adam_8bit import AdamW8bit
 
         return [AdamW8bit(groups, lr=config.lr, betas=tuple(config.betas))]
     fused = device.type == "cuda"
@@ -459,7 +460,8 @@ def load_policy(config, dtype, device, world, trained=False):
             # layer stay in evaluation mode, without dropout: the engines use none.
             layer.training = True
     if config.compile:
-        # Each kind of layer is compiled for rows of one sequence, of one token, without gradients.
+        # A layer is compiled several times: for rows of one sequence and of several, for rows of a
+        # single token, with gradients and without.
         torch._dynamo.config.recompile_limit = 64
         policy.chunk_logprobs = torch.compile(head_logprobs, dynamic=True)
         for layer in layers:
@@ -528,7 +530,7 @@ def start_engines(policy, state, sender, ranks):
 def train(config, run_dir, ranks):
     """The run, from its newest checkpoint to its last step. If it is to stop, it saves first.
 
-    The last evaluation is written by this stage, which therefore waits for the actor at the end.
+    At the end it waits for the actor's evaluation of the last version, and writes it down.
     """
     policy, optimizers = build(config, ranks.device, ranks.world)
     state = checkpoints.restore(checkpoints.newest(run_dir), policy.model, optimizers)
@@ -549,7 +551,7 @@ def train(config, run_dir, ranks):
                 # FSDP2 averages gradients over ranks; multiplied by their number they are summed.
                 (loss * ranks.world).backward()
                 sums.add(metrics)
-                log.rollouts(batch, logprobs, version)
+                log.samples(batch, logprobs, version)
             metrics = optimizer_step(policy, optimizers, sums, version, config)
             state = checkpoints.next_state(state, metrics, reader.last, log.wall_s())
             version = state["version"]
@@ -584,8 +586,8 @@ def train(config, run_dir, ranks):
 
 
 def main(run_dir):
-    config = cfg.load(run_dir)
     try:
+        config = cfg.load(run_dir)
         ranks = Ranks(config)
         cfg.require(
             ranks.world == config.trainers,

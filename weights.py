@@ -21,7 +21,9 @@ not in the weight group is admitted, with the newest weights, before the next up
 nothing is to be sent. An engine that fails is dropped. After every such change the group
 (gloo, or NCCL between GPUs) is formed anew.
 
-Every wait has the deadline `sync_timeout`. Deliberately absent: restarting engines.
+Every wait for a part of an update has the deadline `sync_timeout`. The wait for an engine, when
+there is none, lasts as long as the launcher may take to start one. Deliberately absent: starting
+engines.
 """
 
 import threading
@@ -90,7 +92,8 @@ class Sender:
     def push(self, version):
         """Copy the current weights, which become `version`; a thread then sends them. Collective.
 
-        Raises Stopped, on all ranks, if the run is to stop while the update before hangs.
+        It first waits until the update before is delivered. Raises Stopped, on all ranks, if the
+        run is to stop.
         """
         start = time.monotonic()
         self._acquire()
@@ -190,7 +193,9 @@ class Sender:
             self.ranks.fail(RuntimeError(f"weights: {type(e).__name__}: {e}"))
 
     def _deliver(self):
-        """Deliver the weights in `buckets` to all healthy engines, again if some fail on the way.
+        """Deliver the weights in `buckets` to all healthy engines.
+
+        If an engine fails before the swap, the delivery begins again without it.
 
         Returns the times of the update. Raises RuntimeError if it reaches no engine.
         """
@@ -227,13 +232,14 @@ class Sender:
         )
 
     def _healthy_engines(self):
-        """The engines for the next group: its members that still run, and newcomers.
+        """The engines for the next delivery: members of the present group that still run, and
+        newcomers.
 
         Engines that failed in this delivery are left out if there are others. Waits until there is
         an engine; raises TimeoutError if none comes in time.
         """
         members = self.group.members if self.group else []
-        # The launcher starts an engine that has died again, and ends the run if that fails.
+        # If an engine dies, the launcher starts it again, RESTARTS times at most.
         limit = (RESTARTS + 1) * self.config.start_timeout
         start = time.monotonic()
         is_said = False

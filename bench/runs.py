@@ -51,6 +51,7 @@ PIPELINE = dict(max_lag=1, trainer_threads=1, concurrency=64)
 # trainer makes its steps slower
 CONVENTIONAL = dict(trainer_threads=1, concurrency=1024)
 COLUMNS = ("samples", "lag_max", "lag_mean", "ess", "wait_data_s", "save_s", "gen_idle")
+COLUMNS += ("late", "sampled_tokens")
 
 
 def conventional(g):
@@ -153,9 +154,9 @@ def run_to_its_end(name, knobs, port, preset="toy", root=ROOT, look=None):
     return run_dir
 
 
-def one_run(name, knobs, port, preset="toy"):
-    """A run as {curve, scores}."""
-    run_dir = run_to_its_end(name, knobs, port, preset)
+def one_run(name, knobs, port, preset="toy", root=ROOT):
+    """A run of a checkout as {curve, scores}."""
+    run_dir = run_to_its_end(name, knobs, port, preset, root)
     steps, evaluations = read_metrics(run_dir, "step", "eval")
     found = []
     for x in evaluations:

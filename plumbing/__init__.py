@@ -23,6 +23,7 @@ Trainer: it computes the loss and sends new weights to the engines.
     ranks.py         The trainer's processes: rank, device, and what all ranks agree upon.
     model.py         The model as it is trained: packed attention, logits, loading and sharding.
     lora.py          Adapters (LoRA), merged in each forward pass just as the engines get them.
+    adam_8bit.py     AdamW with its two moments in 8 bits (torchao), for --adam_8bit.
     metrics.py       metrics.jsonl, the line of each step, Weights & Biases, decoded samples.
     guards.py        Checks that end a run which has gone wrong, such as engines that disagree.
     checkpoints.py   Checkpoints in Hugging Face's format: written in a thread, and restored.

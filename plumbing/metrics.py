@@ -1,4 +1,4 @@
-"""The records of a run: metrics.jsonl, the line per step, Weights & Biases, decoded rollouts.
+"""The records of a run: metrics.jsonl, the line per step, Weights & Biases, decoded samples.
 
 A metric is declared where it is computed (train.micro_batch), as (function, sum, ...): the sums add
 up over micro-batches and ranks, and the function computes the metric from them.
@@ -97,7 +97,7 @@ def open_wandb(config, run_dir):
 
 
 class MetricsLog:
-    """Writes the metrics and rollouts of a run, on rank 0; on other ranks its methods do nothing.
+    """Writes the metrics and samples of a run, on rank 0; on other ranks its methods do nothing.
 
     state: the state from which the run continues (checkpoints.NEW_RUN for a new one).
     """
@@ -112,14 +112,14 @@ class MetricsLog:
         self.tokenizer = AutoTokenizer.from_pretrained(config.model)
         self.pace_file = Path(run_dir, "queues", "pace.json")
         self.file = open_lines(Path(run_dir, "metrics.jsonl"), state["version"])
-        self.samples = open_lines(Path(run_dir, "samples.jsonl"), state["version"])
+        self.samples_file = open_lines(Path(run_dir, "samples.jsonl"), state["version"])
         self.wandb = open_wandb(config, run_dir)
         # the seconds that each of the newest steps took, for the eta
         self.seconds = deque(maxlen=10)
         # the seconds that saving a checkpoint took in this step
         self.save_s = 0.0
         self.step_start = time.monotonic()
-        self.rollouts_left = config.samples_logged
+        self.samples_left = config.samples_logged
 
     def wall_s(self):
         """The seconds that the run has taken, without the times when it was stopped."""
@@ -139,9 +139,9 @@ class MetricsLog:
         times = times | dict(step_s=step_s, wait_data_s=reader.waited, save_s=self.save_s)
         self.step_start = now
         self.save_s = 0.0
-        self.rollouts_left = self.config.samples_logged
+        self.samples_left = self.config.samples_logged
         record = reader.last
-        # The median, as the first step waits for the first rollouts.
+        # The median, as the first step waits for the first samples.
         eta = (self.config.steps - state["version"]) * np.median(self.seconds)
         line = {"step": state["version"]}
         line |= {k: state[k] for k in ("version", "samples", "wall_s", "dropped", "skipped")}
@@ -176,10 +176,14 @@ class MetricsLog:
             self.wandb.log(measured | {"version": version})
 
     def evaluations(self, records):
-        """Write the actor's evaluations; they come late and do not belong to a step."""
+        """Write the actor's evaluations; they come late and do not belong to a step.
+
+        The time in a line is that of its arrival: the actor may run on another node, whose clock
+        differs from this one.
+        """
         for record in records:
             line = {k: v for k, v in record.items() if k != "run_id"}
-            line["wall_s"] -= self.run_start
+            line["wall_s"] = self.wall_s()
             self._write(line)
             scores = {f"eval/{name}": score for name, score in line["eval"].items()}
             scores |= {f"eval_reward/{name}": x for name, x in line.get("eval_reward", {}).items()}
@@ -190,19 +194,19 @@ class MetricsLog:
                 flush=True,
             )
 
-    def rollouts(self, batch, logprobs, version):
-        """Write the first `samples_logged` rollouts of a step, decoded, to samples.jsonl.
+    def samples(self, batch, logprobs, version):
+        """Write the first `samples_logged` samples of a step, decoded, to samples.jsonl.
 
         logprobs [T]: the trainer's, on its device. Only rank 0's micro-batches are written.
         """
-        if self.rank != 0 or not self.rollouts_left:
+        if self.rank != 0 or not self.samples_left:
             return
         log_ratios = logprobs.cpu().numpy() - batch["behavior_logprobs"]
         log_ratios = np.split(log_ratios, np.cumsum(batch["lengths"]))
         for sample, own_ratios in zip(split(batch), log_ratios):
-            if sample["outcome"] < 0 or not self.rollouts_left:
+            if sample["outcome"] < 0 or not self.samples_left:
                 continue
-            self.rollouts_left -= 1
+            self.samples_left -= 1
             tokens = sample["tokens"]
             versions = sample["versions"]
             segment = sample["segment"]
@@ -227,7 +231,7 @@ class MetricsLog:
                 # JSON has no infinities.
                 values = np.nan_to_num(values[sample["mask"]].astype(float))
                 line[name] = values.round(4).tolist()
-            self.samples.write(json.dumps(line) + "\n")
+            self.samples_file.write(json.dumps(line) + "\n")
 
     def _write(self, line):
         self.file.write(json.dumps(line) + "\n")

@@ -15,15 +15,15 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 os.environ["PYTHONPATH"] = str(ROOT)
-# Several processes share the cores, and threads that wait by spinning would starve the others
+# Several processes share the cores: threads that wait by spinning would starve the others.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The number of this process among those of pytest-xdist, whose names are "gw0", "gw1", ...
 PROCESS = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-# The port of the shared engine, of which each process has one. Other tests have ports from 8690 to
-# 8999 and from 9400 on
+# The port of the shared engine: each process has one. Other tests use ports from 8690 to 8999 and
+# from 9400 on.
 PORT = 9000 + 10 * PROCESS
 # Files that take minutes, the longest first: if one of them began last, a process would wait for it
-# at the end
+# at the end.
 LONG = "run failures ledger evaluate nodes memory doctor ranks weights model launch".split()
 
 
@@ -40,9 +40,9 @@ def base_model():
     """The directory of the toy base model of seed 0, which is made once in about 25 s."""
     path = ROOT / "out" / "models" / "toy-seed0"
     if not (path / "config.json").exists():
-        # Made in a process of its own, as run.sh does it
-        make = f"from tools import prepare; prepare.bring_model({str(path)!r}, 'toy')"
-        subprocess.run([sys.executable, "-c", make], cwd=ROOT, check=True)
+        # A process of its own makes it, as under run.sh.
+        program = f"from tools import prepare; prepare.bring_model({str(path)!r}, 'toy')"
+        subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
     return path
 
 
@@ -79,7 +79,7 @@ def node_of(env, folder):
     command = ["/bin/bash", str(ROOT / "run.sh")]
     done = subprocess.run(command, env=clean | env, capture_output=True, text=True, check=True)
     node, n, rank = done.stdout.split()
-    # RANK of run.sh itself would mislead the processes that the launcher starts
+    # A RANK from run.sh itself would mislead the processes that the launcher starts.
     assert rank == "none"
     return int(node), int(n)
 

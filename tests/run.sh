@@ -6,13 +6,13 @@
 #   bash tests/run.sh -k queue   other arguments go to pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-# the default stops at the first failure; all of them are worth seeing when everything runs
-which=(-x -m "not slow")
+# By default the first failure ends the tests. With --all every failure is worth seeing.
+selection=(-x -m "not slow")
 arguments=()
 extra=()
 for argument in "$@"; do
-  if [ "$argument" = --all ]; then which=() extra=(smol); else arguments+=("$argument"); fi
+  if [ "$argument" = --all ]; then selection=() extra=(smol); else arguments+=("$argument"); fi
 done
 bash run.sh setup "${extra[@]}"
-# two processes, a file at a time: most of a run's start is one thread; `-n 0` for a debugger
-exec "${PIPELINE_PYTHON:-$PWD/.venv/bin/python}" -m pytest -v -n 2 --dist loadfile --no-loadscope-reorder --durations=15 --no-header "${which[@]}" "${arguments[@]}"
+# Two processes take a file at a time, as most of a run's start is one thread. A debugger needs `-n 0`.
+exec "${PIPELINE_PYTHON:-$PWD/.venv/bin/python}" -m pytest -v -n 2 --dist loadfile --no-loadscope-reorder --durations=15 --no-header "${selection[@]}" "${arguments[@]}"

@@ -27,11 +27,11 @@ KNOBS = """
 
 def make_model(path, folder, name, steps):
     """Make a tiny model from the demonstrations of the module `name` in `folder`."""
-    make = (
+    program = (
         "import sys, tasks; tasks.__path__.append(sys.argv[2]); from tools import base_model; "
         "base_model.make_model([sys.argv[3]], sys.argv[1], 0, steps=int(sys.argv[4]))"
     )
-    command = [sys.executable, "-c", make, str(path), folder, name, str(steps)]
+    command = [sys.executable, "-c", program, str(path), folder, name, str(steps)]
     subprocess.run(command, cwd=ROOT, check=True)
 
 
@@ -43,14 +43,18 @@ def test_openai_client_is_answered_in_every_kind_of_request(tmp_path):
     env = os.environ | {"AGENT": shlex.join([sys.executable, f"{ROOT}/tests/client_agent.py"])}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    # The assertions of client_agent.py held in every attempt
+    # The assertions of client_agent.py held in every attempt.
     assert "unparsable" not in done.stdout, done.stdout
-    for words in ("strict of a client's tool is left", "tool_choice of a client is auto", "top_p"):
-        assert words in done.stdout
+    for message in (
+        "strict of a client's tool is left",
+        "tool_choice of a client is auto",
+        "top_p",
+    ):
+        assert message in done.stdout
     lines = [json.loads(x) for x in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
     steps = [x for x in lines if "step" in x]
     assert [x["segments"] for x in steps] == [2.0, 2.0]
-    # Most attempts call the tool, and some call it a second time in the text
+    # Most attempts call the tool, and some call it a second time in the text.
     assert all(2.4 < x["turns"] <= 3 for x in steps)
     assert max(x["mismatch"] for x in lines if x.get("mismatch") is not None) < 1e-5
     samples = (tmp_path / "a" / "samples.jsonl").read_text().splitlines()
@@ -60,7 +64,7 @@ def test_openai_client_is_answered_in_every_kind_of_request(tmp_path):
             texts[segment] += "".join(tokens)
         assert texts[0].startswith("<user>") and "<" not in texts[1].removesuffix("<eos>")[:3]
         if sample["step"] == 1:
-            # The engine's logprobs equal the trainer's in every segment
+            # The engine's logprobs equal the trainer's in every segment.
             assert np.abs(sample["log_ratios"]).max() < 1e-3
     shown = subprocess.run(
         [sys.executable, "tools/show.py", str(tmp_path / "a")],
@@ -115,13 +119,13 @@ def test_rewards_come_from_a_judge_on_a_second_vllm(tmp_path, base_model):
             [*command, "--fresh", "True"], env=env | {"JUDGE_BUDGET": "3"}, **run_options
         )
     finally:
-        # The whole group: the worker of vLLM is a process of its own
+        # The signal goes to the whole group, as the worker of vLLM is a process of its own.
         os.killpg(judge.pid, signal.SIGKILL)
         judge.wait()
-    # The second start made no step: the first run is still in its place
+    # The second start made no step: the first run is still in its place.
     samples = (tmp_path / "j" / "samples.jsonl").read_text().splitlines()
     samples = [json.loads(x) for x in samples]
     rewards = [round(x["reward"], 3) for x in samples]
-    right = [(reward == 0.9) == ("a" in x["completion"]) for reward, x in zip(rewards, samples)]
-    assert np.mean(right) > 0.9 and set(rewards) == {0.1, 0.9}
+    are_right = [(reward == 0.9) == ("a" in x["completion"]) for reward, x in zip(rewards, samples)]
+    assert np.mean(are_right) > 0.9 and set(rewards) == {0.1, 0.9}
     assert spent.returncode and "JUDGE_BUDGET is spent" in spent.stdout

@@ -21,7 +21,7 @@ from tools import run
 
 
 @pytest.mark.parametrize(
-    "words,message",
+    "arguments,message",
     [
         (
             "toy --stepz 3",
@@ -62,10 +62,14 @@ from tools import run
             "python_tool, tail",
         ),
         ("toy --attempts 9", "--batch_size must be a multiple of --attempts; now batch_size 448"),
-        ("toy --attempts 1 --batch_size 4", "--attempts: this --advantage needs 2; now attempts 1"),
+        (
+            "toy --attempts 1 --batch_size 4",
+            "--attempts must be 2 or more for this --advantage, which compares attempts; now",
+        ),
         ("toy --max_new_tokens 128", "--max_new_tokens must be below --max_model_len"),
         ("toy --row_tokens 100", "--row_tokens must hold a sample"),
         ("toy --overlong_buffer 41", "--overlong_buffer must not exceed"),
+        ("toy --clip_low 0.5", "--loss reinforce has no lower bound of importance weights"),
         ("toy --late wait --on_full drop_oldest", "--late wait needs --on_full block"),
         (
             "toy --top_p 0.9",
@@ -82,10 +86,10 @@ from tools import run
         ("toy --engines 3 --tensor_parallel 2 --trainers 4", "do not go into 1 nodes of 8 GPUs"),
     ],
 )
-def test_command_line_mistakes_are_one_line(words, message, monkeypatch):
+def test_command_line_mistakes_are_one_line(arguments, message, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(cfg.ConfigError) as e:
-        resolved(*words.split(), gpus=8)
+        resolved(*arguments.split(), gpus=8)
     assert message in str(e.value)
     assert "\n" not in str(e.value)
 
@@ -94,9 +98,9 @@ def test_command_line_mistakes_are_one_line(words, message, monkeypatch):
 def test_every_number_is_finite_and_has_bounds(value):
     for name, kind in get_type_hints(cfg.Config).items():
         if kind in (float, tuple[float, float], tuple[float, float, float, float]):
-            words = [value] * len(get_args(kind) or [kind])
+            values = [value] * len(get_args(kind) or [kind])
             with pytest.raises(cfg.ConfigError, match=f"--{name} .*: must be from"):
-                resolved("toy", f"--{name}", *words)
+                resolved("toy", f"--{name}", *values)
 
 
 @pytest.mark.parametrize("name", [".", "a/b", "", "-x", "a\n", "a b", "\u00e9", "_a", "a" * 101])
@@ -107,8 +111,8 @@ def test_run_names_that_are_paths_are_refused(tmp_path, name):
             start()
         assert "\n" not in str(e.value)
     assert not list(tmp_path.iterdir())
-    for other in ("a", "toy.1", "A-b_c.D", "7", "a" * 100):
-        assert resolved("toy", "--run", other).run == other
+    for valid_name in ("a", "toy.1", "A-b_c.D", "7", "a" * 100):
+        assert resolved("toy", "--run", valid_name).run == valid_name
 
 
 def test_a_loss_brings_its_own_clip_range_unless_one_is_given():
@@ -117,7 +121,7 @@ def test_a_loss_brings_its_own_clip_range_unless_one_is_given():
     c = resolved("toy", "--loss", "ppo", "--clip_high", "1.28")
     assert (c.clip_low, c.clip_high) == (0.8, 1.28)
     assert resolved("toy").clip_high == 5.0
-    # A continued run that changes the loss gets the new loss's range
+    # A continued run that changes the loss gets the range of the new loss.
     assert resolved("toy", "--loss", "icepop").clip_low == 0.5
 
 
@@ -150,7 +154,7 @@ def test_a_loss_without_a_row_says_what_to_add(monkeypatch):
 def test_a_field_that_is_no_knob_is_named():
     @dataclass
     class Wrong:
-        # A list is no type of a knob
+        # A list is no type of a knob.
         names: list[str]
 
     with pytest.raises(TypeError, match="Wrong.names: a knob is a str, bool, int, float"):
@@ -178,7 +182,7 @@ def test_an_evaluation_has_every_gpu_for_engines():
 
 
 def shown(text):
-    """Return the knobs that help shows."""
+    """Return the names of the knobs in a help text."""
     return re.findall(r"^[^a-z]*--(\w+) ", text, re.M)
 
 
@@ -193,13 +197,14 @@ def test_help_shows_commands_presets_and_every_knob_with_the_presets_value():
     for command in cfg.COMMANDS[:-1]:
         assert f"  bash run.sh {command} " in first
     assert call("bash run.sh help").stdout == call("bash run.sh --help").stdout
-    every = call("bash run.sh doctor toy --help")
-    assert every.stdout.startswith("Five minutes") and shown(every.stdout) == shown(done.stdout)
-    assert call("bash run.sh status --help").stdout.startswith("What a run is doing")
+    doctor_help = call("bash run.sh doctor toy --help")
+    assert doctor_help.stdout.startswith("Five minutes")
+    assert shown(doctor_help.stdout) == shown(done.stdout)
+    assert call("bash run.sh status --help").stdout.startswith("Say what a run is doing")
 
 
 @pytest.mark.parametrize(
-    "words,expected",
+    "search,expected",
     [
         ("lag", ["max_lag", "conventional_g", "late"]),
         ("--max-lag", ["max_lag", "conventional_g", "late"]),
@@ -208,19 +213,20 @@ def test_help_shows_commands_presets_and_every_knob_with_the_presets_value():
         ("broadcast mb", ["bucket_mb"]),
     ],
 )
-def test_help_finds_the_knobs_that_have_all_of_the_words(words, expected):
+def test_help_finds_the_knobs_that_have_all_of_the_words(search, expected):
     for command in ("bash run.sh math --help", "bash run.sh help"):
-        done = call(f"{command} {words}")
+        done = call(f"{command} {search}")
         assert shown(done.stdout) == expected and not done.stderr
 
 
 def test_help_names_the_nearest_knobs_when_nothing_matches():
-    for words in ("zzzq", "lag zzzq"):
-        done = call(f"bash run.sh --help {words}")
+    for search in ("zzzq", "lag zzzq"):
+        done = call(f"bash run.sh --help {search}")
         assert done.returncode == 1 and done.stdout == ""
-        assert done.stderr.startswith(f"run.sh: --help {words}: no knob has that in its name or")
-        near = done.stderr.partition("nearest names: ")[2].split(", ")
-        assert len(near) == 3 and all(x.strip().startswith("--") for x in near)
+        assert done.stderr.startswith(f"run.sh: --help {search}: no knob has that in its name or")
+        nearest_names = done.stderr.partition("nearest names: ")[2].split(", ")
+        assert len(nearest_names) == 3
+        assert all(name.strip().startswith("--") for name in nearest_names)
     done = call("bash run.sh --help max_lagg")
     assert "the nearest names: --max_lag, " in done.stderr
     done = call("bash run.sh stats --help")
@@ -238,26 +244,26 @@ def test_same_command_continues_a_stopped_run_and_moves_a_complete_one(tmp_path)
     (run_dir / "checkpoints" / "step_000130").mkdir(parents=True)
     (run_dir / "queues").mkdir()
     (run_dir / "engines").mkdir()
-    again = resolved(*argv, "--lr", "1e-5")
-    assert re.search(
-        "from step_000130; from here on with other knobs .*: lr ", rundir.Opening(again).make()
-    )
+    continued_run = resolved(*argv, "--lr", "1e-5")
+    expected_message = "from step_000130; from here on with other knobs .*: lr "
+    assert re.search(expected_message, rundir.Opening(continued_run).make())
     assert not (run_dir / "queues").exists()
     assert not (run_dir / "engines").exists()
-    assert again.run_id == first
+    assert continued_run.run_id == first
     refusal = "--batch_size cannot change within a run: .* It is 448 in .*, and 16 now"
     with pytest.raises(cfg.ConfigError, match=refusal):
         rundir.Opening(resolved(*argv, "--batch_size", "16")).make()
-    # The run died before its last evaluation
+    # The run died before its last evaluation.
     (run_dir / "checkpoints" / f"step_{c.steps:06d}").mkdir()
     assert f"from step_{c.steps:06d}" in rundir.Opening(resolved(*argv)).make()
     (run_dir / "queues").mkdir()
     publish_json(run_dir / "queues" / "version.json", version=c.steps, done=True)
-    # A complete run continues if --steps is larger
-    more = resolved(*argv, "--steps", str(c.steps + 30))
-    words = f"continuing .* from step_{c.steps:06d}; .*: steps \\({c.steps} -> {c.steps + 30}"
-    assert re.search(words, rundir.Opening(more).make())
-    assert more.run_id == first
+    # A complete run continues if --steps is larger.
+    longer_run = resolved(*argv, "--steps", str(c.steps + 30))
+    changed_steps = f"steps \\({c.steps} -> {c.steps + 30}"
+    expected_message = f"continuing .* from step_{c.steps:06d}; .*: {changed_steps}"
+    assert re.search(expected_message, rundir.Opening(longer_run).make())
+    assert longer_run.run_id == first
     history = (run_dir / "continued.jsonl").read_text().splitlines()
     assert json.loads(history[0])["changed"] == {"lr": [c.lr, 1e-5]}
     changed = {"steps": [c.steps, c.steps + 30]}

@@ -180,7 +180,8 @@ def trained_rows(run, monkeypatch):
         # The losses: the doctor's formulas against the trainer's
         (dict(loss="ppo", normalizer="tokens", kl_coef=0.0), {}, "yyyyyyy"),
         (dict(loss="cispo", entropy_coef=0.1), {}, "yyyyyyy"),
-        (dict(loss="gspo", normalizer="sequence"), {}, "yyyyyyy"),
+        (dict(loss="gspo"), {}, "yyyyyyy"),
+        (dict(loss="ppo", normalizer="sequence"), {}, "yyyyyyy"),
         (dict(loss="icepop", clip_low=0.9, clip_high=1.1), {}, "yyyyyyy"),
         (dict(loss="cispo", ratio="sequence", clip_low=0.9, clip_high=1.1), {}, "yyyyyyy"),
         (dict(late="mask", max_lag=0), {}, "yyyyyyy"),

@@ -28,7 +28,7 @@ def tool(name, arguments, mark=""):
 
 def test_pass_at_k_by_hand():
     assert [evaluate.pass_at_k(4, c, k) for c, k in ((1, 1), (1, 2), (3, 2))] == [0.25, 0.5, 1]
-    # Compared with its definition: k of n attempts, drawn without replacement
+    # By definition, k of n attempts are drawn without replacement.
     rng = np.random.default_rng(0)
     attempts = np.array([True] * 3 + [False] * 7)
     drawn = np.mean([rng.permutation(attempts)[:4].any() for _ in range(20000)])
@@ -38,9 +38,9 @@ def test_pass_at_k_by_hand():
 def test_majority_by_hand():
     assert evaluate.majority(["7", "8", "7"], [True, False, True]) == 1
     assert evaluate.majority(["7", "8", "8"], [True, False, False]) == 0
-    # a tie
+    # A tie
     assert evaluate.majority(["7", "8"], [True, False]) == 0.5
-    # An attempt without an answer has no vote
+    # An attempt without an answer has no vote.
     assert evaluate.majority([None, None, "7"], [False, False, True]) == 1
     assert evaluate.majority([None], [False]) == 0
 
@@ -66,8 +66,7 @@ def mixture(tmp_path_factory):
     knobs = (
         "--task maths:0.25,toy:0.25,guess:0.5 --steps 4 --batch_size 64 --attempts 8 --late wait "
         "--max_new_tokens 60 --max_model_len 400 --row_tokens 1024 --eval_problems 16 "
-        "--samples_logged 64 "
-        f"--train_data {MATHS} --eval_data {MATHS} --model {out / 'model'}"
+        f"--samples_logged 64 --train_data {MATHS} --eval_data {MATHS} --model {out / 'model'}"
     )
     done = run(out, "m", 8740, *knobs.split())
     assert done.returncode == 0, done.stdout + done.stderr
@@ -80,7 +79,7 @@ def test_three_tasks_train_together(mixture):
     totals = dict(maths=0, toy=0, guess=0)
     for step in steps:
         task_metrics = step["by_task"].values()
-        # With --late wait groups come in the order of their start; else short tasks come first
+        # With --late wait groups come in the order of their start; else short tasks come first.
         assert sum(x["samples"] for x in task_metrics) == 64
         reward = sum(x["samples"] * x["reward"] for x in task_metrics) / 64
         assert reward == pytest.approx(step["reward"], abs=1e-4)
@@ -88,16 +87,16 @@ def test_three_tasks_train_together(mixture):
             totals[task] += x["samples"]
             outcomes = [x.get(name, 0) for name in evaluate.cfg.OUTCOMES]
             assert sum(outcomes) == pytest.approx(1)
-        # The trainer's logprobs equal the engine's, over several turns as well
+        # The trainer's logprobs equal the engine's, over several turns as well.
         assert step["mismatch"] is None or step["mismatch"] < 1e-3
-        # In the order of the starts no token is older than --max_lag allows
+        # In the order of the starts no token is older than --max_lag allows.
         assert 0 <= step["lag_mean"] <= step["lag_max"] <= cfg.load(mixture).max_lag
     assert all(totals.values()) and sum(totals.values()) == 256
     assert steps[0]["mismatch"] is not None
     assert sorted(x["version"] for x in evals) == [0, 4]
     for line in evals:
         assert line["eval"].keys() == totals.keys() and line["problems"] == line["answers"] == 48
-    # --samples_logged is the batch size: every rollout is there
+    # --samples_logged is the batch size: every rollout is there.
     shown = [json.loads(x) for x in (mixture / "samples.jsonl").read_text().splitlines()]
     assert sorted(x["step"] for x in shown) == [1] * 64 + [2] * 64 + [3] * 64 + [4] * 64
     games = [x for x in shown if x["task"] == "guess" and len({v for v, *_ in x["spans"]}) == 2]
@@ -136,23 +135,30 @@ def test_offline_evaluation_twice_gives_the_same_numbers(mixture):
 
 
 @pytest.mark.slow
+def test_knobs_may_be_written_with_dashes(tmp_path, base_model):
+    argv = [str(base_model), "--task=toy", f"--out={tmp_path}", "--gpu-memory-utilization", "0.5"]
+    config = evaluate.configure([*argv, "--run=mine"], 0)
+    assert (config.run, config.gpu_memory_utilization) == ("mine", 0.5)
+    assert evaluate.configure([*argv, "--gpu_memory_utilization=0.4"], 0).run.startswith("eval-")
+
+
 def test_mistakes_end_an_evaluation_in_one_line(tmp_path):
     (tmp_path / "checkpoints").mkdir()
-    for argv, words in (
+    for argv, message in (
         ("", "the first argument must be a model"),
         (tmp_path, f"{tmp_path}: this run has no checkpoint yet"),
         ("nobody/nothing --tsak toy", "--task"),
     ):
         done = tool("evaluate", f"{argv} --port 8750")
-        assert done.returncode == 1 and words in done.stderr, done.stderr
+        assert done.returncode == 1 and message in done.stderr, done.stderr
         assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("evaluate: ")
 
 
 @pytest.mark.slow
 def test_new_task_of_the_readme_trains_as_written(tmp_path, base_model):
-    """The section "A new task", to the letter, in a copy of the repository with a FAKE engine."""
-    after = (ROOT / "README.md").read_text().partition("### A new task")[2]
-    section = re.split(r"\n##+ ", after)[0]
+    """The test follows the section "A new task" to the letter, in a copy with a FAKE engine."""
+    following_text = (ROOT / "README.md").read_text().partition("### A new task")[2]
+    section = re.split(r"\n##+ ", following_text)[0]
     code, command = re.findall(r"```(?:python|bash)\n(.*?)```", section, re.S)
     name = re.search(r"`tasks/(\w+)\.py`", section)[1]
     copy = copy_of_the_repository(tmp_path / "copy", base_model)

@@ -44,28 +44,28 @@ class House:
 
     def __init__(self, out, base_model):
         knobs = f"--port {PORT} --engines 2 --concurrency 64 --sync_timeout {DEADLINE}"
-        where = ["--run", "house", "--out", out, "--model", base_model]
-        config = resolved("toy", *where, *knobs.split())
-        # One tensor per broadcast: there are many moments to die at
+        arguments = ["--run", "house", "--out", out, "--model", base_model]
+        config = resolved("toy", *arguments, *knobs.split())
+        # One tensor per broadcast: there are many moments to die at.
         config.bucket_mb = 0
         self.run_dir = rundir.write(config)
         (self.run_dir / "queues").mkdir()
         self.base_model = base_model
         self.version = 0
         commands = placement.engine_commands(config, 0)
-        self.engines = [Engine(self.run_dir, *words, 300) for words in commands]
+        self.engines = [Engine(self.run_dir, *command, 300) for command in commands]
         ports = [int(engine.url.rpartition(":")[2]) for engine in self.engines]
         self.configs = [with_knobs(config, engines=1, port=port) for port in ports]
         for i in (0, 1):
             self.start_engine(i)
-            # There is no trainer yet
+            # There is no trainer yet.
             with pytest.raises(AssertionError, match="no weights from the trainer yet"):
                 ask(self.configs[i])
         self.start_trainer()
         self.update()
 
     def start_engine(self, i):
-        """Start it and wait until the trainer can find it."""
+        """Start engine i and wait until the trainer can find it."""
         self.engines[i].start()
         while not self.engines[i].has_answered:
             assert self.engines[i].poll() is None, self.engines[i].last_errors()
@@ -143,7 +143,7 @@ class House:
 def house(tmp_path_factory, base_model):
     out = tmp_path_factory.mktemp("house")
     with pytest.MonkeyPatch.context() as patch:
-        # The mark of all processes that are started here
+        # All processes that are started here have this mark.
         patch.setenv("RUN_MARK", str(out))
         house = House(out, base_model)
         yield house
@@ -156,7 +156,7 @@ def house(tmp_path_factory, base_model):
 
 @contextlib.contextmanager
 def decoding(house, clients, touched):
-    """Keep so many clients of each engine asking; yield the event that ends them.
+    """Keep this many clients of each engine asking; yield the event that ends them.
 
     Afterwards every answer is checked, and no request to an untouched engine may have failed.
     """
@@ -177,7 +177,7 @@ def decoding(house, clients, touched):
 def lose_engine(house, kill, in_update, stop):
     victim = house.engines[1].process
     os.killpg(victim.pid, getattr(signal, kill))
-    # The other engine goes on
+    # The other engine goes on.
     if in_update:
         house.tell("go")
         house.expect(f"updated {house.version} 0")
@@ -190,7 +190,7 @@ def lose_engine(house, kill, in_update, stop):
         return
     victim.wait()
     house.engines[1].file.unlink()
-    # a machine of two cores starts an engine slowly while it serves sixteen clients
+    # A machine of two cores starts an engine slowly while it serves sixteen clients.
     stop.set()
     house.start_engine(1)
 
@@ -199,13 +199,13 @@ def lose_trainer(house, kill, in_update):
     victim = house.trainer
     os.killpg(victim.pid, getattr(signal, kill))
     time.sleep(0.5)
-    # the engines go on
+    # The engines go on.
     house.check_engines(0, 1)
     if kill == "SIGKILL":
         victim.wait()
         house.start_trainer()
         return
-    # Nobody waits for it that long
+    # Nobody waits that long for the trainer.
     time.sleep(DEADLINE + 1)
     house.check_engines(0, 1)
     os.killpg(victim.pid, signal.SIGCONT)
@@ -216,20 +216,20 @@ def lose_trainer(house, kill, in_update):
 
 @pytest.mark.parametrize("moment", ["idle", "decoding", "start", "mid", "swap"])
 @pytest.mark.parametrize("kill", ["SIGKILL", "SIGSTOP"])
-@pytest.mark.parametrize("who", ["engine", "trainer"])
-def test_kill_matrix(house, who, kill, moment):
+@pytest.mark.parametrize("role", ["engine", "trainer"])
+def test_kill_matrix(house, role, kill, moment):
     in_update = moment in ("start", "mid", "swap")
     clients = 0 if moment == "idle" else 8
-    with decoding(house, clients, touched=who == "engine") as stop:
+    with decoding(house, clients, touched=role == "engine") as stop:
         time.sleep(0.5)
         if in_update:
             house.begin(moment)
             house.expect(f"at {moment}")
-        if who == "engine":
+        if role == "engine":
             lose_engine(house, kill, in_update, stop)
         else:
             lose_trainer(house, kill, in_update)
-        # The lost process is back
+        # The lost process is back.
         house.update()
         house.check_engines(0, 1, version=house.version)
 
@@ -238,7 +238,7 @@ def test_kill_matrix(house, who, kill, moment):
 
 INNOCENT = [[2, 3, 4 + k] for k in range(8)]
 KILLER = [2, 3, 20]
-# The tokenizer of mortal_engine knows token 100; the model has no row for it
+# The tokenizer of mortal_engine knows token 100; the model has no row for it.
 WITHOUT_A_ROW = [2, 3, 100]
 
 
@@ -252,14 +252,14 @@ def mortal_engine(out, base_model):
     tokenizer = AutoTokenizer.from_pretrained(out / "model")
     tokenizer.add_tokens([f"<extra {k}>" for k in range(100)])
     tokenizer.save_pretrained(out / "model")
-    where = ["--run", "mortal", "--out", out, "--model", out / "model", "--port", PORT + 50]
-    config = resolved("toy", *where, "--concurrency", 4, "--engines", 1)
+    arguments = ["--run", "mortal", "--out", out, "--model", out / "model"]
+    config = resolved("toy", *arguments, "--port", PORT + 50, "--concurrency", 4, "--engines", 1)
     rundir.write(config)
     [engine] = start_engines(config)
-    over = threading.Event()
+    has_ended = threading.Event()
 
     def watch():
-        while not over.wait(0.2):
+        while not has_ended.wait(0.2):
             assert engine.poll() is None
 
     watching = threading.Thread(target=watch)
@@ -267,7 +267,7 @@ def mortal_engine(out, base_model):
     try:
         yield config, engine
     finally:
-        over.set()
+        has_ended.set()
         watching.join()
         stop([engine], 0)
 
@@ -279,15 +279,15 @@ def test_a_request_that_kills_a_real_engine_is_sent_three_times_and_left_out(tmp
         post = engines._post
 
         async def deadly(url, path, body):
-            # vLLM checks what a client says, but not what it fills in itself: an index out of range
+            # vLLM checks a client's fields, but not its own: this index is out of range.
             if body["token_ids"] == KILLER:
                 body["sampling_params"] |= dict(min_tokens=3, _all_stop_token_ids=[10**6])
             return await post(url, path, body)
 
         engines._post = deadly
         prompts = [*INNOCENT, KILLER, *INNOCENT, KILLER, WITHOUT_A_ROW]
-        asked = [engines.generate(prompt, 1.0, 90) for prompt in prompts]
-        answers = await asyncio.wait_for(asyncio.gather(*asked), 500)
+        calls = [engines.generate(prompt, 1.0, 90) for prompt in prompts]
+        answers = await asyncio.wait_for(asyncio.gather(*calls), 500)
         await engines.close()
         return engines, dict(zip(map(tuple, prompts), answers))
 
@@ -306,8 +306,10 @@ def test_a_run_goes_on_without_a_prompt_that_kills_its_only_engine(tmp_path, bas
     knobs = f"--steps 4 --batch_size 32 --attempts 8 --eval_problems 16 --model {base_model}"
     [problem, *_] = load_problems(resolved("toy"), "test")["toy"]
     prompt = AutoTokenizer.from_pretrained(base_model)(problem["prompt"])["input_ids"]
-    environment = dict(PYTHONPATH=str(fake_vllm(tmp_path / "fake")))
-    environment["FAKE_KILLER"] = " ".join(map(str, prompt))
+    environment = dict(
+        PYTHONPATH=str(fake_vllm(tmp_path / "fake")),
+        FAKE_KILLER=" ".join(map(str, prompt)),
+    )
     done = run(tmp_path, "mortal", PORT + 60, knobs, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("engine0 died with exit code 1, and is started again") == 3

@@ -34,7 +34,7 @@ def test_gym_problems_are_held_out_and_scored_by_their_verifier():
     assert not {p["prompt"] for p in train} & {p["prompt"] for p in test}
     for problems in (train, test):
         sums = [p["source"] == "chain_sum/max_terms=3/max_digits=1" for p in problems]
-        # of sums some are drawn twice
+        # Some sums are drawn twice.
         assert len(problems) > 300 and 0.2 < np.mean(sums) < 0.75 and 0 < sum(sums[:20]) < 20
     assert {gym.reward(p, p["answer"], True) for p in test} == {1.0}
     problem = dict(source="chain_sum", question="3 + 4 =", answer="7", metadata={})
@@ -53,7 +53,7 @@ def test_gym_problems_are_held_out_and_scored_by_their_verifier():
 
 
 def test_smol_keeps_its_prompts_and_its_split():
-    """The README's figures are measured on them."""
+    """The README's figures are measured on these prompts."""
     data = cfg.SMOL["train_data"]
     for split, digest in [
         ("train", "149 7a89ab9df23b4638b795b8c47e188629"),
@@ -149,7 +149,7 @@ if __name__ == "__main__":
 
 
 def test_every_process_draws_the_same_problems(tmp_path):
-    """Also of the data sets that draw from Python's sets or from the global generator."""
+    """Some data sets draw from Python's sets or from the global generator."""
     data = ",".join(f"{name}/size=4" for name in UNORDERED.split())
     (tmp_path / "digest.py").write_text(DIGEST)
     command = [sys.executable, str(tmp_path / "digest.py"), data]
@@ -237,11 +237,11 @@ def test_an_answer_is_read_by_the_form_of_the_right_one(problem, completion, rea
     assert gym.answer(problem, completion) == reading
 
 
-# questions drawn of each data set; fewer of those that take long
+# How many questions are drawn of each data set: fewer of the slow ones
 DRAWN = dict.fromkeys(sorted(gym.DATASETS), 8) | dict(knight_swap=3, futoshiki=4)
-# of the verifier itself: it does not accept "P" where "P" is its own example of an answer
+# Rewards of right answers where the verifier refuses "P" although "P" is its own example
 DOUBTFUL = {"propositional_logic": {0.05, 1.0}}
-# they have no answer of their own: answered by hand below
+# These data sets have no answers. A test below answers them by hand.
 WITHOUT = {"boxnet", "rush_hour"}
 
 
@@ -295,12 +295,12 @@ def test_sets_without_answers_accept_right_ones(form):
     rush_hour = dict(source="rush_hour", answer=None, metadata=dict(board_config=board))
     grid = {"0.5_0.5": ["box_red"], "0.5_1.5": ["target_red"]}
     boxnet = dict(source="boxnet", answer=None, metadata=dict(initial_state=grid))
-    there = '{"Agent[0.5, 0.5]": "move(box_red, square[0.5, 1.5])"}'
-    home = '{"Agent[0.5, 1.5]": "move(box_red, target_red)"}'
+    first_move = '{"Agent[0.5, 0.5]": "move(box_red, square[0.5, 1.5])"}'
+    second_move = '{"Agent[0.5, 1.5]": "move(box_red, target_red)"}'
     for problem, right, wrong in [
         (rush_hour, "A+4", "A+3"),
-        (boxnet, f"[{there}, {home}]", f"[{there}]"),
-        (boxnet, f"[{there},\n{home}]", "[]"),
+        (boxnet, f"[{first_move}, {second_move}]", f"[{first_move}]"),
+        (boxnet, f"[{first_move},\n{second_move}]", "[]"),
     ]:
         assert gym.reward(problem, form.format(right), True) == 1.0
         assert gym.reward(problem, form.format(wrong), True) < 1.0
@@ -313,7 +313,7 @@ HOSTILE = [
 ]
 HUGE = ["word " * 20000, "1 " * 20000, "[" * 20000, "(" * 20000, "9" * 5000, "\n" * 20000]
 HUGE += ["<answer>" * 20000, '{"a":' * 20000, "=" * 20000]
-# by the verifiers of these data sets, an answer to one problem is right for others, too
+# In these data sets an answer to one problem is right for others, too.
 SEVERAL = {
     "graph_color",
     "jugs",
@@ -330,20 +330,20 @@ def test_no_set_accepts_a_wrong_answer(problems_of, tmp_path):
     programs = [code, f"exec({code!r})", f"[{code}]", f"(lambda: {code})()", f"{code}!"]
     for name, problems in problems_of.items():
         answers = {p["right"] for p in problems if p["right"]} - {"Yes", "No", "True", "False"}
-        others = set() if name in SEVERAL else answers
+        other_answers = set() if name in SEVERAL else answers
         if name == "coin_flip":
-            # chances below the verifier's tolerance are as good as 0
+            # The verifier accepts 0 for a chance below its tolerance.
             problems = [problem for problem in problems if float(problem["answer"]) > 1e-3]
         for number, problem in enumerate(problems[:3]):
             right = str(problem["right"]).lower().removesuffix(".0")
-            for text in [*HOSTILE, *programs, *others, *(HUGE if number == 0 else [])]:
+            for text in [*HOSTILE, *programs, *other_answers, *(HUGE if number == 0 else [])]:
                 for completion in (text, f"<answer>{text}</answer>"):
                     reading = gym.answer(problem, completion)
                     reward = gym.reward(problem, completion, True)
-                    where = (problem["source"], right, text[:99])
-                    assert isinstance(reward, float) and 0 <= reward <= 1, where
+                    context = (problem["source"], right, text[:99])
+                    assert isinstance(reward, float) and 0 <= reward <= 1, context
                     is_right = reading is not None and reading.lower().removesuffix(".0") == right
-                    assert reward < 1 or is_right, where
+                    assert reward < 1 or is_right, context
     assert not list(tmp_path.iterdir())
 
 
@@ -386,16 +386,16 @@ def test_wrong_answers_that_verifiers_accept_score_0(name, right, wrong):
 
 
 def test_all_verifiers_that_evaluate_answers_are_known():
-    evaluates = set()
+    evaluating_sets = set()
     for name, (dataset, _) in gym.DATASETS.items():
         source = inspect.getsource(dataset.score_answer)
         if re.search(r"\beval\(|\bsympify\(|(?<!def )\bparse_expr\(", source):
-            evaluates.add(name)
+            evaluating_sets.add(name)
     literals = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"}
     for name in literals:
         module = sys.modules[gym.DATASETS[name][0].__module__]
         with pytest.raises(ValueError, match="malformed"):
             module.eval("print()")
-    # it evaluates the right answer alone
-    assert evaluates - literals - {"number_sorting"} <= set(gym.CONDITIONS)
-    assert evaluates >= literals and len(evaluates) == 10
+    # The verifier of number_sorting evaluates the right answer alone.
+    assert evaluating_sets - literals - {"number_sorting"} <= set(gym.CONDITIONS)
+    assert evaluating_sets >= literals and len(evaluating_sets) == 10

@@ -23,7 +23,7 @@ from plumbing import placement, rundir, supervise
 from plumbing.queues import read_json
 from tools import run
 
-# A FAKE engine: /health answers 200, /quit/CODE ends it, and it has a child process
+# A FAKE engine: /health answers 200, /quit/CODE ends it, and it has a child process.
 ENGINE = """
 import http.server, os, subprocess, sys
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -69,9 +69,9 @@ class Supervised(supervise.Engine):
         """Look after the engine until condition() is true."""
         eventually(lambda: self.poll() is None and condition())
 
-    def until_healthy(self, but=None):
-        """Wait until an engine other than `but` is listed; return its entry."""
-        self.until(lambda: read_json(self.file) not in ({}, but))
+    def until_healthy(self, previous=None):
+        """Wait until an engine other than `previous` is listed; return its entry."""
+        self.until(lambda: read_json(self.file) not in ({}, previous))
         return read_json(self.file)
 
     def children(self):
@@ -84,14 +84,14 @@ def supervised(tmp_path, monkeypatch):
     monkeypatch.setattr(supervise, "HEALTH_TIMEOUT", 0.5)
     monkeypatch.setattr(supervise, "MAX_UNANSWERED", 3)
     monkeypatch.setattr(supervise, "RESTART_INTERVAL", 0.0)
-    made = []
+    engines = []
 
     def start(*arguments, **options):
-        made.append(Supervised(tmp_path, *arguments, **options))
-        return made[-1]
+        engines.append(Supervised(tmp_path, *arguments, **options))
+        return engines[-1]
 
     yield start
-    supervise.stop(made, 0)
+    supervise.stop(engines, 0)
 
 
 def test_a_dead_engine_is_started_again(supervised, capsys):
@@ -100,7 +100,7 @@ def test_a_dead_engine_is_started_again(supervised, capsys):
     with contextlib.suppress(requests.RequestException):
         requests.get(first["url"] + "/quit/7", timeout=5)
     engine.until(lambda: not engine.file.exists())
-    second = engine.until_healthy(but=first)
+    second = engine.until_healthy(previous=first)
     assert second["url"] == first["url"]
     assert "engine0 died with exit code 7, and is started again" in capsys.readouterr().out
     eventually(lambda: is_gone(engine.children()[0]))
@@ -113,9 +113,9 @@ def test_an_engine_that_hangs_is_killed_and_started_again(supervised, capsys):
     engine = supervised()
     first = engine.until_healthy()
     os.kill(engine.process.pid, signal.SIGSTOP)
-    engine.until_healthy(but=first)
-    words = capsys.readouterr().out
-    assert "it is killed" in words and "exit code 137, and is started again" in words
+    engine.until_healthy(previous=first)
+    output = capsys.readouterr().out
+    assert "it is killed" in output and "exit code 137, and is started again" in output
 
 
 def test_an_engine_that_never_answers_is_given_up(supervised, capsys):
@@ -128,12 +128,12 @@ def test_an_engine_that_never_answers_is_given_up(supervised, capsys):
 def test_an_engine_takes_the_next_free_port(supervised):
     with socket.create_server(("127.0.0.1", 9460)):
         engine = supervised()
-        other = supervise.claim_port("127.0.0.1", 9460).getsockname()[1]
+        claimed_port = supervise.claim_port("127.0.0.1", 9460).getsockname()[1]
         url = engine.until_healthy()["url"]
-    taken = int(url.rpartition(":")[2])
-    # A port is claimed before a server listens, and a server can still take it
-    assert len({9460, taken, other}) == 3
-    socket.create_server(("127.0.0.1", other)).close()
+    engine_port = int(url.rpartition(":")[2])
+    # A port is claimed before a server listens, and a server can still take it.
+    assert len({9460, engine_port, claimed_port}) == 3
+    socket.create_server(("127.0.0.1", claimed_port)).close()
 
 
 # ---- a launcher with shell programs in place of a run's processes
@@ -168,7 +168,7 @@ def launched(folder, *processes, grace=25):
         os.execvpe(command[0], command, os.environ | {"MARK": str(folder)})
 
     def read():
-        # EIO when the last process has closed the terminal
+        # os.read raises EIO when the last process has closed the terminal.
         with contextlib.suppress(OSError):
             while True:
                 chunks.append(os.read(terminal, 10000).decode(errors="replace"))
@@ -178,7 +178,7 @@ def launched(folder, *processes, grace=25):
     process = psutil.Process(pid)
 
     def everything():
-        # The last output of an ended run is read a moment after its end
+        # The last output of an ended run is read a moment after its end.
         if not process.is_running():
             reader.join(5)
         return "".join(chunks)
@@ -199,12 +199,12 @@ def launched(folder, *processes, grace=25):
 
 def marked(folder):
     """Return the processes that were started in `launched`."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get("MARK") == str(folder) and process.status() != "zombie":
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def log(folder, name):
@@ -216,64 +216,58 @@ TRAIN = (
     'trap "sleep 1; echo saved; touch $MARK/saved; exit 3" TERM; '
     "echo started; while :; do sleep 0.1; done"
 )
-OTHER = 'trap "" TERM; sleep 1000 & wait; wait'
+IGNORES_TERM = 'trap "" TERM; sleep 1000 & wait; wait'
 # A FAKE trainer that takes seven seconds to save
 SLOW = TRAIN.replace("sleep 1;", "for i in {1..7}; do sleep 1; done;")
 
 
 @pytest.mark.parametrize("grace,saved", [(1, False), (15, True)])
 def test_a_stop_leaves_the_trainer_stop_timeout_to_save(tmp_path, grace, saved):
-    with launched(tmp_path, ("train", SLOW), grace=grace) as (process, words, _):
-        eventually(lambda: "started" in words())
+    with launched(tmp_path, ("train", SLOW), grace=grace) as (process, output, _):
+        eventually(lambda: "started" in output())
         process.terminate()
         eventually(lambda: not marked(tmp_path), 40)
     assert ("\nsaved\n" in log(tmp_path, "train")) == saved
 
 
 def test_a_rank_that_is_dead_is_not_waited_for(tmp_path):
-    with launched(tmp_path, ("train", OTHER), ("train1", "sleep 1; exit 3"), grace=1000) as (
-        process,
-        words,
-        _,
-    ):
+    ranks = [("train", IGNORES_TERM), ("train1", "sleep 1; exit 3")]
+    with launched(tmp_path, *ranks, grace=1000) as (process, output, _):
         assert process.wait(60) == 1
-        assert "train1 died with exit code 3" in words()
+        assert "train1 died with exit code 3" in output()
         eventually(lambda: not marked(tmp_path), 40)
 
 
-@pytest.mark.parametrize("how", ["ctrl-c", "term", "kill"])
-def test_everything_stops_however_the_launcher_ends(tmp_path, how):
-    with launched(tmp_path, ("actor", "exec sleep 1000"), ("train", TRAIN)) as (
-        process,
-        words,
-        terminal,
-    ):
-        eventually(lambda: "started" in words())
-        if how == "ctrl-c":
+@pytest.mark.parametrize("ending", ["ctrl-c", "term", "kill"])
+def test_everything_stops_however_the_launcher_ends(tmp_path, ending):
+    processes = [("actor", "exec sleep 1000"), ("train", TRAIN)]
+    with launched(tmp_path, *processes) as (process, output, terminal):
+        eventually(lambda: "started" in output())
+        if ending == "ctrl-c":
             os.write(terminal, b"\x03")
         else:
-            process.send_signal(signal.SIGTERM if how == "term" else signal.SIGKILL)
+            process.send_signal(signal.SIGTERM if ending == "term" else signal.SIGKILL)
         code = process.wait(40)
         config = placement.cfg.load(tmp_path / "run")
-        if how == "kill":
+        if ending == "kill":
             assert rundir.holder(config).startswith(f"process {process.pid} on ")
         rundir.hold(config)
         assert (tmp_path / "saved").exists()
         eventually(lambda: not marked(tmp_path), 40)
     expected = {"ctrl-c": ("interrupted", 130), "term": ("terminated", 143)}
-    if how in expected:
-        word, number = expected[how]
-        assert f"run.sh: {word}, stopping" in words() and code == number
-        assert "run.sh: stopped; the same command starts anew: there is no checkpoint" in words()
+    if ending in expected:
+        word, number = expected[ending]
+        assert f"run.sh: {word}, stopping" in output() and code == number
+        assert "run.sh: stopped; the same command starts anew: there is no checkpoint" in output()
         assert "\nsaved\n" in log(tmp_path, "train")
 
 
 def test_death_of_a_process_ends_the_run_with_its_last_error(tmp_path):
     error = "echo first; echo 'Boom: OSError: no disk' >&2; echo 'nanobind: leaked' >&2; exit 5"
-    with launched(tmp_path, ("train", TRAIN), ("actor", error)) as (process, words, _):
+    with launched(tmp_path, ("train", TRAIN), ("actor", error)) as (process, output, _):
         assert process.wait(40) == 1
-        assert "run.sh: actor died with exit code 5, stopping" in words()
-        assert words().rstrip().splitlines()[-1] == "  [actor] Boom: OSError: no disk"
+        assert "run.sh: actor died with exit code 5, stopping" in output()
+        assert output().rstrip().splitlines()[-1] == "  [actor] Boom: OSError: no disk"
         assert not marked(tmp_path)
 
 
@@ -285,10 +279,10 @@ def test_serve_starts_engines_with_the_runs_knobs(tmp_path, monkeypatch):
     (tmp_path / "config.json").touch()
     _, start = rundir.hold(config)
     run_dir = rundir.write(config, start)
-    told = []
-    monkeypatch.setattr(run, "run", lambda *arguments: told.append(arguments))
+    calls = []
+    monkeypatch.setattr(run, "run", lambda *arguments: calls.append(arguments))
     run.serve(["--run", "toy", "--out", str(tmp_path), "--engines", "2"])
-    ((c, processes, joined),) = told
+    ((c, processes, joined),) = calls
     assert (c.engines, c.max_model_len, joined) == (2, 100, start)
     names = [f"serve-127.0.0.1-{os.getpid()}-engine{i}" for i in range(2)]
     assert [name for name, _, _ in processes] == names

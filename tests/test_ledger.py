@@ -17,7 +17,7 @@ import pytest
 from plumbing import checkpoints
 from test_run import User, balance, leftovers, metrics
 
-# A run learns in so many steps. It is started with more; its last start says how many there are
+# A run learns in this many steps. It is started with more, and its last start sets the number.
 STEPS = 90
 BATCH = 64
 ATTEMPTS = 8
@@ -27,7 +27,7 @@ KNOBS = (
     "--concurrency 128 --no_signal drop --save_every 4 --eval_every 0"
 )
 ENGINE = "vllm.entrypoints"
-# The run survives the death of an engine, and needs no new start
+# The run survives the death of an engine, and needs no new start.
 KILLS = [ENGINE] * 12 + ["actor.py", "preprocess.py", "train.py", "launcher"] * 2
 
 
@@ -40,7 +40,7 @@ class Run(User):
         if "LEDGER_REAL" not in os.environ:
             self.take_fake_engines(out / "fake")
 
-    def words(self):
+    def log_text(self):
         return self.log.read_text()
 
     def start(self):
@@ -50,10 +50,10 @@ class Run(User):
         is_refused = True
         while is_refused:
             super().start("")
-            while self.process.poll() is None and " steps of " not in self.words():
+            while self.process.poll() is None and " steps of " not in self.log_text():
                 time.sleep(0.02)
-            is_refused = re.search("held by|cannot listen", self.words())
-            assert not is_refused or time.monotonic() < deadline, self.words()
+            is_refused = re.search("held by|cannot listen", self.log_text())
+            assert not is_refused or time.monotonic() < deadline, self.log_text()
 
     def until(self, condition):
         """Wait until condition() is true, and return its value; the run must go on."""
@@ -61,26 +61,26 @@ class Run(User):
         value = None
         while not value:
             time.sleep(0.02)
-            assert self.process.poll() is None and time.monotonic() < deadline, self.words()
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log_text()
             value = condition()
         return value
 
     def until_step(self, step):
-        """Wait until this start of the run has printed so many steps."""
+        """Wait until this start of the run has printed this many steps."""
         self.until(lambda: self.steps() >= step)
 
     def steps(self):
-        return len(re.findall(r"^\[train\] step ", self.words(), re.M))
+        return len(re.findall(r"^\[train\] step ", self.log_text(), re.M))
 
     def ends(self, code, seconds=400):
         """Wait until the run ends with this exit code; it must leave no process."""
-        assert self.process.wait(seconds) == code, self.words()
+        assert self.process.wait(seconds) == code, self.log_text()
         assert leftovers(self.out) == []
 
     def victim(self, kind):
         """Return the id of a process of this kind, or None if it is not alive at present.
 
-        It is the process that run.sh has started, or an engine's supervisor, and not a child of it.
+        It is the process that run.sh or an engine's supervisor has started, and not a child of it.
         """
         if kind == "launcher":
             return self.process.pid
@@ -94,7 +94,7 @@ class Run(User):
                 pass
 
     def kill(self, kind):
-        """kill -9."""
+        """Send kill -9 to a process of this kind."""
         os.kill(self.until(lambda: self.victim(kind)), signal.SIGKILL)
 
 
@@ -107,7 +107,7 @@ def test_the_ledger_balances_after_twenty_kills(tmp_path, base_model):
     run.start()
     for n, kind in enumerate(order, 1):
         print(f"kill {n}: {kind}, life {run.lives}, {run.steps()} steps into it")
-        # The kill comes while processes start, or after some more steps
+        # The kill comes while processes start, or after some more steps.
         if rng.random() < 0.3:
             time.sleep(rng.uniform(0, 6))
         else:
@@ -116,13 +116,13 @@ def test_the_ledger_balances_after_twenty_kills(tmp_path, base_model):
         run.kill(kind)
         if kind == ENGINE:
             continue
-        # Any other death ends the run: it says so, and leaves no process
+        # Any other death ends the run, which says so and leaves no process.
         if kind == "launcher":
             run.process.wait()
         else:
             run.ends(1)
-            assert re.search("run.sh: .* died with exit code 137", run.words())
-            assert "run.sh: stopped; the same command" in run.words()
+            assert re.search("run.sh: .* died with exit code 137", run.log_text())
+            assert "run.sh: stopped; the same command" in run.log_text()
         run.start()
     run.until_step(run.steps() + 1)
     run.interrupt()
@@ -137,12 +137,12 @@ def test_the_ledger_balances_after_twenty_kills(tmp_path, base_model):
     assert len(steps) == end
     no_signal = sum(sum(x["drops"].get("no_signal", {}).values()) for x in steps)
     assert dropped.total() == no_signal > 0
-    # after every restart the engine holds the trainer's weights
+    # After every restart the engine holds the trainer's weights.
     assert max(x["mismatch"] for x in steps if x["mismatch"] is not None) < 1e-3
-    # it learned
+    # The run has learned.
     scores = {line["version"]: line["eval"]["toy"] for line in evals}
     assert scores[end] > scores[0] + 0.15
-    # disk: two checkpoints, nothing half written, no record but those that the gate lets wait
+    # The disk has two checkpoints, no half-written file, and only records that the gate lets wait.
     assert len(list((run_dir / "checkpoints").iterdir())) == 2
     assert not list(run_dir.rglob("*.tmp"))
     records = list((run_dir / "queues").rglob("*.safetensors"))
@@ -157,33 +157,33 @@ def test_work_is_saved_when_a_run_is_stopped_while_its_only_engine_is_down(tmp_p
     run = Run(tmp_path, 8831, "--batch_size 16 --max_lag 16 --no_signal keep")
     run.start()
     run.until_step(3)
-    # The engine that is started in its place never answers
+    # The engine that is started in its place never answers.
     engine = tmp_path / "fake" / "vllm" / "entrypoints" / "openai" / "api_server.py"
     engine.unlink()
     engine.write_text("import time\ntime.sleep(10000)\n")
     run.kill(ENGINE)
-    run.until(lambda: "weights: waiting for an engine" in run.words())
-    run.until(lambda: "is started again" in run.words())
+    run.until(lambda: "weights: waiting for an engine" in run.log_text())
+    run.until(lambda: "is started again" in run.log_text())
     run.interrupt()
-    assert "is saved" in run.words()
+    assert "is saved" in run.log_text()
     balance(tmp_path / "t", 16, ATTEMPTS)
 
 
 @pytest.mark.slow
 def test_a_run_directory_that_is_gone_is_named_and_its_checkpoints_are_whole(tmp_path, base_model):
-    """A shared file system that is unmounted: FAKED by moving the directory away."""
+    """The directory is moved away, as a FAKE of a shared file system that is unmounted."""
     run = Run(tmp_path, 8832, "--save_every 20")
     run.start()
     run.until_step(21)
     (tmp_path / "t").rename(tmp_path / "away")
     run.ends(1)
-    assert f"No such file or directory: '{tmp_path}/t/" in run.words()
-    # nobody makes another one in its place
+    assert f"No such file or directory: '{tmp_path}/t/" in run.log_text()
+    # Nobody makes another directory in its place.
     assert not (tmp_path / "t").exists()
     (tmp_path / "away").rename(tmp_path / "t")
     newest = max((tmp_path / "t" / "checkpoints").glob("step_*[0-9]"))
     run.start()
-    assert f"from {newest.name}" in run.words()
+    assert f"from {newest.name}" in run.log_text()
     run.until_step(1)
     run.interrupt()
 
@@ -191,7 +191,7 @@ def test_a_run_directory_that_is_gone_is_named_and_its_checkpoints_are_whole(tmp
 def test_checkpoint_does_not_create_a_run_directory_that_is_gone(tmp_path):
     gone = tmp_path / "t"
     with pytest.raises(RuntimeError, match="step_000000 cannot be written"):
-        # FAKE: a Saver with only the fields that writing needs
+        # This FAKE Saver has only the fields that writing needs.
         saver = checkpoints.Saver.__new__(checkpoints.Saver)
         saver.run_dir = gone
         saver.ranks = SimpleNamespace(rank=0)

@@ -30,7 +30,7 @@ POSITIONS = np.arange(len(IDS))
 
 
 def build(folder, **knobs):
-    """The model as the trainer has it, with adapters that are no longer 0."""
+    """Return (config, policy, optimizers) of the trainer, with adapters that are no longer 0."""
     config = cfg.Config(model=str(folder), dtype="float32", lora_rank=4, **knobs)
     policy, optimizers = train.build(config, CPU, 1)
     model = policy.model
@@ -67,7 +67,9 @@ def test_served_saved_and_trained_weights_are_the_same(base_model, tmp_path):
     state = dict(model.state_dict())
     adapters = lora.split(model, state)
     with torch.no_grad():
-        served = {name: made(*tensors) for name, (made, tensors) in lora.served(model).items()}
+        served = {
+            name: compute(*tensors) for name, (compute, tensors) in lora.served(model).items()
+        }
     assert len(served) == 14 and len(adapters) == 28
     assert all(torch.equal(x, state[name]) for name, x in served.items())
     merged = plain(base_model)
@@ -75,7 +77,7 @@ def test_served_saved_and_trained_weights_are_the_same(base_model, tmp_path):
     assert torch.equal(logprobs_of(merged), logprobs_of(model))
     assert not torch.allclose(logprobs_of(model), logprobs_of(plain(base_model)))
     name = "model.layers.0.mlp.up_proj"
-    A, B = (adapters[f"{name}.lora_{what}"] for what in "AB")
+    A, B = (adapters[f"{name}.lora_{factor}"] for factor in "AB")
     expected = plain(base_model).get_submodule(name).weight + 32 / 4 * B @ A
     assert torch.allclose(state[f"{name}.weight"], expected, atol=1e-6)
 
@@ -84,9 +86,9 @@ def test_the_reference_is_the_model_without_its_adapters(base_model):
     _, policy, _ = build(base_model, kl_coef=0.1)
     model = policy.model
     expected = logprobs_of(plain(base_model))
-    before = logprobs_of(model)
+    adapted = logprobs_of(model)
     assert torch.equal(policy.reference_logprobs(IDS, POSITIONS, 1.0), expected)
-    assert torch.equal(logprobs_of(model), before)
+    assert torch.equal(logprobs_of(model), adapted)
 
 
 @pytest.mark.parametrize("size,expected", [(1e-4, 0.0), (1.0, 1.0)])
@@ -125,9 +127,9 @@ def trained(base_model, tmp_path_factory):
 def test_resumed_run_equals_the_uninterrupted_one(trained, tmp_path, base_model):
     halfway = trained / "checkpoints" / "step_000003"
     resume(tmp_path, "again", base_model, halfway, knobs=KNOBS)
-    again = newest(tmp_path / "again")
+    resumed = newest(tmp_path / "again")
     for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
-        assert same(load_file(again / file), load_file(newest(trained) / file))
+        assert same(load_file(resumed / file), load_file(newest(trained) / file))
 
 
 def test_step_with_adapters_is_replayed_bit_for_bit(trained, capsys):
@@ -143,8 +145,8 @@ def test_two_ranks_save_what_they_train(dtype, rank, trained, tmp_path, base_mod
     run_dir = write_run(tmp_path, "two", base_model, 2, **knobs)
     weights, _ = run_trainer(run_dir, ranks=2)
     halfway = run_dir / "checkpoints" / "step_000003"
-    again, _ = resume(tmp_path, "again", base_model, halfway, 2, knobs)
-    assert same(again, weights)
+    resumed, _ = resume(tmp_path, "again", base_model, halfway, 2, knobs)
+    assert same(resumed, weights)
     if dtype == "float32":
         for name, w in load_file(newest(trained) / "model.safetensors").items():
             assert (weights[name] - w).norm() < 1e-4 * w.norm()
@@ -155,12 +157,12 @@ def test_two_ranks_save_what_they_train(dtype, rank, trained, tmp_path, base_mod
         if f"{layer}.lora_A.weight" not in adapter:
             assert torch.equal(w, base[name].to(w.dtype))
             continue
-        A, B = (adapter[f"{layer}.lora_{what}.weight"].to(w.dtype).float() for what in "AB")
+        A, B = (adapter[f"{layer}.lora_{factor}.weight"].to(w.dtype).float() for factor in "AB")
         merged = base[name].to(w.dtype) + 32 / rank * B @ A
         assert torch.allclose(w.float(), merged.to(w.dtype).float(), rtol=1e-5, atol=1e-6)
 
 
-# prints the logprobs of a prompt, under vLLM with the base model and the adapter beside it
+# This program prints a prompt's logprobs, under vLLM with the base model and the adapter.
 VLLM = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -181,12 +183,12 @@ def test_peft_and_vllm_read_the_adapter(program, trained, base_model):
     expected = logprobs_of(plain(folder))[1:]
     if program == "peft":
         adapted = peft.PeftModel.from_pretrained(plain(base_model), folder / "adapter")
-        found = logprobs_of(adapted.merge_and_unload())[1:]
+        logprobs = logprobs_of(adapted.merge_and_unload())[1:]
     else:
         arguments = [base_model, folder / "adapter", json.dumps(IDS.tolist())]
         command = [sys.executable, "-c", VLLM, *map(str, arguments)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert "FOUND" in done.stdout, done.stderr[-3000:]
-        found = torch.tensor(json.loads(done.stdout.partition("FOUND")[2].splitlines()[0]))
-    assert (found - expected).abs().max() < 1e-4
+        logprobs = torch.tensor(json.loads(done.stdout.partition("FOUND")[2].splitlines()[0]))
+    assert (logprobs - expected).abs().max() < 1e-4
     assert (logprobs_of(plain(base_model))[1:] - expected).abs().mean() > 1e-3

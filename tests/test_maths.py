@@ -26,9 +26,10 @@ def outcome(reference, answer):
 
 
 def test_maths_accepts_its_own_answers_and_refuses_others():
-    found = maths.problems("test", 0, str(MATHS))
-    assert len(found) == 48 and found[0]["where"] == f"{MATHS}:1" and found[0]["source"] == "maths"
-    for p in found:
+    problems = maths.problems("test", 0, str(MATHS))
+    assert len(problems) == 48
+    assert problems[0]["where"] == f"{MATHS}:1" and problems[0]["source"] == "maths"
+    for p in problems:
         for text, expected in [
             (f"Clearly \\boxed{{987654}}? No: \\boxed{{ {p['answer']} }}.", "correct"),
             ("The answer is \\boxed{987654}", "wrong"),
@@ -73,7 +74,7 @@ def test_boxes_within_thinking_do_not_count():
     for text, answer in [
         ("<think>\\boxed{1}</think>\\boxed{2}", "2"),
         ("<think>Is it \\boxed{1}? No.</think> It is \\boxed{2} or \\boxed{3}.", "2, 3"),
-        # the prompt ends with <think>
+        # The prompt ends with <think>.
         ("Is it \\boxed{1}?</think> It is \\boxed{2}", "2"),
         ("<think>\\boxed{1}</think> It is one.", ""),
         ("<think>\\boxed{1}", ""),
@@ -169,7 +170,7 @@ def test_statements_by_hand():
 
 
 UNCLEAR = [
-    # numbers side by side, what / or an argument ends with, several signs
+    # Numbers side by side, unclear ends of denominators and arguments, several signs
     "9 7",
     "1/2x",
     "\\sin 2/3",
@@ -181,29 +182,29 @@ UNCLEAR = [
     "\\sqrt12",
     "\\frac123",
     "2\\frac{5}{3}",
-    # indices, primes, functions
+    # Indices, primes, functions
     "7'",
     "7_9",
     "f(2)",
     "\\gcd(2,4)",
     "9 \\bmod 7",
     "\\sum_{i=1}^3 i",
-    # words
+    # Words
     "7 \\text{ maybe}",
     "5 \\text{ negative}",
     "\\text{ cm}",
-    # relations
+    # Relations
     "9 \\Rightarrow 7",
     "\\approx 5",
     "\\sqrt{2} \\approx 1.5",
     "x < 3 > y",
     "x \\equiv 3",
     "2 \\cup 3",
-    # brackets that do not close, and are none
+    # Brackets that do not close, and an interval of three numbers
     "(1,2",
     "\\{1",
     "[1,2,3)",
-    # what has no value
+    # Expressions without a value
     "1/0",
     "\\ln 0",
 ]
@@ -308,7 +309,7 @@ def test_expressions_are_equal_where_both_are_defined():
 
 
 def test_intervals_are_compared_as_they_are_written():
-    """Some of them are the same empty set."""
+    """Some of these intervals are the same empty set."""
     intervals = "(3,3] [4,4) (4,4] [2,1] [1,2] (1,2) [1,2) (1,2] (2,1)".split()
     for a in intervals:
         for b in intervals:
@@ -316,13 +317,13 @@ def test_intervals_are_compared_as_they_are_written():
 
 
 def test_no_verdict_on_a_known_pair_is_wrong():
-    """Answers alike, and others that are nearly right or say several things."""
+    """The pairs are equal answers, and answers that are nearly right or say several things."""
     for equal, (count, wrong) in rewards.wrong_verdicts().items():
         assert count > 700 and not wrong, (equal, wrong)
 
 
 def test_votes_for_the_same_answer_are_judged_alike():
-    """A vote is an answer in plain signs: attempts of one vote must have one verdict."""
+    """A vote is the plain text of an answer: attempts with one vote must have one verdict."""
     verdicts = {}
     for pair in PAIRS:
         completion = pair.get("completion") or f"\\boxed{{{pair['answer']}}}"
@@ -332,12 +333,12 @@ def test_votes_for_the_same_answer_are_judged_alike():
         key = (pair["reference"], problem["prompt"], vote)
         assert verdicts.setdefault(key, correct) == correct, pair
         if vote:
-            again = maths.reward(problem, f"\\boxed{{{vote}}}", True)
-            assert (again == "correct") == correct, (pair, vote)
+            vote_verdict = maths.reward(problem, f"\\boxed{{{vote}}}", True)
+            assert (vote_verdict == "correct") == correct, (pair, vote)
 
 
 def test_an_answer_equals_itself_in_other_spellings_and_no_other():
-    """Whatever it says: a reference that is not read is at least equal to its own text."""
+    """This holds for any reference: one that cannot be read still equals its own text."""
     for reference in {pair["reference"] for pair in PAIRS}:
         for answer in (reference, f"\\[ {reference} \\]", f"{{{reference}}}.", f" {reference} "):
             assert outcome(reference, answer) == "correct", answer

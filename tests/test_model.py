@@ -27,7 +27,7 @@ HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
 WIDTH = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, initializer_range=0.1)
 TOKENS = dict(vocab_size=100, bos_token_id=None, eos_token_id=1, pad_token_id=0)
 TINY = dict(max_position_embeddings=256, **HEADS, **WIDTH, **TOKENS)
-# shorter than the test's sequences; every other layer sees all
+# The window is shorter than the test's sequences. Every second layer sees all tokens.
 WINDOW = dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"])
 GPT2 = dict(n_embd=64, n_head=4, n_layer=2, n_positions=256)
 GRANITE = dict(logits_scaling=4.0, embedding_multiplier=3.0, residual_multiplier=0.5)
@@ -45,7 +45,7 @@ FAMILIES = {
     "olmo": dict(clip_qkv=1.0),
     "olmo2": {},
     "cohere2": dict(logit_scale=0.25, **WINDOW),
-    # dropout of 0.1 everywhere, unless it is taken away
+    # GPT-2 has dropout of 0.1 everywhere, unless the trainer removes it.
     "gpt2": GPT2,
 }
 
@@ -74,33 +74,33 @@ def gradient(model):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_logprobs_equal_the_models_own(family, tmp_path, monkeypatch):
-    """Logprobs and gradients, also where the head is cut into chunks."""
-    # 16 tokens of logits at once
+    """Logprobs and gradients are equal, with a head that works in chunks."""
+    # The head computes the logits of 16 tokens at once.
     monkeypatch.setattr(train, "head_chunk", lambda *_: 16)
     folder = tiny(family, tmp_path)
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, 100, n) for n in (5, 17, 2, 30, 30, 33)]
-    # attempts at one problem, the first two alike up to the end
+    # The last three are attempts at one problem, of which the first two are equal.
     sequences[4][:] = sequences[3]
     sequences[5][:12] = sequences[4][:12]
     positions, _ = layout([len(tokens) for tokens in sequences])
     weights = torch.randn(sum(map(len, sequences)) - len(sequences))
-    # transformers alone, a sequence at a time
-    own = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    found = []
+    # The reference is transformers alone, a sequence at a time.
+    reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    reference_logprobs = []
     for tokens in map(torch.from_numpy, sequences):
-        logp = torch.log_softmax(own(tokens[None]).logits[0, :-1].float() / 0.7, -1)
-        found.append(logp.gather(1, tokens[1:, None])[:, 0])
-    expected = torch.cat(found)
+        logp = torch.log_softmax(reference(tokens[None]).logits[0, :-1].float() / 0.7, -1)
+        reference_logprobs.append(logp.gather(1, tokens[1:, None])[:, 0])
+    expected = torch.cat(reference_logprobs)
     (expected * weights).sum().backward()
 
-    # layers that are recomputed are without dropout, too
+    # Recomputed layers have no dropout either.
     model = build(folder, checkpointed_layers=1 if family in ("gpt2", "qwen2") else 0)
     logprobs, _ = model.logprobs(np.concatenate(sequences), positions, 0.7)
     packed = logprobs[positions > 0]
     (packed * weights).sum().backward()
     assert (packed - expected).abs().max() < 1e-5
-    assert (gradient(model) - gradient(own)).norm() < 1e-5 * gradient(own).norm()
+    assert (gradient(model) - gradient(reference)).norm() < 1e-5 * gradient(reference).norm()
 
 
 @pytest.mark.slow
@@ -115,15 +115,15 @@ def test_compiled_logprobs_equal_plain_ones(tmp_path, monkeypatch):
         positions, _ = layout(lengths)
         tokens = rng.integers(0, 100, len(positions))
         weights = torch.randn(2, len(positions)) * torch.from_numpy(positions > 0)
-        found = []
+        results = []
         for model in models:
             model.zero_grad()
-            both = torch.stack(model.logprobs(tokens, positions, 0.7, entropy_grad=True))
-            (both * weights).sum().backward()
-            found.append((both.detach(), gradient(model)))
-        (plain, g), (compiled, h) = found
+            outputs = torch.stack(model.logprobs(tokens, positions, 0.7, entropy_grad=True))
+            (outputs * weights).sum().backward()
+            results.append((outputs.detach(), gradient(model)))
+        (plain, plain_gradient), (compiled, compiled_gradient) = results
         assert (compiled - plain)[:, positions > 0].abs().max() < 2e-6
-        assert (h - g).norm() < 1e-6 * g.norm()
+        assert (compiled_gradient - plain_gradient).norm() < 1e-6 * plain_gradient.norm()
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert 0 < graphs[0] < graphs[1] == graphs[-1]
 
@@ -131,35 +131,35 @@ def test_compiled_logprobs_equal_plain_ones(tmp_path, monkeypatch):
 # ---- what is refused
 
 
-def measure_against_own(model, folder, tmp_path, monkeypatch):
+def measure_against_transformers(model, folder, tmp_path, monkeypatch):
     """Measure the mismatch with a FAKE engine that uses transformers, a sequence at a time."""
-    own = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    return measure(model, tmp_path, monkeypatch, Answers(own, 40), make_guards(tmp_path))
+    reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    engine = Answers(reference, 40)
+    return measure(model, tmp_path, monkeypatch, engine, make_guards(tmp_path))
 
 
 @pytest.mark.parametrize("family", ["granite", "cohere2"])
 def test_missing_logit_scaling_ends_the_run_by_its_mismatch(family, tmp_path, monkeypatch):
     folder = tiny(family, tmp_path / "model")
     model = build(folder)
-    assert measure_against_own(model, folder, tmp_path, monkeypatch)["mismatch"] < 1e-5
+    assert measure_against_transformers(model, folder, tmp_path, monkeypatch)["mismatch"] < 1e-5
     monkeypatch.setattr(train, "finish_logits", lambda logits, config: logits)
-    with pytest.raises(
-        RuntimeError, match=f"of {family} is .* nats at version 40, the limit is 0.001"
-    ):
-        measure_against_own(model, folder, tmp_path, monkeypatch)
+    complaint = f"of {family} is .* nats at version 40, the limit is 0.001"
+    with pytest.raises(RuntimeError, match=complaint):
+        measure_against_transformers(model, folder, tmp_path, monkeypatch)
 
 
 REFUSED = {
-    # its scores and logits are capped
+    # Its scores and logits are capped.
     "gemma2": dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
-    # sequences that are packed into a row see each other
+    # Sequences that are packed into a row see each other.
     "lfm2": dict(layer_types=["conv", "full_attention"]),
     "mamba": {},
-    # it multiplies by what Granite divides by
+    # It multiplies by the factor that Granite divides by.
     "hyperclovax": dict(logits_scaling=4.0),
-    # positions are a bias of its scores
+    # Positions are a bias of its scores.
     "bloom": {},
-    # attention sinks
+    # It has attention sinks.
     "gpt_oss": dict(num_local_experts=4),
 }
 
@@ -168,7 +168,7 @@ REFUSED = {
 def test_unsupported_families_are_refused_by_name(family, tmp_path, monkeypatch):
     folder = tiny(family, tmp_path / "model", **REFUSED[family])
     with pytest.raises(RuntimeError, match=f"of {family} is .* nats at .*, the limit is 0.001"):
-        measure_against_own(build(folder), folder, tmp_path, monkeypatch)
+        measure_against_transformers(build(folder), folder, tmp_path, monkeypatch)
 
 
 def fake_flash(q, k, v, cu_q, cu_k, max_q, max_k, scale, window_size, enable_gqa):
@@ -176,16 +176,19 @@ def fake_flash(q, k, v, cu_q, cu_k, max_q, max_k, scale, window_size, enable_gqa
     assert cu_q.dtype == cu_k.dtype == torch.int32
     assert (max_q, max_k) == (cu_q.diff().max(), cu_k.diff().max())
     left, right = window_size
-    out = []
-    for own, whole in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
-        n = whole[1] - whole[0]
-        # the last query is the last key's
-        ago = torch.arange(n)[-(own[1] - own[0]) :, None] - torch.arange(n)
-        seen = (ago >= -right) & ((ago <= left) | (left < 0))
-        part = [x[slice(*at)].transpose(0, 1)[None] for x, at in ((q, own), (k, whole), (v, whole))]
-        of_part = sdpa(*part, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
-        out.append(of_part[0].transpose(0, 1))
-    return torch.cat(out)
+    outputs = []
+    query_ranges = pairwise(cu_q.tolist())
+    key_ranges = pairwise(cu_k.tolist())
+    for (q_start, q_end), (k_start, k_end) in zip(query_ranges, key_ranges, strict=True):
+        n = k_end - k_start
+        # The last query belongs to the last key.
+        distance = torch.arange(n)[-(q_end - q_start) :, None] - torch.arange(n)
+        is_seen = (distance >= -right) & ((distance <= left) | (left < 0))
+        sequence = (q[q_start:q_end], k[k_start:k_end], v[k_start:k_end])
+        heads = [x.transpose(0, 1)[None] for x in sequence]
+        output = sdpa(*heads, attn_mask=is_seen, scale=scale, enable_gqa=enable_gqa)
+        outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma3_text"])
@@ -193,27 +196,27 @@ def test_attention_branch_for_gpus_equals_the_models_own(family, tmp_path, monke
     folder = tiny(family, tmp_path / "model")
     monkeypatch.setattr("plumbing.model.varlen_attn", fake_flash)
     monkeypatch.setattr("plumbing.model.flash_runs_on", lambda x: True)
-    found = measure_against_own(build(folder), folder, tmp_path, monkeypatch)
-    assert found["mismatch"] < 1e-5
+    measured = measure_against_transformers(build(folder), folder, tmp_path, monkeypatch)
+    assert measured["mismatch"] < 1e-5
 
 
 # ---- engine = trainer
 
 
-# test_weights.py has Qwen2
+# test_weights.py tests Qwen2.
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3_text", "granite", "olmo2"])
 def test_engine_equals_trainer_after_updates(family, tmp_path):
-    # a head size that vLLM's CPU build has
+    # vLLM's CPU build has this head size.
     folder = tiny(family, tmp_path / "model", hidden_size=128, head_dim=32)
     base_models.make_tokenizer([toy]).save_pretrained(folder)
-    words = f"toy --run engine --out {tmp_path} --model {folder} --port {PORT + 3} --concurrency 8"
-    # two of them compiled, as on GPUs
-    words += f" --enforce_eager {family in ('gemma3_text', 'olmo2')}"
+    knobs = f"toy --run engine --out {tmp_path} --model {folder} --port {PORT + 3} --concurrency 8"
+    # One of the three engines compiles, as on GPUs.
+    knobs += f" --enforce_eager {family in ('gemma3_text', 'olmo2')}"
     model = build(folder).model
-    with served(words, as_loaded=False) as config:
+    with served(knobs, as_loaded=False) as config:
         sender = sender_to(config, model)
-        # the first one learns where everything goes, the other uses it
+        # The first update learns where everything goes, and the second one uses it.
         for version in (1, 2):
             perturb(model)
             update(sender, version)

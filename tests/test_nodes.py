@@ -59,29 +59,24 @@ def test_wrong_variables_and_addresses_are_refused(monkeypatch):
     assert placement.own_address("localhost") == "10.1.2.3"
 
 
-ALL = "0 1 2 3 4 5 6 7"  # every GPU of a node has an engine
+# Every GPU of a node has an engine.
+ALL = "0 1 2 3 4 5 6 7"
 
 
 @pytest.mark.parametrize(
     "gpus,n,knobs,engines,ranks",
     [
-        # one node serves, one trains
+        # One node serves, and one trains.
         (8, 2, "--trainers 8", {1: ALL}, {0: 8}),
-        # three of eight serve: one node is split
+        # Three GPUs of eight serve: one node is split.
         (8, 3, "", {2: ALL, 1: "7"}, {0: 8, 1: 7}),
         (8, 2, "--trainers 8 --tensor_parallel 2", {1: "01 23 45 67"}, {0: 8}),
         (8, 1, "--trainers 3 --tensor_parallel 2 --engines 2", {0: "34 56"}, {0: 3}),
         (4, 1, "", {0: "2 3"}, {0: 2}),
-        # the paper's
-        (
-            8,
-            16,
-            "",
-            dict.fromkeys(range(10, 16), ALL),
-            dict.fromkeys(range(10), 8),
-        ),
+        # The placement of the paper
+        (8, 16, "", dict.fromkeys(range(10, 16), ALL), dict.fromkeys(range(10), 8)),
         (1, 2, "", {1: "0"}, {0: 1}),
-        # both share the only GPU
+        # Engine and trainer share the only GPU.
         (1, 1, "", {0: "0"}, {0: 1}),
         (0, 3, "", {1: "-", 2: "-"}, {0: 1}),
         (0, 2, "--trainers 2", {0: "-"}, {0: 1, 1: 1}),
@@ -91,14 +86,15 @@ def test_placement_spreads_ranks_and_engines_over_nodes(gpus, n, knobs, engines,
     c = cfg.parse(["toy", *knobs.split()])
     c.nnodes = n
     c = placement.resolve(c, gpus)
-    found = {}
-    for node, own in placement.spread(c, gpus)[1]:
-        found.setdefault(node, []).append("".join(map(str, own)) or "-")
-    assert {node: " ".join(words) for node, words in found.items()} == engines
+    placed = {}
+    for node, devices in placement.spread(c, gpus)[1]:
+        placed.setdefault(node, []).append("".join(map(str, devices)) or "-")
+    assert {node: " ".join(names) for node, names in placed.items()} == engines
     assert Counter(node for node, _ in placement.spread(c, gpus)[0]) == ranks
-    # no GPU twice, but the only one; tests/started/ has the processes
-    used = [(node, g) for part in placement.spread(c, gpus) for node, own in part for g in own]
-    assert len(set(used)) == len(used) or n * gpus == 1
+    # No GPU is used twice, unless it is the only one. tests/started/ has the processes.
+    processes = [process for part in placement.spread(c, gpus) for process in part]
+    gpus_in_use = [(node, device) for node, devices in processes for device in devices]
+    assert len(set(gpus_in_use)) == len(gpus_in_use) or n * gpus == 1
 
 
 # ---- node 0 holds the lock, and has written config.json
@@ -113,10 +109,9 @@ def run(tmp_path):
 
 
 def test_other_nodes_join_the_start_that_holds_the_run(run):
-    # left by an earlier start
-    with pytest.raises(
-        cfg.ConfigError, match="has not started .*/toy within 1 s: does it run, and"
-    ):
+    # An earlier start has left its config.json.
+    complaint = "has not started .*/toy within 1 s: does it run, and"
+    with pytest.raises(cfg.ConfigError, match=complaint):
         rundir.wait_for_node_0(run)
     [lock], start = rundir.hold(run)
     with pytest.raises(cfg.ConfigError, match="has not started"):
@@ -129,15 +124,15 @@ def test_other_nodes_join_the_start_that_holds_the_run(run):
 def test_other_nodes_see_whether_node_0_is_done_or_gone(run):
     [lock], start = rundir.hold(run)
     assert not rundir.node_0_is_done(run, start)
-    # of another start nothing counts
+    # What belongs to another start does not count.
     with pytest.raises(Ended, match=r"node 0 \(127.0.0.1\) has stopped or is gone"):
         rundir.node_0_is_done(run, "another")
     os.close(lock)
     with pytest.raises(Ended, match="has stopped or is gone"):
         rundir.node_0_is_done(run, start)
-    word = Path(run.out, run.run, "queues", "version.json")
-    word.parent.mkdir()
-    publish_json(word, done=True)
+    version_file = Path(run.out, run.run, "queues", "version.json")
+    version_file.parent.mkdir()
+    publish_json(version_file, done=True)
     assert rundir.node_0_is_done(run, start)
 
 
@@ -163,9 +158,9 @@ class Hosts:
         self.enter(self.switch, "ip link add br0 type bridge; ip link set br0 up")
 
     def enter(self, process, script):
-        here = os.readlink("/proc/self/ns/net")
-        # it may not have come to unshare yet
-        wait_until(lambda: os.readlink(f"/proc/{process.pid}/ns/net") != here)
+        own_namespace = os.readlink("/proc/self/ns/net")
+        # The process may not have reached unshare yet.
+        wait_until(lambda: os.readlink(f"/proc/{process.pid}/ns/net") != own_namespace)
         sh("nsenter", "-t", process.pid, "-n", "bash", "-ec", script)
 
     def run(self, k, n, *argv):
@@ -178,10 +173,13 @@ class Hosts:
         return self.boot(k, ("serve", "--out", self.folder, "--run", "n"))
 
     def boot(self, k, argv, **environment):
-        """Start a host that runs run.sh. Its words go to <folder>/host<k>.txt."""
+        """Start a host that runs run.sh. Its output goes to <folder>/host<k>.txt."""
         link = f"v{k}"
-        environment |= {"RUN_MARK": self.folder, "PYTHONPATH": self.fake}
-        environment["PIPELINE_PYTHON"] = sys.executable
+        environment |= {
+            "RUN_MARK": self.folder,
+            "PYTHONPATH": self.fake,
+            "PIPELINE_PYTHON": sys.executable,
+        }
         begin = 'until ip addr | grep -q 10.77.0; do sleep 0.05; done; exec bash run.sh "$@"'
         unshare = ["unshare", "-n", "-p", "-f", "--mount-proc", "--kill-child"]
         host = subprocess.Popen(
@@ -192,7 +190,7 @@ class Hosts:
             stderr=subprocess.STDOUT,
         )
         self.enter(host, "ip link set lo up")
-        # the same hardware address at every boot, as the others remember it
+        # The hardware address is the same at every boot, as the other hosts remember it.
         eth0 = f"name eth0 address 02:00:00:00:00:{k + 1:02x} netns {host.pid}"
         cable = f"ip link add {link} type veth peer {eth0}; ip link set {link} master br0 up"
         self.enter(self.switch, f"ip link del {link} 2> /dev/null || true; {cable}")
@@ -200,21 +198,21 @@ class Hosts:
         self.hosts[k] = host, link
         return host
 
-    def words(self, k):
+    def log_text(self, k):
         return (self.folder / f"host{k}.txt").read_text()
 
     def everything(self):
         return "\n".join(path.read_text() for path in sorted(self.folder.glob("host*.txt")))
 
-    def wait_until(self, true, seconds=400):
+    def wait_until(self, condition, seconds=400):
         deadline = time.monotonic() + seconds
-        while not true():
+        while not condition():
             assert time.monotonic() < deadline, self.everything()
             assert all(host.poll() is None for host, _ in self.hosts.values()), self.everything()
             time.sleep(0.1)
 
     def ends(self, *numbers, seconds=300):
-        """Wait for the ends of these hosts; their exit codes."""
+        """Wait for the ends of these hosts; return their exit codes."""
         codes = []
         for k in numbers:
             try:
@@ -225,34 +223,34 @@ class Hosts:
         return codes
 
     def wait_for_engines(self, *numbers):
-        """Until exactly these hosts' engines serve the trainer's weights."""
+        """Wait until the engines of exactly these hosts serve the trainer's weights."""
         self.wait_until(lambda: self.serving() == set(numbers))
 
     def step(self):
-        """The newest step in metrics.jsonl."""
+        """The number of the newest step in metrics.jsonl."""
         path = self.folder / "n" / "metrics.jsonl"
         return len(metrics(self.folder / "n")[0]) if path.exists() else 0
 
     def serving(self):
         """Numbers of the hosts whose engines serve the trainer's weights."""
-        said = read_json(self.folder / "n" / "queues" / "version.json")
-        addresses = re.findall(r"10\.77\.0\.(\d+)", str(said.get("engines")))
+        version = read_json(self.folder / "n" / "queues" / "version.json")
+        addresses = re.findall(r"10\.77\.0\.(\d+)", str(version.get("engines")))
         return {int(address) - 1 for address in addresses}
 
     def stop(self, k):
-        """SIGTERM to run.sh there."""
+        """Send SIGTERM to run.sh on this host."""
         host, _ = self.hosts[k]
         children = Path(f"/proc/{host.pid}/task/{host.pid}/children").read_text().split()
         os.kill(int(children[0]), signal.SIGTERM)
 
     def kill(self, k):
-        """All of its processes die at once; the others' connections to it are closed."""
+        """Kill all processes of a host at once; other hosts see their connections to it closed."""
         host, _ = self.hosts.pop(k)
         host.kill()
         host.wait()
 
     def cut_off(self, k):
-        """Power loss: nothing it sends arrives any more, and all of it is dead."""
+        """Take the power from a host: nothing that it sends arrives, and its processes die."""
         self.enter(self.switch, f"ip link set {self.hosts[k][1]} down")
         self.kill(k)
 
@@ -266,18 +264,19 @@ class Hosts:
 
 @pytest.fixture
 def hosts(tmp_path):
-    for what in ("ip", "nsenter", "unshare"):
-        if not shutil.which(what):
-            pytest.skip(f"hosts are made with `{what}` (iproute2, util-linux), which is not here")
+    for program in ("ip", "nsenter", "unshare"):
+        if not shutil.which(program):
+            pytest.skip(
+                f"hosts are made with `{program}` (iproute2, util-linux), which is not here"
+            )
     network = "unshare -n -p -f --mount-proc ip link add v0 type veth peer name v1"
     if subprocess.run(network.split(), capture_output=True).returncode:
         pytest.skip("network namespaces are not permitted here")
-    made = Hosts(tmp_path)
-    with contextlib.closing(made):
-        yield made
+    with contextlib.closing(Hosts(tmp_path)) as network:
+        yield network
 
 
-def whole(run_dir, steps):
+def assert_complete(run_dir, steps):
     """Assert that every step of a run is there, and that trainer and engines agreed."""
     lines, evals = metrics(run_dir)
     assert [x["step"] for x in lines] == list(range(1, steps + 1))
@@ -292,40 +291,40 @@ def test_engine_hosts_come_and_go_while_the_run_goes_on(hosts, tmp_path):
         hosts.run(k, 3, *argv, "--steps", 1000)
     hosts.wait_for_engines(1, 2)
     hosts.wait_until(lambda: hosts.step() >= 2)
-    assert "node 1 of 3\n  engine0" in hosts.words(1)
-    assert "node 2 of 3\n  engine1" in hosts.words(2)
-    # one that joins late
+    assert "node 1 of 3\n  engine0" in hosts.log_text(1)
+    assert "node 2 of 3\n  engine1" in hosts.log_text(2)
+    # One host joins late.
     hosts.serve(3)
     hosts.wait_for_engines(1, 2, 3)
-    # one that loses power
+    # One host loses power.
     hosts.cut_off(2)
     hosts.wait_for_engines(1, 3)
-    # one that is stopped
+    # One host is stopped.
     hosts.stop(3)
     assert hosts.ends(3) == [143]
     hosts.wait_for_engines(1)
-    then = hosts.step()
-    hosts.wait_until(lambda: hosts.step() > then)
-    # a node of the run that was gone is back
+    last_step = hosts.step()
+    hosts.wait_until(lambda: hosts.step() > last_step)
+    # A node of the run that was gone comes back.
     hosts.run(2, 3, *argv, "--steps", 1000)
     hosts.serve(3)
     hosts.wait_for_engines(1, 2, 3)
     hosts.stop(0)
     assert hosts.ends(0, 1, 2, 3) == [143, 1, 1, 1], hosts.everything()
     for k in (1, 2, 3):
-        assert "node 0 (10.77.0.1) has stopped or is gone" in hosts.words(k)
+        assert "node 0 (10.77.0.1) has stopped or is gone" in hosts.log_text(k)
     steps = hosts.step() + 10
-    # its end comes when both engines serve, and not before
+    # The run's end comes when both engines serve, and not before.
     with standing_still(hosts.fake):
-        # before the run that it serves
+        # This host starts before the run that it serves.
         hosts.serve(3)
         for k in range(2):
             hosts.run(k, 2, *argv, "--steps", steps)
-        hosts.wait_until(lambda: "from step_" in hosts.words(0))
+        hosts.wait_until(lambda: "from step_" in hosts.log_text(0))
         hosts.wait_for_engines(1, 3)
     assert hosts.ends(0, 1, 3) == [0, 0, 0], hosts.everything()
-    assert "picture" in hosts.words(0)
-    whole(tmp_path / "n", steps)
+    assert "picture" in hosts.log_text(0)
+    assert_complete(tmp_path / "n", steps)
     assert leftovers(tmp_path) == []
 
 
@@ -337,16 +336,16 @@ def test_a_trainer_host_that_dies_ends_the_run_and_the_same_command_continues(ho
     hosts.wait_until(lambda: hosts.step() >= 3)
     hosts.kill(1)
     assert hosts.ends(0) == [1]
-    assert "run.sh: train died with exit code" in hosts.words(0)
+    assert "run.sh: train died with exit code" in hosts.log_text(0)
     assert leftovers(tmp_path) == []
     done = hosts.step()
     for k in range(2):
         hosts.run(k, 2, *argv, "--steps", done + 4)
     assert hosts.ends(0, 1) == [0, 0], hosts.everything()
-    first = int(re.search(r"continuing .* from step_(\d+)", hosts.words(0))[1])
+    first = int(re.search(r"continuing .* from step_(\d+)", hosts.log_text(0))[1])
     assert first % 2 == 0 and 2 <= first <= done
     assert (tmp_path / "n" / "logs" / "train1.log").exists()
-    whole(tmp_path / "n", done + 4)
+    assert_complete(tmp_path / "n", done + 4)
     assert leftovers(tmp_path) == []
 
 
@@ -357,5 +356,5 @@ def test_a_host_that_serves_ends_when_node_0_loses_power(hosts, tmp_path):
     hosts.wait_for_engines(1)
     hosts.cut_off(0)
     assert hosts.ends(1) == [1]
-    assert "node 0 (10.77.0.1) has stopped or is gone" in hosts.words(1)
+    assert "node 0 (10.77.0.1) has stopped or is gone" in hosts.log_text(1)
     assert leftovers(tmp_path) == []

@@ -40,26 +40,25 @@ class Shard(torch.nn.Module):
             elif name == "down":
                 self.down.data.copy_(weight.narrow(1, self.rank * WIDTH, WIDTH))
             else:
-                into = self.qk.data.narrow(0, half * (name == "k"), half)
-                into.copy_(weight.narrow(0, self.rank * half, half))
+                target = self.qk.data.narrow(0, half * (name == "k"), half)
+                target.copy_(weight.narrow(0, self.rank * half, half))
 
     def values(self):
         return {name: p.detach().clone() for name, p in self.named_parameters()}
 
     def expected(self, sent):
-        """What `values` are once these tensors have been loaded."""
+        """Return what `values` returns once these tensors have been loaded."""
         q, k = (sent[name].chunk(2)[self.rank] for name in "qk")
         down = sent["down"].chunk(2, 1)[self.rank]
         return {"qk": torch.cat([q, k]), "down": down, "norm": sent["norm"]}
 
 
-def equal(values, others):
-    return all(torch.equal(values[name], others[name]) for name in values | others)
+def equal(values, expected):
+    return all(torch.equal(values[name], expected[name]) for name in values | expected)
 
 
 def layout_of(bucket_bytes=200):
-    layout = dict(names=NAMES, shapes=SHAPES, dtype="float32", whole=True)
-    return layout | dict(bucket_bytes=bucket_bytes)
+    return dict(names=NAMES, shapes=SHAPES, dtype="float32", whole=True, bucket_bytes=bucket_bytes)
 
 
 class Update:
@@ -73,7 +72,7 @@ class Update:
 
 
 def receive(plan, update):
-    """Bucket after bucket in the same memory, as Receiver does."""
+    """Receive bucket after bucket in the same memory, as Receiver does."""
     memory = torch.empty(max(map(len, update.buckets)))
     for k, bucket in enumerate(update.buckets):
         memory[: len(bucket)] = bucket
@@ -94,17 +93,17 @@ def test_a_worker_gets_its_shards_bucket_by_bucket(rank, bucket_bytes):
     layout = layout_of(bucket_bytes=bucket_bytes)
     plan = Plan(model, layout)
     for seed in (0, 1):
-        before = model.values()
+        served_values = model.values()
         update = Update(layout, seed)
         receive(plan, update)
-        # nothing of it is served before the swap
-        assert equal(model.values(), before)
+        # Nothing of the update is served before the swap.
+        assert equal(model.values(), served_values)
         plan.swap()
         assert equal(model.values(), model.expected(update.sent))
 
 
 class Elsewhere(Shard):
-    """Loading it fills a buffer, too."""
+    """A layer whose weight loader fills a buffer, too."""
 
     def __init__(self):
         super().__init__()
@@ -122,7 +121,7 @@ class Scaled(Shard):
 
 
 class Quantised(Shard):
-    """Its weights are treated after loading."""
+    """A layer whose weights are processed after loading."""
 
     def __init__(self):
         super().__init__()
@@ -144,7 +143,7 @@ def test_a_model_that_does_more_than_copy_is_refused_by_name():
 
 
 class Worker:
-    """What Receiver asks of vLLM's worker."""
+    """The attributes of vLLM's worker that Receiver uses."""
 
     def __init__(self, model):
         self.device = torch.device("cpu")
@@ -154,45 +153,54 @@ class Worker:
         self.get_model = lambda: model
 
 
-def group_of(layout, **others):
-    place = dict(backend="gloo", host="127.0.0.1", port=1, first_rank=1, world=2, timeout=1)
-    return place | dict(layout=layout) | others
+def group_of(layout, **changed):
+    group = dict(
+        backend="gloo",
+        host="127.0.0.1",
+        port=1,
+        first_rank=1,
+        world=2,
+        timeout=1,
+        layout=layout,
+    )
+    return group | changed
 
 
 def test_a_worker_needs_memory_for_one_bucket_and_its_own_shards(monkeypatch):
-    # there is no trainer to connect to
+    # There is no trainer to connect to.
     monkeypatch.setattr(Receiver, "run", lambda self: None)
     receiver = Receiver(Worker(Shard()), group_of(layout_of(bucket_bytes=300)), None)
-    own = sum(x.numel() for x in receiver.plan.successor.values())
-    assert own == 2 * WIDTH * WIDTH + WIDTH
+    shard_size = sum(x.numel() for x in receiver.plan.successor.values())
+    assert shard_size == 2 * WIDTH * WIDTH + WIDTH
     assert receiver.memory.shape == (2 * WIDTH * WIDTH,)
-    # a group of other tensors needs other memory
-    other = Receiver(receiver.worker, group_of(layout_of(bucket_bytes=10**6)), receiver)
-    assert other.plan is not receiver.plan and receiver.is_retired
+    # A group with other buckets needs other memory.
+    second = Receiver(receiver.worker, group_of(layout_of(bucket_bytes=10**6)), receiver)
+    assert second.plan is not receiver.plan and receiver.is_retired
 
 
 # The deadline of a gloo group in seconds. Only the deadline ends a wait in such a group, even if
-# the group was given up
+# the group was given up.
 GLOO = 60.0
 
 
-def trainer_of(model, layout, before=None):
+def trainer_of(model, layout, predecessor=None):
     """Return (store, process group, the worker's Receiver) of a trainer with one worker."""
     store = transport.open_store("127.0.0.1", 0, LONG, server=True)
-    receiver = Receiver(Worker(model), group_of(layout, port=store.port, timeout=GLOO), before)
+    group = group_of(layout, port=store.port, timeout=GLOO)
+    receiver = Receiver(Worker(model), group, predecessor)
     store.wait(["here/1"])
     store.set("all_here", "")
     return store, transport.join_group("gloo", store, 0, 2, GLOO), receiver
 
 
 def test_new_weight_group_does_not_wait_for_one_that_hangs():
-    """Whoever comes first: the new update, or what was still on its way in the old group."""
+    """Either may come first: the new update, or what is on its way in the old group."""
     layout = layout_of(bucket_bytes=1)
     model = Shard()
     store, group, first = trainer_of(model, layout)
     old = Update(layout, 0)
     store.set("update/0", "1")
-    # the first bucket, and no more
+    # The old group gets the first bucket and no other.
     group.broadcast(old.buckets[0], 0).wait()
     start = time.monotonic()
     new_store, new_group, second = trainer_of(model, layout, first)
@@ -200,7 +208,7 @@ def test_new_weight_group_does_not_wait_for_one_that_hangs():
     update = Update(layout, 1)
     new_store.set("update/0", "2")
     new_group.broadcast(update.buckets[0], 0).wait()
-    # now the old one goes on, after all; who receives it may have left already
+    # Now the old group goes on after all. Its receiver may have left already.
     with contextlib.suppress(RuntimeError):
         group.broadcast(old.buckets[1], 0).wait(timedelta(seconds=3))
     for bucket in update.buckets[1:]:
@@ -226,10 +234,10 @@ def test_a_broadcast_that_returns_late_writes_nothing(monkeypatch, raises):
     monkeypatch.setattr(FakeNCCL, "hangs", ["wait"])
     store.set("update/0", "1")
     wait_until(first.process_group.is_waiting.is_set)
-    before = {p: x.clone() for p, x in first.plan.successor.items()}
+    successor = {p: x.clone() for p, x in first.plan.successor.items()}
     second = Receiver(worker, group, first)
-    # by whom gives it up, and by its own thread as it ends
+    # Two threads abort the group: the one that gives it up, and the receiver's own as it ends.
     wait_until(lambda: first.process_group.aborts == 2)
     assert first.received is None and not store.check(["ready/0/1"])
     assert second.plan is first.plan
-    assert all(torch.equal(x, before[p]) for p, x in first.plan.successor.items())
+    assert all(torch.equal(x, successor[p]) for p, x in first.plan.successor.items())

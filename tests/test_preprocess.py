@@ -56,7 +56,10 @@ def test_packing_puts_every_index_in_one_row_within_capacity(seed):
         assert 0 < sum(lengths[i] for i in row) <= capacity
     # no two rows are half empty
     assert len(rows) <= 2 * sum(lengths) / capacity + 1
-    with pytest.raises(ValueError, match="sample 1 has 9 tokens, a row has 8"):
+    with pytest.raises(
+        ValueError,
+        match="an attempt of 9 tokens does not fit into a row of 8 tokens: raise --row_tokens",
+    ):
         pack([3, 9], 8)
 
 

@@ -86,7 +86,7 @@ def write_run(
             packer.add(group)
     publish_json(queues / "sampler.json", drawn=99, pending={"97": ["toy", 3]}, state={"drawn": 99})
     evaluation = dict(run_id=config.run_id, eval={"toy": 0.0}, problems=0, version=steps)
-    Queue(queues / "evals").put(evaluation | {"wall_s": 0.0})
+    Queue(queues / "evals").put(evaluation)
     return run_dir
 
 

@@ -37,7 +37,7 @@ def test_replayed_step_equals_the_run_bit_for_bit(kept_run, step, capsys):
 
 
 def test_replay_shows_another_loss_beside_the_runs(kept_run, capsys):
-    replay.main([str(kept_run), "--step", "4", "--loss", "icepop"])
+    replay.main([str(kept_run), "--step", "4", "--loss=icepop"])
     printed = capsys.readouterr().out
     rows = {line.split()[0]: line.split()[1:] for line in printed.splitlines() if line.strip()}
     assert rows["run"] == ["again", "icepop"]

@@ -26,12 +26,12 @@ from tools.report_panels import Panel
 from tools.status import Status
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-# it talks to nobody; as root it has no sandbox
+# The browser makes no requests of its own. As root it has no sandbox.
 FLAGS = (
     "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update "
     "--disable-sync"
 ).split()
-# an open page takes its time on a busy machine, ms
+# Milliseconds: on a busy machine a page opens slowly.
 PATIENCE = 60_000
 
 
@@ -40,14 +40,14 @@ def tool(name, *arguments):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-def assert_one_line(done, words):
-    """A tool ended with this complaint."""
+def assert_one_line(done, message):
+    """Assert that a tool failed with one line that has this message."""
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-    assert words in done.stderr
+    assert message in done.stderr
 
 
 def compared(folder, **settings):
-    """report_comparison.Run of made up runs: {name: knobs}."""
+    """Make up runs of {name: knobs}; return the report_comparison.Run of each."""
     run_dirs = [made_up_run(folder, name, **knobs) for name, knobs in settings.items()]
     return [
         report_comparison.Run(run_dir, *read_metrics(run_dir, "step", "eval"))
@@ -60,7 +60,7 @@ def compared(folder, **settings):
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory):
-    """(page in a real browser, its rollouts as samples.jsonl has them, what the console said)."""
+    """Yield (page in a real browser, lines of samples.jsonl, console messages and requests)."""
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None:
         pytest.skip("there is no Chromium: apt install chromium")
@@ -68,7 +68,7 @@ def opened(tmp_path_factory):
 
     run_dir = made_up_run(tmp_path_factory.mktemp("report"), "shown", rollouts=300)
     lines = read_lines(run_dir / "samples.jsonl")
-    # what must stay text; the newest rollout is the first of the list
+    # This must stay text. The newest rollout is the first of the list.
     newest = lines[-1]
     newest["sample_id"] = 0
     newest["spans"][1][1][0] = "</script><b id=injected>&amp;"
@@ -77,23 +77,23 @@ def opened(tmp_path_factory):
     write_lines(run_dir / "continued.jsonl", [dict(step=20, changed=dict(max_lag=[1, 2]))])
     write_lines(run_dir / "samples.jsonl", lines)
     with open(run_dir / "samples.jsonl", "a") as file:
-        # the last line of a run in progress may be torn
+        # The last line of a run in progress may be torn.
         file.write('{"sample_id": 9')
     done = tool("report", run_dir)
     assert done.returncode == 0, done.stdout + done.stderr
-    said = []
+    messages = []
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=path, args=FLAGS)
-        # offline: whatever it would fetch is an error
+        # The browser is offline: whatever it would fetch is an error.
         context = chromium.new_context(viewport={"width": 1300, "height": 900}, offline=True)
         tab = context.new_page()
         tab.set_default_timeout(PATIENCE)
-        tab.on("console", lambda message: said.append(message.text))
-        tab.on("pageerror", lambda error: said.append(str(error)))
-        tab.on("request", lambda request: said.append(request.url))
+        tab.on("console", lambda message: messages.append(message.text))
+        tab.on("pageerror", lambda error: messages.append(str(error)))
+        tab.on("request", lambda request: messages.append(request.url))
         tab.goto((run_dir / "report.html").resolve().as_uri())
         tab.wait_for_selector(".panel .main-svg")
-        yield tab, lines, said
+        yield tab, lines, messages
         chromium.close()
 
 
@@ -102,28 +102,28 @@ def shown_rows(tab):
 
 
 def count(tab):
-    """Of how many rollouts the list speaks."""
+    """The number of rollouts that the page says its list has."""
     return int(tab.inner_text("#count").split()[0])
 
 
 def test_page_opens_without_console_messages_or_requests(opened):
-    tab, lines, said = opened
-    # all curves, also those further down
+    tab, lines, messages = opened
+    # Curves further down are drawn when the page is scrolled to them.
     for panel in tab.locator(".panel").all():
         panel.scroll_into_view_if_needed()
-    drawn = "[...document.querySelectorAll('.panel')].every(p => p.querySelector('.main-svg'))"
-    tab.wait_for_function(drawn)
+    condition = "[...document.querySelectorAll('.panel')].every(p => p.querySelector('.main-svg'))"
+    tab.wait_for_function(condition)
     assert tab.locator(".panel").count() == 17
-    assert [x for x in said if not x.startswith(("file:", "data:", "blob:"))] == []
+    assert [x for x in messages if not x.startswith(("file:", "data:", "blob:"))] == []
     assert count(tab) == len(lines)
-    words = tab.inner_text("body")
-    assert "kl_coef" not in words
+    text = tab.inner_text("body")
+    assert "kl_coef" not in text
     tab.click("summary")
     assert "kl_coef" in tab.inner_text("details")
-    assert "max_lag (1 -> 2)" in words
-    assert "held-out toy" in words
-    assert "signal 0 for 10 steps: no group has two different rewards" in words
-    assert "failed\t16\t7\t7" in words
+    assert "max_lag (1 -> 2)" in text
+    assert "held-out toy" in text
+    assert "signal 0 for 10 steps: no group has two different rewards" in text
+    assert "failed\t16\t7\t7" in text
 
 
 def test_page_escapes_text_and_shows_the_numbers_of_the_files(opened):
@@ -132,13 +132,13 @@ def test_page_escapes_text_and_shows_the_numbers_of_the_files(opened):
     shown_rows(tab).first.click()
     row = shown_rows(tab).first.locator("td").all_inner_texts()
     n = str(len(newest["behavior_logprobs"]))
-    # of step 60, made from version 59; its first tokens were sampled by version 58
+    # Step 60 starts from version 59. Version 58 sampled the first tokens.
     assert row[:5] == ["60", "toy", f"{newest['reward']:.2f}", n, "1"]
     assert row[6] == newest["prompt"]
     assert newest["prompt"].startswith("<img") and tab.locator("#injected").count() == 0
-    # the right answer is looked up in the task's problems
-    right = load_problems(cfg.Config(task="toy"), "train")
-    assert tab.inner_text("#answer") == f"answer: {right['toy'][299]['answer']}"
+    # The page has the right answer from the task's problems.
+    problems = load_problems(cfg.Config(task="toy"), "train")
+    assert tab.inner_text("#answer") == f"answer: {problems['toy'][299]['answer']}"
     sampled = tab.locator("#tokens span:not(.given)")
     assert sampled.first.inner_text() == "</script><b id=injected>&amp;"
     title = sampled.first.get_attribute("title")
@@ -189,15 +189,15 @@ def test_page_colours_the_tokens_of_a_rollout(opened):
     assert tab.locator("#tokens span").count() == len(line["prompt"]) + n
     assert "advantage -0.500" in tab.inner_text("#about")
     spans = "[...document.querySelectorAll('#tokens span')]"
-    seen = {}
+    colours = {}
     for kind in ("version", "ratio", "advantage", "logprob"):
         tab.select_option("#colour", kind)
-        seen[kind] = tab.evaluate(f"{spans}.map(s => s.style.background).filter(x => x)")
-        assert len(seen[kind]) == n
-    assert len(set(seen["version"])) == 2 and len(set(seen["advantage"])) == 1
-    assert len(set(seen["logprob"])) > 2 and len(set(seen["ratio"])) > 2
-    # below the average of its group: blue
-    red, _, blue = map(int, seen["advantage"][0].split("(")[1].split(",")[:3])
+        colours[kind] = tab.evaluate(f"{spans}.map(s => s.style.background).filter(x => x)")
+        assert len(colours[kind]) == n
+    assert len(set(colours["version"])) == 2 and len(set(colours["advantage"])) == 1
+    assert len(set(colours["logprob"])) > 2 and len(set(colours["ratio"])) > 2
+    # A reward below the average of its group is blue.
+    red, _, blue = map(int, colours["advantage"][0].split("(")[1].split(",")[:3])
     assert blue > red
     tab.fill("#text", "")
 
@@ -206,28 +206,30 @@ def test_page_holds_the_newest_rollouts(tmp_path, monkeypatch):
     run_dir = made_up_run(tmp_path, "long", rollouts=50)
     numbers = [line["sample_id"] for line in read_lines(run_dir / "samples.jsonl")]
     monkeypatch.setattr(report, "MOST_BYTES", 5000)
-    found = [line["sample_id"] for line in report.newest_rollouts(cfg.load(run_dir), run_dir)]
-    assert 3 < len(found) < 50 and found == numbers[-len(found) :]
+    newest_numbers = [
+        line["sample_id"] for line in report.newest_rollouts(cfg.load(run_dir), run_dir)
+    ]
+    assert 3 < len(newest_numbers) < 50 and newest_numbers == numbers[-len(newest_numbers) :]
 
 
 def test_panels_are_drawn_without_evaluations_or_measurements(tmp_path):
     run_dir = made_up_run(tmp_path, "short", steps=2)
     [steps] = read_metrics(run_dir, "step")
     steps = [line | {"mismatch": None} for line in steps]
-    first, more = report_panels.run_panels(steps, [], [])
-    for panel in first + more:
+    main_panels, further_panels = report_panels.run_panels(steps, [], [])
+    for panel in main_panels + further_panels:
         json.dumps(report_panels.as_json(panel), allow_nan=False)
-    report_panels.draw(tmp_path / "some.png", "no evaluations", first + more)
+    report_panels.draw(tmp_path / "some.png", "no evaluations", main_panels + further_panels)
 
 
 def test_curve_as_json_has_no_nan():
     panel = Panel("t", include=(0, 2.5))
     y = np.array([1.0, math.nan, math.inf, 123456.789])
     panel.add("a", np.arange(4) + 123456, y, low=y, high=y)
-    found = json.loads(json.dumps(report_panels.as_json(panel), allow_nan=False))
-    [curve] = found["curves"]
+    panel_json = json.loads(json.dumps(report_panels.as_json(panel), allow_nan=False))
+    [curve] = panel_json["curves"]
     assert curve["y"] == curve["low"] == curve["high"] == [1.0, None, None, 123456.8]
-    assert curve["x"] == [123456, 123457, 123458, 123459] and found["include"] == [0, 2.5]
+    assert curve["x"] == [123456, 123457, 123458, 123459] and panel_json["include"] == [0, 2.5]
 
 
 # ---- comparisons
@@ -242,7 +244,7 @@ def test_runs_are_compared_by_what_differs(tmp_path):
     assert "max_lag 1: " in done.stdout and "lag8-2" in done.stdout
     assert "one seed" not in done.stdout
     [row] = [line for line in done.stdout.splitlines() if line.startswith("held-out toy, last")]
-    # 0.9 and 0.55 at the end, with a little noise; then the difference of every seed
+    # The scores end at 0.9 and 0.55, with a little noise. The row ends with each seed's difference.
     assert all(-0.4 < float(word) < -0.3 for word in row.split()[-3:])
     assert "held-out toy, mean of the first 26.9k samples" in done.stdout
     assert (tmp_path / "comparison.png").stat().st_size > 10000
@@ -266,13 +268,13 @@ def test_seeds_that_have_little_in_common_get_no_band():
     panel = Panel("a")
     report_comparison.add_curves(panel, "a", [(x, x), (x + 8, x)], 0)
     report_comparison.add_curves(panel, "b", [(x, x), (x + 1, x)], 0)
-    *apart, curve = panel.curves
-    assert [curve.low for curve in apart] == [None, None]
+    *single_curves, curve = panel.curves
+    assert [curve.low for curve in single_curves] == [None, None]
     assert curve.x[0] == 1 and curve.x[-1] == 9 and curve.low is not None
 
 
 def test_the_interval_is_of_paired_seeds_and_holds_the_truth_in_95_of_100():
-    # seeds differ by far more than the settings do
+    # Seeds differ by far more than the settings do.
     mean, (low, high) = report_comparison.paired([0.1, 0.5, 0.9], [0.2, 0.6, 1.01])
     assert (mean, high - low) == (pytest.approx(0.31 / 3), pytest.approx(2 * 0.0143, abs=1e-4))
     assert report_comparison.paired([0.1], [0.3]) == (pytest.approx(0.2), None)
@@ -285,13 +287,13 @@ def test_runs_of_different_lengths_are_compared_over_their_common_part(tmp_path)
     runs = compared(tmp_path, long=dict(steps=60, max_lag=1), short=dict(steps=24, max_lag=8))
     rows = {row[0]: row for row in report_comparison.differences(report_comparison.settings(runs))}
     assert rows["steps"][2:6] == ["24.000", "60.000", "-36", "one seed"]
-    # 24 steps of 448 samples, evaluated at 0, 4, ... 24
+    # The common part is 24 steps of 448 samples, evaluated at steps 0, 4, ..., 24.
     assert "held-out toy, mean of the first 10.8k samples" in rows
-    # both take 2 s a step
+    # Both runs take 2 s a step.
     assert rows["samples/s of the steps"][4] == "+0"
 
 
-# ---- words
+# ---- what the commands print
 
 
 def test_find_run_takes_the_newest_or_the_named_run(tmp_path, monkeypatch, capsys):
@@ -301,7 +303,7 @@ def test_find_run_takes_the_newest_or_the_named_run(tmp_path, monkeypatch, capsy
     old = made_up_run(tmp_path, "old")
     new = made_up_run(tmp_path, "new")
     os.utime(old / "config.json", (1, 1))
-    # an evaluation is no run
+    # An evaluation is no run.
     evaluation = made_up_run(tmp_path, "eval-x")
     path = evaluation / "config.json"
     path.write_text(re.sub(r'"trainers": \d', '"trainers": 0', path.read_text()))
@@ -312,11 +314,11 @@ def test_find_run_takes_the_newest_or_the_named_run(tmp_path, monkeypatch, capsy
 def test_report_prints_a_summary_with_alarms(tmp_path):
     run_dir = made_up_run(tmp_path, "s", steps=12)
     done = tool("report", run_dir)
-    # means of five steps each, no advice from so few, alarms
+    # The summary has means of five steps each and alarms, but no advice from so few steps.
     assert "(mean of the first, the last 5 steps)" in done.stdout
     assert "advice         none" in done.stdout
     assert "ALARM          version 10: signal 0 for 10 steps: no group has two" in done.stdout
-    # of steps and of sequences that both computed
+    # Steps measure the mismatch, and sequences that trainer and engines both computed.
     assert "mismatch       3.0e-06 nats at most, 12 times measured; dropped 16" in done.stdout
     assert (run_dir / "report.png").stat().st_size > 10000
     lines = [{"eval": {"toy": 0.5}, "problems": 256, "answers": 256, "version": v} for v in (0, 9)]
@@ -324,9 +326,14 @@ def test_report_prints_a_summary_with_alarms(tmp_path):
         "held-out toy   0.500 (0.439 to 0.561) (version 0) -> "
         "0.500 (0.439 to 0.561) (version 9), 256 problems\n"
     ]
-    several = [line | {"eval": {"a": 0.5, "b": 0.5}} for line in lines]
-    for line in report.score_lines(several):
-        assert " to " not in line and "256 problems in all sets" in line
+    # Rewards that differ from the share of solved problems are shown for their own task alone.
+    rewards = {"a": 0.7, "b": 0.5}
+    several = [line | {"eval": {"a": 0.5, "b": 0.5}, "eval_reward": rewards} for line in lines]
+    assert list(report.score_lines(several)) == [
+        "held-out a     0.500 (version 0) -> 0.500 (version 9), 256 problems in all sets solved; "
+        "mean reward 0.700 -> 0.700\n",
+        "held-out b     0.500 (version 0) -> 0.500 (version 9), 256 problems in all sets\n",
+    ]
 
 
 @pytest.mark.parametrize("name", ["report", "show", "status"])
@@ -351,16 +358,16 @@ def test_show_prints_rollouts_and_ends_with_its_pipe(tmp_path):
 
 def test_alarm_is_raised_once_for_a_state_that_lasts():
     good = dict(ess=1.0, signal=0.5, cut_off=0.0)
-    for wrong, steps, words in [
+    for bad_values, steps, message in [
         (dict(ess=0.29), 3, "ess 0.29 for 3 steps: lower --max_lag"),
         (dict(signal=0.0), 10, "signal 0 for 10 steps: no group has two different rewards"),
         (dict(cut_off=0.96), 10, "cut_off 0.96 for 10 steps: .*raise --max_new_tokens"),
     ]:
-        bad = good | wrong
-        # one good step, and it begins again
+        bad = good | bad_values
+        # One good step starts the count again.
         lines = [bad] * (steps - 1) + [good] + [bad] * (steps + 5)
-        [(version, said)] = alarms([line | {"version": v} for v, line in enumerate(lines, 1)])
-        assert version == 2 * steps and re.match(words, said)
+        [(version, alarm)] = alarms([line | {"version": v} for v, line in enumerate(lines, 1)])
+        assert version == 2 * steps and re.match(message, alarm)
 
 
 def test_status_is_read_from_the_files_of_a_run(tmp_path):
@@ -374,7 +381,7 @@ def test_status_is_read_from_the_files_of_a_run(tmp_path):
     assert "ess 0.990, wait_data_s 0.600, gen_idle 0.100\n" in done.stdout
     assert "alarms     version 10: signal 0 for 10 steps: no group" in done.stdout
     assert "toy 0.2" in done.stdout and "(version 60)" in done.stdout
-    # somebody has the run's lock
+    # The run's lock is held.
     with open(tmp_path / ".s.lock", "w") as lock:
         lock.write("process 1")
         lock.flush()
@@ -394,6 +401,6 @@ def test_status_says_what_a_run_waits_for(tmp_path):
     assert Status(run_dir).starting() == "models are being loaded, 1 of 1 answer"
     publish_json(version, engines=["http://127.0.0.1:1"], served=0, version=0)
     assert Status(run_dir).starting() == "the first rollouts are sampled"
-    # the first line is not whole yet
+    # The first line is not complete yet.
     lines.write_text(part)
     assert not Status(run_dir).lines["step"]

@@ -37,13 +37,13 @@ KEYS = (
 
 
 def command(out, name, port, *knobs):
-    words = f"bash run.sh toy --out {out} --run {name} --port {port} --eval_problems 64"
-    return [*words.split(), *" ".join(map(str, knobs)).split()]
+    command_line = f"bash run.sh toy --out {out} --run {name} --port {port} --eval_problems 64"
+    return [*command_line.split(), *" ".join(map(str, knobs)).split()]
 
 
 def leftovers(out):
     """Return the processes whose command line or RUN_MARK has this output directory."""
-    found = []
+    processes = []
     for p in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             line = p.read_bytes().replace(b"\0", b" ").decode()
@@ -51,15 +51,19 @@ def leftovers(out):
         except OSError:
             continue
         if str(out) in line or f"RUN_MARK={out}".encode() in environment:
-            found.append((p.parent.name, line))
-    return found
+            processes.append((p.parent.name, line))
+    return processes
 
 
 def run(out, name, port, *knobs, timeout=400, **environment):
-    whole = command(out, name, port, *knobs)
-    environment = os.environ | {"RUN_MARK": str(out)} | environment
-    output = dict(capture_output=True, text=True)
-    return subprocess.run(whole, cwd=ROOT, **output, timeout=timeout, env=environment)
+    return subprocess.run(
+        command(out, name, port, *knobs),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=os.environ | {"RUN_MARK": str(out)} | environment,
+    )
 
 
 class User:
@@ -68,7 +72,7 @@ class User:
     def __init__(self, out, name, port, *knobs):
         self.out = out
         self.command = command(out, name, port, *knobs)
-        self.log = out / "words.txt"
+        self.log = out / "output.txt"
         self.environment = os.environ | {"RUN_MARK": str(out)}
 
     def take_fake_engines(self, folder):
@@ -88,14 +92,14 @@ class User:
         ended = False
         while text not in self.log.read_text():
             if ended or time.monotonic() > deadline:
-                # what it has started ends with it
+                # The processes that it has started end with it.
                 self.process.kill()
                 pytest.fail(self.log.read_text())
             time.sleep(0.02)
             ended = self.process.poll() is not None
 
     def interrupt(self):
-        """Ctrl-C, which leaves no process."""
+        """Press Ctrl-C, which must leave no process."""
         self.process.send_signal(signal.SIGINT)
         assert self.process.wait(180) == 130
         assert leftovers(self.out) == []
@@ -139,7 +143,7 @@ def test_the_pipeline_end_to_end(tmp_path, base_model):
     # Updates must come in the middle of a sequence, whatever is faster: the engine holds a sequence
     # there until the next update, at every version but the last two. At those the gate has let so
     # few groups start that the trainer would wait for the held one. At the others it has let at
-    # least seven more start, of which a step takes four
+    # least seven more start, of which a step takes four.
     held_versions = range(19)
     knobs = "--steps 20 --batch_size 32 --attempts 8 --row_tokens 256 --save_every 10 --max_lag 1"
     knobs += " --eval_problems 16 --samples_logged 32 --reward_timeout 300"
@@ -155,11 +159,11 @@ def test_the_pipeline_end_to_end(tmp_path, base_model):
         assert np.isfinite([v for v in x.values() if isinstance(v, (int, float))]).all()
         assert 0 <= x["lag_mean"] <= x["lag_max"] < x["step"]
         assert 0 < x["ess"] <= 1.0001 and 0 <= x["reward"] <= 1 and x["dropped"] == 0
-    # lag-0 tokens: the trainer's logprobs are the engine's, float32 rounding apart
+    # At lag 0 the trainer's logprobs are the engine's, apart from float32 rounding.
     mismatch = [x["mismatch"] for x in steps if x["mismatch"] is not None]
     assert steps[0]["mismatch"] is not None and max(mismatch) < 1e-3
     # Weights arrive while sequences are sampled. At least one of two successive versions has a
-    # sequence that can be held: the groups of a step are then sampled from beginning to end
+    # sequence that can be held: the groups of a step are then sampled from beginning to end.
     log = (run_dir / "logs" / "engine0.log").read_text()
     held = [int(version) for version in re.findall(held_requests.LINE, log)]
     assert len(held) >= len(held_versions) // 2
@@ -169,21 +173,21 @@ def test_the_pipeline_end_to_end(tmp_path, base_model):
     assert "step 20/20 | reward" in done.stdout and "held-out toy" in done.stdout
     assert re.search(r"step 1/20 .* \| mismatch \d\.\de-\d\d \| ", done.stdout)
     samples = [json.loads(x) for x in (run_dir / "samples.jsonl").read_text().splitlines()]
-    # every rollout is shown
+    # Every rollout is there.
     assert [s["step"] for s in samples] == [step for step in range(1, 21) for _ in range(32)]
     config = cfg.load(run_dir)
     problems = load_problems(config, "train")["toy"]
-    # (first, last version) of those that updates went into
+    # (first version, last version) of sequences that updates went into
     updated = []
     for s in samples:
         versions = [version for version, *_ in s["spans"] if version >= 0]
         assert versions == sorted(set(versions))
         if len(versions) > 1:
             updated.append((versions[0], versions[-1]))
-        # sampled by what was there, started when the gate had let its group start
+        # The versions are older than the step, and the gate had let the group start.
         assert max(versions) < s["step"]
         assert s["sample_id"] // config.attempts < allowed_groups(config, min(versions))
-        # at lag 0 with the trainer's own probabilities
+        # At lag 0 the engine's logprobs are the trainer's.
         assert len(s["log_ratios"]) == len(s["behavior_logprobs"])
         if min(versions) == s["step"] - 1:
             assert np.abs(s["log_ratios"]).max() < 1e-3
@@ -191,7 +195,7 @@ def test_the_pipeline_end_to_end(tmp_path, base_model):
         problem = problems[s["problem"]]
         assert s["prompt"] == problem["prompt"]
         assert s["reward"] == float(s["finished"] and s["completion"] == problem["answer"])
-    # A sequence that was held at a version has tokens of it or of older ones, and of newer ones
+    # A sequence that was held at a version has tokens up to that version, and newer ones.
     for version in held:
         assert any(first <= version < last for first, last in updated)
     assert len(updated) == round(32 * sum(x["versions_2"] for x in steps)) >= len(held)
@@ -202,20 +206,20 @@ def test_the_pipeline_end_to_end(tmp_path, base_model):
     assert json.loads((run_dir / "config.json").read_text())["config"]["steps"] == 20
     assert {p.name for p in (run_dir / "checkpoints").iterdir()} == {"step_000010", "step_000020"}
     assert list((run_dir / "queues" / "batches").rglob("*.safetensors")) == []
-    # the launcher may end the actor before its last line
+    # The launcher may end the actor before the actor prints its last line.
     for line in re.findall(r"^actor: done.*", (run_dir / "logs" / "actor.log").read_text(), re.M):
         assert re.fullmatch(r"actor: done, 80 groups started, (.*, )?\d+ verdicts", line)
     assert leftovers(tmp_path) == []
-    # the checkpoint is a Hugging Face model, different from the base model
+    # The checkpoint is a Hugging Face model, different from the base model.
     model = run_dir / "checkpoints" / "step_000020"
     trained, base = map(AutoModelForCausalLM.from_pretrained, (model, base_model))
     assert not torch.equal(trained.lm_head.weight, base.lm_head.weight)
     tokenizers = map(AutoTokenizer.from_pretrained, (model, base_model))
     ids, expected = (tokenizer("ab=")["input_ids"] for tokenizer in tokenizers)
     assert ids == expected
-    # and vLLM loads it as it is: its logprobs are Hugging Face's
+    # vLLM loads the checkpoint as it is, and its logprobs are Hugging Face's.
     with served(f"toy --run checkpoint --out {tmp_path} --port 8711 --model {model}") as config:
-        # what was loaded from disk is version 0
+        # Weights that were loaded from disk have version 0.
         assert_serves(config, trained, 0)
 
 
@@ -228,59 +232,59 @@ def test_max_lag_0_is_synchronous_on_two_fsdp_ranks(tmp_path, base_model):
     assert [(x["lag_mean"], x["lag_max"]) for x in steps] == [(0, 0)] * 4
     assert [x["samples"] for x in steps] == [64, 128, 192, 256]
     assert all(x["mismatch"] < 1e-3 and abs(x["ess"] - 1) < 1e-3 for x in steps)
-    # the policy starts as the reference model and leaves it
+    # The policy starts as the reference model and leaves it.
     assert steps[0]["kl_ref"] < 1e-6 < steps[-1]["kl_ref"]
 
 
 def test_run_continues_after_kills_and_interrupts(tmp_path, base_model):
-    # more steps than are done before the last start, which says how many there are
+    # The run does not come to this number of steps: its last start sets a lower one.
     knobs = "--steps 1000 --batch_size 64 --conventional_g 2 --save_every 2"
     user = User(tmp_path, "k", 8730, knobs)
     run_dir = tmp_path / "k"
 
-    def kill(what):
-        """-9, and not to what has started it."""
-        found = [x for x in leftovers(tmp_path) if not re.search("bash|supervise", x[1])]
-        victim = next(pid for pid, line in found if what in line)
+    def kill(program):
+        """Send kill -9 to a process of this program, but not to those that have started it."""
+        processes = [x for x in leftovers(tmp_path) if not re.search("bash|supervise", x[1])]
+        victim = next(pid for pid, line in processes if program in line)
         os.kill(int(victim), signal.SIGKILL)
 
     def last_step():
-        """Nothing but a step in progress is done again: this one's work is saved."""
+        """Return the number of the last step, whose work must be saved."""
         step = max(x["step"] for x in metrics(run_dir)[0])
         assert (run_dir / "checkpoints" / f"step_{step:06d}").exists()
         return step
 
-    # kill -9 of the only engine: it is started again, gets the weights, and the run goes on
+    # After kill -9 the only engine is started again, gets the weights, and the run goes on.
     user.start("step 2/1000")
     kill("vllm.entrypoints")
     user.wait_for("engine0 died with exit code 137, and is started again")
     user.wait_for("step 5/1000")
-    # kill -9 of the actor: the run ends, says who died, shows its log, leaves no process
+    # After kill -9 of the actor the run ends, says who died, shows its log and leaves no process.
     kill("actor.py")
     assert user.process.wait(180) == 1
     text = user.log.read_text()
     assert "run.sh: actor died with exit code 137" in text and "run.sh: stopped; the same" in text
-    # bash's own notice would come between
+    # A notice by bash itself would come between these lines.
     assert "bash -c" not in text
     assert leftovers(tmp_path) == []
-    # the same command continues
+    # The same command continues.
     user.take_fake_engines(tmp_path / "fake")
     user.start("[train] step")
-    # the trainer saved its work before it was stopped
+    # The trainer saved its work before it was stopped.
     assert int(re.search(r"continuing .* from step_(\d+)", user.log.read_text())[1]) >= 5
     user.interrupt()
     done = last_step()
     assert f"version {done} is saved" in user.log.read_text()
-    # and once more, to the end, which is the phase after the next one's
+    # The last start goes on to the end of the phase after the next one.
     end = (last_step() // 2 + 2) * 2
     user.command += ["--steps", str(end)]
     user.start("picture")
     assert user.process.wait(180) == 0
     steps, _ = metrics(run_dir)
-    # The run was also stopped between steps of a phase that share problems
+    # The run was also stopped between steps of a phase that share problems.
     balance(run_dir, 64, 16)
     assert steps[-1]["samples"] == end * 64
-    # In conventional RL with G = 2 weights are sent every second step, so that lags are 0 and 1
+    # In conventional RL with G = 2 weights are sent every second step, so that lags are 0 and 1.
     assert all(x["lag_max"] <= (x["step"] - 1) % 2 and x["versions_2"] == 0 for x in steps)
     assert sum(x["sync_s"] > 0 for x in steps) <= end // 2 + 5
 
@@ -336,7 +340,7 @@ def test_smol_fetches_and_trains_a_real_model(tmp_path):
 
 @pytest.mark.slow
 def test_toy_trains_on_a_machine_without_compiler_home_or_network(tmp_path, base_model):
-    """No compiler, no HOME, dead proxies, little shared memory; relative paths with umlauts."""
+    """The proxies are dead, there is little shared memory, and paths are relative with umlauts."""
     checkout = tmp_path / "für alle" / "repo"
     shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".*", "out"))
     caller = tmp_path / "caller's"
@@ -345,8 +349,15 @@ def test_toy_trains_on_a_machine_without_compiler_home_or_network(tmp_path, base
     programs.mkdir()
     for name in "bash dirname nice sh lscpu unshare mount".split():
         (programs / name).symlink_to(shutil.which(name))
-    env = dict(PATH=str(programs), LANG="C", PIPELINE_PYTHON=sys.executable)
-    env |= dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "http://127.0.0.1:9")
+    dead_proxy = "http://127.0.0.1:9"
+    env = dict(
+        PATH=str(programs),
+        LANG="C",
+        PIPELINE_PYTHON=sys.executable,
+        http_proxy=dead_proxy,
+        https_proxy=dead_proxy,
+        all_proxy=dead_proxy,
+    )
     start = 'umask 077; exec bash "$0" toy --model "its model" --out "Läufe" '
     start += "--steps 2 --batch_size 32 --attempts 8 --eval_problems 16 --save_every 0 --port 8735"
     if os.geteuid() == 0:

@@ -7,7 +7,7 @@ from plumbing import samples as schema
 from plumbing.samples import check_record, filler, join, layout, share, split
 
 
-def make_sample(n=5, reward=0.0, version=0, prompt=2, **others):
+def make_sample(n=5, reward=0.0, version=0, prompt=2, **changed):
     """A sample of n tokens, of which `prompt` were not sampled, with its advantage."""
     mask = np.arange(n) >= prompt
     sample = {
@@ -26,13 +26,13 @@ def make_sample(n=5, reward=0.0, version=0, prompt=2, **others):
         "sample_id": 0,
         "advantage": reward,
     }
-    return sample | others
+    return sample | changed
 
 
-def group_record(draw, samples, failed=0, **others):
+def group_record(draw, samples, failed=0, **changed):
     """A group as actor.py puts it into queues/rollouts: the advantages are not there yet."""
     record = join([{k: v for k, v in s.items() if k != "advantage"} for s in samples])
-    return record | {"run_id": "abc", "draw": draw, "failed": failed} | others
+    return record | {"run_id": "abc", "draw": draw, "failed": failed} | changed
 
 
 def same(a, b):
@@ -42,19 +42,20 @@ def same(a, b):
 
 
 @pytest.mark.parametrize(
-    "sequences,place",
+    "sequences,computed_index",
     [
         ([[7, 8, 1], [7, 8, 2]], [0, 1, 2, 0, 1, 3]),
-        # also of what the one before took over; the last token is its own
+        # A sequence also shares what the one before took over. Last tokens are never shared.
         ([[7, 8], [7, 8], [7, 8, 8, 1]], [0, 1, 0, 2, 0, 2, 3, 4]),
-        # not of an earlier one
+        # A sequence shares nothing with earlier ones.
         ([[7, 8], [6, 8], [7, 8]], [0, 1, 2, 3, 4, 5]),
         ([[7], [7]], [0, 1]),
         ([[7, 8, 9, 1]], [0, 1, 2, 3]),
     ],
 )
-def test_common_prefixes_are_computed_once(sequences, place):
-    assert share(np.concatenate(sequences), list(map(len, sequences))).tolist() == place
+def test_common_prefixes_are_computed_once(sequences, computed_index):
+    lengths = list(map(len, sequences))
+    assert share(np.concatenate(sequences), lengths).tolist() == computed_index
 
 
 def test_samples_survive_a_record():
@@ -65,10 +66,10 @@ def test_samples_survive_a_record():
     assert record["tokens"].tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 4, 5, 6]
     for name, dtype in (schema.TOKEN_FIELDS | schema.SAMPLE_FIELDS).items():
         assert record[name].dtype == dtype
-    again = split(record)
-    for sample, other in zip(again, samples, strict=True):
-        same(sample, other)
-    same(join(again), record)
+    split_samples = split(record)
+    for sample, expected in zip(split_samples, samples, strict=True):
+        same(sample, expected)
+    same(join(split_samples), record)
 
 
 def test_fields_that_samples_lack_are_left_out():
@@ -99,8 +100,8 @@ def test_record_that_no_stage_writes_ends_the_run_by_name():
     record = group_record(0, [make_sample(5), make_sample(4)])
     check_record(record, "the file", run_id="abc")
 
-    def refused(words, **changed):
-        complaint = f"the file: {words}.*the same command continues"
+    def refused(message, **changed):
+        complaint = f"the file: {message}.*the same command continues"
         with pytest.raises(RuntimeError, match=complaint):
             check_record(record | changed, "the file", run_id="abc")
 

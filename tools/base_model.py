@@ -1,10 +1,9 @@
-"""Tiny base models for tasks that bring demonstrations: no run needs a hub. tools/prepare.py makes
-them.
+"""Tiny base models for tasks that bring demonstrations, so that a run needs no hub.
 
-They have a function `demonstration(rng) -> [(text, learn), ...]`: one example, in order, learn =
-True where the model speaks. A good one errs now and then, so that reward has something to mend.
-`TINY` of the task says what may differ from DEFAULT below. Deliberately absent: validation,
-checkpoints, a GPU.
+tools/prepare.py makes them. Such a task has a function `demonstration(rng) -> [(text, learn), ...]`
+that returns the texts of one example in their order; learn = True where the model speaks. A good
+demonstration errs now and then, so that the reward has something to mend. `TINY` of the task says
+what differs from DEFAULT below. Deliberately absent: validation, checkpoints, a GPU.
 """
 
 import importlib
@@ -16,28 +15,32 @@ import time
 from pathlib import Path
 
 DEFAULT = dict(
-    # texts that are one token; any other character is one by itself
+    # texts that are one token each; any other character is a token by itself
     words=(),
-    # characters that the examples may lack
+    # characters that get a token even if no example has them
     characters=(),
     steps=150,
-    # examples a step
+    # number of examples in a step
     batch=64,
     lr=3e-3,
     layers=2,
     hidden=128,
-    # longest sequence, tokens
+    # length of the longest sequence in tokens
     positions=256,
-    # how clients' messages are written, as in demonstrations
+    # the template that writes a client's messages as the demonstrations write them
     chat_template="",
 )
-# examples that are searched for characters
+# number of examples whose characters are collected for the vocabulary
 SEARCHED = 2000
+# number of tokens in a packed row
 ROW_TOKENS = 512
 
 
 def settings(tasks):
-    """TINY of several tasks as one: all words and characters, and the most of everything else."""
+    """Return the settings of one model for several tasks.
+
+    It has the words and characters of all tasks, and the largest value of every other setting.
+    """
     merged = {}
     for name, default in DEFAULT.items():
         values = [getattr(task, "TINY", {}).get(name, default) for task in tasks]
@@ -46,26 +49,26 @@ def settings(tasks):
 
 
 def make_tokenizer(tasks, seed=0):
-    """<pad>, <eos>, in sorted order every character of the first demonstrations, then the words.
-    `<eos>` ends an answer.
+    """Return the tokenizer of these tasks.
 
-    It is a Qwen2 tokenizer without merges: transformers loads whatever lies beside a Qwen2 model as
-    one.
+    Its tokens are <pad>, <eos>, which ends an answer, the characters of the first demonstrations in
+    sorted order, and then the words. It is a Qwen2 tokenizer without merges, because transformers
+    loads any tokenizer that lies beside a Qwen2 model as one.
     """
     from tokenizers import AddedToken, pre_tokenizers
     from transformers import Qwen2Tokenizer
 
-    merged = settings(tasks)
+    model_settings = settings(tasks)
     rng = random.Random(f"vocabulary{seed}")
-    parts = list(merged["characters"])
+    parts = list(model_settings["characters"])
     for task in tasks:
         for _ in range(SEARCHED):
             parts += [part for part, _ in task.demonstration(rng)]
-    words = sorted(merged["words"], key=len, reverse=True)
+    words = sorted(model_settings["words"], key=len, reverse=True)
     if words:
         pattern = re.compile("|".join(map(re.escape, words)))
         parts = [pattern.sub("", part) for part in parts]
-    # a byte-level tokenizer writes some characters as others, a space for one
+    # A byte-level tokenizer writes some characters as others, for example a space.
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     characters = set()
     for piece, _ in byte_level.pre_tokenize_str("".join(parts)):
@@ -78,17 +81,17 @@ def make_tokenizer(tasks, seed=0):
         eos_token="<eos>",
         pad_token="<pad>",
     )
-    tokenizer.chat_template = merged["chat_template"] or None
-    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in merged["words"]])
+    tokenizer.chat_template = model_settings["chat_template"] or None
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in model_settings["words"]])
     return tokenizer
 
 
 def build(tokenizer, layers, hidden, positions):
-    """A Qwen2 model of random weights for this tokenizer."""
+    """Return a Qwen2 model with random weights for this tokenizer."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
-        # a multiple of 64
+        # the size of the vocabulary, rounded up to a multiple of 64
         vocab_size=-(-len(tokenizer) // 64) * 64,
         hidden_size=hidden,
         intermediate_size=3 * hidden,
@@ -106,20 +109,25 @@ def build(tokenizer, layers, hidden, positions):
 
 
 def tokenized(example, tokenizer):
-    """A demonstration -> (token ids, learn), equally long lists; what the model speaks ends in
-    <eos>.
+    """Return (token ids, learn) of a demonstration, two lists of the same length.
+
+    learn is True for the tokens of the model's texts, each of which gets an <eos>.
     """
-    ids, learn = [], []
-    for text, mine in example:
-        part = tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] * mine
-        ids += part
-        learn += [mine] * len(part)
+    ids = []
+    learn = []
+    for text, is_learnt in example:
+        text_ids = tokenizer(text)["input_ids"]
+        if is_learnt:
+            text_ids.append(tokenizer.eos_token_id)
+        ids += text_ids
+        learn += [is_learnt] * len(text_ids)
     return ids, learn
 
 
 def backward(model, examples):
-    """Gradient of the mean cross-entropy of what is learnt, over all examples [(ids, learn)];
-    returns that mean.
+    """Add the gradient of the mean cross-entropy to that of the model; returns this mean, in nats.
+
+    The mean is over the tokens to be learnt of all examples, [(ids, learn)].
     """
     import torch
 
@@ -130,9 +138,9 @@ def backward(model, examples):
     lengths = [len(ids) for ids, _ in examples]
     total = 0.0
     for row in pack(lengths, ROW_TOKENS):
-        # one packed row: ids, learn and positions [T]
+        # ids, learn, positions and logprobs of one packed row: [T]
         ids = torch.tensor([token for i in row for token in examples[i][0]])
-        learn = torch.tensor([mine for i in row for mine in examples[i][1]])
+        learn = torch.tensor([is_learnt for i in row for is_learnt in examples[i][1]])
         positions = torch.cat([torch.arange(lengths[i]) for i in row])
         logprobs, _ = token_logprobs(model, ids, positions, 1.0)
         loss = -(logprobs * learn).sum() / count
@@ -141,22 +149,23 @@ def backward(model, examples):
     return total
 
 
-def warm_up(model, tokenizer, tasks, chosen, seed):
-    """Train a model on demonstrations of the tasks, in turn; chosen: see DEFAULT.
+def warm_up(model, tokenizer, tasks, model_settings, seed):
+    """Train a model on demonstrations of the tasks, in turn.
 
-    At the second and every tenth step a line says how many seconds it will take from there on, at
-    the pace so far.
+    model_settings: see DEFAULT. At the second and at every tenth step, prints how many seconds are
+    left at the pace so far.
     """
     import torch
 
-    steps, lr = chosen["steps"], chosen["lr"]
+    steps = model_settings["steps"]
+    lr = model_settings["lr"]
     rng = random.Random(f"warm-up{seed}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
     for step in range(steps):
-        turns = [tasks[k % len(tasks)] for k in range(chosen["batch"])]
-        examples = [tokenized(task.demonstration(rng), tokenizer) for task in turns]
+        batch_tasks = [tasks[k % len(tasks)] for k in range(model_settings["batch"])]
+        examples = [tokenized(task.demonstration(rng), tokenizer) for task in batch_tasks]
         loss = backward(model, examples)
-        # up over 50 steps, and down to a tenth over all of them
+        # The learning rate rises over 50 steps, and falls to a tenth over all steps.
         rise = min(1, step / 50)
         optimizer.param_groups[0]["lr"] = lr * rise * (1 - 0.9 * step / steps)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -164,19 +173,20 @@ def warm_up(model, tokenizer, tasks, chosen, seed):
         optimizer.zero_grad()
         number = step + 1
         if number == 1:
-            # it takes longer than the others
+            # The first step takes longer than the others, so the pace is measured from its end on.
             first_end = time.monotonic()
         elif number == 2 or number % 10 == 0:
-            left = (time.monotonic() - first_end) / (number - 1) * (steps - number)
-            line = f"warm-up step {number}/{steps}, cross-entropy {loss:.2f}, {left:.0f} s left"
-            print(line, flush=True)
+            remaining = (time.monotonic() - first_end) / (number - 1) * (steps - number)
+            print(
+                f"warm-up step {number}/{steps}, cross-entropy {loss:.2f}, {remaining:.0f} s left",
+                flush=True,
+            )
 
 
-def make_model(names, path, seed, **other):
-    """Make the base model of these tasks at `path` unless it is there already; the same seed gives
-    the same model.
+def make_model(names, path, seed, **overrides):
+    """Make the base model of these tasks at `path`, unless it is there already.
 
-    other: settings instead of the tasks' own.
+    The same seed gives the same model. overrides: settings that replace those of the tasks.
     """
     import torch
 
@@ -184,11 +194,10 @@ def make_model(names, path, seed, **other):
     if (path / "config.json").exists():
         return
     tasks = [importlib.import_module(f"tasks.{name}") for name in names]
-    chosen = settings(tasks) | other
+    model_settings = settings(tasks) | overrides
     print(
-        f"{'+'.join(names)}: making a tiny base model, once, with {chosen['steps']} steps on "
-        "demonstrations; "
-        "the second step says how long it takes",
+        f"{'+'.join(names)}: making a tiny base model, once, with {model_settings['steps']} steps "
+        "on demonstrations; the second step says how long it takes",
         flush=True,
     )
     threads = torch.get_num_threads()
@@ -197,17 +206,22 @@ def make_model(names, path, seed, **other):
     torch.set_num_threads(1)
     tokenizer = make_tokenizer(tasks, seed)
     torch.manual_seed(seed)
-    model = build(tokenizer, chosen["layers"], chosen["hidden"], chosen["positions"])
-    warm_up(model, tokenizer, tasks, chosen, seed)
+    model = build(
+        tokenizer,
+        model_settings["layers"],
+        model_settings["hidden"],
+        model_settings["positions"],
+    )
+    warm_up(model, tokenizer, tasks, model_settings, seed)
     torch.set_num_threads(threads)
-    # a model is whole or absent
+    # The directory gets its name last, so that a model is whole or absent.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     model.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
     try:
         temporary.rename(path)
     except OSError:
-        # another node has made the same
+        # Another node has made the same model.
         shutil.rmtree(temporary)
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     print(f"{'+'.join(names)}: base model of {millions:.2f}M parameters in {path}", flush=True)

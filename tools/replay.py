@@ -1,15 +1,15 @@
-"""A step of a run computed once more, from the micro-batches that --keep_steps left.
+"""Compute a step of a run once more, from the micro-batches that --keep_steps kept.
 
     python tools/replay.py out/toy --step 137
     python tools/replay.py out/toy --step 137 --loss icepop
 
-The first prints the same numbers as the run (the same bits if it had one rank), the second also
-what another loss would have done.
+The first command prints the same numbers as the run (the same bits if the run had one rank). The
+second command also prints what another loss would have done.
 
-It begins from the newest checkpoint before the step; steps between them are trained again first.
-Any knob of the loss may differ; everything before it is what the run itself computed. Runs on one
-device, also what several ranks have trained. The step's rollouts, coloured by ratio, are in
-report.html.
+The program begins from the newest checkpoint before the step, and first trains the steps between
+them again. Any knob of the loss may differ; the samples and their advantages are those of the run.
+One device computes the step, even if several ranks trained it. report.html shows the rollouts of
+the step, coloured by ratio.
 """
 
 import argparse
@@ -32,15 +32,17 @@ from plumbing.placement import gpu_count, share_cores
 from plumbing.ranks import Ranks
 from tools.common import find_run, kept_batches, read_metrics
 
-NUMBERS = "loss grad_norm entropy ess kl_behavior kl_ref mismatch clip_frac reward tokens".split()
+# the metrics that are printed and compared
+METRICS = "loss grad_norm entropy ess kl_behavior kl_ref mismatch clip_frac reward tokens".split()
 
 
 # ---- the step again
 
 
 def train_step(policy, optimizers, batches, version, config, ranks):
-    """train.train's loop for the micro-batches of one step; its metrics. Without optimizers the
-    weights stay.
+    """Train on the micro-batches of one step, as train.train does; returns the step's metrics.
+
+    Without optimizers the weights stay as they are.
     """
     sums = Sums()
     for batch in batches:
@@ -53,97 +55,114 @@ def train_step(policy, optimizers, batches, version, config, ranks):
 
 
 def train_until(run_dir, step, config, ranks):
-    """(policy, optimizers) as they were before `step`, trained again from the newest checkpoint
-    before it.
+    """Return (policy, optimizers) as they were before `step`.
+
+    The newest checkpoint before the step is loaded, and the steps between them are trained again.
+    Raises FileNotFoundError if the micro-batches of one of them are not kept.
     """
-    saved = {int(path.name[5:]): path for path in checkpoints.all_of(run_dir)}
+    saved = {int(path.name.removeprefix("step_")): path for path in checkpoints.all_of(run_dir)}
     version = max((version for version in saved if version < step), default=0)
     path = saved.get(version)
-    # all of them, before anything is computed
+    # All steps are read before one is computed, so that a missing step is reported at once.
     batches = {k: kept_batches(run_dir, k) for k in range(version + 1, step)}
     policy, optimizers = train.build(config, ranks.device, 1)
     checkpoints.restore(path, policy.model, optimizers)
     print(f"replay: from {path or config.model}", flush=True)
-    for k, of_step in batches.items():
-        metrics = train_step(policy, optimizers, of_step, k - 1, config, ranks)
+    for k, step_batches in batches.items():
+        metrics = train_step(policy, optimizers, step_batches, k - 1, config, ranks)
         print(f"replay: step {k}: loss {metrics['loss']:.6g}", flush=True)
     return policy, optimizers
 
 
 def six_digits(value):
-    """A float to six digits; anything else as it is."""
+    """Return a float rounded to six digits, and anything else as it is."""
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def print_numbers(columns, exact):
-    """A table of {heading: metrics}. Returns the names that differ in the first two; exact: in any
-    of six digits.
+    """Print a table of {heading: metrics}; returns the names that differ in the first two columns.
+
+    exact: any difference in the first six digits counts. If it is False, the relative difference
+    must exceed 0.001.
     """
-    differ = []
+    differing = []
     print(" " * 14 + "".join(f"{heading:>14}" for heading in columns))
-    for name in NUMBERS:
+    for name in METRICS:
         values = [six_digits(metrics.get(name)) for metrics in columns.values()]
-        alike = values[0] == values[1]
+        is_same = values[0] == values[1]
         if not exact and None not in values[:2]:
-            # several ranks' sums came in another order
-            alike = math.isclose(*values[:2], rel_tol=1e-3, abs_tol=1e-6)
+            # The sums of several ranks were added up in another order.
+            is_same = math.isclose(*values[:2], rel_tol=1e-3, abs_tol=1e-6)
+        if not is_same:
+            differing.append(name)
         cells = "".join(f"{value!s:>14}" for value in values)
-        print(f"{name:<14}{cells}{'' if alike else '   differs'}")
-        differ += [] if alike else [name]
-    return differ
+        print(f"{name:<14}{cells}{'' if is_same else '   differs'}")
+    return differing
 
 
 @torch.no_grad()
 def compare_weights(model, path, dtype):
-    """The parameters that differ from the checkpoint that the run wrote after the step; prints by
-    how much.
+    """Compare the weights with the checkpoint that the run wrote after the step.
+
+    Prints the largest difference; returns the names of the parameters that differ.
     """
     saved = load_file(path / "model.safetensors")
-    differ = {}
+    differences = {}
     for name, (function, tensors) in lora.served(model).items():
-        ours = function(*map(whole, tensors)).cpu().to(dtype).float()
-        distance = (ours - saved[name].float()).abs().max().item()
-        if distance:
-            differ[name] = distance
-    if differ:
-        print(f"replay: weights of {path} differ by up to {max(differ.values())}")
+        replayed = function(*map(whole, tensors)).cpu().to(dtype).float()
+        difference = (replayed - saved[name].float()).abs().max().item()
+        if difference:
+            differences[name] = difference
+    if differences:
+        print(f"replay: weights of {path} differ by up to {max(differences.values())}")
     else:
         print(f"replay: weights of {path} are the same, bit for bit")
-    return list(differ)
+    return list(differences)
 
 
 def main(argv=None):
-    """Returns the names of what differs."""
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("run_dir", help="directory or name of a run that had --keep_steps")
-    p.add_argument("--step", type=int, required=True, help="as metrics.jsonl counts them, from 1")
-    p.epilog = "Other flags are knobs: replays the step with them as well, e.g. --loss icepop"
-    a, knobs = p.parse_known_args(argv)
-    run_dir = find_run(a.run_dir)
+    """Replay a step; returns the names of the metrics and the parameters that differ."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        epilog="Other flags are knobs, e.g. --loss icepop: the step is replayed with them as well",
+    )
+    parser.add_argument("run_dir", help="directory or name of a run that had --keep_steps")
+    parser.add_argument(
+        "--step", type=int, required=True, help="number of the step in metrics.jsonl, from 1"
+    )
+    arguments, knobs = parser.parse_known_args(argv)
+    step = arguments.step
+    run_dir = find_run(arguments.run_dir)
     config = cfg.load(run_dir)
     try:
-        # the loss's own ratio and bounds, unless they are given
-        own = dict(ratio="", clip_low=-1.0, clip_high=-1.0) if "--loss" in knobs else {}
-        other = cfg.check(cfg.parse(knobs, dataclasses.replace(config, **own)))
-        batches = kept_batches(run_dir, a.step)
+        other = cfg.parse(knobs, config)
+        if other.loss != config.loss:
+            # Another loss comes with its own ratio and clip range, unless the command line sets
+            # them.
+            without = dataclasses.replace(config, ratio="", clip_low=-1.0, clip_high=-1.0)
+            other = cfg.parse(knobs, without)
+        cfg.check(other)
+        batches = kept_batches(run_dir, step)
         if not gpu_count():
-            # sums come out alike only if they are split alike
+            # Sums have the same bits only with as many threads as the run had.
             torch.set_num_threads(share_cores(config, 0, 0)[1])
         ranks = Ranks(config)
-        policy, optimizers = train_until(run_dir, a.step, config, ranks)
+        policy, optimizers = train_until(run_dir, step, config, ranks)
     except (cfg.ConfigError, FileNotFoundError) as e:
         sys.exit(f"replay: {e}")
     [lines] = read_metrics(run_dir, "step")
-    columns = {"run": {line["step"]: line for line in lines}.get(a.step, {}), "again": {}}
+    run_metrics = {line["step"]: line for line in lines}.get(step, {})
+    # "again" is the second column, but it is computed last, as it changes the weights.
+    columns = {"run": run_metrics, "again": {}}
     if knobs:
-        columns[other.loss] = train_step(policy, [], batches, a.step - 1, other, ranks)
-    columns["again"] = train_step(policy, optimizers, batches, a.step - 1, config, ranks)
-    differ = print_numbers(columns, config.trainers == 1)
-    after = Path(run_dir, "checkpoints", f"step_{a.step:06d}")
-    if after.exists():
-        differ += compare_weights(policy.model, after, getattr(torch, config.dtype))
+        columns[other.loss] = train_step(policy, [], batches, step - 1, other, ranks)
+    columns["again"] = train_step(policy, optimizers, batches, step - 1, config, ranks)
+    differing = print_numbers(columns, exact=config.trainers == 1)
+    checkpoint = Path(run_dir, "checkpoints", f"step_{step:06d}")
+    if checkpoint.exists():
+        differing += compare_weights(policy.model, checkpoint, getattr(torch, config.dtype))
     ranks.close()
-    return differ
+    return differing
 
 
 if __name__ == "__main__":

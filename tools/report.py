@@ -1,14 +1,15 @@
-"""What came of a run, or of several: a table, report.png, and report.html to look closer.
+"""Sum up a run, or compare several: tables, a picture with curves, and a page to look closer.
 
     python tools/report.py [out/toy]
     python tools/report.py out/a out/b out/c ...
 
-The first shows one run, which may be in progress (without a name: the newest); the second compares
-runs, of which those that differ in their seed alone are one setting.
+The first command shows one run, which may be in progress; without a name it is the newest one. It
+writes report.png and report.html into the run directory.
 
-A comparison says what differs in the configurations, draws seeds as bands, and gives the
-differences from the first setting, seed by seed, with their mean's interval; comparison.png and
-comparison.html lie beside the first run.
+The second command compares runs. Those that differ in nothing but their seed are one setting. The
+comparison says what differs in the configurations, draws the seeds of a setting as a band, and
+gives the differences from the first setting: those of each seed, and their mean with its interval.
+It writes comparison.png and comparison.html beside the first run directory.
 """
 
 import argparse
@@ -33,10 +34,12 @@ from tools.common import (
 )
 from tools.report_panels import column, draw, run_panels, table, write_page
 
-# means over steps, and shares of the time that steps took: starting is not among them
+# metrics of which the summary has the mean over all steps
 MEANS = ("lag_mean", "ess", "versions_2", "versions_3", "gen_tok_s", "train_tok_s", "gen_idle")
+# metrics in seconds, of which the summary has the share of the time that all steps took
 SHARES = ("pause_s", "wait_data_s", "wait_sync_s")
-MOST_BYTES = 20_000_000  # of samples.jsonl, on a page: the newest rollouts
+# The page shows the newest rollouts: this number of bytes of samples.jsonl.
+MOST_BYTES = 20_000_000
 SUMMARY = """\
 steps          {step}, {samples} samples in {minutes:.1f} min
 {held_out}\
@@ -51,20 +54,27 @@ mismatch       {mismatch:.1e} nats at most, {measured} times measured; dropped {
 """
 
 
-def known(run_dir):
-    """(steps, evaluations, mismatches) of a run; exits with a line if it has no step yet."""
+def lines_of(run_dir):
+    """Return the lines of a run's metrics.jsonl: (steps, evaluations, mismatches).
+
+    Exits with a line if the run has no step yet.
+    """
     if Path(run_dir, "metrics.jsonl").exists():
-        steps, *others = read_metrics(run_dir, "step", "eval", "mismatch")
+        steps, evals, mismatches = read_metrics(run_dir, "step", "eval", "mismatch")
         if steps:
-            return steps, *others
+            return steps, evals, mismatches
     sys.exit(f"report: {run_dir}/metrics.jsonl has no steps yet")
 
 
-# ---- in words
+# ---- the summary as text
 
 
-def with_chance(score, line):
-    """A score in words; of one attempt at each of one set's problems with its 95% interval."""
+def score_text(score, line):
+    """Return a score of an evaluation as text, with its 95% interval if that can be computed.
+
+    It can if there was one attempt at each problem of a single set. line: the evaluation's line of
+    metrics.jsonl.
+    """
     if len(line["eval"]) > 1 or line.get("answers") != line["problems"]:
         return f"{score:.3f}"
     low, high = wilson(score, line["problems"])
@@ -72,34 +82,37 @@ def with_chance(score, line):
 
 
 def score_lines(evals):
-    """Of each task that was evaluated first and last, a line of the summary."""
-    first, last = evals[0], evals[-1]
-    problems = f"{last['problems']} problems" + " in all sets" * (len(last["eval"]) > 1)
+    """Yield a line of the summary for each task: its scores in the first and last evaluation."""
+    first = evals[0]
+    last = evals[-1]
+    problems = f"{last['problems']} problems"
+    if len(last["eval"]) > 1:
+        problems += " in all sets"
     for task, score in last["eval"].items():
-        words = f"{with_chance(score, last)} (version {last['version']})"
+        scores = f"{score_text(score, last)} (version {last['version']})"
         if last is not first and task in first["eval"]:
-            before = with_chance(first["eval"][task], last)
-            words = f"{before} (version {first['version']}) -> {words}"
+            first_score = score_text(first["eval"][task], first)
+            scores = f"{first_score} (version {first['version']}) -> {scores}"
         rewards = [line.get("eval_reward", {}).get(task) for line in (first, last)]
+        reward = ""
         if None not in rewards and abs(rewards[1] - score) >= 5e-4:
-            problems += f" solved; mean reward {rewards[0]:.3f} -> {rewards[1]:.3f}"
-        yield f"held-out {task:<5} {words}, {problems}\n"
+            reward = f" solved; mean reward {rewards[0]:.3f} -> {rewards[1]:.3f}"
+        yield f"held-out {task:<5} {scores}, {problems}{reward}\n"
 
 
 def summary(steps, evals, mismatches):
-    """The numbers a run ends with, as text."""
+    """Return the text that sums up a run. The arguments are lines of metrics.jsonl."""
     last = steps[-1]
     reward = column(steps, "reward")
-    # the two do not overlap
+    # The first and the last steps, over which rewards are averaged, overlap only in a run of one.
     window = max(min(5, len(steps) // 2), 1)
     mismatch = column(steps + mismatches, "mismatch")
     measured = mismatch[~np.isnan(mismatch)]
-    values = {key: last[key] for key in ("step", "samples", "dropped")}
-    values |= {key: column(steps, key).mean() for key in MEANS}
     seconds = column(steps, "step_s").sum()
-    values |= {key: column(steps, key).sum() / seconds for key in SHARES}
     return SUMMARY.format(
-        **values,
+        **{key: last[key] for key in ("step", "samples", "dropped")},
+        **{key: column(steps, key).mean() for key in MEANS},
+        **{key: column(steps, key).sum() / seconds for key in SHARES},
         minutes=last["wall_s"] / 60,
         held_out="".join(score_lines(evals)) if evals else "",
         first=reward[:window].mean(),
@@ -111,77 +124,93 @@ def summary(steps, evals, mismatches):
     )
 
 
-# ---- as a page
+# ---- the report
 
 
 def newest_rollouts(config, run_dir):
-    """The newest lines of samples.jsonl, with the problem's right answer."""
+    """Return the newest lines of samples.jsonl as dicts, with the right answer to the problem.
+
+    The page shows their text from the spans, so prompts are shortened and completions left out.
+    """
     path = Path(run_dir, "samples.jsonl")
     if not path.exists():
         return []
     with open(path, "rb") as file:
         file.seek(max(path.stat().st_size - MOST_BYTES, 0))
-        # the first may be the rest of one
+        # The first line may have lost its beginning.
         lines = list(read_rollouts(file.readlines()[path.stat().st_size > MOST_BYTES :]))
     answers = right_answers(config) if lines else {}
     for line in lines:
-        # the spans have all of the text
-        line |= dict(answer=answer_to(line, answers), prompt=line["prompt"][:200], completion="")
+        line["answer"] = answer_to(line, answers)
+        line["prompt"] = line["prompt"][:200]
+        line["completion"] = ""
     return lines
 
 
 def drops(steps):
-    """[[reason, samples, first step, last step]] of what was not trained."""
-    counts = {}
+    """Return [[reason, samples, first step, last step]] of the samples that were not trained."""
+    by_reason = {}
     for line in steps:
         for reason, problems in line["drops"].items():
-            counts.setdefault(reason, {})[line["step"]] = sum(problems.values())
-    return [[reason, sum(n.values()), min(n), max(n)] for reason, n in counts.items()]
+            by_reason.setdefault(reason, {})[line["step"]] = sum(problems.values())
+    rows = []
+    for reason, by_step in by_reason.items():
+        rows.append([reason, sum(by_step.values()), min(by_step), max(by_step)])
+    return rows
 
 
 def continuations(run_dir):
-    """[[step, what changed]] of a run that was stopped and went on (plumbing/rundir.Opening)."""
+    """Return [[step, changed knobs]] of the times when a run was stopped and continued.
+
+    They are read from continued.jsonl, which plumbing/rundir.Opening writes.
+    """
     path = Path(run_dir, "continued.jsonl")
-    found = []
+    rows = []
     for line in map(json.loads, path.read_text().splitlines() if path.exists() else []):
         changed = [f"{name} ({old} -> {new})" for name, (old, new) in line["changed"].items()]
-        found.append([line["step"], ", ".join(changed) or "nothing"])
-    return found
+        rows.append([line["step"], ", ".join(changed) or "nothing"])
+    return rows
 
 
 def report_run(run_dir):
-    """One run's table, report.png and report.html."""
+    """Print the summary of a run, and write report.png and report.html into its directory."""
     config = cfg.load(run_dir)
-    steps, evals, mismatches = known(run_dir)
-    lasting = alarms(steps)
+    steps, evals, mismatches = lines_of(run_dir)
+    raised = alarms(steps)
     text = summary(steps, evals, mismatches)
-    for version, words in lasting:
-        text += f"ALARM          version {version}: {words}\n"
+    for version, alarm in raised:
+        text += f"ALARM          version {version}: {alarm}\n"
     text += f"advice         {advice_on(config, steps) or 'none'}\n"
-    panels, more = run_panels(steps, evals, mismatches)
+    panels, more_panels = run_panels(steps, evals, mismatches)
     tables = [
-        table("Alarms", ["version", "what"], lasting),
+        table("Alarms", ["version", "what"], raised),
         table("Drops", ["reason", "samples", "first step", "last step"], drops(steps)),
         table("Stopped and continued", ["from step", "what changed"], continuations(run_dir)),
         table("Configuration", ["knob", "value"], vars(config).items(), folded=True),
     ]
     page = Path(run_dir, "report.html")
     rollouts = newest_rollouts(config, run_dir)
-    write_page(page, str(run_dir), text, tables, panels + more, rollouts)
+    write_page(page, str(run_dir), text, tables, panels + more_panels, rollouts)
     draw(page.with_suffix(".png"), str(run_dir), panels)
     print(f"{text}pictures       {page.with_suffix('.png')}, {page}")
 
 
 def compare_runs(run_dirs):
-    """Runs beside each other: tables, comparison.png and comparison.html."""
-    runs = [report_comparison.Run(run_dir, *known(run_dir)[:2]) for run_dir in run_dirs]
+    """Print tables that compare runs, and write comparison.png and comparison.html.
+
+    Exits with a line if two runs have the same setting and seed.
+    """
+    runs = []
+    for run_dir in run_dirs:
+        steps, evals, _ = lines_of(run_dir)
+        runs.append(report_comparison.Run(run_dir, steps, evals))
     try:
         settings = report_comparison.settings(runs)
     except ValueError as e:
         sys.exit(f"report: {e}")
     text = ""
-    for name, own in settings.items():
-        text += f"{name}: {', '.join(str(run.run_dir) for run in own)}\n"
+    for name, setting_runs in settings.items():
+        text += f"{name}: {', '.join(str(run.run_dir) for run in setting_runs)}\n"
     knobs = [[name, *values] for name, values in report_comparison.differing(runs).items()]
     header = ["knob", *(Path(run_dir).name for run_dir in run_dirs)]
     rows = report_comparison.differences(settings)
@@ -200,11 +229,12 @@ def compare_runs(run_dirs):
 
 
 def main():
-    p = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("runs", nargs="*", help="directories or names of runs; default: the newest")
-    run_dirs = [find_run(run) for run in p.parse_args().runs or [None]]
+    parser.add_argument("runs", nargs="*", help="directories or names of runs; default: the newest")
+    names = parser.parse_args().runs or [None]
+    run_dirs = [find_run(name) for name in names]
     if len(run_dirs) == 1:
         report_run(run_dirs[0])
     else:

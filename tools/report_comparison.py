@@ -1,7 +1,6 @@
-"""Runs beside each other: what differs in their configurations, seeds as bands, the difference with
-its interval.
+"""Compare runs: the knobs that differ, curves with a band over seeds, differences with intervals.
 
-Runs that differ in nothing but their seed are one setting. Called by tools/report.py.
+Runs that differ in nothing but their seed are one setting. tools/report.py calls these functions.
 """
 
 from dataclasses import dataclass, fields
@@ -12,11 +11,12 @@ import numpy as np
 import config as cfg
 from tools.report_panels import Panel, column, evaluated, smooth
 
-# two runs are the same setting whatever these are
-OWN = "run out run_id seed port nnodes master_addr master_port fresh dry_run wandb"
+# knobs that may differ between runs of the same setting
+IGNORED = "run out run_id seed port nnodes master_addr master_port fresh dry_run wandb".split()
+# labels of axes, beside "step"
 MINUTES = "minutes of training"
 SAMPLES = "thousand samples"
-# key of metrics.jsonl, its axis, what it is
+# (key of metrics.jsonl, label of the axis, title)
 QUANTITIES = (
     ("reward", MINUTES, "training reward"),
     ("reward", "step", "training reward"),
@@ -26,10 +26,11 @@ QUANTITIES = (
     ("gen_tok_s", "step", "tokens sampled / s"),
     ("gen_idle", "step", "share of engine slots empty"),
 )
+# number of points of a curve that is a mean over seeds
 POINTS = 300
-# characters of what differs that still make a name
+# A setting is named by its knobs if their text has at most this number of characters.
 LONGEST_NAME = 60
-# of Student's t, 97.5%, by degrees of freedom from 1 on
+# 97.5% quantiles of Student's t for 1, 2, 3, ... degrees of freedom
 T_QUANTILES = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
 HEADER = ("measure", "setting", "mean", "first's mean", "difference", "95% (t)", "per seed")
 
@@ -45,67 +46,73 @@ class Run:
     def __post_init__(self):
         self.config = cfg.load(self.run_dir)
         self.tasks = list(self.evals[0]["eval"]) if self.evals else []
-        # minutes from its clock's start to its first step's: loading is no difference between
-        # settings
+        # The minutes before the first step began, when models were loaded, are no difference
+        # between settings.
         self.began = (self.steps[0]["wall_s"] - self.steps[0]["step_s"]) / 60
 
     def knob(self, name):
-        """Its value; the path of a tiny base model without the seed."""
+        """Return the value of a knob, without the seed in the path of a tiny base model."""
         value = getattr(self.config, name)
         return value.removesuffix(f"-seed{self.config.seed}") if name == "model" else value
 
     def points(self, key, axis):
-        """(x, y) of a task's held-out scores, or of a key of metrics.jsonl, smoothed."""
+        """Return (x, y) of a curve: a task's held-out scores, or a key of metrics.jsonl, smoothed.
+
+        axis: MINUTES, or else SAMPLES for held-out scores and "step" for a key.
+        """
         if key in self.tasks:
             minutes, samples, scores = evaluated(self.steps, self.evals, key)
-            return (np.maximum(minutes - self.began, 0) if axis == MINUTES else samples), scores
+            x = np.maximum(minutes - self.began, 0) if axis == MINUTES else samples
+            return x, scores
         minutes = column(self.steps, "wall_s") / 60 - self.began
         x = minutes if axis == MINUTES else column(self.steps, "step")
         return x, smooth(column(self.steps, key))
 
 
 def differing(runs):
-    """{knob: [value of each run]} of the knobs that are not the same in all."""
-    found = {}
+    """Return {knob: [value of each run]} of the knobs that are not the same in all runs."""
+    knobs = {}
     for field in fields(cfg.Config):
         values = [run.knob(field.name) for run in runs]
-        if field.name not in OWN.split() and any(value != values[0] for value in values):
-            found[field.name] = values
-    return found
+        if field.name not in IGNORED and any(value != values[0] for value in values):
+            knobs[field.name] = values
+    return knobs
 
 
 def settings(runs):
-    """{name of a setting: its runs, by seed}; named by what differs, or by its first run.
+    """Return {name of a setting: its runs, ordered by seed}.
 
+    The name consists of the knobs that differ, or is the directory of the setting's first run.
     Raises ValueError if two runs are the same setting and seed.
     """
     knobs = differing(runs)
-    by_words = {}
+    by_label = {}
     for i, run in enumerate(runs):
-        words = ", ".join(f"{name} {values[i]}" for name, values in knobs.items())
-        by_seed = by_words.setdefault(words, {})
+        label = ", ".join(f"{name} {values[i]}" for name, values in knobs.items())
+        by_seed = by_label.setdefault(label, {})
         twin = by_seed.setdefault(run.config.seed, run)
         if twin is not run:
             raise ValueError(
                 f"{twin.run_dir} and {run.run_dir} are the same setting and seed: leave one out"
             )
-    named = {}
-    for words, by_seed in by_words.items():
-        own = [by_seed[seed] for seed in sorted(by_seed)]
-        # many knobs make no name
-        is_name = 0 < len(words) <= LONGEST_NAME
-        named[words if is_name else str(own[0].run_dir)] = own
-    return named
+    by_name = {}
+    for label, by_seed in by_label.items():
+        setting_runs = [by_seed[seed] for seed in sorted(by_seed)]
+        is_name = 0 < len(label) <= LONGEST_NAME
+        name = label if is_name else str(setting_runs[0].run_dir)
+        by_name[name] = setting_runs
+    return by_name
 
 
 # ---- curves
 
 
 def add_curves(panel, label, curves, color):
-    """Curves (x, y), one a seed, as one: their mean, and a band from the lowest to the highest,
-    where all seeds are.
+    """Add the curves (x, y) of a setting's seeds to a panel as one curve with a band.
 
-    As they are, without a mean, if they have less than half of their length in common.
+    The curve is their mean, and the band goes from the lowest to the highest seed, over the part of
+    the axis that all seeds have. If this part is shorter than half of the longest curve, the curves
+    are added one by one. color: see Panel.add.
     """
     first = max((x[0] for x, _ in curves), default=0)
     last = min((x[-1] for x, _ in curves), default=0)
@@ -115,29 +122,33 @@ def add_curves(panel, label, curves, color):
         return
     grid = np.linspace(first, last, POINTS)
     lines = np.array([np.interp(grid, x, y) for x, y in curves])
-    words = f"{label} ({len(curves)} seeds: mean, lowest to highest)"
-    panel.add(words, grid, lines.mean(0), color=color, low=lines.min(0), high=lines.max(0))
+    label = f"{label} ({len(curves)} seeds: mean, lowest to highest)"
+    panel.add(label, grid, lines.mean(0), color=color, low=lines.min(0), high=lines.max(0))
 
 
 def panels(by_setting):
-    """The same axes for all settings."""
-    tasks = dict.fromkeys(task for runs in by_setting.values() for r in runs for task in r.tasks)
-    kinds = [(task, axis, f"held-out {task}") for task in tasks for axis in (MINUTES, SAMPLES)]
-    found = []
-    for key, axis, title in [*kinds, *QUANTITIES]:
+    """Return the panels of a comparison, each with the curves of all settings.
+
+    by_setting: the result of `settings`.
+    """
+    all_runs = sum(by_setting.values(), [])
+    tasks = dict.fromkeys(task for run in all_runs for task in run.tasks)
+    scores = [(task, axis, f"held-out {task}") for task in tasks for axis in (MINUTES, SAMPLES)]
+    all_panels = []
+    for key, axis, title in [*scores, *QUANTITIES]:
         panel = Panel(f"{title} against {axis}", axis)
         for color, (name, runs) in enumerate(by_setting.items()):
-            have = [run for run in runs if key in run.steps[0] or key in run.tasks]
-            add_curves(panel, name, [run.points(key, axis) for run in have], color)
-        found.append(panel)
-    return found
+            with_key = [run for run in runs if key in run.steps[0] or key in run.tasks]
+            add_curves(panel, name, [run.points(key, axis) for run in with_key], color)
+        all_panels.append(panel)
+    return all_panels
 
 
-# ---- the difference
+# ---- the differences
 
 
 def mean_until(x, y, end):
-    """Mean of a curve (straight lines between points) from its first x to `end`."""
+    """Return the mean of a curve, straight lines between its points, from its first x to `end`."""
     inside = x < end
     x_inside = np.append(x[inside], end)
     y_inside = np.append(y[inside], np.interp(end, x, y))
@@ -145,72 +156,96 @@ def mean_until(x, y, end):
 
 
 def measures(run, shared):
-    """{what is compared: its value} of a run; shared: {task: thousand samples at which all runs
-    were still evaluated}.
+    """Return the values of a run that are compared: {name: value}.
+
+    shared: the result of `shared_samples`.
     """
-    found = {"steps": run.steps[-1]["step"]}
+    values = {"steps": run.steps[-1]["step"]}
     for task in run.tasks:
         samples, scores = run.points(task, SAMPLES)
-        found[f"held-out {task}, last"] = scores[-1]
+        values[f"held-out {task}, last"] = scores[-1]
         end = shared.get(task, 0)
         if samples[0] < end:
-            words = f"held-out {task}, mean of the first {end:.1f}k samples"
-            found[words] = mean_until(samples, scores, end)
+            name = f"held-out {task}, mean of the first {end:.1f}k samples"
+            values[name] = mean_until(samples, scores, end)
     tenth = max(len(run.steps) // 10, 1)
-    found["reward, last tenth"] = column(run.steps, "reward")[-tenth:].mean()
-    found[MINUTES] = run.steps[-1]["wall_s"] / 60 - run.began
+    values["reward, last tenth"] = column(run.steps, "reward")[-tenth:].mean()
+    values[MINUTES] = run.steps[-1]["wall_s"] / 60 - run.began
     if len(run.steps) > 1:
         seconds = column(run.steps[1:], "step_s").sum()
-        found["samples/s of the steps"] = np.ptp(column(run.steps, "samples")) / seconds
-    return found
+        values["samples/s of the steps"] = np.ptp(column(run.steps, "samples")) / seconds
+    return values
 
 
 def shared_samples(runs):
-    """{task: thousand samples of the earliest last evaluation}, of the tasks that all runs have."""
+    """Return {task: thousand samples up to which all runs were evaluated}.
+
+    Only tasks that all runs have are in it.
+    """
     tasks = set.intersection(*(set(run.tasks) for run in runs))
     return {task: min(run.points(task, SAMPLES)[0][-1] for run in runs) for task in tasks}
 
 
 def paired(ours, theirs):
-    """Mean difference theirs - ours over seeds [S], and its 95% interval (low, high) by Student's
-    t; None of a single seed.
+    """Return the mean of the differences theirs - ours over seeds [S], and its 95% interval.
+
+    The interval (low, high) is that of Student's t; it is None if there is a single seed.
     """
-    d = np.asarray(theirs, float) - np.asarray(ours, float)
-    mean = float(d.mean())
-    if len(d) < 2:
+    deltas = np.asarray(theirs, float) - np.asarray(ours, float)
+    seeds = len(deltas)
+    mean = float(deltas.mean())
+    if seeds < 2:
         return mean, None
-    freedom = len(d) - 1
-    # beyond the table within 1%
-    quantile = T_QUANTILES[freedom - 1] if freedom <= len(T_QUANTILES) else 1.96 + 2.5 / freedom
-    half = quantile * float(d.std(ddof=1)) / len(d) ** 0.5
-    return mean, (mean - half, mean + half)
+    freedom = seeds - 1
+    if freedom <= len(T_QUANTILES):
+        quantile = T_QUANTILES[freedom - 1]
+    else:
+        # This approximation is right within 1%.
+        quantile = 1.96 + 2.5 / freedom
+    half_width = quantile * float(deltas.std(ddof=1)) / seeds**0.5
+    return mean, (mean - half_width, mean + half_width)
 
 
 def differences(by_setting):
-    """Rows under HEADER: every setting against the first one, over the seeds that both have."""
-    (first, ours), *others = by_setting.items()
+    """Return rows under HEADER that compare each setting with the first, over common seeds.
+
+    by_setting: the result of `settings`.
+    """
     shared = shared_samples(sum(by_setting.values(), []))
-    own = {run.config.seed: measures(run, shared) for run in ours}
+    by_seed = {}
+    for name, runs in by_setting.items():
+        by_seed[name] = {run.config.seed: measures(run, shared) for run in runs}
+    first_name, *other_names = by_seed
+    first = by_seed[first_name]
     rows = []
-    for name, runs in others:
-        other = {run.config.seed: measures(run, shared) for run in runs}
-        seeds = sorted(own.keys() & other.keys())
+    for name in other_names:
+        other = by_seed[name]
+        seeds = sorted(first.keys() & other.keys())
         if not seeds:
-            rows.append([f"no seed in common with {first}", name, *["-"] * 5])
+            rows.append([f"no seed in common with {first_name}", name, *["-"] * 5])
             continue
-        known = [found[seed] for found in (own, other) for seed in seeds]
-        for measure in [m for m in known[0] if all(m in values for values in known)]:
-            a = [own[seed][measure] for seed in seeds]
-            b = [other[seed][measure] for seed in seeds]
-            mean, interval = paired(a, b)
-            row = [measure, name, f"{np.mean(b):.3f}", f"{np.mean(a):.3f}", f"{mean:+.3g}"]
-            row.append(f"{interval[0]:+.3g} to {interval[1]:+.3g}" if interval else "one seed")
-            rows.append([*row, " ".join(f"{y - x:+.3g}" for x, y in zip(a, b))])
+        values_of_runs = [values[seed] for values in (first, other) for seed in seeds]
+        for measure in values_of_runs[0]:
+            if not all(measure in values for values in values_of_runs):
+                continue
+            ours = [first[seed][measure] for seed in seeds]
+            theirs = [other[seed][measure] for seed in seeds]
+            mean, interval = paired(ours, theirs)
+            row = [
+                measure,
+                name,
+                f"{np.mean(theirs):.3f}",
+                f"{np.mean(ours):.3f}",
+                f"{mean:+.3g}",
+                f"{interval[0]:+.3g} to {interval[1]:+.3g}" if interval else "one seed",
+                " ".join(f"{theirs[i] - ours[i]:+.3g}" for i in range(len(seeds))),
+            ]
+            rows.append(row)
     return rows
 
 
 def as_text(header, rows):
-    """Rows in columns, as lines of text."""
+    """Return rows in columns, as lines of text."""
     cells = [[str(cell) for cell in row] for row in [header, *rows]]
     widths = [max(map(len, column)) for column in zip(*cells)]
     lines = []

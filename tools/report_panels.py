@@ -1,8 +1,8 @@
-"""Curves of a run or of several, as a picture (matplotlib) and as a page (plotly.js,
-tools/report_page.html).
+"""Draw the curves of a run, or of several, as a picture and as a page.
 
-A panel is a title and curves over one axis. The page is one file that fetches nothing: curves to
-zoom into, tables, rollouts to leaf through.
+A panel is a title and curves over one axis. matplotlib draws the picture. The page is
+tools/report_page.html with plotly.js in it, one file that fetches nothing: curves to zoom into,
+tables, and rollouts to leaf through.
 """
 
 import json
@@ -18,8 +18,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 PALETTE = "#1f77b4 #ff7f0e #2ca02c #d62728 #9467bd #8c564b #e377c2 #7f7f7f #bcbd22 #17becf".split()
-# title, values that its axis shows in any case, keys of metrics.jsonl; the first ones are in
-# report.png, too
+# the panels of report.png: (title, values that the axis shows in any case, keys of metrics.jsonl)
 KEYS = (
     ("lag of trained tokens, versions", (0,), "lag_mean lag_max"),
     ("effective sample size", (0.9, 1), "ess"),
@@ -27,6 +26,7 @@ KEYS = (
     ("seconds of a step, and waiting in it", (0,), "step_s wait_data_s wait_sync_s save_s"),
     ("seconds of a weight update", (0,), "gather_s send_s ready_s pause_s sync_s"),
 )
+# the further panels of report.html
 MORE_KEYS = (
     ("share of engine slots that are empty", (0,), "gen_idle"),
     ("KL(behaviour || trained), nats a token", (), "kl_behavior"),
@@ -42,10 +42,10 @@ MORE_KEYS = (
 
 @dataclass
 class Curve:
-    """Points of one quantity, x [N] and y [N]; not a number where there is none.
+    """The points of one quantity: x [N] and y [N], which is not a number where there is no value.
 
-    style: line, dots (a line through marked points) or faint; low, high [N]: a band around it, or
-    None.
+    style: "line", "dots" (a line through marked points) or "faint". low, high [N]: the borders of a
+    band around the curve, or None.
     """
 
     label: str
@@ -68,7 +68,7 @@ class Panel:
     curves: list[Curve] = field(default_factory=list)
 
     def add(self, label, x, y, style="line", color=None, **band):
-        """One more curve; color: number of it in PALETTE, by default the next one."""
+        """Add a curve. color: the number of its colour in PALETTE, by default the next one."""
         number = len(self.curves) if color is None else color
         color = PALETTE[number % len(PALETTE)]
         self.curves.append(Curve(label, np.asarray(x), np.asarray(y), style, color, **band))
@@ -78,12 +78,15 @@ class Panel:
 
 
 def column(lines, key):
-    """One value a line, as floats [lines]; null is not a number."""
+    """Return the values of a key in all lines, as floats [number of lines]; null becomes NaN."""
     return np.array([line[key] for line in lines], dtype=float)
 
 
 def smooth(y):
-    """Mean over nine neighbours, at the ends over copies of the last one."""
+    """Return the mean over nine neighbours of each value [N]; the ends are continued by copies.
+
+    Up to nine values are returned as they are.
+    """
     if len(y) <= 9:
         return y
     padded = np.pad(y, (4, 4), "edge")
@@ -91,17 +94,20 @@ def smooth(y):
 
 
 def evaluated(steps, evals, task):
-    """(minutes, thousand samples, scores) of a task's evaluations, each [N]."""
-    # before the first step: trained on nothing
-    trained = {steps[0]["version"] - 1: 0} | {line["version"]: line["samples"] for line in steps}
-    have = [line for line in evals if task in line["eval"] and line["version"] in trained]
-    samples = np.array([trained[line["version"]] for line in have]) / 1000
-    scores = np.array([line["eval"][task] for line in have])
-    return column(have, "wall_s") / 60, samples, scores
+    """Return (minutes, thousand samples, scores) of a task's evaluations, each [N]."""
+    # {version: number of samples that it was trained on}, beginning before the first step
+    trained = {steps[0]["version"] - 1: 0}
+    for line in steps:
+        trained[line["version"]] = line["samples"]
+    lines = [line for line in evals if task in line["eval"] and line["version"] in trained]
+    minutes = column(lines, "wall_s") / 60
+    samples = np.array([trained[line["version"]] for line in lines]) / 1000
+    scores = np.array([line["eval"][task] for line in lines])
+    return minutes, samples, scores
 
 
 def reward_panels(steps, evals):
-    """Training reward and held-out scores, against the time and against the samples."""
+    """Return two panels with training reward and held-out scores, over time and over samples."""
     reward = column(steps, "reward")
     panels = []
     axes = (("minutes", "wall_s", 60), ("thousand samples", "samples", 1000))
@@ -118,8 +124,10 @@ def reward_panels(steps, evals):
 
 
 def mismatch_panel(steps, mismatches):
-    """Of samples of lag 0, and where engines were asked for the logprobs of the trainer's
-    sequences.
+    """Return the panel of the mismatch between engines and trainer, of two kinds of sequences.
+
+    They are samples of lag 0 (a value in a step's line), and sequences whose logprobs the trainer
+    asked an engine for (a line of its own).
     """
     panel = Panel("mismatch, nats a token", log=True)
     panel.add("samples of lag 0", column(steps, "step"), column(steps, "mismatch"))
@@ -129,7 +137,10 @@ def mismatch_panel(steps, mismatches):
 
 
 def plain_panel(steps, title, include, keys):
-    """Quantities of metrics.jsonl: smoothed, and of a single one each step's value, too."""
+    """Return a panel of the quantities with these keys of metrics.jsonl, smoothed.
+
+    If there is a single key, the panel shows the value of each step, too.
+    """
     panel = Panel(title, include=include)
     x = column(steps, "step")
     if " " not in keys:
@@ -140,19 +151,21 @@ def plain_panel(steps, title, include, keys):
 
 
 def run_panels(steps, evals, mismatches):
-    """(panels of report.png, further ones of report.html: what one looks at when something is
-    wrong).
+    """Return (panels of report.png, further panels of report.html).
+
+    The further ones are for somebody who looks for the cause of a problem.
     """
-    first = [*reward_panels(steps, evals), mismatch_panel(steps, mismatches)]
-    first += [plain_panel(steps, *panel) for panel in KEYS]
-    return first, [plain_panel(steps, *panel) for panel in MORE_KEYS]
+    panels = [*reward_panels(steps, evals), mismatch_panel(steps, mismatches)]
+    panels += [plain_panel(steps, *panel) for panel in KEYS]
+    more_panels = [plain_panel(steps, *panel) for panel in MORE_KEYS]
+    return panels, more_panels
 
 
-# ---- as a picture
+# ---- the picture
 
 
 def draw_panel(ax, panel):
-    """One panel, with matplotlib."""
+    """Draw a panel into axes of matplotlib."""
     for curve in panel.curves:
         if curve.style == "faint":
             ax.plot(curve.x, curve.y, color=curve.color, alpha=0.25)
@@ -162,7 +175,7 @@ def draw_panel(ax, panel):
         if curve.low is not None:
             ax.fill_between(curve.x, curve.low, curve.high, color=curve.color, alpha=0.15)
     for value in panel.include:
-        # not seen, but within the axis
+        # An invisible line extends the axis to this value.
         ax.axhline(value, alpha=0)
     ax.set(title=panel.title, xlabel=panel.xlabel)
     if panel.log:
@@ -173,7 +186,7 @@ def draw_panel(ax, panel):
 
 
 def draw(path, title, panels):
-    """Panels in two rows."""
+    """Write a picture with the panels in two rows."""
     columns = (len(panels) + 1) // 2
     figure, axes = plt.subplots(2, columns, figsize=(5 * columns, 8), constrained_layout=True)
     for ax in axes.flat[len(panels) :]:
@@ -185,39 +198,52 @@ def draw(path, title, panels):
     plt.close(figure)
 
 
-# ---- as a page
+# ---- the page
 
 
 def as_json(panel):
-    """A panel as report_page.html takes it: dicts and lists; JSON knows no NaN."""
+    """Return a panel as report_page.html reads it: dicts and lists.
+
+    Points are rounded to seven digits. JSON knows neither NaN nor infinity, which become None.
+    """
     curves = []
     for curve in panel.curves:
-        values = vars(curve) | {}
+        fields = dict(vars(curve))
         for name in ("x", "y", "low", "high"):
-            points = [] if values[name] is None else values[name]
-            values[name] = [float(f"{v:.7g}") if np.isfinite(v) else None for v in points]
-        curves.append(values)
+            points = [] if fields[name] is None else fields[name]
+            fields[name] = [float(f"{v:.7g}") if np.isfinite(v) else None for v in points]
+        curves.append(fields)
     return vars(panel) | dict(curves=curves)
 
 
 def table(title, header, rows, empty="none", folded=False):
-    """As report_page.html takes it; empty: said where there are no rows; folded: shown when one
-    clicks on it.
+    """Return a table as report_page.html reads it: a dict whose cells are texts.
+
+    empty: the page shows this text if there are no rows. folded: the page shows only the title
+    until somebody clicks on it.
     """
     cells = [[str(cell) for cell in row] for row in rows]
     return dict(title=title, header=header, rows=cells, empty=empty, folded=folded)
 
 
 def write_page(path, title, summary, tables, panels, rollouts=()):
-    """Write the page: words, tables, panels, rollouts (lines of samples.jsonl)."""
-    # only here: half a second
+    """Write the page.
+
+    summary: a text. tables: results of `table`. panels: Panels. rollouts: lines of samples.jsonl.
+    """
+    # The import takes half a second, so a wrong command line is reported before.
     from plotly.offline import get_plotlyjs
 
-    data = dict(title=title, summary=summary, tables=tables, rollouts=rollouts)
-    data["panels"] = [as_json(panel) for panel in panels]
-    # nothing in a rollout may end the script that it is in
+    data = dict(
+        title=title,
+        summary=summary,
+        tables=tables,
+        rollouts=rollouts,
+        panels=[as_json(panel) for panel in panels],
+    )
+    # Every "<" is escaped, so that no text of a rollout can end the script that holds the data.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    page = Path(__file__).with_name("report_page.html").read_text()
+    template = Path(__file__).with_name("report_page.html").read_text()
     parts = {"title": escape(title), "plotly": get_plotlyjs(), "data": text}
-    whole = re.sub(r"\{\{(title|plotly|data)\}\}", lambda match: parts[match[1]], page)
-    Path(path).write_text(whole)
+    page = re.sub(r"\{\{(title|plotly|data)\}\}", lambda match: parts[match[1]], template)
+    Path(path).write_text(page)

@@ -4,7 +4,7 @@ bash run.sh [preset] --knob value ...          on each node
 bash run.sh serve --run NAME [--engines N]     on any machine that sees the run directory;
                                                Ctrl-C takes the engines away
 
-run.sh calls it as soon as there is an environment.
+run.sh calls this program once the Python environment is there.
 """
 
 import functools
@@ -27,31 +27,31 @@ def train(argv) -> int:
     node, node_count = placement.which_node()
     c = cfg.parse(argv)
     c.nnodes = node_count
-    # the addresses of the other nodes are neither known here nor needed
+    # The addresses of the other nodes are neither known here nor needed.
     hosts = [f"<node {k}>" for k in range(node_count)]
-    head = os.environ.pop("MASTER_ADDR", "")
+    head_address = os.environ.pop("MASTER_ADDR", "")
     if node_count == 1 or not c.dry_run:
-        hosts[node] = placement.own_address(head if node_count > 1 else "127.0.0.1")
+        hosts[node] = placement.own_address(head_address if node_count > 1 else "127.0.0.1")
     c.master_addr = hosts[0]
     placement.resolve(c, gpus)
     lock = []
     start = ""
     opening = None
-    done = "dry run, nothing is started"
+    summary = "dry run, nothing is started"
     if node == 0 and c.dry_run:
         placement.prepare(c, ["train", "test"])
     elif node == 0:
         lock, start = rundir.hold(c)
         opening = begin(c, start)
-        done = opening.summary
+        summary = opening.summary
     elif not c.dry_run:
         placement.prepare(c)
         c, start = rundir.wait_for_node_0(c)
-        # raises ConfigError unless this node has as many GPUs as node 0
+        # This call raises ConfigError unless this node has as many GPUs as node 0.
         placement.resolve(c, gpus)
-        done = "configuration from node 0"
+        summary = "configuration from node 0"
     print(
-        f"run.sh: {done} | task {c.task}, model {c.model} | "
+        f"run.sh: {summary} | task {c.task}, model {c.model} | "
         f"{c.steps} steps of {c.batch_size} samples | "
         f"engines: {c.engines}, trainer ranks: {c.trainers}, GPUs: {gpus * node_count}, "
         f"cores: {len(os.sched_getaffinity(0))} | {c.dtype}"
@@ -73,7 +73,7 @@ def begin(c: cfg.Config, start: str) -> rundir.Opening:
     if c.trainers > 1:
         claim = supervise.claim_port(c.master_addr, c.master_port)
         c.master_port = claim.getsockname()[1]
-        # the socket stays open, so that no other run takes the port
+        # The socket stays open, so that no other run takes the port.
         claim.detach()
     opening.make()
     rundir.write(c, start)
@@ -83,30 +83,33 @@ def begin(c: cfg.Config, start: str) -> rundir.Opening:
 def run(c, commands, start, lock=(), opening=None) -> int:
     """Start these processes, wait for the run's end, stop what still runs; returns the exit code.
 
-    lock, start: as rundir.hold returns them on node 0. opening: None on all other nodes.
+    commands: (name, environment, command) of each process. lock, start: as rundir.hold returns them
+    on node 0. opening: None on all other nodes.
     """
     run_dir = Path(c.out, c.run)
     processes = []
     for name, env, command in commands:
-        if "--port" in command:
+        # placement.engine_commands names engines engine0, engine1, ..., and `serve` adds a prefix.
+        if "engine" in name:
             processes.append(supervise.Engine(run_dir, name, env, command, c.start_timeout))
         else:
-            # If this process is killed, the trainer still holds the lock until it has saved
+            # If this process is killed, the trainer still holds the lock until it has saved.
             files = lock if name.startswith("train") else []
             processes.append(supervise.Process(run_dir, name, env, command, files))
     is_node_0 = bool(lock)
-    is_over = functools.partial(rundir.node_0_is_done, c, start)
-    ended = supervise.run(processes, c.stop_timeout, (lambda: False) if is_node_0 else is_over)
+    # On node 0 the run ends with the trainer, on other machines it ends when node 0 is done.
+    is_over = (lambda: False) if is_node_0 else functools.partial(rundir.node_0_is_done, c, start)
+    ended = supervise.run(processes, c.stop_timeout, is_over)
     if ended:
-        next_step = describe_end(c, opening) if is_node_0 else ""
-        supervise.say(next_step + ended.details)
+        end_line = describe_end(c, opening) if is_node_0 else ""
+        supervise.say(end_line + ended.details)
     elif is_node_0:
         subprocess.run([sys.executable, "tools/report.py", str(run_dir)], cwd=cfg.ROOT)
     return ended.code if ended else 0
 
 
 def describe_end(c, opening):
-    """Say what the same command will do after a run has ended early; one line."""
+    """Return a line that says what the same command will do, after a run has ended early."""
     run_dir = Path(c.out, c.run)
     newest = checkpoints.newest(run_dir)
     first = int(opening.newest.name.removeprefix("step_")) if opening and opening.newest else 0
@@ -116,31 +119,31 @@ def describe_end(c, opening):
     if newest is None:
         return (
             "run.sh: stopped; the same command starts anew: there is no checkpoint; "
-            f"tools/report.py {run_dir} shows it\n"
+            f"tools/report.py {run_dir} shows the run\n"
         )
     return (
         f"run.sh: stopped; the same command continues from {newest.name}; "
-        f"tools/report.py {run_dir} shows it\n"
+        f"tools/report.py {run_dir} shows the run\n"
     )
 
 
 def serve(argv) -> int:
     """Start engines for a run in progress and wait for its end; returns the exit code."""
     gpus = placement.gpu_count()
-    given = cfg.parse(argv, cfg.Config())
-    started, start = rundir.wait_for_node_0(given)
-    # knobs that are not given have the values of the run
-    c = cfg.parse(argv, started)
+    requested = cfg.parse(argv, cfg.Config())
+    run_config, start = rundir.wait_for_node_0(requested)
+    # Knobs that the command line does not set have the values of the run.
+    c = cfg.parse(argv, run_config)
     c.trainers = 0
     c.nnodes = 1
     c.teacher = ""
-    c.engines = given.engines or gpus // c.tensor_parallel or 1
-    # these engines must not draw the same random numbers as those of the run
+    c.engines = requested.engines or gpus // c.tensor_parallel or 1
+    # These engines must not draw the same random numbers as the engines of the run.
     c.seed = secrets.randbits(30)
     cfg.require(
         len(placement.spread(c, gpus)[1]) == c.engines and (gpus or c.weight_backend == "gloo"),
-        f"--engines {c.engines} of {c.tensor_parallel} GPUs each do not fit: this machine has "
-        f"{gpus} GPUs",
+        f"{c.engines} engines of {c.tensor_parallel} GPUs each do not fit this machine, which has "
+        f"{gpus} GPUs: lower --engines, or use a larger machine",
     )
     host = placement.own_address(c.master_addr)
     processes = []

@@ -1,10 +1,10 @@
-"""The latest rollouts of a run, in colour.
+"""Print the latest rollouts of a run, in colour.
 
     python tools/show.py [out/toy] [--n 5] [--multi]      without a run: the newest one
 
 The tokens of each version have a colour of their own, with |v12> where version 12 took over in the
-middle of a sequence. Prompts, and what an environment or a tool said, are grey. The segments of an
-agent stand one after the other. --multi: only rollouts that several versions have sampled.
+middle of a sequence. Prompts and the replies of an environment or a tool are grey. The segments of
+an agent stand one after the other. --multi: only rollouts that several versions have sampled.
 """
 
 import argparse
@@ -17,34 +17,34 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import config as cfg
 from tools.common import answer_to, find_run, read_rollouts, right_answers
 
-# colour codes of a terminal: for the versions in turn
+# a terminal's colour codes for the versions in turn
 COLOURS = (36, 33, 35, 32, 34, 31)
-# for tokens that no version sampled
+# the code for tokens that no version sampled
 GREY = 90
-# for marks between tokens
+# the code for marks between tokens
 BOLD = 1
-# for the first line of a rollout
+# the codes for the first line of a rollout
 RIGHT = "1;32"
 WRONG = "1;31"
 
 
 def paint(code, text, colour):
-    """The text in the colour of this code, if colours are wanted."""
+    """Return the text in the colour of this code, if colours are wanted."""
     return f"\x1b[{code}m{text}\x1b[0m" if colour else text
 
 
 def harmless(text):
-    """The text without characters by which a rollout could control the terminal."""
+    """Return the text without characters by which a rollout could control the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c).strip("'") for c in text)
 
 
 def versions_of(rollout):
-    """The versions that sampled a rollout, in the order in which they did."""
+    """Return the versions that sampled a rollout, in the order in which they sampled it."""
     return list(dict.fromkeys(version for version, *_ in rollout["spans"] if version >= 0))
 
 
 def heading(rollout):
-    """The problem, the reward and the versions of a rollout, one line."""
+    """Return a line with the problem, the reward and the versions of a rollout."""
     versions = versions_of(rollout)
     trained = rollout["step"] - 1
     outcome = rollout["outcome"]
@@ -59,7 +59,7 @@ def heading(rollout):
 
 
 def show(rollout, answers, colour=True):
-    """A line of samples.jsonl as text for a terminal. answers: see common.right_answers."""
+    """Return a line of samples.jsonl as text for a terminal. answers: see common.right_answers."""
     text = ""
     last_version = None
     current_segment = 0
@@ -83,19 +83,23 @@ def show(rollout, answers, colour=True):
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("run", nargs="?", help="directory or name of a run; default: the newest")
-    p.add_argument("--n", type=int, default=5, help="number of rollouts, the newest ones")
-    p.add_argument("--multi", action="store_true", help="only those that several versions sampled")
-    a = p.parse_args()
-    # a closed pipe, as in `| head`, is no error
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", nargs="?", help="directory or name of a run; default: the newest")
+    parser.add_argument("--n", type=int, default=5, help="number of rollouts, the newest ones")
+    parser.add_argument(
+        "--multi", action="store_true", help="only rollouts that several versions sampled"
+    )
+    arguments = parser.parse_args()
+    # A closed pipe, as in `| head`, is no error.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    path = find_run(a.run, "samples.jsonl") / "samples.jsonl"
+    path = find_run(arguments.run, "samples.jsonl") / "samples.jsonl"
     answers = right_answers(cfg.load(path.parent))
     colour = sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR"))
     with open(path, "rb") as file:
-        rollouts = [x for x in read_rollouts(file) if not a.multi or len(versions_of(x)) > 1]
-    for rollout in rollouts[-a.n :]:
+        rollouts = list(read_rollouts(file))
+    if arguments.multi:
+        rollouts = [rollout for rollout in rollouts if len(versions_of(rollout)) > 1]
+    for rollout in rollouts[-arguments.n :]:
         print(show(rollout, answers, colour))
 
 

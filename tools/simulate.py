@@ -25,11 +25,11 @@ The pipeline with I GPUs that serve H sequences each, while the other GPUs train
     r = min(U(H) * I, (N - I) / tau)
     max lag = ceil(H * I * longest / (mean length * batch))
 
-For each limit on the max lag, the table shows the fastest G and the fastest (H, I) within it.
-The pipeline of train.py needs a --max_lag of at least H * I / batch to keep H * I sequences in
-progress. The defaults are the paper's case. Nobody measured the function U that is used here
-(`fitted`): replace it by a measurement of your own. Deliberately absent: prompts, reads of the
-KV cache, weight updates.
+For each limit on the max lag, the table shows the fastest G and the fastest (H, I) within this
+limit. The pipeline of train.py needs a --max_lag of at least H * I / batch to keep H * I sequences
+in progress. The defaults are the paper's case. The function U that is used here (`fitted`) is not a
+measurement: replace it by a measurement of your own. Deliberately absent: prompts, reads of the KV
+cache, weight updates.
 """
 
 import argparse
@@ -55,10 +55,10 @@ def fitted(h):
 
 
 def draw_lengths(kind, longest):
-    """Equally likely lengths in tokens, [n], none above `longest`.
+    """Return equally likely lengths in tokens, [n], none of them above `longest`.
 
-    kind: "uniform" (from 1 to longest), "equal" (all are longest), or a file with one length a
-    line, where longer ones are cut off.
+    kind: "uniform" (from 1 to longest), "equal" (all are longest), or the name of a file with one
+    length a line, where longer ones are cut off.
     """
     if kind == "uniform":
         return np.arange(1, longest + 1)
@@ -68,21 +68,21 @@ def draw_lengths(kind, longest):
 
 
 def survival(lengths):
-    """(share [k] of the sequences that still run, number [k] of decode steps with that share).
+    """Return (shares [k] of the sequences that still run, decode steps [k] with each share).
 
     [1, 3, 3] -> ([2/3, 1], [2, 1]): all run for one step, two thirds of them for two more.
     """
-    # [L], l = 1..L
+    # [L], from 1 to the largest length L
     steps = np.arange(1, lengths.max() + 1)
     share = 1 - np.searchsorted(np.sort(lengths), steps) / len(lengths)
     return np.unique(share, return_counts=True)
 
 
 def conventional(G, gpus, batch, lengths, tau, U):
-    """(r_gen, r_train, r) of conventional RL with G optimizer steps per generation phase."""
+    """Return (r_gen, r_train, r) of conventional RL with G optimizer steps per generation phase."""
     samples = batch * G
     share, steps = survival(lengths)
-    # sequences on each GPU, [k]
+    # number of sequences on each GPU, [k]
     h = samples * share / gpus
     r_gen = samples * lengths.mean() / np.sum(steps * h / U(h))
     r_train = gpus / tau
@@ -90,35 +90,39 @@ def conventional(G, gpus, batch, lengths, tau, U):
 
 
 def pipeline(H, I, gpus, batch, lengths, tau, U):
-    """(r, max lag) of the pipeline with I GPUs that serve H sequences each; H, I may be arrays."""
+    """Return (r, max lag) of the pipeline with I GPUs that serve H sequences each.
+
+    H and I may be arrays of the same shape.
+    """
     r = np.minimum(U(H) * I, (gpus - I) / tau)
     steps_per_sequence = lengths.max() / (lengths.mean() * batch)
-    # A lag that is a whole number but for rounding must not be rounded up to the next one
+    # A lag that is a whole number but for rounding must not be rounded up to the next one.
     lag = np.ceil(H * I * steps_per_sequence - 1e-9)
     return r, lag.astype(int)
 
 
 def fastest_pipelines(gpus, concurrency, **case):
-    """{max lag: (r, H, I)} with the fastest pipeline of each max lag.
+    """Return {max lag: (r, H, I)} with the fastest pipeline of each max lag.
 
-    Among pipelines whose r is within 0.1%, the one with the fewest serving GPUs is taken.
+    Among pipelines whose r differs by less than about 0.1%, the one with the fewest serving GPUs is
+    taken.
     """
     H, I = np.meshgrid(np.arange(1, concurrency + 1), np.arange(1, gpus))
     H = H.ravel()
     I = I.ravel()
     r, lag = pipeline(H, I, gpus, **case)
     slowness = -np.rint(1000 * np.log(r))
-    # lexsort sorts by its last key first
+    # lexsort sorts by its last key first.
     order = np.lexsort((H, I, slowness, lag))
     _, first = np.unique(lag[order], return_index=True)
     return {int(lag[k]): (float(r[k]), int(H[k]), int(I[k])) for k in order[first]}
 
 
 def best(max_lag, gpus, concurrency, **case):
-    """One dict for each limit on the max lag, from 1 to max_lag.
+    """Return a list with a dict for each limit on the max lag, from 1 to max_lag.
 
-    Each has the fastest conventional G and the fastest pipeline (H, I) within the limit; H is 0
-    where no pipeline is within it.
+    A dict has the fastest conventional G and the fastest pipeline (H, I) within the limit; its H is
+    0 if no pipeline is within the limit.
     """
     pipelines = fastest_pipelines(gpus, concurrency, **case)
     _, _, on_policy = conventional(1, gpus, **case)
@@ -137,34 +141,42 @@ def best(max_lag, gpus, concurrency, **case):
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--gpus", type=int, default=128, help="number of GPUs, at least 2")
-    p.add_argument("--batch", type=int, default=128, help="samples per optimizer step")
-    p.add_argument("--longest", type=int, default=2048, help="tokens at which answers are cut off")
-    p.add_argument(
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gpus", type=int, default=128, help="number of GPUs, at least 2")
+    parser.add_argument("--batch", type=int, default=128, help="samples per optimizer step")
+    parser.add_argument(
+        "--longest", type=int, default=2048, help="tokens at which answers are cut off"
+    )
+    parser.add_argument(
         "--lengths", default="uniform", help="uniform (1 to --longest), equal, or a file"
     )
-    p.add_argument("--tau", type=float, default=4.92, help="3 / the trainer's MFU (4.92: 61%%)")
-    p.add_argument("--concurrency", type=int, default=1024, help="most sequences on a serving GPU")
-    p.add_argument("--max_lag", type=int, default=132, help="the largest limit in the table")
-    a = p.parse_args(argv)
-    if a.gpus < 2 or min(a.batch, a.max_lag, a.longest, a.concurrency) < 1 or a.tau <= 0:
-        p.error("--gpus must be at least 2, all other numbers at least 1, and --tau above 0")
+    parser.add_argument(
+        "--tau", type=float, default=4.92, help="3 / the trainer's MFU (4.92: 61%%)"
+    )
+    parser.add_argument(
+        "--concurrency", type=int, default=1024, help="most sequences on a serving GPU"
+    )
+    parser.add_argument("--max_lag", type=int, default=132, help="the largest limit in the table")
+    arguments = parser.parse_args(argv)
+    concurrency = arguments.concurrency
+    numbers = (arguments.batch, arguments.max_lag, arguments.longest, concurrency)
+    if arguments.gpus < 2 or min(numbers) < 1 or arguments.tau <= 0:
+        parser.error("--gpus must be at least 2, all other numbers at least 1, and --tau above 0")
     rows = best(
-        a.max_lag,
-        gpus=a.gpus,
-        concurrency=a.concurrency,
-        batch=a.batch,
-        lengths=draw_lengths(a.lengths, a.longest),
-        tau=a.tau,
-        # A GPU generates at most a.concurrency sequences at once: the others wait for their turn
-        U=lambda h: fitted(np.minimum(h, a.concurrency)),
+        arguments.max_lag,
+        gpus=arguments.gpus,
+        concurrency=concurrency,
+        batch=arguments.batch,
+        lengths=draw_lengths(arguments.lengths, arguments.longest),
+        tau=arguments.tau,
+        # A GPU generates at most `concurrency` sequences at once; the others wait for their turn.
+        U=lambda h: fitted(np.minimum(h, concurrency)),
     )
     print("max lag | conventional G       r | pipeline H     I  lag       r | speed-up")
     for row in rows:
         limit = row["max_lag"]
         is_power_of_two = limit & (limit - 1) == 0
-        if is_power_of_two or limit == a.max_lag:
+        if is_power_of_two or limit == arguments.max_lag:
             print(LINE.format(**row))
 
 

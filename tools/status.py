@@ -1,4 +1,4 @@
-"""What a run is doing, as its files say it.
+"""Say what a run is doing, as its files show it.
 
     bash run.sh status [out/toy]     without a run: the newest one
 
@@ -20,19 +20,20 @@ from plumbing.problems import held_out_scores
 from plumbing.queues import read_json
 from tools.common import OUT, advice_on, alarms, find_run, read_metrics
 
-# number of latest steps over which means are taken
+# number of the latest steps over which means are taken
 RECENT = 10
 
 
 def being_prepared(run_dir):
-    """The start that holds a run's name and has not written its config.json yet.
+    """Return the name of the start that holds a run's name and has not written config.json yet.
 
-    It is named as rundir.hold names it: "process 7 on host, start 1a2b". It is "" if there is none.
+    It is the name that rundir.hold gave to the start: "process 7 on host, start 1a2b". If there is
+    no such start, it is "".
     """
     run_dir = Path(run_dir).resolve()
     start = rundir.holder(cfg.Config(out=str(run_dir.parent), run=run_dir.name))
     writer = read_json(run_dir / "config.json").get("start")
-    # an evaluation holds its name too, but writes no start
+    # An evaluation also holds its name, but writes no start into config.json.
     return "" if writer in (start, "") else start
 
 
@@ -60,7 +61,7 @@ class Status:
     def __init__(self, run_dir):
         self.run_dir = Path(run_dir)
         self.config = cfg.load(run_dir)
-        # lines of metrics.jsonl by kind; of the steps only the last ones
+        # {kind: lines of metrics.jsonl}, of the steps only the last ones
         self.lines = {"step": [], "eval": []}
         path = self.run_dir / "metrics.jsonl"
         if path.exists():
@@ -71,17 +72,17 @@ class Status:
         del self.lines["step"][:-RECENT]
 
     def recent_mean(self, metric):
-        """The mean of a metric over the last steps."""
+        """Return the mean of a metric over the last steps."""
         return statistics.mean(line[metric] for line in self.lines["step"])
 
     def eta(self):
-        """The time until the last step, if steps take as long as lately."""
+        """Return the time until the last step, if steps take as long as the last ones."""
         steps = self.lines["step"]
         seconds = statistics.median(line["step_s"] for line in steps)
         return timedelta(seconds=round((self.config.steps - steps[-1]["step"]) * seconds))
 
     def engines(self):
-        """How many engines answer, and which version they serve."""
+        """Return how many engines answer, and which version they serve, as text."""
         answering = len(list((self.run_dir / "engines").glob("*.json")))
         published = read_json(self.run_dir / "queues" / "version.json")
         text = f"{answering} of {self.config.engines} answer"
@@ -90,7 +91,7 @@ class Status:
         return text
 
     def starting(self):
-        """What the run waits for before its first step."""
+        """Return what the run waits for before its first step, as text."""
         if read_json(self.run_dir / "queues" / "version.json"):
             return "the first rollouts are sampled"
         return f"models are being loaded, {self.engines()}"
@@ -101,7 +102,7 @@ class Status:
         return rundir.holder(replace(self.config, out=str(run_dir.parent), run=run_dir.name)) != ""
 
     def state(self):
-        """Whether the run is running, complete or stopped."""
+        """Return whether the run is running, complete or stopped, as text."""
         if being_prepared(self.run_dir):
             return "a new start is being prepared; what follows is from the start before it"
         if self.is_running():
@@ -113,7 +114,7 @@ class Status:
         return "stopped; the same command continues"
 
     def steps(self):
-        """How far the run is, how fast, and how long it will still take."""
+        """Return how far the run is, how fast it is, and how long it will still take, as text."""
         steps = self.lines["step"]
         if not steps:
             return f"none of {self.config.steps} yet: {self.starting()}"
@@ -124,14 +125,14 @@ class Status:
         )
 
     def metrics(self):
-        """The recent means of five metrics; "" before the first step."""
+        """Return the recent means of five metrics, as text; "" before the first step."""
         if not self.lines["step"]:
             return ""
         metrics = ("reward", "lag_mean", "ess", "wait_data_s", "gen_idle")
         return ", ".join(f"{metric} {self.recent_mean(metric):.3f}" for metric in metrics)
 
     def evaluations(self):
-        """The held-out scores of the first and the last evaluation."""
+        """Return the held-out scores of the first and the last evaluation, as text."""
         evals = self.lines["eval"]
         first_and_last = evals[:1] + evals[1:][-1:]
         return " | ".join(
@@ -139,16 +140,16 @@ class Status:
         )
 
     def queues(self):
-        """How many records wait in each queue."""
+        """Return how many records wait in each queue, as text."""
         counts = []
         for queue in sorted((self.run_dir / "queues").glob("*/")):
-            # the records that --keep_steps keeps lie one level deeper
+            # The records that --keep_steps keeps lie one level deeper, and are not counted.
             waiting = [*queue.glob("*.saf*"), *queue.glob("rank*/*.saf*")]
             counts.append(f"{len(waiting)} in {queue.name}")
         return ", ".join(counts)
 
     def summary(self):
-        """The text that `run.sh status` prints."""
+        """Return the text that `run.sh status` prints."""
         newest = checkpoints.newest(self.run_dir)
         rows = {
             "step": self.steps(),
@@ -165,13 +166,13 @@ class Status:
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("run", nargs="?", help="directory or name of a run; default: the newest")
-    name = p.parse_args().run
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", nargs="?", help="directory or name of a run; default: the newest")
+    name = parser.parse_args().run
     prepared = print_prepared(name)
     run_dirs = prepared if name else OUT.glob("*")
     if prepared and not any((run_dir / "config.json").exists() for run_dir in run_dirs):
-        # there is nothing else to describe
+        # None of these runs has a config.json yet, so there is nothing else to describe.
         return
     try:
         print(Status(find_run(name)).summary(), end="")

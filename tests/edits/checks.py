@@ -231,8 +231,8 @@ def test_entropy_per_task_by_hand():
     with torch.no_grad():
         temperature = record["temperature"][ids]
         entropy = train.token_logprobs(model, record["tokens"], positions, temperature)[1].numpy()
-    of_task = record["task"][ids]
-    mean = [entropy[record["mask"] & (of_task == number)].mean() for number in (0, 1)]
+    task_numbers = record["task"][ids]
+    mean = [entropy[record["mask"] & (task_numbers == number)].mean() for number in (0, 1)]
     metrics, _ = trained(model, record, task="toy,tail")
     expected = {"toy": mean[0], "tail": mean[1]}
     assert metrics["entropy_by_task"] == pytest.approx(expected, rel=1e-4)
@@ -360,3 +360,31 @@ def test_self_teacher_adds_to_each_advantage():
     logprobs = record["behavior_logprobs"][sampled]
     expected = -(0.5 * record["self_teacher"][sampled] * logprobs).sum()
     assert (after - before).item() == pytest.approx(expected, abs=1e-4)
+
+
+# ---- tokens_trained
+
+
+@pytest.mark.parametrize(
+    "rule,first,second",
+    [
+        # The sampled tokens that are in the loss, of sequences of 10 and 13 tokens
+        ("recent 1", range(7, 10), range(9, 13)),
+        ("old 1", range(3, 7), range(3, 9)),
+        ("end 4", range(6, 10), range(9, 13)),
+        ("beginning 4", range(3, 6), range(3, 9)),
+    ],
+)
+def test_tokens_trained_are_those_of_the_rule_and_no_others(rule, first, second):
+    model = packed_model()
+    record = micro_record(model, [10, 13], version=6, offset=0.1)
+    # The lag at version 7 is 2 at first, and 1 later
+    record["versions"][[*range(3, 7), *range(13, 19)]] = 5
+    expected = dict(record, mask=np.zeros_like(record["mask"]))
+    expected["mask"][[*first, *(10 + i for i in second)]] = True
+    loss, metrics = metrics_of(model, record, 7, tokens_trained=rule)
+    expected_loss, expected_metrics = metrics_of(model, expected, 7)
+    assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-5)
+    assert metrics["sampled_tokens"] == len(first) + len(second)
+    assert metrics["late"] == 17 - metrics["sampled_tokens"]
+    assert metrics["ess"] == pytest.approx(expected_metrics["ess"], rel=1e-5)
