@@ -1,15 +1,20 @@
 """tools/memory.py: its estimates of the trainer's and the engines' memory.
 
-They are compared with numbers that were measured in real processes or computed by hand; nothing
-is measured here.
+They are compared with the peak of real processes, with tensors without contents that
+bench/fake_step.py has counted (FAKE tensors), and with numbers that were computed by hand.
 """
 
+import dataclasses
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
 import config as cfg
-from conftest import resolved, with_knobs
+from bench import fake_step
+from conftest import ROOT, resolved, with_knobs
 from tools import memory
 
 # 60 million parameters, too many for an allocator's noise to matter
@@ -30,6 +35,11 @@ def config(model, gpus, words=""):
     return resolved("math", "--model", model, *words.split(), gpus=gpus)
 
 
+def on_cpu(model, row, layers):
+    words = f"toy --model {model} --row_tokens {row} --checkpointed_layers {layers}"
+    return with_knobs(cfg.parse(words.split()), dtype="float32", trainers=1, engines=1)
+
+
 def total(c):
     return sum(memory.trainer_gb(c).values())
 
@@ -39,13 +49,58 @@ def total(c):
     [(512, 0, 1.407), (2048, 0, 2.599), (512, 10, 1.137), (4096, 10, 1.957), (2048, 5, 2.043)],
 )
 def test_estimate_equals_the_measured_peak_of_a_process(small, row, layers, gb):
-    """The peak of the resident memory of two steps on a CPU, beyond that of the imports.
+    """The peak was measured as in the next test."""
+    assert total(on_cpu(small, row, layers)) == pytest.approx(gb, rel=0.05)
 
-    It was measured as tests/test_memory.py of commit 4931e45 does it.
-    """
-    words = f"toy --model {small} --row_tokens {row} --checkpointed_layers {layers}"
-    c = with_knobs(cfg.parse(words.split()), dtype="float32", trainers=1, engines=1)
-    assert total(c) == pytest.approx(gb, rel=0.05)
+
+# Prints by how much the resident memory of two steps exceeds that of the imports, in bytes
+REAL_STEPS = """
+import sys
+import torch
+import config as cfg
+import train
+from bench import fake_step
+from transformers import AutoConfig, AutoModelForCausalLM
+
+def load_model(config, dtype):
+    shape = AutoConfig.from_pretrained(config.model)
+    model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation="packed")
+    return model.eval()
+
+def status(name):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
+
+config = cfg.load(sys.argv[1])
+device = torch.device("cpu")
+batches = [fake_step.micro_batch(8, 8)]
+batches.append(fake_step.micro_batch(config.row_tokens, config.max_model_len))
+train.load_model = load_model
+before = status("VmRSS")
+# The kernel forgets the peak of the imports.
+open("/proc/self/clear_refs", "w").write("5")
+policy, optimizers = train.build(config, device, 1)
+for _ in range(2):
+    fake_step.step(policy, optimizers, batches, config, device)
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row, layers", [(2048, 5)])
+def test_estimate_equals_the_peak_of_a_process(small, tmp_path, row, layers):
+    c = on_cpu(small, row, layers)
+    (tmp_path / "config.json").write_text(json.dumps({"config": dataclasses.asdict(c)}))
+    done = subprocess.run(
+        [sys.executable, "-c", REAL_STEPS, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        # The allocator gives back at once what is freed.
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert total(c) == pytest.approx(int(done.stdout) / 1e9, rel=0.1)
 
 
 def test_parameter_counts_are_the_published_ones():
@@ -67,11 +122,7 @@ def test_parameter_counts_are_the_published_ones():
     ],
 )
 def test_estimate_equals_the_counted_tensors_of_a_step(name, trainers, layers, row, gb):
-    """The storages of a step with FSDP2 that were alive at once.
-
-    They were counted on tensors without contents, operation by operation, as tools/fake_step.py of
-    commit 4931e45 did it.
-    """
+    """bench/fake_step.py has counted the storages of a step with FSDP2 that are alive at once."""
     lengths = f"--row_tokens {row} --max_model_len 8192 --max_new_tokens 4096"
     c = config(f"Qwen/Qwen2.5-{name}", 8, f"{lengths} --checkpointed_layers {layers}")
     assert total(with_knobs(c, trainers=trainers)) == pytest.approx(gb, rel=0.02)
@@ -92,6 +143,12 @@ def test_estimate_equals_the_counted_tensors_of_a_step_with_adapters(
 ):
     c = config(f"Qwen/Qwen2.5-{name}", 8, f"--checkpointed_layers {layers} --lora_rank {rank}")
     assert total(with_knobs(c, trainers=trainers, row_tokens=row)) == pytest.approx(gb, rel=0.01)
+
+
+@pytest.mark.slow
+def test_storages_are_counted_as_they_were():
+    config = fake_step.config_of("0.5B", 4, 0, 1024, 8)
+    assert fake_step.counted_gb(config) == pytest.approx(3.43, abs=0.005)
 
 
 def test_kv_cache_is_the_rest_of_the_engines_share(small):
