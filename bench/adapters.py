@@ -140,11 +140,11 @@ def mismatch(engine, prompts, checkpoint, config):
     """{forward pass of the trainer: mean |engine logprob - trainer logprob|}."""
     _, tokens, logprobs = engine.generate(prompts, SAMPLED_TOKENS)
     sequences = [prompt + sampled for prompt, sampled in zip(prompts, tokens)]
-    found = {}
+    mismatches = {}
     for name, forward in FORWARD.items():
-        own = trainer_logprobs(checkpoint, config, sequences, forward)[:, PROMPT_TOKENS - 1 :]
-        found[name] = float(np.abs(own - np.array(logprobs)).mean())
-    return found
+        trained = trainer_logprobs(checkpoint, config, sequences, forward)[:, PROMPT_TOKENS - 1 :]
+        mismatches[name] = float(np.abs(trained - np.array(logprobs)).mean())
+    return mismatches
 
 
 def measure(checkpoint, config, rounds):

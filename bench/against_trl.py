@@ -121,8 +121,8 @@ def train_trl(knobs, file):
         callbacks=[watch(curve, knobs["batch_size"])],
     )
     trainer.train()
-    found = sampled(folder, knobs) if knobs["task"] == "gym" else scores(folder, knobs["seed"])
-    Path(file).write_text(json.dumps(dict(curve=curve, scores=found)))
+    run_scores = sampled(folder, knobs) if knobs["task"] == "gym" else scores(folder, knobs["seed"])
+    Path(file).write_text(json.dumps(dict(curve=curve, scores=run_scores)))
 
 
 def sampled(folder, knobs):
@@ -141,7 +141,7 @@ def sampled(folder, knobs):
         chats, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
     )
     models = {int(path.name.rpartition("-")[2]): path for path in folder.glob("checkpoint-*")}
-    found = []
+    version_scores = []
     for version, path in sorted((models | {0: knobs["model"]}).items()):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         torch.manual_seed(knobs["seed"])
@@ -155,8 +155,8 @@ def sampled(folder, knobs):
         for i, text in enumerate(tokenizer.batch_decode(ids, skip_special_tokens=True)):
             finished = tokenizer.eos_token_id in ids[i]
             total += task.reward(problems[i // knobs["eval_attempts"]], text, finished) == 1
-        found.append([version, total / len(ids)])
-    return found
+        version_scores.append([version, total / len(ids)])
+    return version_scores
 
 
 def one_run(name, knobs, port, preset):
@@ -201,8 +201,8 @@ def main(argv=None):
         "trl": {name: common[name] for name in TRL_KNOBS if name in common},
     }
     start = functools.partial(one_run, port=a.port, preset=a.preset)
-    found, path = runs.run_all(a, name, settings, start)
-    compare.report(found, path)
+    by_setting, path = runs.run_all(a, name, settings, start)
+    compare.report(by_setting, path)
 
 
 if __name__ == "__main__":

@@ -71,12 +71,12 @@ def student(values):
     return mean, *(interval or (np.nan, np.nan))
 
 
-def mean_curves(found):
+def mean_curves(setting_runs):
     """(seconds [POINTS], scores [runs, POINTS]) for as long as all runs of a setting go on."""
-    end = min(places(run, "time")[-1] for run in found)
+    end = min(places(run, "time")[-1] for run in setting_runs)
     grid = np.linspace(0, end, POINTS)
-    own = [np.interp(grid, places(run, "time"), scores_of(run)) for run in found]
-    return grid, np.array(own)
+    curves = [np.interp(grid, places(run, "time"), scores_of(run)) for run in setting_runs]
+    return grid, np.array(curves)
 
 
 def resamples(seeds):
@@ -94,12 +94,12 @@ def crossing(grid, curves, level):
     return np.where(reached.any(-1), first, np.inf)
 
 
-def times_to(found, level):
+def times_to(setting_runs, level):
     """Seconds until a setting's mean curve reaches a level, [1 + RESAMPLES], the runs first."""
-    grid, curves = mean_curves(found)
+    grid, curves = mean_curves(setting_runs)
     parts = []
     # One part at a time, as all resampled curves at once would be large
-    for drawn in np.array_split(resamples(len(found)), 20):
+    for drawn in np.array_split(resamples(len(setting_runs)), 20):
         parts.append(crossing(grid, curves[drawn].mean(1), level))
     return np.concatenate(parts)
 
@@ -107,8 +107,8 @@ def times_to(found, level):
 def ratios(theirs, ours):
     """theirs / ours, times of [N]; 0 where ours is infinite, infinity where only theirs is."""
     with np.errstate(invalid="ignore"):
-        found = theirs / ours
-    return np.where(np.isinf(ours), 0.0, found)
+        quotients = theirs / ours
+    return np.where(np.isinf(ours), 0.0, quotients)
 
 
 def bootstrap(values):
@@ -136,8 +136,8 @@ def interval_text(interval, form):
 
 def is_unstable(run):
     """Does a run end more than DROP below its best score, or no higher than it began?"""
-    found = scores_of(run)
-    return found[-1] < found.max() - DROP or found[-1] <= found[0]
+    run_scores = scores_of(run)
+    return run_scores[-1] < run_scores.max() - DROP or run_scores[-1] <= run_scores[0]
 
 
 def conventional_of(settings):
@@ -149,9 +149,9 @@ def fixed_scores(by_setting):
     """The scores at which times are compared, one per share of SHARES, from {setting: [run]}."""
     begins = []
     ends = {}
-    for setting, found in by_setting.items():
-        begins += [scores_of(run)[0] for run in found]
-        ends[setting] = np.mean([scores_of(run)[-1] for run in found])
+    for setting, setting_runs in by_setting.items():
+        begins += [scores_of(run)[0] for run in setting_runs]
+        ends[setting] = np.mean([scores_of(run)[-1] for run in setting_runs])
     begin = np.mean(begins)
     end = max(ends[setting] for setting in conventional_of(ends) or ends)
     return [float(begin + share * (end - begin)) for share in SHARES]
@@ -174,21 +174,21 @@ def mean_score(run):
     return float(np.trapezoid(scores_of(run), samples) / samples[-1])
 
 
-def row_of(found, first):
+def row_of(setting_runs, first):
     """A setting's row of the table.
 
     first: the runs of the setting that it is compared with, with the same seeds. The row has the
     means of figures_of and the number of unstable runs, and as (mean, low, high): end, mean score,
     and difference, which is that of the mean scores.
     """
-    figures = [figures_of(run) for run in found]
+    figures = [figures_of(run) for run in setting_runs]
     row = {name: float(np.mean([run_figures[name] for run_figures in figures])) for name in FORMATS}
-    scores = [mean_score(run) for run in found]
+    scores = [mean_score(run) for run in setting_runs]
     pairs = zip(scores, first)
     row["difference"] = student([score - mean_score(other) for score, other in pairs])
     row["mean score"] = student(scores)
-    row["end"] = student([scores_of(run)[-1] for run in found])
-    row["unstable"] = sum(map(is_unstable, found))
+    row["end"] = student([scores_of(run)[-1] for run in setting_runs])
+    row["unstable"] = sum(map(is_unstable, setting_runs))
     return row
 
 
@@ -197,9 +197,9 @@ def summary(by_setting):
     levels = fixed_scores(by_setting)
     first = by_setting.get("pipeline") or next(iter(by_setting.values()))
     rows = {}
-    for setting, found in by_setting.items():
-        rows[setting] = row_of(found, first)
-        rows[setting]["times"] = [times_to(found, level) for level in levels]
+    for setting, setting_runs in by_setting.items():
+        rows[setting] = row_of(setting_runs, first)
+        rows[setting]["times"] = [times_to(setting_runs, level) for level in levels]
     others = conventional_of(by_setting)
     by_level = [ratio(rows, others, k) for k in range(len(levels))]
     return dict(scores=levels, rows=rows, ratios=by_level)
@@ -223,12 +223,12 @@ def ratio(rows, others, k):
 # ---- tables and figures
 
 
-def say(found, seeds):
+def say(figures, seeds):
     """Print the table and the ratios."""
-    levels = [f"{y:.3f} ({share:.0%})" for share, y in zip(SHARES, found["scores"])]
+    levels = [f"{y:.3f} ({share:.0%})" for share, y in zip(SHARES, figures["scores"])]
     print(f"{seeds} seeds; seconds until their mean has a score of {', '.join(levels)}; 95%")
     rows = []
-    for setting, row in found["rows"].items():
+    for setting, row in figures["rows"].items():
         cells = [setting, *(interval_text(bootstrap(times), ".1f") for times in row["times"])]
         cells += [interval_text(row["end"], ".3f"), interval_text(row["mean score"], ".3f")]
         cells += [interval_text(row["difference"], "+.3f"), row["unstable"]]
@@ -236,7 +236,7 @@ def say(found, seeds):
     shares = [f"to {share:.0%}" for share in SHARES]
     columns = ["score at the end", "mean score", "less the first's", "unstable"]
     table(["", *shares, *columns, *FORMATS], rows)
-    for share, answer in zip(SHARES, found["ratios"]):
+    for share, answer in zip(SHARES, figures["ratios"]):
         sentence = "there is nothing to compare the pipeline with"
         if answer is not None:
             best, faster = answer
@@ -250,11 +250,11 @@ def say(found, seeds):
 def draw(by_setting, path):
     """Draw the mean over seeds of each setting, and a band from the lowest to the highest."""
     figure, axes = panels(["held-out score", "held-out score", "effective sample size"])
-    for i, (setting, found) in enumerate(by_setting.items()):
+    for i, (setting, setting_runs) in enumerate(by_setting.items()):
         color = "k" if setting == "pipeline" else f"C{i}"
         for ax, x in zip(axes, ("time", "samples")):
-            band(ax, [(places(run, x), scores_of(run)) for run in found], color, setting)
-        lines = [(column(run, "samples"), column(run, "ess")) for run in found]
+            band(ax, [(places(run, x), scores_of(run)) for run in setting_runs], color, setting)
+        lines = [(column(run, "samples"), column(run, "ess")) for run in setting_runs]
         band(axes[2], lines, color, setting)
     for level in fixed_scores(by_setting):
         axes[0].axhline(level, color="C3", linestyle=":")
@@ -323,8 +323,8 @@ def main(argv=None):
     name = "-".join(parts).replace("/", "-")
     start = functools.partial(runs.one_run, port=arguments.port, preset=arguments.preset)
     wanted = {setting: knobs_of(setting, arguments, common_knobs) for setting in settings}
-    found, path = runs.run_all(arguments, name, wanted, start)
-    report(found, path)
+    by_setting, path = runs.run_all(arguments, name, wanted, start)
+    report(by_setting, path)
 
 
 if __name__ == "__main__":

@@ -89,12 +89,12 @@ def measure(name, knobs, port, root=ROOT):
     run_to_its_end(name, knobs, port, root=root, look=watch.look)
     [steps] = read_metrics(run_dir, "step")
     seconds = steps[-1]["wall_s"] - steps[FIRST - 1]["wall_s"]
-    found = watch.cpu(steps)
-    found["samples_s"] = (steps[-1]["samples"] - steps[FIRST - 1]["samples"]) / seconds
-    found["turns"] = sum(step.get("turns", 1) for step in steps[FIRST:]) / len(steps[FIRST:])
+    results = watch.cpu(steps)
+    results["samples_s"] = (steps[-1]["samples"] - steps[FIRST - 1]["samples"]) / seconds
+    results["turns"] = sum(step.get("turns", 1) for step in steps[FIRST:]) / len(steps[FIRST:])
     for key in ("wait_data_s", "wait_sync_s", "pause_s"):
-        found[key] = sum(step[key] for step in steps[FIRST:]) / seconds
-    return found
+        results[key] = sum(step[key] for step in steps[FIRST:]) / seconds
+    return results
 
 
 def of_checkout(checkout, task, arguments, turn):

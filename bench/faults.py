@@ -423,11 +423,11 @@ def guard_alarms(folder, preset, knobs, steps):
     lines = []
     if (folder / "out" / "guards" / "metrics.jsonl").exists():
         [lines] = read_metrics(folder / "out" / "guards", "step")
-    found = [(alarm[:60], version) for version, alarm in alarms(lines)]
+    complaints = [(alarm[:60], version) for version, alarm in alarms(lines)]
     if code:
         last_step = max((line["step"] for line in lines), default=0)
-        found.append(("it ended: " + reason(printed), last_step))
-    return found
+        complaints.append(("it ended: " + reason(printed), last_step))
+    return complaints
 
 
 def try_out(fault, steps, port):

@@ -107,8 +107,8 @@ def packed(model, sequences):
     """Logprobs of these sequences as one packed row, without those of first tokens."""
     positions = torch.cat([torch.arange(len(s)) for s in sequences])
     tokens = torch.cat(sequences)
-    found, _ = model.logprobs(tokens.numpy(), positions.numpy(), 1.0)
-    return found.cpu()[positions > 0]
+    logprobs, _ = model.logprobs(tokens.numpy(), positions.numpy(), 1.0)
+    return logprobs.cpu()[positions > 0]
 
 
 def alone(model, sequences):
@@ -164,11 +164,11 @@ def gradient(shape, dtype, record):
     config, model, _ = build(shape, dtype, SHARP)
     loss, _, _ = micro_batch(model, record, 0, config, DEVICE)
     loss.backward()
-    found = {group: [] for group in GROUPS}
+    gradients = {group: [] for group in GROUPS}
     for name, p in model.named_parameters():
         group = next(g for g in GROUPS if g in name)
-        found[group].append(whole(p.grad).flatten().double())
-    return {group: torch.cat(parts) for group, parts in found.items()}
+        gradients[group].append(whole(p.grad).flatten().double())
+    return {group: torch.cat(parts) for group, parts in gradients.items()}
 
 
 def gradients():
@@ -231,7 +231,7 @@ def groups():
     """A weight group of one process, NCCL's on a GPU, is made, used and aborted 50 times and leaves
     nothing behind: one thread, file or MB for each group would be over the limit.
     """
-    found = []
+    samples = []
     start = time.perf_counter()
     for _ in range(50):
         store = transport.open_store("127.0.0.1", 0, 60, server=True)
@@ -241,12 +241,12 @@ def groups():
         assert sent.mean() == 1
         transport.abort_group(group)
         del group, store
-        found.append(resources())
+        samples.append(resources())
     yield figure("", "a group", (time.perf_counter() - start) / 50, "s")
     # The first groups load libraries
-    for what in found[0]:
-        more = found[-1][what] - found[9][what]
-        yield figure(what, ", more after 40 more", more, most=20)
+    for resource in samples[0]:
+        growth = samples[-1][resource] - samples[9][resource]
+        yield figure(resource, ", more after 40 more", growth, most=20)
 
 
 @torch.no_grad()
@@ -392,7 +392,7 @@ def main(argv=None):
     where = torch.cuda.get_device_name() if CUDA else "rehearsal on the CPU"
     print(f"{machine()}; {where}")
     result = result_file(a, "gpu")
-    found = {"machine": f"{machine()}; {where}"}
+    results = {"machine": f"{machine()}; {where}"}
     for name in a.only:
         left = deadline - time.monotonic()
         lines = [skipped("all of it", f"{a.minutes:g} minutes are over")]
@@ -403,9 +403,9 @@ def main(argv=None):
             value = "" if line["value"] is None else f"{line['value']:.4g} {line['unit']}"
             cells = f"{name:27} {line['what']:51} {value:>18} {line['limit']:>10}"
             print(f"{cells}  {line['status']}", flush=True)
-        found[name] = lines
-        keep(result, found)
-    every = [line for name in a.only for line in found[name]]
+        results[name] = lines
+        keep(result, results)
+    every = [line for name in a.only for line in results[name]]
     failed = sum(line["status"].startswith("FAIL") for line in every)
     print(f"{os.path.relpath(result)}: {failed} figures outside their limits")
     sys.exit(bool(failed))

@@ -194,13 +194,13 @@ def of_seed(seed, knobs, sequences, port, starts):
     problems = tail.problems("train", seed + 1000)[:sequences]
     # All prompts have the same length, so that no padding is needed
     prompts = torch.tensor([tokenizer(problem["prompt"])["input_ids"] for problem in problems])
-    found = {}
+    by_start = {}
     for start in starts:
         models = checkpoints(run_dir, start)
         longest = knobs["max_new_tokens"]
-        found[str(start)] = study(models, prompts, longest, tokenizer.eos_token_id, seed)
+        by_start[str(start)] = study(models, prompts, longest, tokenizer.eos_token_id, seed)
         print(f"seed {seed}, start {start}: done", flush=True)
-    return found
+    return by_start
 
 
 # ---- results over seeds: {"seed 0": {"starts": {"0": {"arm, g": sums}}}}

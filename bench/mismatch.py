@@ -30,17 +30,17 @@ def tokens_of(run_dir):
     """Arrays [N] of all tokens of lag 0: position, probability, tokens (of the whole sequence),
     difference.
     """
-    found = {name: [] for name in (*UPPER_EDGES, "difference")}
+    tokens = {name: [] for name in (*UPPER_EDGES, "difference")}
     for line in Path(run_dir, "samples.jsonl").read_text().splitlines():
         rollout = json.loads(line)
         if any(version not in (-1, rollout["step"] - 1) for version, *_ in rollout["spans"]):
             continue
         n = len(rollout["log_ratios"])
-        found["position"] += range(1, n + 1)
-        found["probability"] += np.exp(rollout["behavior_logprobs"]).tolist()
-        found["tokens"] += [n] * n
-        found["difference"] += rollout["log_ratios"]
-    return {name: np.array(values) for name, values in found.items()}
+        tokens["position"] += range(1, n + 1)
+        tokens["probability"] += np.exp(rollout["behavior_logprobs"]).tolist()
+        tokens["tokens"] += [n] * n
+        tokens["difference"] += rollout["log_ratios"]
+    return {name: np.array(values) for name, values in tokens.items()}
 
 
 def means(tokens, name):
@@ -57,7 +57,7 @@ def main(argv=None):
     p = parser(__doc__)
     p.add_argument("runs", nargs="+", help="run directories")
     a = p.parse_args(argv)
-    found = {}
+    results = {}
     for run_dir in a.runs:
         config = cfg.load(run_dir)
         tokens = tokens_of(run_dir)
@@ -67,13 +67,13 @@ def main(argv=None):
         figures = [size.mean(), np.quantile(size, 0.99), size.max(), difference.mean()]
         print(f"\n{label}: {len(size)} tokens")
         print("mean, 99%, largest, bias:", *(f"{x:.2g}" for x in figures))
-        found[label] = dict(all=[float(x) for x in figures])
+        results[label] = dict(all=[float(x) for x in figures])
         for name in UPPER_EDGES:
-            rows = found[label][name] = means(tokens, name)
+            rows = results[label][name] = means(tokens, name)
             table(
                 [f"{name} up to", "tokens", "nats"], [(x, n, f"{mean:.2g}") for x, n, mean in rows]
             )
-    keep(result_file(a, "mismatch"), dict(machine=machine()) | found)
+    keep(result_file(a, "mismatch"), dict(machine=machine()) | results)
 
 
 if __name__ == "__main__":

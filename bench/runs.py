@@ -158,13 +158,13 @@ def one_run(name, knobs, port, preset="toy", root=ROOT):
     """A run of a checkout as {curve, scores}."""
     run_dir = run_to_its_end(name, knobs, port, preset, root)
     steps, evaluations = read_metrics(run_dir, "step", "eval")
-    found = []
+    run_scores = []
     for x in evaluations:
         mean_of_sets = np.mean(list(x["eval"].values()))
-        found.append([x["version"], float(mean_of_sets)])
+        run_scores.append([x["version"], float(mean_of_sets)])
     if knobs.get("task") == "tail":
-        found = scores(run_dir / "checkpoints", knobs["seed"], knobs.get("eval_data", ""))
-    return dict(curve=curve_of(steps, knobs.get("conventional_g", 0)), scores=found)
+        run_scores = scores(run_dir / "checkpoints", knobs["seed"], knobs.get("eval_data", ""))
+    return dict(curve=curve_of(steps, knobs.get("conventional_g", 0)), scores=run_scores)
 
 
 def curve_of(steps, conventional_g):
@@ -184,14 +184,14 @@ def scores(folder, seed, eval_data=""):
     # Names are step_000008, or checkpoint-8 of TRL
     for path in folder.glob("*[0-9]"):
         models[int(re.search(r"\d+$", path.name)[0])] = path
-    found = []
+    version_scores = []
     for version, path in sorted(models.items()):
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation="packed"
         )
-        found.append([version, success(model, tokenizer, problems)])
+        version_scores.append([version, success(model, tokenizer, problems)])
     shutil.rmtree(folder)
-    return found
+    return version_scores
 
 
 @torch.inference_mode()

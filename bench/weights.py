@@ -79,13 +79,13 @@ def bare_broadcasts(elements, times=6):
     other.start()
     group = join_group("gloo", store, 0, 2, TIMEOUT)
     flat = torch.ones(elements)
-    found = []
+    seconds = []
     for _ in range(times):
         start = time.monotonic()
         group.broadcast(flat, 0).wait()
-        found.append(time.monotonic() - start)
+        seconds.append(time.monotonic() - start)
     other.join()
-    return found[1:]
+    return seconds[1:]
 
 
 class Updates:

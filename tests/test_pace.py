@@ -1,0 +1,42 @@
+"""bench/pace.py: the FAKE engines that it puts in place of H100s.
+
+The slow test has the real actor and preprocess between them and the FAKE trainer.
+"""
+
+import json
+
+import numpy as np
+import pytest
+
+from bench import pace
+
+
+def test_lengths_of_answers_have_the_mean_that_was_asked_for():
+    lengths = pace.draw_lengths(4000, 4096)
+    assert lengths.mean() == pytest.approx(4000, rel=0.02)
+    assert lengths.min() > 0 and lengths.max() <= 12000
+    assert len(set(lengths.tolist())) <= 121
+
+
+def test_a_decode_step_reads_the_weights_and_the_cache():
+    # 256 sequences, each half of 4,000 tokens long, with 57,344 bytes for each token
+    seconds = pace.step_seconds(256, np.full(10, 4000))
+    assert seconds == pytest.approx((15.2e9 + 256 * 2000 * 57344) / 3.35e12)
+
+
+@pytest.mark.parametrize("first, last, length", [(3, 3, 5), (0, 2, 10), (0, 9, 4)])
+def test_version_spans_cover_an_answer(first, last, length):
+    spans = pace.version_spans(first, last, length)
+    assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans[:-1])]
+    assert spans[-1]["end"] == length and spans[-1]["version"] == str(last)
+    assert all(span["start"] < span["end"] for span in spans)
+
+
+@pytest.mark.slow
+def test_the_quick_measurement_runs(tmp_path, base_model):
+    pace.main(["--quick", "--out", str(tmp_path), "--port", "8645"])
+    numbers = json.loads((tmp_path / "pace.json").read_text())
+    assert numbers["steps"] > 0
+    # Nothing is trained that the engines have not sampled.
+    assert 0 < numbers["trained_tok_s"] < 1.3 * numbers["possible_tok_s"]
+    assert set(numbers["processes"]) == {"FAKE engines", "actor", "preprocess"}
