@@ -7,7 +7,7 @@ version sampled which tokens. One function, `allowed_groups`, decides how far ah
 groups may be started; one class, `Sampler`, decides which problem comes next.
 
 Alone, with engines and a trainer running: `python actor.py out/toy`. Deliberately absent:
-streaming, threads, several actors (one actor keeps some 240 H100s busy).
+streaming, threads, several actors (one actor can serve 32 H100s and more, see bench/pace.py).
 """
 
 import asyncio

@@ -43,7 +43,7 @@ python_of() {
 
 # Installs requirements.txt into .venv once, and the requirements-NAME.txt of a preset that has one
 setup() {
-  local python was stamp
+  local python was stamp vllm name ready
   python=$(python_of "v in ((3, 11), (3, 12))" python3 python3.12 python3.11)
   [ -n "$python" ] || die "needs Python 3.11 or 3.12 on the PATH," \
     "or PIPELINE_PYTHON=/path/to/python of an environment that has requirements.txt installed"
