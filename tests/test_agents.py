@@ -41,7 +41,7 @@ def test_openai_client_is_answered_in_every_kind_of_request(tmp_path):
     make_model(model, "examples/agents", "directory", 250)
     command = f"bash run.sh agent --model {model} --out {tmp_path} --run a {KNOBS}".split()
     env = os.environ | {"AGENT": shlex.join([sys.executable, f"{ROOT}/tests/client_agent.py"])}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     # The assertions of client_agent.py held in every attempt.
     assert "unparsable" not in done.stdout, done.stdout
@@ -103,7 +103,7 @@ def test_rewards_come_from_a_judge_on_a_second_vllm(tmp_path, base_model):
         "--steps 2 --batch_size 32 --attempts 8 --eval_every 0 --samples_logged 100 --save_every 0 "
         f"--train_data {tmp_path}/train.jsonl --eval_data {tmp_path}/test.jsonl"
     ).split()
-    run_options = dict(cwd=ROOT, capture_output=True, text=True, timeout=400)
+    run_options = dict(cwd=ROOT, capture_output=True, text=True, timeout=1800)
     try:
         deadline = time.monotonic() + 200
         while time.monotonic() < deadline:

@@ -132,7 +132,7 @@ def call(command_line, **environment):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
         env=os.environ | {"PIPELINE_PYTHON": sys.executable} | environment,
     )
 

@@ -45,7 +45,7 @@ class Run(User):
 
     def start(self):
         """Start the run; start again while processes of a killed launcher still save their work."""
-        deadline = time.monotonic() + 400
+        deadline = time.monotonic() + 1200
         self.lives += 1
         is_refused = True
         while is_refused:
@@ -57,7 +57,7 @@ class Run(User):
 
     def until(self, condition):
         """Wait until condition() is true, and return its value; the run must go on."""
-        deadline = time.monotonic() + 400
+        deadline = time.monotonic() + 1200
         value = None
         while not value:
             time.sleep(0.02)
@@ -72,7 +72,7 @@ class Run(User):
     def steps(self):
         return len(re.findall(r"^\[train\] step ", self.log_text(), re.M))
 
-    def ends(self, code, seconds=400):
+    def ends(self, code, seconds=1200):
         """Wait until the run ends with this exit code; it must leave no process."""
         assert self.process.wait(seconds) == code, self.log_text()
         assert leftovers(self.out) == []

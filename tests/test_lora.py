@@ -187,7 +187,7 @@ def test_peft_and_vllm_read_the_adapter(program, trained, base_model):
     else:
         arguments = [base_model, folder / "adapter", json.dumps(IDS.tolist())]
         command = [sys.executable, "-c", VLLM, *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900)
         assert "FOUND" in done.stdout, done.stderr[-3000:]
         logprobs = torch.tensor(json.loads(done.stdout.partition("FOUND")[2].splitlines()[0]))
     assert (logprobs - expected).abs().max() < 1e-4

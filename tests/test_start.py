@@ -133,7 +133,7 @@ def test_interrupted_installation_starts_nothing(tmp_path):
     )
     wait_until((tmp_path / "begun").exists)
     os.killpg(started.pid, signal.SIGINT)
-    _, error = started.communicate(timeout=60)
+    _, error = started.communicate(timeout=300)
     assert started.returncode == 130
     assert error.startswith("run.sh: interrupted, nothing was started")
 
@@ -162,7 +162,7 @@ def test_a_run_that_is_being_prepared_is_known_and_may_be_stopped(tmp_path, numb
         assert shown.stdout.startswith(f"{tmp_path}/out/toy: being prepared by process ")
         assert shown.returncode == 0 and shown.stdout.count("\n") == 1 and not shown.stderr
     os.killpg(started.pid, number)
-    _, error = started.communicate(timeout=60)
+    _, error = started.communicate(timeout=300)
     assert started.returncode == code
     assert error.startswith("run.sh: ") and error.endswith("the preparation, nothing was started\n")
     assert error.count("\n") == 1 and leftovers(tmp_path) == []

@@ -18,7 +18,7 @@ def records(folder):
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
     # offline: the reader reports its own errors to nobody
     environment = os.environ | {"WANDB_MODE": "offline"}
-    read = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    read = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert read.returncode == 0, read.stderr
     found = {}
     for text in read.stdout.splitlines():
@@ -62,7 +62,7 @@ def test_a_stopped_and_continued_run_is_one_run_of_wandb(tmp_path, base_model):
     user.interrupt()
     assert len(metrics(tmp_path / "w")[0]) >= 6
     user.start("picture")
-    assert user.process.wait(60) == 0
+    assert user.process.wait(300) == 0
     assert leftovers(tmp_path) == []
     steps, evals = metrics(tmp_path / "w")
     assert [x["step"] for x in steps] == list(range(1, 11))
