@@ -7,7 +7,7 @@ weight update, as the engines' logprobs then differ (plumbing/guards.py).
 
 A family whose head does something of its own gets a line in `finish_logits`, one whose attention
 does, in `packed_attention`. Deliberately absent: padding, dropout (what is trained is what
-sampled), attention sinks, capped scores, a list of families (tests/test_model.py has one).
+sampled), a list of families (tests/test_model.py has one).
 """
 
 import contextlib
@@ -92,47 +92,79 @@ def is_packed(model):
     return model.config._attn_implementation == "packed"
 
 
+def visible_tokens(queries, keys, window, device):
+    """Which keys each query sees, bool [queries, keys].
+
+    The queries are the last tokens of a sequence of `keys` tokens. window: the number of tokens
+    that a query sees, itself included; None: all tokens before it.
+    """
+    position = torch.arange(keys, device=device)
+    distance = position[-queries:, None] - position
+    return (distance >= 0) & (distance < (window or keys))
+
+
+def scores_attention(q, k, v, visible, scaling, softcap, sinks):
+    """Attention of one sequence whose scores have a cap, or whose heads have sinks.
+
+    q [1, H, Q, D], k, v [1, K, T, D], visible [Q, T] -> [1, H, Q, D]. softcap: scores are bent to
+    (-softcap, softcap), or None. sinks [H]: the score of a further key without a value, or None.
+    """
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * (scaling or q.shape[-1] ** -0.5)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, -torch.inf).float()
+    if sinks is not None:
+        sink_scores = sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink_scores], -1)
+    return torch.softmax(scores, -1)[..., : k.shape[2]].to(q.dtype) @ v
+
+
 @torch.compiler.disable
 def packed_attention(module, query, key, value, mask, packing, scaling=None, **options):
     """Causal attention within each sequence of a packed row.
 
     query [1, H, Q, D], key, value [1, K, Q, D] of the computed tokens, packing: Packing -> [1, Q,
-    H, D]. FlashAttention on GPUs (16 bits); elsewhere sequence by sequence, 1.3 times as fast as
-    one sdpa over the row with a mask [T, T] (bench/train.py).
+    H, D]. FlashAttention on GPUs (16 bits), unless scores have a cap; elsewhere sequence by
+    sequence, 1.3 times as fast as one sdpa over the row with a mask [T, T] (bench/train.py).
     """
     query_lengths = packing.query_lengths.tolist()
     key_lengths = packing.key_lengths.tolist()
     window = options.get("sliding_window")
+    softcap = options.get("softcap")
+    sinks = options.get("s_aux")
     if sum(query_lengths) < sum(key_lengths):
         key = key.index_select(2, packing.computed_index)
         value = value.index_select(2, packing.computed_index)
-    if flash_runs_on(query):
+    if flash_runs_on(query) and not softcap:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [Q or T, heads, D]
         # The mask is aligned at the end: the last query of a sequence is that of its last key.
-        out = varlen_attn(
-            q,
-            k,
-            v,
-            packing.query_bounds,
-            packing.key_bounds,
-            max(query_lengths),
-            max(key_lengths),
-            scale=scaling,
-            window_size=(window - 1 if window else -1, 0),
-            **GROUPED,
-        )
-        return out[None], None
+        arguments = (q, k, v, packing.query_bounds, packing.key_bounds)
+        arguments += (max(query_lengths), max(key_lengths))
+        window_size = (window - 1 if window else -1, 0)
+        options = dict(scale=scaling, window_size=window_size, **GROUPED)
+        if sinks is None:
+            return varlen_attn(*arguments, **options)[None], None
+        from torch.nn.attention.varlen import AuxRequest
+
+        out, lse = varlen_attn(*arguments, return_aux=AuxRequest(lse=True), **options)
+        # A sink takes its share from the values: exp(lse) / (exp(lse) + exp(sink)) is left.
+        left = torch.sigmoid(lse.T - sinks.float())  # [Q, H]
+        return (out * left[..., None].to(out.dtype))[None], None
     grouped = query.shape[1] != key.shape[1]
     out = []
     parts = zip(
         query.split(query_lengths, 2), key.split(key_lengths, 2), value.split(key_lengths, 2)
     )
     for q, k, v in parts:
-        visible = causal_lower_right(q.shape[2], k.shape[2])
+        lengths = (q.shape[2], k.shape[2])
+        if softcap or sinks is not None:
+            visible = visible_tokens(*lengths, window, k.device)
+            out.append(scores_attention(q, k, v, visible, scaling, softcap, sinks))
+            continue
+        visible = causal_lower_right(*lengths)
         if window and k.shape[2] > window:
-            position = torch.arange(k.shape[2], device=k.device)
-            distance = position[-q.shape[2] :, None] - position
-            visible = (distance >= 0) & (distance < window)
+            visible = visible_tokens(*lengths, window, k.device)
         out.append(sdpa(q, k, v, visible, scale=scaling, enable_gqa=grouped))
     return torch.cat(out, dim=2).transpose(1, 2), None
 
@@ -141,13 +173,17 @@ AttentionInterface.register("packed", packed_attention)
 
 
 def finish_logits(logits, model_config):
-    """Scale the output of a head [.., V] as its family does; its Hugging Face config says how."""
+    """Scale and cap the output of a head [.., V] as its family does; its Hugging Face config says
+    how.
+    """
     # Cohere multiplies by logit_scale, Granite divides by logits_scaling
     scale = getattr(model_config, "logit_scale", None) or 1.0
     scale = scale / (getattr(model_config, "logits_scaling", None) or 1.0)
     if scale != 1.0:
         logits = logits * scale
-    return logits
+    # Gemma 2 bends logits to (-cap, cap).
+    cap = getattr(model_config, "final_logit_softcapping", None)
+    return cap * torch.tanh(logits / cap) if cap else logits
 
 
 def whole(tensor):

@@ -29,6 +29,7 @@ TOKENS = dict(vocab_size=100, bos_token_id=None, eos_token_id=1, pad_token_id=0)
 TINY = dict(max_position_embeddings=256, **HEADS, **WIDTH, **TOKENS)
 # The window is shorter than the test's sequences. Every second layer sees all tokens.
 WINDOW = dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"])
+CAPS = dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0)
 GPT2 = dict(n_embd=64, n_head=4, n_layer=2, n_positions=256)
 GRANITE = dict(logits_scaling=4.0, embedding_multiplier=3.0, residual_multiplier=0.5)
 # The supported families, each with its own settings. Engines let Cohere 2 see one token more in its
@@ -45,6 +46,10 @@ FAMILIES = {
     "olmo": dict(clip_qkv=1.0),
     "olmo2": {},
     "cohere2": dict(logit_scale=0.25, **WINDOW),
+    # Scores and logits are capped.
+    "gemma2": dict(query_pre_attn_scalar=16, **CAPS, **WINDOW),
+    # Heads have sinks. Engines refuse its experts by name at the first update.
+    "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, **WINDOW),
     # GPT-2 has dropout of 0.1 everywhere, unless the trainer removes it.
     "gpt2": GPT2,
 }
@@ -150,8 +155,6 @@ def test_missing_logit_scaling_ends_the_run_by_its_mismatch(family, tmp_path, mo
 
 
 REFUSED = {
-    # Its scores and logits are capped.
-    "gemma2": dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
     # Sequences that are packed into a row see each other.
     "lfm2": dict(layer_types=["conv", "full_attention"]),
     "mamba": {},
@@ -159,8 +162,6 @@ REFUSED = {
     "hyperclovax": dict(logits_scaling=4.0),
     # Positions are a bias of its scores.
     "bloom": {},
-    # It has attention sinks.
-    "gpt_oss": dict(num_local_experts=4),
 }
 
 
@@ -171,12 +172,13 @@ def test_unsupported_families_are_refused_by_name(family, tmp_path, monkeypatch)
         measure_against_transformers(build(folder), folder, tmp_path, monkeypatch)
 
 
-def fake_flash(q, k, v, cu_q, cu_k, max_q, max_k, scale, window_size, enable_gqa):
+def fake_flash(q, k, v, cu_q, cu_k, max_q, max_k, scale, window_size, enable_gqa, return_aux=None):
     """A FAKE varlen_attn, as the real one needs a GPU; its window is that of FlashAttention."""
     assert cu_q.dtype == cu_k.dtype == torch.int32
     assert (max_q, max_k) == (cu_q.diff().max(), cu_k.diff().max())
     left, right = window_size
     outputs = []
+    all_lse = []
     query_ranges = pairwise(cu_q.tolist())
     key_ranges = pairwise(cu_k.tolist())
     for (q_start, q_end), (k_start, k_end) in zip(query_ranges, key_ranges, strict=True):
@@ -188,10 +190,16 @@ def fake_flash(q, k, v, cu_q, cu_k, max_q, max_k, scale, window_size, enable_gqa
         heads = [x.transpose(0, 1)[None] for x in sequence]
         output = sdpa(*heads, attn_mask=is_seen, scale=scale, enable_gqa=enable_gqa)
         outputs.append(output[0].transpose(0, 1))
-    return torch.cat(outputs)
+        keys = heads[1].repeat_interleave(q.shape[1] // k.shape[1], 1)
+        scores = (heads[0] @ keys.transpose(2, 3) * scale).masked_fill(~is_seen, -torch.inf)
+        all_lse.append(scores.logsumexp(-1)[0])
+    if return_aux is None:
+        return torch.cat(outputs)
+    assert return_aux.lse
+    return torch.cat(outputs), torch.cat(all_lse, -1)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma3_text"])
+@pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2", "gemma3_text", "gpt_oss"])
 def test_attention_branch_for_gpus_equals_the_models_own(family, tmp_path, monkeypatch):
     folder = tiny(family, tmp_path / "model")
     monkeypatch.setattr("plumbing.model.varlen_attn", fake_flash)
@@ -205,14 +213,14 @@ def test_attention_branch_for_gpus_equals_the_models_own(family, tmp_path, monke
 
 # test_weights.py tests Qwen2.
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3_text", "granite", "olmo2"])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "granite", "olmo2"])
 def test_engine_equals_trainer_after_updates(family, tmp_path):
     # vLLM's CPU build has this head size.
     folder = tiny(family, tmp_path / "model", hidden_size=128, head_dim=32)
     base_models.make_tokenizer([toy]).save_pretrained(folder)
     knobs = f"toy --run engine --out {tmp_path} --model {folder} --port {PORT + 3} --concurrency 8"
-    # One of the three engines compiles, as on GPUs.
-    knobs += f" --enforce_eager {family in ('gemma3_text', 'olmo2')}"
+    # One of the four engines compiles, as on GPUs.
+    knobs += f" --enforce_eager {family != 'granite'}"
     model = build(folder).model
     with served(knobs, as_loaded=False) as config:
         sender = sender_to(config, model)
