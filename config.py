@@ -522,7 +522,10 @@ def _absolute(names):
     """Make the paths absolute in a text of names with commas between them; other names stay."""
     absolute = []
     for name in names.split(","):
-        path, at, part = name.partition("@") if not os.path.exists(name) else (name, "", "")
+        name = name.strip()
+        path, at, part = name, "", ""
+        if not os.path.exists(name) and "@" in name:
+            path, at, part = name.rpartition("@")
         path = os.path.expanduser(path)
         absolute.append(os.path.abspath(path) + at + part if os.path.exists(path) else name)
     return ",".join(absolute)

@@ -67,6 +67,10 @@ def _check_problem(problem, where):
             ) from None
 
 
+# the values of a problem that say where it comes from
+ORIGIN = ("where", "read_as", "source", "answer_column")
+
+
 def share_prompts(problems: list[dict]) -> bool:
     """Do many problems of a task have the same prompt, as those of a game do?"""
     return len({json.dumps(problem["prompt"]) for problem in problems}) < len(problems) / 2
@@ -76,15 +80,20 @@ def in_both(trained: list[dict], held_out: list[dict]) -> int:
     """The number of held-out problems that are trained on, too.
 
     Two problems are the same if their prompts are. In a task whose problems share prompts, as those
-    of a game do, all other values but `where` must be the same, too.
+    of a game do, all other values must be the same, too, but not where a problem was read.
     """
     is_game = share_prompts(trained)
 
     def identity(problem):
-        if not is_game:
-            return json.dumps(problem["prompt"])
-        values = {name: value for name, value in problem.items() if name != "where"}
-        return json.dumps(values, sort_keys=True, default=repr)
+        prompt = problem["prompt"]
+        # A single message of the user is the same prompt as its text.
+        if isinstance(prompt, list) and len(prompt) == 1:
+            prompt = prompt[0]["content"]
+        prompt = prompt.strip() if isinstance(prompt, str) else prompt
+        values = {}
+        if is_game:
+            values = {name: x for name, x in problem.items() if name not in ORIGIN}
+        return json.dumps(values | {"prompt": prompt}, sort_keys=True, default=repr)
 
     identities = set(map(identity, trained))
     return sum(identity(problem) in identities for problem in held_out)

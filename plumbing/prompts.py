@@ -34,10 +34,13 @@ def messages_of(value, column):
         content = message.get("content")
         if isinstance(content, list):
             # a list of parts, [{"type": "text", "text": ...}, ...]
-            texts = [part.get("text") for part in content if isinstance(part, dict)]
+            parts = [part for part in content if isinstance(part, dict)]
+            texts = [part.get("text") for part in parts if part.get("type", "text") == "text"]
             is_text = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
             content = "".join(texts) if is_text else content
-        if not isinstance(content, str) or not content.strip() or "tool_calls" in message:
+        if isinstance(content, str) and not content.strip():
+            raise ValueError(f"message {number} of column '{column}' is empty")
+        if not isinstance(content, str) or message.get("tool_calls"):
             raise ValueError(
                 f"message {number} of column '{column}' must have a text as its content, and no "
                 f"images or tool calls; it is {beginning(message)}"

@@ -21,6 +21,7 @@ import gzip
 import io
 import json
 import math
+import os
 import re
 import sys
 from decimal import Decimal
@@ -32,15 +33,27 @@ from plumbing.prompts import beginning, messages_of
 # Of these columns, the first one that a data set has is used. `a.b` is the field b of the object in
 # column a.
 PROMPT_COLUMNS = ("problem", "question", "prompt", "messages", "input", "0.value")
-ANSWER_COLUMNS = ("answer", "ground_truth", "label", "reward_model.ground_truth", "solution")
-ANSWER_COLUMNS += ("1.ground_truth.value",)
+ANSWER_COLUMNS = ("answer", "final_answer", "expected_answer", "ground_truth", "label")
+ANSWER_COLUMNS += ("reward_model.ground_truth", "solution", "1.ground_truth.value")
 SOURCE_COLUMNS = ("data_source", "dataset", "source")
 # stands for the answer's column where a conversation ends with the right answer of the assistant
 LAST_MESSAGE = "messages[-1]"
 # A column with more different values than this does not hold the name of the set of a row.
 MOST_SOURCES = 20
+# These columns hold a part of the prompt that its own column lacks.
+PROMPT_PARTS = ("choices", "options", "context", "passage", "instruction", "system")
+IMAGE_COLUMNS = ("image", "images")
+# the names that every problem has beside the columns of its row
+OWN_NAMES = ("where", "read_as", "answer_column")
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([^@]+))?(?:@(.+))?")
-SPLIT_NAME = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])")
+# A part of a file's or a folder's name that names a split: gsm8k_test.jsonl, train-00000-of-00002
+SPLIT_NAME = re.compile(
+    r"(?:^|[._-])(train|test|validation|valid|val|dev|eval|held_?out)(?:ing)?(?![a-z])"
+)
+# Files with data that are not read here
+OTHER_KINDS = (".arrow", ".bz2", ".ndjson", ".tsv", ".xz", ".zip", ".zst")
+# characters that one does not see, and that str.strip leaves
+INVISIBLE = "\u200b\u200c\u200d\u200e\u200f\u2060\ufeff\u00ad"
 
 
 # ---------------------------------------------------------------------------- problems
@@ -52,7 +65,7 @@ class Columns(NamedTuple):
     prompt: str
     answer: str
     source: str
-    # columns that could have been used instead
+    # other columns that could have been used instead
     others: tuple
 
     @classmethod
@@ -66,14 +79,9 @@ class Columns(NamedTuple):
                 "no column holds the prompt: it must be called one of "
                 f"{', '.join(PROMPT_COLUMNS)}; the row has {_names(row)}"
             )
-        taken = [name for name in ("where", "read_as") if name in row]
+        taken = [name for name in OWN_NAMES if name in row]
         if taken:
             raise ValueError(f"column '{taken[0]}' has a name that every problem uses: rename it")
-        if prompts[0] == "input" and "instruction" in row:
-            raise ValueError(
-                "the columns 'instruction' and 'input' make one prompt in a way that is not known "
-                "here: write it to a column 'prompt'"
-            )
         if prompts[0] == "messages" and not answers and _ends_with_assistant(row["messages"]):
             answers = [LAST_MESSAGE]
         return cls(
@@ -104,6 +112,7 @@ def problems(names, split, known=None, finish=None):
         source   the name of the set that the problem comes from: evaluations report each set
         where    "file:line", "file: row n" or "owner/name: row n"
         read_as  how the columns were understood, one line
+        answer_column  the name of the column that holds the answer, or LAST_MESSAGE
 
     names: data sets with commas between them. split: "train" or "test", for data sets on the hub.
     known: {short name: data set}. finish: a function that completes a problem in place, and raises
@@ -113,19 +122,23 @@ def problems(names, split, known=None, finish=None):
     """
     known = known or {}
     all_problems = []
-    stems = set()
+    # {source: the name of the data set that has it}
+    sources = {}
     knob = "--train_data" if split == "train" else "--eval_data"
     if not all(name.strip() for name in names.split(",")):
         raise ValueError(f"{knob} {names}: a name between two commas is empty")
     for name in names.split(","):
         stem = name if name in known else stem_of(name)
-        if stem in stems:
-            raise ValueError(
-                f"{knob}: another set is called {stem}, as {name} is, and evaluations tell sets "
-                "apart by that: rename one of them"
-            )
-        stems.add(stem)
-        all_problems += _read_set(known.get(name, name), stem, split, finish)
+        set_problems = _read_set(known.get(name, name), stem, split, finish)
+        for source in {problem["source"] for problem in set_problems}:
+            if source in sources:
+                raise ValueError(
+                    f"{knob}: both {sources[source]} and {name} have a set called {source}, and "
+                    "evaluations tell sets apart by that: rename a file, or name a source in each "
+                    "row"
+                )
+            sources[source] = name
+        all_problems += set_problems
     return all_problems
 
 
@@ -138,6 +151,7 @@ def _read_set(name, stem, split, finish):
     for where, row in rows(name, split):
         try:
             columns = columns or Columns.of_row(row)
+            _check_columns(row, columns)
             problem = row | _problem(row, columns) | dict(where=where)
             if finish:
                 finish(problem)
@@ -150,6 +164,11 @@ def _read_set(name, stem, split, finish):
         raise ValueError(f"{name}: no problems in it: {complaints[0]}")
     if not set_problems:
         raise ValueError(f"{name}: no problems in it")
+    if len(complaints) > len(set_problems):
+        raise ValueError(
+            f"{name}: {len(complaints)} of {len(complaints) + len(set_problems)} rows cannot be "
+            f"used, the first: {complaints[0]}"
+        )
     if complaints:
         print(
             f"{name}: {len(complaints)} of {len(complaints) + len(set_problems)} rows cannot be "
@@ -158,7 +177,9 @@ def _read_set(name, stem, split, finish):
         )
     # the column with sources is used only if it names a set in every row
     sources = {problem["source"] for problem in set_problems}
-    is_set_name = "" not in sources and len(sources) <= MOST_SOURCES
+    # a name of its own for each of many rows is no set's name
+    all_differ = len(sources) == len(set_problems) > 3
+    is_set_name = "" not in sources and len(sources) <= MOST_SOURCES and not all_differ
     read_as = str(columns if is_set_name else columns._replace(source=""))
     for problem in set_problems:
         problem["read_as"] = read_as
@@ -166,33 +187,68 @@ def _read_set(name, stem, split, finish):
     return set_problems
 
 
+def _check_columns(row, columns):
+    """Raise ValueError if a row's columns mean something else than those of the first row, or if
+    the prompt is not all in its column.
+    """
+    own = Columns.of_row(row)
+    if own.prompt != columns.prompt or (own.answer and own.answer != columns.answer):
+        raise ValueError(
+            f"the columns of this row mean something else than those of the first row: {own}; "
+            f"there: {columns}"
+        )
+    for name in IMAGE_COLUMNS:
+        if row.get(name):
+            raise ValueError(f"column '{name}' has an image, and prompts can have texts alone")
+    for name in PROMPT_PARTS:
+        if row.get(name) and columns.prompt not in ("prompt", "messages"):
+            raise ValueError(
+                f"the columns '{columns.prompt}' and '{name}' make one prompt in a way that is not "
+                "known here: write all of it to a column 'prompt'"
+            )
+
+
 def _problem(row, columns):
     """The prompt, the source ("" if the row has none) and, if a column holds it, the answer."""
     prompt = _value(row, columns.prompt)
     if isinstance(prompt, str):
-        if not prompt.strip():
+        if not visible(prompt):
             raise ValueError(f"column '{columns.prompt}' is empty")
+        if re.match(r"\s*\[\s*\{.*['\"]role['\"]", prompt, re.DOTALL):
+            raise ValueError(
+                f"column '{columns.prompt}' has a list of messages that was written as a text: "
+                "write it as a list, in a .jsonl or .parquet file"
+            )
     else:
         prompt = messages_of(prompt, columns.prompt)
-    problem = dict(prompt=prompt, source="")
-    if row.get(columns.source) is not None:
-        problem["source"] = row[columns.source]
-        if not isinstance(problem["source"], str):
-            raise ValueError(
-                f"column '{columns.source}' must be a text, it is {beginning(problem['source'])}"
-            )
-    if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+    problem = dict(prompt=prompt, source="", answer_column=columns.answer)
+    source = row.get(columns.source) if columns.source else None
+    if isinstance(source, list) and len(source) == 1:
+        [source] = source
+    if source is not None:
+        if not isinstance(source, str):
+            raise ValueError(f"column '{columns.source}' must be a text, it is {beginning(source)}")
+        problem["source"] = " ".join(source.split())
+    if columns.prompt == "messages" and prompt[-1]["role"] == "assistant":
         *prompt, answer = prompt
-        if not prompt:
-            raise ValueError(f"column '{columns.prompt}' has no message of the user")
         problem["prompt"] = prompt
         if columns.answer == LAST_MESSAGE:
             problem["answer"] = answer["content"]
+    if isinstance(prompt, list) and (not prompt or prompt[-1]["role"] != "user"):
+        last = f"it is the {prompt[-1]['role']}'s" if prompt else "there is none"
+        raise ValueError(
+            f"column '{columns.prompt}': the last message of a prompt must be the user's, {last}"
+        )
     if columns.answer and columns.answer != LAST_MESSAGE:
         problem["answer"] = _value(row, columns.answer)
     if columns.answer and "answer" not in problem:
         raise ValueError("the last message must be the assistant's, as in the rows before")
     return problem
+
+
+def visible(text):
+    """A text without white space and invisible characters at its ends."""
+    return text.strip().strip(INVISIBLE).strip()
 
 
 def as_text(value):
@@ -211,21 +267,27 @@ def as_text(value):
                 return as_text(json.loads(value))
             except json.JSONDecodeError:
                 pass
-        if value.strip() in ("", "nan", "NaN", "null"):
+        text = visible(value)
+        if text in ("", "nan", "NaN", "null", "<NA>", "N/A"):
             raise ValueError(f"it is empty: {value!r}")
-        return value.strip()
-    is_number = isinstance(value, (int, float, Decimal)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value):
-        raise ValueError(f"it must be a text or a number, it is {beginning(value)}")
-    if isinstance(value, int):
+        if re.match(r"""[\[{]\s*['"]""", text):
+            raise ValueError(f"it is a list or an object that was written as a text: {text[:80]!r}")
+        return text
+    if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
+    if not isinstance(value, (float, Decimal)) or not math.isfinite(value):
+        raise ValueError(f"it must be a text or a number, it is {beginning(value)}")
     # the shortest digits that no other float has, without an exponent
     text = format(Decimal(repr(value)) if isinstance(value, float) else value, "f")
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def _has(row, column):
-    """Does a row have a column? "a.b" is the field "b" of the object in column "a"."""
+    """Does a row have a column? "a.b" is the column of this name, or the field "b" of the object
+    in column "a".
+    """
+    if column in row:
+        return True
     for name in column.split("."):
         if not isinstance(row, dict) or name not in row:
             return False
@@ -238,7 +300,7 @@ def _value(row, column):
     if not _has(row, column):
         raise ValueError(f"no column '{column}', which the first row has; it has {_names(row)}")
     value = row
-    for name in column.split("."):
+    for name in [column] if column in row else column.split("."):
         value = value[name]
     if value is None or (isinstance(value, str) and not value.strip()):
         raise ValueError(f"column '{column}' is empty")
@@ -265,11 +327,14 @@ def existing_path(name):
     The part is what follows the @ of `directory@part`, or "".
     """
     whole = Path(name.strip()).expanduser()
-    if whole.exists():
-        return whole, ""
     path, at, part = name.strip().rpartition("@")
-    if at and Path(path).expanduser().is_dir():
-        return Path(path).expanduser(), part
+    try:
+        if whole.exists():
+            return whole, ""
+        if at and Path(path).expanduser().is_dir():
+            return Path(path).expanduser(), part
+    except OSError as e:
+        raise ValueError(f"{name[:80]}...: {e.strerror}") from None
     return None
 
 
@@ -300,16 +365,19 @@ def rows(name, split):
         return
     on_hub = HUB_NAME.fullmatch(name.strip())
     if _kind(Path(name)) or not on_hub:
-        raise ValueError(f"{Path(name).expanduser().absolute()}: no such file or directory")
+        raise ValueError(
+            f"{Path(name).expanduser().absolute()}: no such file or directory (commas separate "
+            "the names of data sets)"
+        )
     yield from hub_rows(on_hub[1], on_hub[2], on_hub[3] or split)
 
 
 def files_of(path, part=""):
     """The files of a data set: the file itself, or those below a directory, ordered by their paths.
 
-    part: if it is not "", only files are taken whose name, or a folder's name on the way to them,
-    begins with it. Raises ValueError for a directory that has no file to read, files of several
-    kinds, or several splits of which none is chosen.
+    part: if it is not "", only files are taken that are of this split (`split_of`), or whose name
+    begins with it. Raises ValueError for a directory that has no file to read, files that cannot be
+    read, files of several kinds, or several splits of which none is chosen.
     """
     if not path.is_dir():
         if not _kind(path):
@@ -318,7 +386,18 @@ def files_of(path, part=""):
                 ".parquet"
             )
         return [path]
-    readable = [p for p in sorted(path.rglob("*")) if p.is_file() and _kind(p)]
+    # Path.rglob does not enter folders that are links
+    walk = os.walk(path, followlinks=True)
+    every = sorted(Path(folder, name) for folder, _, names in walk for name in names)
+    readable = [file for file in every if _kind(file)]
+    for file in every:
+        if file.name.lower().endswith(OTHER_KINDS[1:]) or not file.exists():
+            raise ValueError(
+                f"{file}: a file of this kind, or a link to no file, is not read: write it as "
+                ".jsonl or .parquet, or take it out of the directory"
+            )
+        if file.name.lower().endswith(".gz") and file.with_suffix("") in readable:
+            raise ValueError(f"{file}: the same file is there without .gz: remove one of them")
     # files that Hugging Face writes beside the data
     metadata = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
     files = []
@@ -328,13 +407,13 @@ def files_of(path, part=""):
         names = file.relative_to(path).parts
         if file.name in metadata or any(name.startswith(".") for name in names):
             continue
-        if part and not any(re.match(re.escape(part) + r"(?![a-zA-Z])", name) for name in names):
+        begins = re.compile(re.escape(part.lower()) + r"(?![a-z])")
+        is_named = any(begins.match(name.lower()) for name in names)
+        split = split_of(names)
+        if part and split != part.lower() and (split or not is_named):
             continue
         files.append(file)
-        for name in names:
-            split = SPLIT_NAME.match(name.lower())
-            if split:
-                splits.add(split[1])
+        splits |= {split} - {""}
     if not files:
         ending = f" whose name begins with {part!r}" if part else ""
         arrow = ", but .arrow files: write them by to_parquet" if any(path.rglob("*.arrow")) else ""
@@ -350,6 +429,19 @@ def files_of(path, part=""):
             f"{path}: it has files of several kinds, {', '.join(sorted(kinds))}: name the files"
         )
     return files
+
+
+def split_of(names):
+    """The split that a file belongs to, "train", "test", ..., or "".
+
+    names: those of the folders on the way to it, and its own; the first one that names a split
+    counts.
+    """
+    for name in names:
+        split = SPLIT_NAME.search(name.lower())
+        if split:
+            return split[1]
+    return ""
 
 
 def _kind(path):
@@ -381,6 +473,9 @@ def json_rows(path):
     text = _text(path)
     if text.lstrip().startswith("["):
         values = _elements(text, path)
+    elif re.match(r"\s*\{\s*\n", text) and path.suffix == ".json":
+        # one object, written over several lines, as in the files of MATH
+        values = _elements(f"[{text}]", path)
     else:
         values = _lines(text, path)
     for line, value in values:
@@ -396,14 +491,27 @@ def _lines(text, path):
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
-                yield number, json.loads(line)
-            except ValueError as e:
-                raise ValueError(f"{path}:{number}: not valid JSON ({e})") from None
+                yield number, json.loads(line, object_pairs_hook=_object)
+            except json.JSONDecodeError as e:
+                complaint = f"{e.msg}, at character {e.pos + 1}"
+                raise ValueError(f"{path}:{number}: not valid JSON ({complaint})") from None
+            except (ValueError, RecursionError) as e:
+                raise ValueError(f"{path}:{number}: {_first_line(e)}") from None
+
+
+def _object(pairs):
+    """A JSON object as a dict. Raises ValueError if a name is in it twice."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has '{twice}' twice")
+    return row
 
 
 def _elements(text, path):
     """Yields (number of its first line, value) for each element of a JSON list."""
-    decoder = json.JSONDecoder()
+    decoder = json.JSONDecoder(object_pairs_hook=_object)
     space = re.compile(r"\s*")
     counted = 0
     line = 1
@@ -418,6 +526,8 @@ def _elements(text, path):
             value, position = decoder.raw_decode(text, position)
         except json.JSONDecodeError as e:
             raise ValueError(f"{path}:{e.lineno}: not valid JSON ({e.msg})") from None
+        except (ValueError, RecursionError) as e:
+            raise ValueError(f"{path}:{line}: {_first_line(e)}") from None
         yield line, value
         position = space.match(text, position).end()
         if text.startswith(",", position):
@@ -439,15 +549,20 @@ def csv_rows(path):
     line = 1
     try:
         names = reader.fieldnames or []
+        if not names:
+            raise ValueError(f"{path}:1: the first line must have the names of the columns")
         if len(set(names)) < len(names):
             raise ValueError(f"{path}:1: two columns have the same name: {', '.join(names)}")
         for row in reader:
-            # a row begins behind the last line of the row before it; blank lines belong to it
-            begin = line + 1
             line = reader.line_num
+            values = [value for value in row.values() if isinstance(value, str)]
+            # a value in quotes may have line breaks
+            begin = line - sum(value.count("\n") for value in values)
             if None in row or None in row.values():
+                count = len(values) + len(row.get(None, []))
                 raise ValueError(
-                    f"{path}:{begin}: it must have {len(names)} values, as the first line has names"
+                    f"{path}:{begin}: it has {count} values, and the first line has {len(names)} "
+                    "names"
                 )
             yield f"{path}:{begin}", row
     except csv.Error as e:
@@ -460,12 +575,25 @@ def parquet_rows(path):
 
     number = 0
     try:
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(1000):
+        file = pyarrow.parquet.ParquetFile(path)
+        names = file.schema_arrow.names
+        if len(set(names)) < len(names):
+            raise ValueError(f"two columns have the same name: {', '.join(names)}")
+        # columns of 16 or 32 bits, whose numbers have fewer digits than Python's
+        narrow = {
+            field.name: field.type.to_pandas_dtype()
+            for field in file.schema_arrow
+            if str(field.type) in ("halffloat", "float")
+        }
+        for batch in file.iter_batches(1000):
             for row in batch.to_pylist():
                 number += 1
+                for name, dtype in narrow.items():
+                    if row[name] is not None:
+                        row[name] = float(str(dtype(row[name])))
                 yield f"{path}: row {number}", row
-    # pyarrow's own errors are derived from these, and so is the error for text that is not UTF-8
-    except (OSError, ValueError) as e:
+    # the library raises errors of many kinds
+    except Exception as e:
         if number:
             raise ValueError(
                 f"{path}: not readable after row {number} ({_first_line(e)})"

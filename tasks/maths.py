@@ -18,7 +18,13 @@ import string
 
 from plumbing.prompts import prompt_text, with_instruction
 from tasks import _data as data
-from tasks._grading import UNCLEAR, comparable_text, final_answer, is_same_answer
+from tasks._grading import (
+    UNCLEAR,
+    comparable_text,
+    final_answer,
+    is_same_answer,
+    outside_of_thinking,
+)
 
 INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 TINY = dict(words=(INSTRUCTION, "\\boxed{"), characters=tuple(string.printable), positions=512)
@@ -41,6 +47,12 @@ SETS = {
 # A reference with more characters than this is a solution, not its final answer.
 LONGEST_REFERENCE = 500
 # the delimiters of a formula that has a line of its own
+# 1,234 with commas in the right places, and in no list or interval
+LARGE_NUMBER = re.compile(r"(?<![\d,(\[{.])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
+# what stands in data sets for an answer that is not known
+PLACEHOLDERS = {"proof", "notfound", "not found", "unknown", "n/a", "?", "-"}
+COMMAND = re.compile(r"\\text\{[^}]*\}|\\[a-zA-Z]+")
+WORD = re.compile(r"[^\W\d_]{2,}")
 AROUND_DISPLAY = re.compile(r"^\s*(\\\[|\$\$)?\s*|\s*(\\\]|\$\$)?\s*$")
 
 
@@ -66,39 +78,58 @@ def finish(problem):
     """
     if "answer" not in problem:
         columns = ", ".join(data.ANSWER_COLUMNS)
-        raise ValueError(f"no column holds the answer: it must be called one of {columns}")
+        names = ", ".join(name for name in problem if name not in data.OWN_NAMES)
+        raise ValueError(
+            f"no column holds the answer: it must be called one of {columns}; the row has {names}"
+        )
     if "\\boxed" not in prompt_text(problem["prompt"]):
         problem["prompt"] = with_instruction(problem["prompt"], INSTRUCTION)
     try:
-        problem["answer"] = reference(data.as_text(problem["answer"]))
+        may_be_solution = problem["answer_column"] in ("solution", data.LAST_MESSAGE)
+        problem["answer"] = reference(data.as_text(problem["answer"]), may_be_solution)
     except ValueError as e:
         raise ValueError(f"the answer cannot be used: {e}") from None
 
 
-def reference(text):
+def reference(text, may_be_solution=False):
     """The final answer in the answer or the solution of a data set.
 
     It is the text after the last ####, without the commas in large numbers (GSM8K), or else the
-    content of the last box, or else the whole text. Raises ValueError if that is no final answer.
+    content of the last box, or else the whole text. may_be_solution: the whole text counts only if
+    it is no sentence. Raises ValueError if there is no final answer, or several.
 
     "so 14 / 2 = 7\n#### 1,234" -> "1234";  "Thus $x = \\boxed{5}$." -> "5";  "5" -> "5"
     """
-    if "####" in text:
-        answer = re.sub(r"(?<=\d),(?=\d{3})", "", text.rpartition("####")[2]).strip()
-    elif "\\boxed" in text:
-        answer = final_answer(text)
+    solution = outside_of_thinking(text).replace("\\fbox", "\\boxed")
+    after = solution.rpartition("####")[2].strip() if "####" in solution else ""
+    # Four # also begin a heading, with the answer in a box below it.
+    if "\\boxed" in solution and (not after or "\\boxed" in after or "\n" in after):
+        answer = final_answer(solution)
+        if answer != final_answer(solution[solution.rindex("\\boxed") :]):
+            raise ValueError(
+                f"its last boxes are several answers, {answer!r}: write the final answer into a "
+                "column 'answer'"
+            )
+    elif "####" in solution:
+        answer = LARGE_NUMBER.sub(lambda number: number[0].replace(",", ""), after)
+        may_be_solution = True
     else:
-        answer = AROUND_DISPLAY.sub("", text)
+        answer = AROUND_DISPLAY.sub("", solution)
     if "\\begin{" in answer:
         # a matrix or a system may be written over several lines
         answer = " ".join(answer.split())
-    is_long = "\n" in answer or len(answer) > LONGEST_REFERENCE
-    if not answer or is_long or re.search(r"\banswer\b", answer, re.IGNORECASE):
+    words = WORD.findall(COMMAND.sub(" ", answer)) if may_be_solution else []
+    is_sentence = bool(words) and words != [answer] and "\\boxed" not in solution
+    if not answer or "\n" in answer or len(answer) > LONGEST_REFERENCE or is_sentence:
         raise ValueError(
             "it must be the final answer alone, in one line of at most "
-            f"{LONGEST_REFERENCE} characters, or a solution that ends with \\boxed{{...}} or ####; "
-            f"it is {text[:100]!r}"
+            f"{LONGEST_REFERENCE} characters, or a solution that has it in \\boxed{{...}} or after "
+            f"####; it is {text[:100]!r}"
         )
+    if answer.lower() in PLACEHOLDERS or re.search(r"\banswer\b", answer, re.IGNORECASE):
+        raise ValueError(f"it must be the final answer alone, it is {answer[:100]!r}")
+    if len(answer) > 2 and answer[0] == answer[-1] and answer[0] in "\"'`":
+        raise ValueError(f"it is in quotation marks, {answer[:100]!r}: write it without them")
     return answer
 
 

@@ -212,9 +212,10 @@ def test_bytes_in_parquet_are_refused(tmp_path):
         (["a"], "message 1 of column 'prompt' must be an object with a content and a role"),
         ([{"role": "bot", "content": "a"}], "one of system, developer, user, assistant, tool"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "no images or tool calls"),
-        ([{"role": "user", "content": ""}], "must have a text as its content"),
+        ([{"role": "user", "content": ""}], "message 1 of column 'prompt' is empty"),
+        ([{"role": "user", "content": 5}], "must have a text as its content"),
         ([{"role": "system", "content": "a"}], "no message after the one of the system"),
-        ([{"role": "assistant", "content": "a"}], "no message of the user"),
+        ([{"role": "assistant", "content": "a"}], "last message of a prompt must be the user's"),
         ([], "must be a text or a list of messages, it is list"),
         (5, "must be a text or a list of messages, it is int '5'"),
         ({"role": "user"}, "must be a text or a list of messages, it is dict"),
@@ -243,9 +244,12 @@ def test_text_parts_of_a_message_are_one_text(tmp_path):
         ([dict(question="q", result="5")], ":1: .*no column holds the answer: it must be called"),
         (
             [dict(instruction="i", input="q", answer="5")],
-            ":1: the columns 'instruction' and 'input'",
+            ":1: the columns 'input' and 'instruction' make one prompt",
         ),
-        ([ROW, dict(problem="q", answer="5")], ":2: no column 'question', which the first row has"),
+        ([ROW, dict(problem="q", answer="5")], ":2: the columns of this row mean something else"),
+        ([ROW, dict(ROW, final_answer="6"), dict(ROW, problem="p")], ":3: the columns of this row"),
+        ([dict(ROW, choices=["4", "5"])], ":1: the columns 'question' and 'choices' make one"),
+        ([dict(ROW, image="x.png")], ":1: column 'image' has an image"),
         ([ROW, dict(question="q")], ":2: no column 'answer', which the first row has"),
         ([dict(ROW, where="here")], ":1: column 'where' has a name that every problem uses"),
         ([dict(ROW, source=5)], ":1: column 'source' must be a text, it is int '5'"),
@@ -266,9 +270,12 @@ def test_rows_whose_meaning_is_not_certain_are_refused(rows, complaint, tmp_path
         ("a.json", '[{"question": "q", "answer": 1}\n{"question": "r"}]', ":1: not valid JSON"),
         ("a.json", '[{"question": "q", "answer": 1}]\n[]', ":1: not valid JSON"),
         ("a.json", "[]", ": no problems in it"),
-        ("a.json", '{\n "question": "q"\n}', ":1: not valid JSON"),
-        ("a.csv", "question,answer\na,1\nb\n", ":3: it must have 2 values"),
-        ("a.csv", "question,answer\na,1,2\n", ":2: it must have 2 values"),
+        ("a.json", '{\n "question": "q\n}', ":2: not valid JSON"),
+        ("a.jsonl", '{"question": "q", "answer": 1, "answer": 2}', ":1: an object has 'answer' tw"),
+        ("a.jsonl", '{"question": "q", "answer": ' + 3000 * "[", ":1: maximum recursion depth"),
+        ("a.csv", "question,answer\na,1\n\n\nb\n", ":5: it has 1 values, and the first line has 2"),
+        ("a.csv", "question,answer\na,1,2\n", ":2: it has 3 values, and the first line has 2"),
+        ("a.csv", "\nquestion,answer\na,1\n", ":1: the first line must have the names"),
         ("a.csv", 'question,answer\n"a,1\n', ":2: not valid CSV"),
         ("a.csv", "question,answer,answer\na,1,2\n", ":1: two columns have the same name"),
         ("a.jsonl.gz", "no gzip", " cannot be read"),
@@ -280,6 +287,105 @@ def test_files_that_cannot_be_read_are_named(name, text, complaint, tmp_path):
     path.write_text(text)
     with pytest.raises(cfg.ConfigError, match=f"{path}{complaint}"):
         read(path)
+
+
+@pytest.mark.parametrize(
+    "solution",
+    [
+        "We add and get 5.",
+        "2+3 is 5.",
+        "Final: 5",
+        "By inspection $n=5$ works.",
+        "\u7b54\u6848:5",
+        "#### Final Result: 5",
+        "We get $x=\\boxed{5}$ and then the sum is $\\boxed{6}$.",
+        "proof",
+        "notfound",
+        "?",
+        '"5"',
+        "['5']",
+        "{'value': '5'}",
+        '{"inputs": ["1"]}',
+        "\u200b",
+        "N/A",
+    ],
+)
+def test_solutions_without_one_final_answer_are_refused(solution, tmp_path):
+    path = write(tmp_path / "a.jsonl", [dict(question="q", solution=solution)])
+    with pytest.raises(cfg.ConfigError, match=f"{path}:1: "):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    "solution,answer",
+    [
+        ("### Step 1\nAdd\n#### Result: \\boxed{5}", "5"),
+        ("#### Step 1\nAdd 2 and 3.\nSo \\boxed{5}.", "5"),
+        ("so $\\fbox{5}$.", "5"),
+        ("#### 5,100,2000", "5,100,2000"),
+        ("#### 0,125", "0,125"),
+        ("#### (1,234)", "(1,234)"),
+        ("#### $1,234,567.50", "$1234567.50"),
+        ("<think>maybe 4</think>5", "5"),
+        ("5\u200b", "5"),
+        ("blue", "blue"),
+        ("\\text{five apples}", "\\text{five apples}"),
+        ("$\\frac{1}{2}$", "$\\frac{1}{2}$"),
+        (10**400, "1" + 400 * "0"),
+    ],
+)
+def test_the_final_answer_of_a_solution(solution, answer, tmp_path):
+    [problem] = read(write(tmp_path / "a.jsonl", [dict(question="q", solution=solution)]))
+    assert problem["answer"] == answer
+
+
+def test_numbers_of_32_bits_have_their_own_digits(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    columns = {"question": ["q"], "answer": pa.array([0.1], pa.float32())}
+    pa.parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet")[0]["answer"] == "0.1"
+
+
+def test_a_column_without_a_name_is_no_source(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text(",problem,answer\n0,q0,1\n1,q1,2\n")
+    assert {problem["source"] for problem in read(path)} == {"a"}
+
+
+def test_a_column_that_was_flattened_is_found_by_its_whole_name(tmp_path):
+    row = {"prompt": "q", "reward_model.ground_truth": "5", "data_source": ["math"]}
+    [problem] = read(write(tmp_path / "a.jsonl", [row]))
+    assert (problem["answer"], problem["source"]) == ("5", "math")
+
+
+@pytest.mark.parametrize("prompt", ["[{'content': 'q', 'role': 'user'}]", ' [{"role": "user"}]'])
+def test_messages_that_were_written_as_a_text_are_refused(prompt, tmp_path):
+    path = write(tmp_path / "a.csv", [dict(prompt=prompt, answer="5")])
+    with pytest.raises(cfg.ConfigError, match=f"{path}:2: .*list of messages that was written"):
+        read(path)
+
+
+def test_a_prompt_ends_with_a_message_of_the_user(tmp_path):
+    prefill = [*MESSAGES, {"role": "assistant", "content": "Let me think."}]
+    path = write(tmp_path / "a.jsonl", [dict(prompt=prefill, answer="5")])
+    with pytest.raises(cfg.ConfigError, match="must be the user's, it is the assistant's"):
+        read(path)
+    # A conversation with an answer of its own column ends with an answer that is left out.
+    [problem] = read(write(tmp_path / "b.jsonl", [dict(messages=prefill, ground_truth="5")]))
+    assert [message["role"] for message in problem["prompt"]] == ["user"]
+
+
+def test_several_files_may_have_one_name_if_their_rows_name_different_sources(tmp_path):
+    names = []
+    for source in ("gsm8k", "math"):
+        rows = [dict(ROW, data_source=source)]
+        names.append(write(tmp_path / source / "test.jsonl", rows))
+    assert [problem["source"] for problem in read(", ".join(names))] == ["gsm8k", "math"]
+    write(tmp_path / "other" / "b.jsonl", [dict(ROW, data_source="math")])
+    with pytest.raises(cfg.ConfigError, match="have a set called math, and evaluations"):
+        read(f"{names[1]},{tmp_path}/other/b.jsonl")
 
 
 def test_a_byte_order_mark_and_separators_within_texts_are_read(tmp_path):
@@ -305,6 +411,47 @@ def test_a_directory_is_all_files_below_it_or_those_of_one_split(tmp_path):
     write(folder / "train-3.csv", [ROW])
     with pytest.raises(cfg.ConfigError, match="files of several kinds, .csv, .jsonl"):
         read(f"{folder}@train")
+
+
+@pytest.mark.parametrize(
+    "train,test",
+    [
+        ("gsm8k_train.jsonl", "gsm8k_test.jsonl"),
+        ("a.train.jsonl", "a.heldout.jsonl"),
+        ("training/a.jsonl", "testing/a.jsonl"),
+        ("Train.jsonl", "Test.jsonl"),
+        # The outermost name that names a split counts.
+        ("train/test_cases.jsonl", "test/train_0.jsonl"),
+    ],
+)
+def test_the_split_of_a_file_is_a_part_of_its_name(train, test, tmp_path):
+    write(tmp_path / "set" / train, [dict(ROW, answer=1)])
+    write(tmp_path / "set" / test, [dict(ROW, answer=2)])
+    with pytest.raises(cfg.ConfigError, match="its files are of several splits"):
+        read(tmp_path / "set")
+    assert [problem["answer"] for problem in read(f"{tmp_path}/set@train")] == ["1"]
+
+
+@pytest.mark.parametrize(
+    "name", ["a-1.jsonl.zst", "a-2.ndjson", "a-3.tsv", "a-4.jsonl", "a.jsonl.gz"]
+)
+def test_files_of_a_directory_that_would_be_skipped_are_named(name, tmp_path):
+    write(tmp_path / "set" / "a.jsonl", [ROW])
+    if name == "a-4.jsonl":
+        (tmp_path / "set" / name).symlink_to(tmp_path / "missing")
+    else:
+        (tmp_path / "set" / name).touch()
+    with pytest.raises(cfg.ConfigError, match=f"{tmp_path}/set/{name}: "):
+        read(tmp_path / "set")
+
+
+def test_a_folder_that_is_a_link_and_a_file_of_one_object_are_read(tmp_path):
+    folder = tmp_path / "algebra"
+    folder.mkdir()
+    (folder / "1.json").write_text(json.dumps(dict(problem="q", solution="\\boxed{5}"), indent=1))
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "linked").symlink_to(folder)
+    assert [problem["answer"] for problem in read(tmp_path / "set")] == ["5"]
 
 
 def test_a_path_comes_before_a_name_on_the_hub(tmp_path, monkeypatch):
@@ -333,6 +480,9 @@ def test_a_set_of_the_hub_leaves_out_rows_without_an_answer_and_counts_them(monk
     assert len(read("owner/name")) == 2
     said = capsys.readouterr().out
     assert "1 of 3 rows cannot be used and are left out, the first: hub: row 2: column" in said
+    rows[2] = rows[1]
+    with pytest.raises(cfg.ConfigError, match="owner/name: 2 of 3 rows cannot be used, the first"):
+        read("owner/name")
 
 
 def test_source_column_with_many_values_is_ignored(tmp_path):
@@ -373,3 +523,11 @@ def test_problems_in_both_splits_are_found_by_prompt_and_in_games_by_all_columns
     assert in_both([one, two], [dict(one, where="g:1"), dict(two, prompt="c")]) == 1
     game = [dict(prompt="guess", number=n) for n in range(10)]
     assert in_both(game, game[:3] + [dict(prompt="guess", number=99)]) == 3
+    # A single message of the user is the same as its text, and the order of keys is no matter.
+    message = [{"content": "a ", "role": "user"}]
+    assert in_both([dict(one, prompt=message)], [one]) == 1
+    several = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
+    turned = [dict(reversed(x.items())) for x in several]
+    assert in_both([dict(one, prompt=several)], [dict(one, prompt=turned)]) == 1
+    thrice = [dict(one, source="f", read_as="x", where=f"f:{n}") for n in range(3)]
+    assert in_both(thrice, [dict(one, source="g", read_as="y")]) == 1

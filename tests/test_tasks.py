@@ -115,7 +115,7 @@ def test_parquet_and_several_files_are_read(tmp_path):
     (tmp_path / "other").mkdir()
     shutil.copy(MATHS, tmp_path / "other")
     c = cfg.Config(task="maths", eval_data=f"{MATHS},{tmp_path}/other/maths.jsonl")
-    with pytest.raises(cfg.ConfigError, match="another set is called maths"):
+    with pytest.raises(cfg.ConfigError, match="have a set called maths, and evaluations"):
         load_problems(c, "test")
     with pytest.raises(cfg.ConfigError, match="task maths needs --train_data"):
         load_problems(cfg.Config(task="maths"), "train")
