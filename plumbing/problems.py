@@ -80,7 +80,8 @@ def in_both(trained: list[dict], held_out: list[dict]) -> int:
     """The number of held-out problems that are trained on, too.
 
     Two problems are the same if their prompts are. In a task whose problems share prompts, as those
-    of a game do, all other values must be the same, too, but not where a problem was read.
+    of a game do, the answers must be the same, too; or, if they have none, all other values but
+    those of ORIGIN.
     """
     is_game = share_prompts(trained)
 
@@ -91,7 +92,9 @@ def in_both(trained: list[dict], held_out: list[dict]) -> int:
             prompt = prompt[0]["content"]
         prompt = prompt.strip() if isinstance(prompt, str) else prompt
         values = {}
-        if is_game:
+        if is_game and "answer" in problem:
+            values = {"answer": problem["answer"]}
+        elif is_game:
             values = {name: x for name, x in problem.items() if name not in ORIGIN}
         return json.dumps(values | {"prompt": prompt}, sort_keys=True, default=repr)
 

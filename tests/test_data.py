@@ -531,3 +531,6 @@ def test_problems_in_both_splits_are_found_by_prompt_and_in_games_by_all_columns
     assert in_both([dict(one, prompt=several)], [dict(one, prompt=turned)]) == 1
     thrice = [dict(one, source="f", read_as="x", where=f"f:{n}") for n in range(3)]
     assert in_both(thrice, [dict(one, source="g", read_as="y")]) == 1
+    # Rows that repeat a few problems, with a number each.
+    repeated = [dict(one, extra_info={"index": n}) for n in range(9)]
+    assert in_both(repeated, [dict(one, extra_info={"index": 99}), dict(one, answer="2")]) == 1
