@@ -20,16 +20,18 @@ MOST_DIGITS = 40000
 MOST_COMPARED_DIGITS = 12000
 # Of rational numbers with more digits sympy may not factor a root, which would take long.
 MOST_FACTORED_DIGITS = 100
+# For a root of a larger degree sympy may not look for a simpler form, which would take long.
+LARGEST_DEGREE = 1000
 # the largest n of n! and of a binomial coefficient
 LARGEST_FACTORIAL = 9999
 # the number of points at which expressions must agree
 ENOUGH_POINTS = 8
 # the number of points that are tried, as some are outside of an expression's domain
-MOST_POINTS = 40
-# variables that stand for positive integers
+MOST_POINTS = 60
+# variables that stand for integers; n is positive
 INTEGER_NAMES = ("k", "m", "n")
 # the errors for numbers that cannot be computed, from the functions below and from sympy
-UNCLEAR = (ValueError, ArithmeticError)
+UNCLEAR = (ValueError, ArithmeticError, RecursionError)
 
 
 # ---- numbers
@@ -56,6 +58,15 @@ def sign(number):
     return int(value.is_positive is True) - int(value.is_negative is True)
 
 
+def applied(function, *arguments):
+    """function(*arguments) of a function of sympy's. Raises ValueError if sympy cannot decide."""
+    try:
+        return defined(function(*arguments))
+    # sympy raises them for a relation whose truth it does not know
+    except (TypeError, AttributeError) as e:
+        raise ValueError(f"{function.__name__} cannot be computed: {e}") from None
+
+
 def power(base, exponent):
     """base ** exponent, an odd root of a negative number being real.
 
@@ -67,6 +78,8 @@ def power(base, exponent):
             raise ValueError("a power has too many digits")
         if exponent.is_Rational and exponent.q > 1:
             return root(base, exponent)
+    elif exponent.is_Rational and max(abs(exponent.p), exponent.q) > MOST_DIGITS:
+        raise ValueError("a power of a variable with a very large exponent")
     return defined(base**exponent)
 
 
@@ -83,7 +96,8 @@ def root(base, exponent):
     """power(base, exponent) of a number with a fraction as exponent."""
     if sign(base) < 0 and exponent.q % 2 == 1:
         return (-1) ** exponent.p * root(-base, exponent)
-    if not base.is_Rational or math.log10(abs(base.p)) + math.log10(base.q) < MOST_FACTORED_DIGITS:
+    is_low = exponent.q <= LARGEST_DEGREE
+    if not base.is_Rational or (is_low and digits_of(base) < MOST_FACTORED_DIGITS):
         return defined(base**exponent)
     if sign(base) < 0:
         return defined(sympy.I ** (2 * exponent)) * root(-base, exponent)
@@ -92,6 +106,19 @@ def root(base, exponent):
     if is_above_exact and is_below_exact:
         return sympy.Rational(above, below) ** exponent.p
     return LargeRoot(base, exponent)
+
+
+def digits_of(number):
+    """The number of digits of a rational number's numerator and denominator, about."""
+    return math.log10(abs(number.p) or 1) + math.log10(number.q)
+
+
+def logarithm(value, base):
+    """The logarithm of an expression. Raises ValueError for a rational number of many digits."""
+    value = defined(value)
+    if value.is_Rational and digits_of(value) > 10 * MOST_FACTORED_DIGITS:
+        raise ValueError("a logarithm of a number of many digits")
+    return defined(sympy.log(value, base))
 
 
 def factorial(value):
@@ -108,6 +135,9 @@ def binomial(above, below):
     for value in (above, below):
         if value.is_number and not (value.is_real and abs(value) <= LARGEST_FACTORIAL):
             raise ValueError(f"a binomial coefficient of numbers above {LARGEST_FACTORIAL}")
+    is_few = below.is_number and abs(below) <= 100
+    if above.is_number and not above.is_Integer and not is_few:
+        raise ValueError("a binomial coefficient that is a product of many factors")
     return defined(sympy.binomial(above, below))
 
 
@@ -195,11 +225,13 @@ def values_at_points(expressions, is_real):
     rng = random.Random(0)
     symbols = sorted(expressions.free_symbols, key=str)
     for i in range(MOST_POINTS):
-        scale = (1, 10, 100, 10000)[i % 4]
+        scale = (1, 10, 100, 10000, 10**12)[i % 5]
         point = {}
         for symbol in symbols:
             fraction = sympy.Rational(rng.randint(-99, 99) * scale + 1, 370)
             integer = sympy.Integer(rng.randint(1, 30))
+            if symbol.name != "n" and i % 2:
+                integer = -integer
             point[symbol] = integer if symbol.name in INTEGER_NAMES else fraction
         values = [value_at(expression, point, is_real) for expression in expressions]
         yield [value if is_comparable(value) else None for value in values]
@@ -207,7 +239,12 @@ def values_at_points(expressions, is_real):
 
 def is_comparable(value):
     """Is it a number that can be compared with another one like it?"""
-    return value is not None and (value.is_Rational or height(value) <= MOST_COMPARED_DIGITS / 2)
+    try:
+        return value is not None and (
+            value.is_Rational or height(value) <= MOST_COMPARED_DIGITS / 2
+        )
+    except UNCLEAR:
+        return False
 
 
 def value_at(expression, point, is_real):
@@ -236,4 +273,4 @@ def computed(expression, arguments):
         return factorial(*arguments)
     if isinstance(expression, sympy.binomial):
         return binomial(*arguments)
-    return defined(expression.func(*arguments))
+    return applied(expression.func, *arguments)

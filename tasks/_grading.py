@@ -121,6 +121,7 @@ SIGNS = dict(pair.split() for pair in re.split(r" \| |\n", SIGNS.strip()))
 SIGNS = str.maketrans({sign: latex + " " for sign, latex in SIGNS.items()})
 SPELLINGS = [
     # sizes, delimiters of formulas, spaces
+    (r"(?<=\\\\) ?\[-?[\d.]+ ?(?:pt|em|ex|mm|cm)\]", ""),
     (r"\\(left|right) ?\.", ""),
     (r"\\(left|right|[bB]igg?[lrm]?|displaystyle|textstyle|[lL]arge)(?![a-zA-Z])", ""),
     (r"(?<!\\)\\[()\[\]]| ?(?<!\\)\\! ?|\\+$", ""),
@@ -175,7 +176,9 @@ def comparable_text(text):
     if choice:
         return choice[1]
     is_text = re.fullmatch(r"[a-zA-Z0-9 ,.:'()-]+", words) and re.search("[a-zA-Z]{3}", words)
-    if is_text or words.lower() in ("yes", "no"):
+    # 2Rrh, a - b and m(gR) are formulas
+    is_formula = re.search(r"\d[a-zA-Z]|[a-zA-Z]\d| - |[a-zA-Z]\(|\)[a-zA-Z]", words)
+    if (is_text and not is_formula) or words.lower() in ("yes", "no"):
         return re.sub("[a-zA-Z]+", small_word, words)
     return latex.join(latex.tokens_of(text)).rstrip(", ")
 
@@ -183,16 +186,31 @@ def comparable_text(text):
 def small_word(match):
     """The letters of a regular expression's match, in small letters if they are a word.
 
-    `ABC` is not a word.
+    `ABC` and `mgR` are no words.
     """
     word = match[0]
-    is_word = not word.isupper() or word in ("YES", "NO", "TRUE", "FALSE", "NONE")
+    is_word = re.fullmatch("[a-zA-Z]?[a-z]+", word) or word in (
+        "YES",
+        "NO",
+        "TRUE",
+        "FALSE",
+        "NONE",
+    )
     return word.lower() if is_word else word
 
 
 # ---- 5. comparison by kind
 
-# a choice with its text: `(C) 12`, `C. 12`
+# "What percent", "as a percentage", "find the percent", but not "a 20 percent solution"
+ASKS_FOR_PERCENT = re.compile(
+    r"\b(what|which|how many|by|as|in|find|compute|determine|express|calculate|give|is|nearest)"
+    r"( is| are| was)?( the| a| an)?( [a-z]+)? (percent|per cent|percentage|\\?%)",
+    re.IGNORECASE,
+)
+INEQUALITY = re.compile(r"[<>≤≥≠]|\\(le|ge|lt|gt|ne)(?![a-z])|\\(leq|geq|neq)")
+# a choice with its text and a bracket on either side of its letter, whatever the text is
+BRACKETED = re.compile(r"\(([A-Z])\) ?+(?![-+=,;]|or\b|and\b)((?:(?!\([A-Z]\)).)+)")
+# a choice with its text: `C) 12`, `C. 12`
 LABELLED = re.compile(r"\(?([A-Z])(?:\)|[.:](?= )) ?([^-+= ].*)")
 
 
@@ -203,8 +221,14 @@ def is_same_answer(reference, given, prompt=""):
     ValueError or another one of UNCLEAR if `given` could be read in two ways. A reference that
     could be read in two ways is equal only to its own text.
     """
-    if comparable_text(reference) == comparable_text(given):
+    is_same_text = comparable_text(reference) == comparable_text(given)
+    # "and" and "or" are commas in a comparable text, but not between inequalities.
+    if is_same_text and not (INEQUALITY.search(given) and unlike_words(reference, given)):
         return True
+    pair = [re.split("[,;]", answer) for answer in (reference, given)]
+    if all(map(is_letters, sum(pair, []))) and any(map(is_word, sum(pair, []))):
+        texts = [sorted(map(comparable_text, parts)) for parts in pair]
+        return texts[0] == texts[1]
     reference, given = normalized_spelling(reference), normalized_spelling(given)
     reference_label, reference_text = label_and_text(reference)
     given_label, given_text = label_and_text(given)
@@ -215,7 +239,7 @@ def is_same_answer(reference, given, prompt=""):
         is_label = unlabelled == (reference_label or given_label)
         return is_label or is_same_answer(reference_text, given_text, prompt)
     prompt_words = re.findall("[a-z]+", prompt.lower())
-    asks_for_percent = {"percent", "percentage"} & set(prompt_words)
+    asks_for_percent = ASKS_FOR_PERCENT.search(prompt)
     percent = latex.Unit("percent") if asks_for_percent else sympy.Rational(1, 100)
     nouns = nouns_of([*prompt_words, *words_of(reference)])
     given_statements = latex.read(given, nouns, percent)
@@ -226,9 +250,30 @@ def is_same_answer(reference, given, prompt=""):
     return is_same_list(reference_statements, given_statements)
 
 
+def unlike_words(reference, given):
+    """Does one of two answers have "and", and the other one not?"""
+    return bool(re.search(r"\band\b", reference)) != bool(re.search(r"\band\b", given))
+
+
+def is_letters(answer):
+    """Is an answer nothing but letters side by side, perhaps with a number before or after?"""
+    words = FONT_GROUP.sub(r"\1", normalized_spelling(answer)).replace(" ", "")
+    return bool(re.fullmatch(r"\d*[a-zA-Z]{2,}\d*", words))
+
+
+def is_word(answer):
+    """Are the letters of an answer in an order that matters? `HTH`, `IV`, `12AB`, `no`."""
+    words = FONT_GROUP.sub(r"\1", normalized_spelling(answer)).replace(" ", "")
+    return words.lower() in ("yes", "no") or bool(re.fullmatch(r"\d*[A-Z]{2,}\d*", words))
+
+
 def label_and_text(answer):
     """("C", "12") for `(C) 12`; ("", answer) for all that is no choice, or may name several."""
-    choice = LABELLED.fullmatch(" ".join(FONT_GROUP.sub(r"\1 ", answer).split()))
+    words = " ".join(FONT_GROUP.sub(r"\1 ", answer).split())
+    choice = BRACKETED.fullmatch(words)
+    if choice:
+        return choice.groups()
+    choice = LABELLED.fullmatch(words)
     if not choice or re.search("[A-Z]|,|or|and", choice[2]):
         return "", answer
     return choice.groups()

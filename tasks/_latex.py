@@ -17,7 +17,15 @@ from typing import NamedTuple
 
 import sympy
 
-from tasks._exact import binomial, defined, factorial, is_expression, power
+from tasks._exact import (
+    applied,
+    binomial,
+    defined,
+    factorial,
+    is_expression,
+    logarithm,
+    power,
+)
 
 # the most characters of an answer
 LONGEST = 500
@@ -79,6 +87,7 @@ UNITS = {name: names[0] for names in UNITS for name in names}
 RATES = {"mph": "mi/h", "kph": "km/h", "kmh": "km/h", "kmph": "km/h"}
 POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 MULTIPLES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}
+MULTIPLES["trillion"] = 10**12
 UNIT_WORDS = {*UNITS, *RATES, *POWERS, *MULTIPLES, "per"}
 # Units that need no \text even where they touch a number: `15cm`; but `5ft` is f times t.
 TOUCHING = {"cm", "mm", "km", "kg"}
@@ -93,8 +102,11 @@ CURRENCIES = {
 # Words that change a number, and are never a unit.
 NO_UNITS = """
 or and not no if unless else but to from about approximately roughly maybe than more less at least
-most plus minus negative positive squared cubed half third quarter tenth hundredth thousandth
-one two three four five six seven eight nine ten
+most plus minus negative positive squared cubed one two three four five six seven eight nine ten
+half halve third quarter fourth fifth sixth seventh eighth ninth tenth hundredth thousandth
+millionth factorial root reciprocal inverse binary base pair couple zero below under above over
+debt loss deficit par double twice triple opposite except excluding fewer false wrong incorrect
+impossible cannot is are be
 """
 NO_UNITS = set(NO_UNITS.split())
 
@@ -129,7 +141,7 @@ def token_pattern(thousands):
             \d{{1,3}} (?: (?:{thousands}) \d{{3}} )+ (?!,?\d) (?:\.\d+)?         # 12,345.6
           | \d*\.\d* (?: \\(?:overline|bar|dot)[ ]?\{{?\d+\}}? | \(\d+\) )       # 0.1\overline{{6}}
           | \d*\.\d+ [eE][+-]?\d+ (?![\w.])                                      # 1.5e3
-          | \d+ (?: E[+-]?\d+ | e\+?\d+ | e-\d\d+ ) (?![\w.])                    # not 2e-1
+          | \d+ (?: E[+-]?\d+ | e\d+ | e-\d\d+ ) (?![\w.])                       # not 2e+1
           | \d+\.?\d* | \.\d+ )
         | \\(?P<edge>begin|end)[ ]?\{{(?P<environment>[a-z]+)\*?\}} (?:[ ]?\{{[clr| ]+\}})?
         | (?P<font>{FONT})\{{(?P<content>[^{{}}]*)\}}
@@ -307,9 +319,10 @@ FLIPPED = {">": "<", "\\ge": "\\le"}
 # f(2), f^{-1}(x), AB, |z|, (x,y), and combinations of them, such as m+n and xy.
 # Quantifiers that end with + do not backtrack, because that could take for ever.
 VARIABLE = (
-    r"(?:[a-zA-Z]|\\[a-zA-Z]++(?:\{[a-zA-Z]++\}){0,2}+)(?:_(?:[a-zA-Z]|\d++|\{[^{}]*+\}))?+'*+"
+    r"(?:[a-zA-Z]|\\(?!sqrt|ln|lg|log|bar\{z|overline\{z)[a-zA-Z]++(?:\{[a-zA-Z]++\}){0,2}+)"
+    r"(?:_(?:[a-zA-Z]|\d++|\{[^{}]*+\}))?+'*+"
 )
-NAMED = rf"{VARIABLE}(?:\^\{{-1\}})?+(?:\((?:-?\d++|{VARIABLE}(?:,{VARIABLE})*+)\))?+"
+NAMED = rf"{VARIABLE}(?:\^\{{-1\}}(?=\())?+(?:\((?:-?\d++|{VARIABLE}(?:,{VARIABLE})*+)\))?+"
 COMBINED = re.compile(rf"(?![A-Z]+$){NAMED}(?:[-+/:]?{NAMED})++")
 NAME = re.compile(
     rf"{NAMED}|[A-Z]{{2,3}}|\|(?:{VARIABLE})+\||\({VARIABLE}(?:,{VARIABLE})+\)|{COMBINED.pattern}"
@@ -432,6 +445,8 @@ class Reader:
             start = self.position
             self.has_two_signs = False
             items.append(read_item())
+            if self.tokens[start : self.position].count("\\pm") > 1:
+                raise ValueError("several \\pm, whose signs may or may not be the same")
             if self.has_two_signs:
                 self.position = start
                 self.sign = -1
@@ -625,12 +640,13 @@ class Reader:
 
     def unit_called(self, word):
         singular = word.removesuffix("s") or word
-        if word in MULTIPLES:
-            return sympy.Integer(MULTIPLES[word])
+        if singular in MULTIPLES:
+            return sympy.Integer(MULTIPLES[singular])
         unit = UNITS.get(word) or UNITS.get(singular)
         if unit == "percent":
             return self.percent
-        if not unit and (word in NO_UNITS or not {word, singular} & set(self.nouns)):
+        forms = {word, singular}
+        if not unit and (forms & NO_UNITS or not forms & set(self.nouns)):
             raise ValueError(f"{word} is no unit")
         return Unit(unit or singular)
 
@@ -759,11 +775,11 @@ class Reader:
         argument = defined(self.nested(self.function_argument, self.bars))
         argument = argument.xreplace({DEGREE: sympy.pi / 180})
         if name in BASES:
-            value = defined(sympy.log(argument, BASES[name] if base is None else base))
+            value = logarithm(argument, BASES[name] if base is None else base)
         elif exponent == -1 and name in INVERSE:
-            return defined(INVERSE[name](argument))
+            return applied(INVERSE[name], argument)
         else:
-            value = defined(FUNCTIONS[name](argument))
+            value = applied(FUNCTIONS[name], argument)
         if exponent is None:
             return value
         if exponent.is_negative:
@@ -865,4 +881,10 @@ def read(text, nouns=(), percent=sympy.Rational(1, 100)):
     """
     if len(text) > LONGEST:
         raise ValueError(f"an answer of {len(text)} characters, at most {LONGEST} are read")
-    return Reader(tokens_of(text, nouns), nouns, percent).answer()
+    statements = Reader(tokens_of(text, nouns), nouns, percent).answer()
+    values = [value for statement in statements for value in statement.values]
+    if len(values) > 1 and re.search(r"(?<![a-zA-Z])and(?![a-zA-Z])", text):
+        if any(is_interval(value) and value.kind != "()" for value in values):
+            # A comma or "or" between inequalities unites them, "and" does not.
+            raise ValueError("'and' between inequalities")
+    return statements

@@ -391,3 +391,78 @@ def test_hostile_answers_are_not_correct_and_end(answer):
     references = ["7", "x^2+1", "\\sqrt{2}", "(1,2)", "\\{1,2\\}", "y=2x+1", f"{answer[:490]}+1"]
     for reference in references:
         assert outcome(reference, answer) in ("wrong", "unparsable")
+
+
+@pytest.mark.parametrize(
+    "reference,answer,prompt",
+    [
+        # The order of letters, and capital letters, matter.
+        ("HTH", "HHT", ""),
+        ("\\text{IV}", "\\text{VI}", ""),
+        ("12AB", "12BA", ""),
+        ("no", "on", ""),
+        ("ACB, BCA", "ABC, BAC", ""),
+        ("mgR - mgr", "mgr - mgR", ""),
+        ("kQq", "kqq", ""),
+        ("2Rrh", "2rrh", ""),
+        # "and" between inequalities is no union.
+        ("x<-1 \\text{ or } x>3", "x<-1 \\text{ and } x>3", ""),
+        ("[0,5]\\cup[3,8]", "0\\le x\\le5 \\text{ and } 3\\le x\\le 8", ""),
+        # Words of the prompt that change a number are no units.
+        ("2", "2\\text{ thirds}", "Two thirds of what?"),
+        ("5", "5\\text{ millions}", "How many millions?"),
+        ("5", "5\\text{ degrees below zero}", "It is degrees below zero."),
+        ("9", "9\\text{ is false}", "Which is false?"),
+        # e is a number, and no exponent.
+        ("2e+1", "20", ""),
+        ("e^2+2e+1", "e^2+20", ""),
+        ("0.5", "0.5\\%", "In a 20 percent solution, what fraction is water?"),
+        ("11", "\\sqrt{x}=11", ""),
+        ("11", "\\ln x=11", ""),
+        ("\\pm 1 \\pm i", "1+i, -1-i", ""),
+        ("|k|", "k", ""),
+        ("|x+3000|", "x+3000", ""),
+    ],
+)
+def test_answers_that_look_like_the_reference_are_not_correct(reference, answer, prompt):
+    completion = f"\\boxed{{{answer}}}"
+    assert maths.reward({"answer": reference, "prompt": prompt}, completion, True) != "correct"
+
+
+@pytest.mark.parametrize(
+    "reference,answer,prompt",
+    [
+        ("2e+1", "1+2e", ""),
+        ("(e+1)^2", "e^2+2e+1", ""),
+        ("\\ln(1+e^x)", "\\ln(e^x+1)", ""),
+        ("x^x(1+\\ln x)", "x^x+x^x\\ln x", ""),
+        ("x^{1/x}", "\\sqrt[x]{x}", ""),
+        ("ax^{a-1}", "\\frac{ax^a}{x}", ""),
+        ("35", "35\\%", "What \\% of 200 is 70?"),
+        ("\\frac14", "25\\%", "There are 10 percent blue balls. Find the probability."),
+        (
+            "\\begin{pmatrix}2 & -1 \\\\ 0 & 3\\end{pmatrix}",
+            "\\begin{pmatrix}2 & -1 \\\\[4pt] 0 & 3\\end{pmatrix}",
+            "",
+        ),
+        ("\\textbf{(D)}\\ \\text{Monday}", "D", ""),
+        ("D", "\\textbf{(D)}\\ 1,024", ""),
+    ],
+)
+def test_the_reference_in_other_words_is_correct(reference, answer, prompt):
+    completion = f"\\boxed{{{answer}}}"
+    assert maths.reward({"answer": reference, "prompt": prompt}, completion, True) == "correct"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "(2x)^{10^9}",
+        "\\ln(10^{20000}+1)",
+        "\\binom{\\sqrt2}{1600}",
+        "\\binom{\\binom{e}{C}}{\\sqrt2}",
+        "\\arcsin(\\sin(10^{300}))",
+    ],
+)
+def test_answers_that_would_take_long_are_unparsable(answer):
+    assert maths.reward({"answer": "7", "prompt": ""}, f"\\boxed{{{answer}}}", True) != "correct"
