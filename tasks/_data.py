@@ -204,7 +204,7 @@ def _check_columns(row, columns):
         if row.get(name) and columns.prompt not in ("prompt", "messages"):
             raise ValueError(
                 f"the columns '{columns.prompt}' and '{name}' make one prompt in a way that is not "
-                "known here: write all of it to a column 'prompt'"
+                f"known here: write all of it to a column 'prompt', and rename '{columns.prompt}'"
             )
 
 
