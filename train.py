@@ -579,7 +579,8 @@ def train(config, run_dir, ranks):
             saver.save(state)
         saver.finish()
         if ranks.rank == 0:
-            print(f"train: {e}: version {version} is saved", flush=True)
+            saved = f"version {version} is saved" if version else "no step is made yet"
+            print(f"{e}; {saved}", flush=True)
         if ranks.error:
             raise
     log.close()

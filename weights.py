@@ -34,8 +34,8 @@ import torch
 
 from plumbing import lora
 from plumbing.model import whole
+from plumbing.patience import longest_start
 from plumbing.queues import publish_json
-from plumbing.supervise import RESTARTS
 from plumbing.transport import bucket_ranges, synchronize
 from plumbing.weight_group import EngineRegistry, WeightGroup
 
@@ -239,8 +239,7 @@ class Sender:
         an engine; raises TimeoutError if none comes in time.
         """
         members = self.group.members if self.group else []
-        # If an engine dies, the launcher starts it again, RESTARTS times at most.
-        limit = (RESTARTS + 1) * self.config.start_timeout
+        limit = longest_start(self.config)
         start = time.monotonic()
         is_said = False
         while True:

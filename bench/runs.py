@@ -50,8 +50,17 @@ PIPELINE = dict(max_lag=1, trainer_threads=1, concurrency=64)
 # A generation phase starts all its sequences at once. With rows this small, a second thread of the
 # trainer makes its steps slower
 CONVENTIONAL = dict(trainer_threads=1, concurrency=1024)
-COLUMNS = ("samples", "lag_max", "lag_mean", "ess", "wait_data_s", "save_s", "gen_idle")
-COLUMNS += ("late", "sampled_tokens")
+COLUMNS = (
+    "samples",
+    "sampled_tokens",
+    "late",
+    "lag_max",
+    "lag_mean",
+    "ess",
+    "wait_data_s",
+    "save_s",
+    "gen_idle",
+)
 
 
 def conventional(g):

@@ -14,9 +14,14 @@ from plumbing.supervise import RESTARTS
 LOOK_INTERVAL = 1.0
 
 
+def longest_start(config):
+    """The most seconds that the launcher may take to start an engine, with all restarts."""
+    return (RESTARTS + 1) * config.start_timeout
+
+
 def longest_wait(config):
     """The most seconds that a stage may wait for another one, with all starts of engines."""
-    return config.stall_timeout + (RESTARTS + 1) * config.start_timeout
+    return config.stall_timeout + longest_start(config)
 
 
 class Patience:

@@ -89,7 +89,7 @@ class Ranks:
         told = torch.tensor(int(self.stop.is_set()))
         dist.broadcast(told, 0, self.group)
         if told:
-            raise Stopped(self.error or "told to stop") from self.error
+            raise Stopped(self.error or "train: told to stop") from self.error
 
     def close(self):
         dist.destroy_process_group()

@@ -50,8 +50,10 @@ HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([^@]+))?(?:@(.+))?")
 SPLIT_NAME = re.compile(
     r"(?:^|[._-])(train|test|validation|valid|val|dev|eval|held_?out)(?:ing)?(?![a-z])"
 )
-# Files with data that are not read here
-OTHER_KINDS = (".arrow", ".bz2", ".ndjson", ".tsv", ".xz", ".zip", ".zst")
+# endings of files with data that are not read here
+OTHER_KINDS = (".bz2", ".ndjson", ".tsv", ".xz", ".zip", ".zst")
+# files that Hugging Face writes beside the data
+METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 # characters that one does not see, and that str.strip leaves
 INVISIBLE = "\u200b\u200c\u200d\u200e\u200f\u2060\ufeff\u00ad"
 
@@ -375,9 +377,10 @@ def rows(name, split):
 def files_of(path, part=""):
     """The files of a data set: the file itself, or those below a directory, ordered by their paths.
 
-    part: if it is not "", only files are taken that are of this split (`split_of`), or whose name
-    begins with it. Raises ValueError for a directory that has no file to read, files that cannot be
-    read, files of several kinds, or several splits of which none is chosen.
+    part: if it is not "", only files are taken that are of this split (`split_of`), or whose name,
+    or a folder's name on the way to them, begins with it. Raises ValueError for a directory that
+    has no file to read, files that cannot be read, files of several kinds, or several splits of
+    which none is chosen.
     """
     if not path.is_dir():
         if not _kind(path):
@@ -386,31 +389,16 @@ def files_of(path, part=""):
                 ".parquet"
             )
         return [path]
-    # Path.rglob does not enter folders that are links
-    walk = os.walk(path, followlinks=True)
-    every = sorted(Path(folder, name) for folder, _, names in walk for name in names)
-    readable = [file for file in every if _kind(file)]
-    for file in every:
-        if file.name.lower().endswith(OTHER_KINDS[1:]) or not file.exists():
-            raise ValueError(
-                f"{file}: a file of this kind, or a link to no file, is not read: write it as "
-                ".jsonl or .parquet, or take it out of the directory"
-            )
-        if file.name.lower().endswith(".gz") and file.with_suffix("") in readable:
-            raise ValueError(f"{file}: the same file is there without .gz: remove one of them")
-    # files that Hugging Face writes beside the data
-    metadata = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+    begins = re.compile(re.escape(part.lower()) + r"(?![a-z])")
     files = []
     splits = set()
-    for file in readable:
+    for file in readable_below(path):
         # the names of folders on the way to the file, and its own name
         names = file.relative_to(path).parts
-        if file.name in metadata or any(name.startswith(".") for name in names):
-            continue
-        begins = re.compile(re.escape(part.lower()) + r"(?![a-z])")
-        is_named = any(begins.match(name.lower()) for name in names)
         split = split_of(names)
-        if part and split != part.lower() and (split or not is_named):
+        is_named = any(begins.match(name.lower()) for name in names)
+        is_other_split = split and split_of([part]) not in ("", split)
+        if part and (is_other_split or not (is_named or split == part.lower())):
             continue
         files.append(file)
         splits |= {split} - {""}
@@ -429,6 +417,34 @@ def files_of(path, part=""):
             f"{path}: it has files of several kinds, {', '.join(sorted(kinds))}: name the files"
         )
     return files
+
+
+def readable_below(path):
+    """The files below a directory that can be read, ordered by their paths, without hidden ones.
+
+    Folders that are links are entered, each of them once. Raises ValueError for a file that would
+    be skipped though it may have data, or read twice.
+    """
+    visible_files = set()
+    entered = set()
+    for folder, folders, names in os.walk(path, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        real_folder = os.path.realpath(folder)
+        if real_folder in entered:
+            folders.clear()
+            continue
+        entered.add(real_folder)
+        visible_files |= {Path(folder, name) for name in names if not name.startswith(".")}
+    for file in sorted(visible_files):
+        name = file.name.lower()
+        if name.endswith(OTHER_KINDS) or not file.exists():
+            raise ValueError(
+                f"{file}: a file of this kind, or a link to no file, is not read: write it as "
+                ".jsonl or .parquet, or take it out of the directory"
+            )
+        if name.endswith(".gz") and file.with_suffix("") in visible_files:
+            raise ValueError(f"{file}: the same file is there without .gz: remove one of them")
+    return [file for file in sorted(visible_files) if _kind(file) and file.name not in METADATA]
 
 
 def split_of(names):

@@ -171,7 +171,7 @@ def comparable_text(text):
     It is the letter of a choice, or words in small letters, or the tokens of a formula.
     """
     text = normalized_spelling(text)
-    words = " ".join(FONT_GROUP.sub(r"\1", text).split())
+    words = without_fonts(text)
     choice = re.fullmatch(r"\(?([A-Z])[.):]?", words)
     if choice:
         return choice[1]
@@ -181,6 +181,11 @@ def comparable_text(text):
     if (is_text and not is_formula) or words.lower() in ("yes", "no"):
         return re.sub("[a-zA-Z]+", small_word, words)
     return latex.join(latex.tokens_of(text)).rstrip(", ")
+
+
+def without_fonts(text):
+    """A text without the commands that set a font: `\\text{IV}` -> `IV`."""
+    return " ".join(FONT_GROUP.sub(r"\1", text).split())
 
 
 def small_word(match):
@@ -203,10 +208,15 @@ def small_word(match):
 
 # "What percent", "as a percentage", "find the percent", but not "a 20 percent solution"
 ASKS_FOR_PERCENT = re.compile(
-    r"\b(what|which|how many|by|as|in|find|compute|determine|express|calculate|give|is|nearest)"
-    r"( is| are| was)?( the| a| an)?( [a-z]+)? (percent|per cent|percentage|\\?%)",
+    r"\b((what|which|how many|find|compute|determine|express|calculate|give|nearest)"
+    r"( is| are| was)?( the| a| an)?( [a-z]+)?|as( an?| the)?|in) "
+    r"(percent|per cent|percentage|\\?%)",
     re.IGNORECASE,
 )
+# letters side by side, perhaps with a number before or after; and those whose order matters, as in
+# `HTH`, `IV`, `12AB` and `no`, because they are no product of variables
+LETTERS = re.compile(r"\d*[a-zA-Z]{2,}\d*")
+ORDERED_LETTERS = re.compile(r"\d*[A-Z]{2,}\d*|(?i:yes|no)")
 INEQUALITY = re.compile(r"[<>≤≥≠]|\\(le|ge|lt|gt|ne)(?![a-z])|\\(leq|geq|neq)")
 # a choice with its text and a bracket on either side of its letter, whatever the text is
 BRACKETED = re.compile(r"\(([A-Z])\) ?+(?![-+=,;]|or\b|and\b)((?:(?!\([A-Z]\)).)+)")
@@ -223,13 +233,14 @@ def is_same_answer(reference, given, prompt=""):
     """
     is_same_text = comparable_text(reference) == comparable_text(given)
     # "and" and "or" are commas in a comparable text, but not between inequalities.
-    if is_same_text and not (INEQUALITY.search(given) and unlike_words(reference, given)):
+    has_and = [bool(latex.AND.search(answer)) for answer in (reference, given)]
+    if is_same_text and not (INEQUALITY.search(given) and has_and[0] != has_and[1]):
         return True
-    pair = [re.split("[,;]", answer) for answer in (reference, given)]
-    if all(map(is_letters, sum(pair, []))) and any(map(is_word, sum(pair, []))):
-        texts = [sorted(map(comparable_text, parts)) for parts in pair]
-        return texts[0] == texts[1]
     reference, given = normalized_spelling(reference), normalized_spelling(given)
+    lists = [re.split("[,;]", answer) for answer in (reference, given)]
+    words = [without_fonts(word).replace(" ", "") for word in lists[0] + lists[1]]
+    if all(map(LETTERS.fullmatch, words)) and any(map(ORDERED_LETTERS.fullmatch, words)):
+        return sorted(map(comparable_text, lists[0])) == sorted(map(comparable_text, lists[1]))
     reference_label, reference_text = label_and_text(reference)
     given_label, given_text = label_and_text(given)
     if reference_label and given_label:
@@ -248,23 +259,6 @@ def is_same_answer(reference, given, prompt=""):
     except UNCLEAR:
         return False
     return is_same_list(reference_statements, given_statements)
-
-
-def unlike_words(reference, given):
-    """Does one of two answers have "and", and the other one not?"""
-    return bool(re.search(r"\band\b", reference)) != bool(re.search(r"\band\b", given))
-
-
-def is_letters(answer):
-    """Is an answer nothing but letters side by side, perhaps with a number before or after?"""
-    words = FONT_GROUP.sub(r"\1", normalized_spelling(answer)).replace(" ", "")
-    return bool(re.fullmatch(r"\d*[a-zA-Z]{2,}\d*", words))
-
-
-def is_word(answer):
-    """Are the letters of an answer in an order that matters? `HTH`, `IV`, `12AB`, `no`."""
-    words = FONT_GROUP.sub(r"\1", normalized_spelling(answer)).replace(" ", "")
-    return words.lower() in ("yes", "no") or bool(re.fullmatch(r"\d*[A-Z]{2,}\d*", words))
 
 
 def label_and_text(answer):

@@ -86,8 +86,14 @@ UNITS = [names.split() for names in re.split(r"[|\n]", UNITS.strip())]
 UNITS = {name: names[0] for names in UNITS for name in names}
 RATES = {"mph": "mi/h", "kph": "km/h", "kmh": "km/h", "kmph": "km/h"}
 POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
-MULTIPLES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}
-MULTIPLES["trillion"] = 10**12
+MULTIPLES = {
+    "dozen": 12,
+    "hundred": 100,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+}
 UNIT_WORDS = {*UNITS, *RATES, *POWERS, *MULTIPLES, "per"}
 # Units that need no \text even where they touch a number: `15cm`; but `5ft` is f times t.
 TOUCHING = {"cm", "mm", "km", "kg"}
@@ -150,6 +156,8 @@ def token_pattern(thousands):
     )
 
 
+# the word, which is read as a comma
+AND = re.compile(r"(?<![a-zA-Z])and(?![a-zA-Z])")
 TOKEN = token_pattern(r"\{,\}|,|[ ]")
 # In brackets a comma separates: (1,234) is a point, and not a number.
 TOKEN_IN_BRACKETS = token_pattern(r"\{,\}|[ ]")
@@ -883,8 +891,8 @@ def read(text, nouns=(), percent=sympy.Rational(1, 100)):
         raise ValueError(f"an answer of {len(text)} characters, at most {LONGEST} are read")
     statements = Reader(tokens_of(text, nouns), nouns, percent).answer()
     values = [value for statement in statements for value in statement.values]
-    if len(values) > 1 and re.search(r"(?<![a-zA-Z])and(?![a-zA-Z])", text):
-        if any(is_interval(value) and value.kind != "()" for value in values):
-            # A comma or "or" between inequalities unites them, "and" does not.
-            raise ValueError("'and' between inequalities")
+    are_inequalities = any(is_interval(value) and value.kind != "()" for value in values)
+    if len(values) > 1 and are_inequalities and AND.search(text):
+        # A comma or "or" between inequalities unites them, "and" does not.
+        raise ValueError("'and' between inequalities")
     return statements

@@ -46,13 +46,14 @@ SETS = {
 }
 # A reference with more characters than this is a solution, not its final answer.
 LONGEST_REFERENCE = 500
-# the delimiters of a formula that has a line of its own
 # 1,234 with commas in the right places, and in no list or interval
 LARGE_NUMBER = re.compile(r"(?<![\d,(\[{.])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
 # what stands in data sets for an answer that is not known
 PLACEHOLDERS = {"proof", "notfound", "not found", "unknown", "n/a", "?", "-"}
+# a command of LaTeX, and a word of at least two letters
 COMMAND = re.compile(r"\\text\{[^}]*\}|\\[a-zA-Z]+")
 WORD = re.compile(r"[^\W\d_]{2,}")
+# the delimiters of a formula that has a line of its own
 AROUND_DISPLAY = re.compile(r"^\s*(\\\[|\$\$)?\s*|\s*(\\\]|\$\$)?\s*$")
 
 

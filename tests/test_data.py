@@ -445,6 +445,21 @@ def test_files_of_a_directory_that_would_be_skipped_are_named(name, tmp_path):
         read(tmp_path / "set")
 
 
+def test_hidden_files_and_links_that_lead_back_are_left_out(tmp_path):
+    write(tmp_path / "set" / "a.jsonl", [ROW])
+    write(tmp_path / "set" / ".cache" / "b.jsonl.zst", [ROW])
+    (tmp_path / "set" / ".missing.jsonl").symlink_to(tmp_path / "missing")
+    (tmp_path / "set" / "back").symlink_to(tmp_path / "set")
+    assert len(read(tmp_path / "set")) == 1
+
+
+def test_a_part_of_a_directory_may_be_any_beginning_of_a_name(tmp_path):
+    for number, name in enumerate(["training/a", "training/train-1", "testing/train-1"]):
+        write(tmp_path / "set" / f"{name}.jsonl", [dict(ROW, answer=number)])
+    for part, answers in [("training", ["0", "1"]), ("train", ["0", "1"]), ("test", ["2"])]:
+        assert [problem["answer"] for problem in read(f"{tmp_path}/set@{part}")] == answers
+
+
 def test_a_folder_that_is_a_link_and_a_file_of_one_object_are_read(tmp_path):
     folder = tmp_path / "algebra"
     folder.mkdir()

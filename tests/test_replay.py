@@ -7,6 +7,7 @@ The runs are those of the real trainer; the weight sender is FAKE
 import pytest
 from test_ranks import run_trainer, step_lines, write_run
 
+import config as cfg
 from tools import common, replay
 
 # as run.sh fills it in
@@ -44,6 +45,19 @@ def test_replay_shows_another_loss_beside_the_runs(kept_run, capsys):
     # the weights have not moved by it
     assert rows["loss"][0] == rows["loss"][1] != rows["loss"][2]
     assert rows["clip_frac"][1] != rows["clip_frac"][2]
+
+
+def test_another_loss_brings_its_own_ratio_bounds_and_normalizer():
+    config = cfg.check(cfg.Config(run="r", loss="reinforce", clip_high=3.0))
+    other = replay.with_knobs(config, ["--loss=gspo"])
+    assert (other.ratio, other.normalizer) == ("sequence", "sequence")
+    assert (other.clip_low, other.clip_high) == cfg.LOSSES["gspo"][1:]
+    same = replay.with_knobs(config, ["--ratio", "sequence"])
+    assert (same.normalizer, same.clip_high) == ("sequence", 3.0)
+    kept = replay.with_knobs(config, ["--loss", "gspo", "--normalizer", "tokens"])
+    assert kept.normalizer == "tokens"
+    tokens = cfg.check(cfg.Config(run="r", normalizer="tokens"))
+    assert replay.with_knobs(tokens, ["--loss", "cispo"]).normalizer == "tokens"
 
 
 def test_replay_of_a_step_that_was_not_kept_is_refused(kept_run):

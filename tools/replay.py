@@ -36,6 +36,20 @@ from tools.common import find_run, kept_batches, read_metrics
 METRICS = "loss grad_norm entropy ess kl_behavior kl_ref mismatch clip_frac reward tokens".split()
 
 
+def with_knobs(config, knobs):
+    """Return the Config of a run with the knobs of a command line. Raises ConfigError.
+
+    Another loss comes with its own ratio and clip range, and another ratio with its own normalizer,
+    unless the command line sets them.
+    """
+    run_ratio = config.ratio
+    if cfg.parse(knobs, config).loss != config.loss:
+        config = dataclasses.replace(config, ratio="", clip_low=-1.0, clip_high=-1.0)
+    if cfg.check(cfg.parse(knobs, config)).ratio != run_ratio:
+        config = dataclasses.replace(config, normalizer="")
+    return cfg.check(cfg.parse(knobs, config))
+
+
 # ---- the step again
 
 
@@ -135,13 +149,7 @@ def main(argv=None):
     run_dir = find_run(arguments.run_dir)
     config = cfg.load(run_dir)
     try:
-        other = cfg.parse(knobs, config)
-        if other.loss != config.loss:
-            # Another loss comes with its own ratio and clip range, unless the command line sets
-            # them.
-            without = dataclasses.replace(config, ratio="", clip_low=-1.0, clip_high=-1.0)
-            other = cfg.parse(knobs, without)
-        cfg.check(other)
+        other = with_knobs(config, knobs)
         batches = kept_batches(run_dir, step)
         if not gpu_count():
             # Sums have the same bits only with as many threads as the run had.
