@@ -200,8 +200,13 @@ class Config:
     weight_decay: NotNegative = 0.0
     # the gradient's norm is clipped to this value
     max_grad_norm: Positive = 1.0
-    # tokens per packed micro-batch row
+    # tokens of a row, which is a micro-batch; with padding, its padding counts, too
     row_tokens: Count = 4096
+    # how the trainer computes a row. packed: sequences end to end, with our attention; native: the
+    # same with transformers' own kernels, on GPUs; padded: a padded batch; auto: the first of these
+    # that computes what transformers does with one sequence at a time, which is measured at the
+    # start (plumbing/model.py, tools/model_check.py)
+    rows: Literal["auto", "packed", "native", "padded"] = "auto"
     # trainer ranks (FSDP2 when more than one); 0: the GPUs that do not serve, or 1 without GPUs
     trainers: CountOr0 = 0
     # number of layers, counted from the first, whose activations are recomputed in the backward

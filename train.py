@@ -25,7 +25,6 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
@@ -34,12 +33,14 @@ from plumbing import checkpoints, lora
 from plumbing.guards import Guards
 from plumbing.metrics import MetricsLog, Sums, largest
 from plumbing.model import (
+    decoder_of,
     empty_model,
     finish_logits,
     hand_out,
     head_product,
-    is_packed,
     keeping,
+    last_hidden_states,
+    load_model,
     shared_prefixes,
     to_device,
     whole,
@@ -97,17 +98,19 @@ def token_logprobs(
     entropy_grad=False,
     to_logits=torch.nn.functional.linear,
     chunk_logprobs=head_logprobs,
+    rows="packed",
 ):
-    """log p(token | tokens before it in its sequence) for one packed row of T tokens, and the
-    entropy of the distribution that each token came from: (logprobs [T], entropy [T]), float32, on
-    the model's device.
+    """log p(token | tokens before it in its sequence) for one row of T tokens, and the entropy of
+    the distribution that each token came from: (logprobs [T], entropy [T]), float32, on the model's
+    device.
 
     model: a Hugging Face causal LM. input_ids, position_ids [T]: numpy arrays or CPU tensors. With
     FSDP2 they must be arrays: it moves tensors to the GPU, but the boundaries of sequences must be
     known on the CPU. Positions restart at 0 with every sequence, and no sequence sees another one.
     temperature: a number, or one per token [T]. wanted [T] bool: the tokens whose values are asked
     for (None: all of them). entropy_grad: the entropy has a gradient, too. to_logits: the product
-    of hidden states and the head's weight; chunk_logprobs: head_logprobs, perhaps compiled.
+    of hidden states and the head's weight; chunk_logprobs: head_logprobs, perhaps compiled. rows:
+    how the model computes a row, see plumbing/model.py.
 
     Both values are 0 at the row's first token and at tokens that are not wanted, which the head
     does not see. The first token of any other sequence has no context: the caller must mask its
@@ -115,27 +118,21 @@ def token_logprobs(
     """
     ids, positions, temperature = map(np.asarray, (input_ids, position_ids, temperature))
     temperature = np.broadcast_to(temperature.astype(np.float32), ids.shape)
-    # Attention implementations other than ours take every token of a row as it comes.
-    plan = shared_prefixes(ids, positions, may_share=is_packed(model))
+    # Only our attention lets a sequence use the tokens of another one.
+    prefixes = shared_prefixes(ids, positions, may_share=rows == "packed")
     # The distribution of a token comes from the hidden state of the token before it.
     target_index = np.arange(1, len(ids)) if wanted is None else np.flatnonzero(wanted[1:]) + 1
-    context_index = plan.computed_index[target_index - 1]
+    context_index = prefixes.computed_index[target_index - 1]
     head = model.get_output_embeddings()
     weight = head.weight
     device = weight.device
-    computed_ids, computed_positions = to_device(
-        device, ids[plan.computed], positions[plan.computed]
-    )
     targets, target_temperature = to_device(device, ids[target_index], temperature[target_index])
     target_index, context_index = to_device(device, target_index, context_index)
-    hidden = model.base_model(
-        input_ids=computed_ids[None],
-        position_ids=computed_positions[None],
-        use_cache=False,
-        packing=plan.packing(device),
-    ).last_hidden_state[0]  # [Q, D]: Q <= T tokens are computed
+    # [Q, D]: Q <= T tokens are computed
+    hidden = last_hidden_states(model, ids, positions, prefixes, rows)
     hidden = hidden.index_select(0, context_index)  # [N, D]: N tokens are wanted
-    head_arguments = ((to_logits, weight, getattr(head, "bias", None)), model.config, entropy_grad)
+    head_function = (to_logits, weight, getattr(head, "bias", None))
+    head_arguments = (head_function, model.config.get_text_config(), entropy_grad)
     chunks = [x.split(head_chunk(*weight.shape)) for x in (hidden, targets, target_temperature)]
     if len(chunks[0]) > 1:
         # The logits of a chunk are recomputed in the backward pass, so that [T, V] never exists.
@@ -160,6 +157,7 @@ class Policy(torch.nn.Module):
         self.model = model
         self.config = config
         self.chunk_logprobs = head_logprobs
+        self.rows = "packed" if config.rows == "auto" else config.rows
         # The Policy of a frozen model by its role, "reference" or "teacher". They lie in a dict,
         # where torch does not look for parameters.
         self.frozen = {}
@@ -172,6 +170,7 @@ class Policy(torch.nn.Module):
             entropy_grad=entropy_grad,
             to_logits=head_product(self.config.head_float32),
             chunk_logprobs=self.chunk_logprobs,
+            rows=self.rows,
         )
 
     @torch.no_grad()
@@ -410,13 +409,6 @@ def optimizer_step(model, optimizers, sums, version, config):
 # ---------------------------------------------------------------------------- model and optimizer
 
 
-def load_model(config, dtype):
-    """The causal LM of `config.model`, with attention for packed rows and without dropout."""
-    return AutoModelForCausalLM.from_pretrained(
-        config.model, dtype=dtype, attn_implementation="packed"
-    )
-
-
 def make_optimizers(model, config, device):
     """A list of the optimizers of a module's parameters.
 
@@ -452,7 +444,7 @@ def load_policy(config, dtype, device, world, trained=False):
     if trained and config.lora_rank:
         lora.add(model, config)
     policy = Policy(model, config)
-    layers = [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
+    layers = [x for x in decoder_of(model).modules() if isinstance(x, GradientCheckpointingLayer)]
     if config.checkpointed_layers:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         for layer in layers[: config.checkpointed_layers]:

@@ -31,15 +31,59 @@ import time
 from pathlib import Path
 
 import torch
+from transformers.core_model_loading import revert_weight_conversion
 
 from plumbing import lora
 from plumbing.model import whole
 from plumbing.patience import longest_start
 from plumbing.queues import publish_json
-from plumbing.transport import bucket_ranges, synchronize
-from plumbing.weight_group import EngineRegistry, WeightGroup
+from plumbing.transport import (
+    bucket_bytes,
+    bucket_ranges,
+    named_views,
+    padded_bytes,
+    synchronize,
+)
+from plumbing.weight_group import EngineRegistry, WeightGroup, WrongWeights
 
 TIMES = ("sync_s", "gather_s", "wait_sync_s", "send_s", "ready_s", "pause_s")
+
+
+class Sent:
+    """A parameter that is sent, under the names and in the pieces that it has on disk.
+
+    function(*tensors) is its value. Vectors travel in float32, whatever the compute dtype: engines
+    keep some of them in float32 (the decay of Mamba), and they are few.
+    """
+
+    def __init__(self, name, function, tensors, config):
+        self.name = name
+        self.function = function
+        self.tensors = tensors
+        self.dtype = config.dtype if tensors[0].dim() > 1 else "float32"
+        self.size = padded_bytes(tensors[0].shape, self.dtype)
+        # Is it on disk as it is in the model? Known from tensors_on_disk on.
+        self.is_as_on_disk = False
+
+    def tensors_on_disk(self, model):
+        """[(name, shape, name of the dtype)] of the tensors on disk that it is made of."""
+        tensor = torch.empty(self.tensors[0].shape, device="meta")
+        saved = revert_weight_conversion(model, {self.name: tensor})
+        self.is_as_on_disk = {name: x.shape for name, x in saved.items()} == {
+            self.name: tensor.shape
+        }
+        return [(name, list(x.shape), self.dtype) for name, x in saved.items()]
+
+    def gather(self):
+        """The tensors that `function` takes, whole. Collective."""
+        return [whole(x.to(getattr(torch, self.dtype))) for x in self.tensors]
+
+    def values_on_disk(self, model, tensors):
+        """The values of the tensors on disk, from what `gather` returned."""
+        value = self.function(*tensors)
+        if self.is_as_on_disk:
+            return [value]
+        return list(revert_weight_conversion(model, {self.name: value}).values())
 
 
 class Sender:
@@ -53,23 +97,23 @@ class Sender:
         self.config = config
         self.ranks = ranks
         self.version_file = Path(run_dir, "queues", "version.json")
-        served = lora.served(model)
-        self.parameters = list(served.values())
-        self.dtype = getattr(torch, config.dtype)
-        self.layout = dict(
-            names=list(served),
-            shapes=[list(tensors[0].shape) for _, tensors in self.parameters],
-            dtype=config.dtype,
-            bucket_bytes=config.bucket_mb << 20,
-            whole=len(served) == len(list(model.parameters())),
-        )
-        self.ranges = bucket_ranges(self.layout)
+        self.parameters = [Sent(name, *x, config) for name, x in lora.served(model).items()]
+        sizes = [parameter.size for parameter in self.parameters]
+        self.ranges = bucket_ranges(sizes, config.bucket_mb << 20)
         self.timing = dict.fromkeys(TIMES, 0.0)
         if ranks.rank != 0:
             return
-        sizes = [elements for _, _, elements in self.ranges]
+        self.layout = {"buckets": []}
+        for first, last in self.ranges:
+            parameters = self.parameters[first:last]
+            tensors = [tensor for p in parameters for tensor in p.tensors_on_disk(model)]
+            self.layout["buckets"].append(tensors)
+        self.model = model
         pinned = ranks.device.type == "cuda"
-        self.buckets = [torch.empty(n, dtype=self.dtype, pin_memory=pinned) for n in sizes]
+        self.buckets = [
+            torch.empty(bucket_bytes(tensors), dtype=torch.uint8, pin_memory=pinned)
+            for tensors in self.layout["buckets"]
+        ]
         self.engines = EngineRegistry(config, run_dir)
         self.group = None
         # the engines that the last delivery tried to reach, whether they failed or not
@@ -99,15 +143,16 @@ class Sender:
         self._acquire()
         self.ranks.check_stop()
         waited = time.monotonic() - start
-        for k, (first, last, _) in enumerate(self.ranges):
+        for k, (first, last) in enumerate(self.ranges):
             # Every rank must do these all-gathers in the same order.
-            gathered = [
-                (function, [whole(x.to(self.dtype)) for x in tensors])
-                for function, tensors in self.parameters[first:last]
-            ]
+            gathered = [parameter.gather() for parameter in self.parameters[first:last]]
             if self.ranks.rank == 0:
-                flat = torch.cat([function(*tensors).reshape(-1) for function, tensors in gathered])
-                self.buckets[k].copy_(flat, non_blocking=True)
+                values = []
+                for parameter, tensors in zip(self.parameters[first:last], gathered):
+                    values += parameter.values_on_disk(self.model, tensors)
+                views = named_views(self.layout["buckets"][k], self.buckets[k])
+                for (_, view), value in zip(views, values, strict=True):
+                    view.copy_(value, non_blocking=True)
         if self.ranks.rank != 0:
             return
         # The copies to host memory must have ended before the thread reads it.
@@ -207,10 +252,7 @@ class Sender:
             try:
                 self._form_group(engines)
                 start = time.monotonic()
-                self.group.ring(self.version)
-                self.group.broadcast(self.buckets)
-                sent = time.monotonic()
-                self.group.wait_until_ready()
+                sent = self.group.send(self.version, self.buckets)
                 ready = time.monotonic()
                 pauses = self._swap()
                 if pauses:
@@ -220,6 +262,8 @@ class Sender:
                         ready_s=ready - sent,
                         pause_s=max(pauses),
                     )
+            except WrongWeights:
+                raise
             # torch raises RuntimeError when a group or store is broken.
             except (RuntimeError, TimeoutError) as e:
                 self._leave_group()
@@ -263,7 +307,17 @@ class Sender:
         if self.group and self.group.members == engines:
             return
         self._leave_group()
-        self.group = WeightGroup(self.config, self.engines, engines, self.layout, self.ranks.device)
+        # A run begins with the weights that the engines have loaded from disk, too.
+        self.group = WeightGroup(
+            self.config,
+            self.engines,
+            engines,
+            self.layout,
+            self.ranks.device,
+            as_loaded=self.version == 0,
+        )
+        if self.version == 0:
+            self.group.send(self.version, self.buckets)
         print(
             f"weights: {self.config.weight_backend} group of the trainer and "
             f"{len(engines)} engines",

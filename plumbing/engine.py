@@ -30,8 +30,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from plumbing import transport
-from plumbing.plan import Plan
 from plumbing.secret import SECRET_HEADER, secret_header
+from plumbing.shadow import make_shadow
 
 OPEN_CALLS = [("GET", "/health"), ("GET", "/metrics")]
 # This lock is held while a bucket is copied out: two groups' threads write into the same memory.
@@ -219,6 +219,9 @@ class WorkerExtension:
     If one raised, the answers of the other workers would be left behind.
     """
 
+    # Are the weights in use those that vLLM has loaded from disk?
+    has_loaded_weights = True
+
     def join_weight_group(self, group):
         """Begin to take part in the weight group that `group` describes, see Receiver."""
         before = getattr(self, "weight_receiver", None)
@@ -234,6 +237,7 @@ class WorkerExtension:
             return f"version {version} is not here"
         try:
             receiver.swap()
+            self.has_loaded_weights = False
         except Exception as e:
             # The weights are now half old, half new.
             print(f"weights: loading broke off ({e!r}): this engine ends", flush=True)
@@ -243,10 +247,15 @@ class WorkerExtension:
 class Receiver:
     """One worker's part in a weight group, in a thread of its own.
 
-    group: {backend, host, port, first_rank, world, timeout, layout (plumbing/transport.py)}.
-    before: the Receiver of the group before this one, or None. `received` is the version that is
-    ready to be swapped in, as text. The parts of a bucket that this worker's model needs are copied
-    out; the bucket's memory then takes the next one. A group that broke is never mended.
+    group: {backend, host, port, first_rank, world, timeout, as_loaded, layout
+    (plumbing/transport.py)}. before: the Receiver of the group before this one, or None. `received`
+    is the version that is ready to be swapped in, as text. A bucket is loaded into the shadow, and
+    its memory then takes the next one. A group that broke is never mended.
+
+    as_loaded: the weights to come are those that this worker's model has loaded from disk. Then
+    they are sent twice, to prove that updates get to where the model computes with them: the first
+    time this worker changes all of them before it loads them (`move`), and every tensor of the model
+    must become another one; the second time no tensor may change.
     """
 
     def __init__(self, worker, group, before):
@@ -262,14 +271,13 @@ class Receiver:
         if before is not None:
             before.retire()
         if before is not None and before.layout == self.layout:
-            # A new plan would take the model's memory once more.
-            self.plan = before.plan
+            # A new one would take the model's memory once more.
+            self.shadow = before.shadow
         else:
-            self.plan = Plan(worker.model_runner.get_model(), self.layout)
+            self.shadow = make_shadow(worker, self.layout)
         # The memory is this receiver's own: a former group may still receive into its memory.
-        self.sizes = [elements for _, _, elements in transport.bucket_ranges(self.layout)]
-        dtype = getattr(torch, self.layout["dtype"])
-        self.memory = torch.empty(max(self.sizes), dtype=dtype, device=self.device)
+        self.sizes = [transport.bucket_bytes(tensors) for tensors in self.layout["buckets"]]
+        self.memory = torch.empty(max(self.sizes), dtype=torch.uint8, device=self.device)
         # updates are written on another stream than this one, which has just made room for them
         transport.synchronize(worker.device)
         threading.Thread(target=self.run, daemon=True).start()
@@ -301,30 +309,70 @@ class Receiver:
                 # the doorbell: it may be long in coming; a trainer that ends closes the connection
                 store.wait([f"update/{n}"], timedelta(days=30))
                 self.received = None
-                self.receive()
+                is_proof = self.group["as_loaded"] and n < 2 and self.worker.has_loaded_weights
+                try:
+                    self.receive(moved=is_proof and n == 0)
+                    problem = self.problem(moved=n == 0) if is_proof else ""
+                # What is trained must arrive where it is used: the trainer ends the run.
+                except ValueError as e:
+                    problem = str(e)
                 self.received = store.get(f"update/{n}").decode()
-                store.set(f"ready/{n}/{self.rank}", "")
+                store.set(f"ready/{n}/{self.rank}", problem)
         except Exception as e:
             print(f"weights: left the group: {e!r}", flush=True)
         transport.abort_group(self.process_group)
 
-    def receive(self):
-        """Receive every bucket, while the model decodes."""
+    def receive(self, moved=False):
+        """Receive every bucket, while the model decodes.
+
+        moved: every tensor is changed before it is loaded. Raises ValueError for weights that this
+        model cannot take.
+        """
         # The model's device: what is received may come through host memory.
         device = self.worker.device
         with torch.cuda.stream(transport.weight_stream(device)):
-            for k, elements in enumerate(self.sizes):
-                bucket = self.memory[:elements]
+            problem = None
+            for k, size in enumerate(self.sizes):
+                bucket = self.memory[:size]
                 self.process_group.broadcast(bucket, 0).wait(timedelta(seconds=self.timeout))
                 with STAGING:
                     if self.is_retired:
                         raise RuntimeError("there is another weight group")
-                    self.plan.stage(k, bucket)
+                    if problem:
+                        # The broadcasts that are left must still be received.
+                        continue
+                    if moved:
+                        move(transport.named_views(self.layout["buckets"][k], bucket))
+                    try:
+                        self.shadow.stage(k, bucket)
+                    except ValueError as e:
+                        problem = e
             transport.synchronize(device)
+            if problem:
+                raise problem
+
+    def problem(self, moved):
+        """What is wrong with the weights that were received as a proof; "" if nothing is."""
+        is_equal = self.shadow.equal()
+        wrong = [name for name, equal in is_equal.items() if equal == moved]
+        if not wrong:
+            return ""
+        complaint = "stays as it is when all weights change" if moved else "changes with the weights"
+        return (
+            f"{wrong[0]} {complaint} that were loaded from disk ({len(wrong)} of {len(is_equal)} "
+            "tensors)"
+        )
 
     def swap(self):
         """Copy the received weights into the model, which is not decoding now."""
         self.received = None
-        self.plan.swap()
+        self.shadow.swap()
         # The next update is received into the same memory, on another stream.
         transport.synchronize(self.worker.device)
+
+
+@torch.no_grad()
+def move(views):
+    """Change all values of the tensors [(name, tensor)], zeros and ones among them."""
+    for _, view in views:
+        view.mul_(1.25).add_(0.125)

@@ -1,13 +1,20 @@
-"""The model as the trainer runs it: packed attention, finished logits, loading by rank 0 alone.
+"""The model as the trainer runs it: rows of sequences, finished logits, loading by rank 0 alone.
 
-In a packed row several sequences lie end to end, and none of them sees another one (transformers'
-attention implementation "packed"). A beginning that neighbouring sequences share is computed once
-(`shared_prefixes`). A family of models that computes something else ends the run at its first
-weight update, as the engines' logprobs then differ (plumbing/guards.py).
+No sequence of a row may see another one. `last_hidden_states` has the three ways to compute a row;
+tools/model_check.py chooses the first one that computes what transformers does, by a measurement
+before the run starts (the knob `rows`):
+
+    packed  sequences lie end to end, and our attention keeps them apart (transformers' attention
+            implementation "packed"). A beginning that neighbouring sequences share is computed once
+            (`shared_prefixes`).
+    native  sequences lie end to end, and transformers' own kernels keep them apart, for models with
+            state (Mamba, linear attention, short convolutions) on GPUs
+    padded  a batch of sequences, each one followed by padding up to the length of the longest one;
+            right for all models in which no token sees a later one
 
 A family whose head does something of its own gets a line in `finish_logits`, one whose attention
-does, in `packed_attention`. Deliberately absent: padding, dropout (what is trained is what
-sampled), a list of families (tests/test_model.py has one).
+does, in `packed_attention`. Deliberately absent: dropout (what is trained is what sampled), a list
+of families (docs/models.md has a table of measurements).
 """
 
 import contextlib
@@ -21,7 +28,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 
 from plumbing.samples import share
 
@@ -87,9 +99,55 @@ def shared_prefixes(ids, positions, may_share=True):
     return SharedPrefixes(computed, computed_index, query_bounds, key_bounds)
 
 
-def is_packed(model):
-    """Does this model attend through `packed_attention`?"""
-    return model.config._attn_implementation == "packed"
+def decoder_of(model):
+    """The part of a language model that computes hidden states; for one that sees images, too, the
+    part that reads text.
+    """
+    decoder = model.get_decoder()
+    # transformers does not find that of Llama 4.
+    return model.model if decoder is model else decoder
+
+
+def last_hidden_states(model, ids, positions, prefixes, rows):
+    """The hidden states [Q, D] of the last layer for the computed tokens of a row.
+
+    ids, positions [T], prefixes: SharedPrefixes of the row, rows: how the row is computed, see the
+    top of this file. If the row is not packed all its tokens are computed, Q = T.
+    """
+    decoder = decoder_of(model)
+    device = model.get_output_embeddings().weight.device
+    if rows == "padded":
+        lengths = np.diff(prefixes.key_bounds)
+        is_token = np.arange(lengths.max()) < lengths[:, None]  # [N, L]
+        batch = np.zeros(is_token.shape, np.int64)
+        batch[is_token] = ids
+        batch, index = to_device(device, batch, np.flatnonzero(is_token))
+        hidden = decoder(input_ids=batch, use_cache=False).last_hidden_state  # [N, L, D]
+        return hidden.flatten(0, 1).index_select(0, index)
+    computed = prefixes.computed
+    row_ids, row_positions = to_device(device, ids[computed], positions[computed])
+    options = {"packing": prefixes.packing(device)}
+    if rows == "native":
+        options = native_packing(prefixes, device)
+    hidden = decoder(
+        input_ids=row_ids[None], position_ids=row_positions[None], use_cache=False, **options
+    )
+    return hidden.last_hidden_state[0]
+
+
+def native_packing(prefixes, device):
+    """Where the sequences of a row begin and end, in the arguments of transformers' own kernels."""
+    lengths = np.diff(prefixes.key_bounds)
+    sequence_numbers = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    bounds, numbers = to_device(device, prefixes.key_bounds.astype(np.int32), sequence_numbers)
+    longest = int(lengths.max())
+    return dict(
+        cu_seq_lens_q=bounds,
+        cu_seq_lens_k=bounds,
+        max_length_q=longest,
+        max_length_k=longest,
+        seq_idx=numbers[None],
+    )
 
 
 def visible_tokens(queries, keys, window, device):
@@ -232,14 +290,47 @@ def to_device(device, *arrays):
     return [x.pin_memory().to(device, non_blocking=True) for x in tensors]
 
 
-def empty_model(config, dtype):
-    """The model of train.load_model without values; memory is taken when it is first written to."""
+def model_class(shape):
+    """The class of transformers that loads a model with this configuration.
+
+    Some models that also see images are no causal language models for transformers.
+    """
+    is_causal = type(shape) in AutoModelForCausalLM._model_mapping
+    return AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
+
+
+def attention_of(rows):
+    """The attention implementation for rows of this kind; None: transformers chooses."""
+    return None if rows in ("native", "padded") else "packed"
+
+
+def freeze_all_but_text(model):
+    """What sees images is not trained: only the decoder and the output head are. Returns model."""
+    model.requires_grad_(False)
+    decoder_of(model).requires_grad_(True)
+    model.get_output_embeddings().requires_grad_(True)
+    return model
+
+
+def load_model(config, dtype):
+    """The language model of `config.model`, with attention for its rows and without dropout."""
     shape = AutoConfig.from_pretrained(config.model)
+    attention = attention_of(config.rows)
+    model = model_class(shape).from_pretrained(
+        config.model, dtype=dtype, attn_implementation=attention
+    )
+    return freeze_all_but_text(model)
+
+
+def empty_model(config, dtype):
+    """The model of load_model without values; memory is taken when it is first written to."""
+    shape = AutoConfig.from_pretrained(config.model)
+    attention = attention_of(config.rows)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation="packed")
+        model = model_class(shape).from_config(shape, dtype=dtype, attn_implementation=attention)
     model.to_empty(device="cpu").tie_weights()
     # Unlike a model that is loaded it is made in training mode, with dropout.
-    return model.eval()
+    return freeze_all_but_text(model.eval())
 
 
 @torch.no_grad()

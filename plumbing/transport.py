@@ -1,7 +1,7 @@
 """Code that both sides of a weight update share: their process group, and the buckets' layout.
 
-A layout is {names, shapes, dtype, bucket_bytes, whole}. `whole` is True if these are all of the
-model's parameters.
+A layout is {"buckets": [[(name, shape, name of the dtype) of each tensor] of each bucket]}, as lists
+that JSON can hold. Names and shapes are those of a checkpoint on disk.
 """
 
 import contextlib
@@ -14,6 +14,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+# FlashAttention, cuBLAS and torch's views want tensors that begin at multiples of 16 bytes.
+ALIGNMENT = 16
 
 
 def open_store(host, port, timeout, server=False):
@@ -86,35 +89,47 @@ def abort_group(group):
             group.abort()
 
 
-def bucket_ranges(layout):
-    """Cut the parameters, in order, into buckets: [(first index, last index + 1, elements)].
+def bucket_ranges(sizes, most):
+    """Cut parameters of these sizes in bytes, in order, into buckets: [(first, last + 1)].
 
-    A bucket has at most bucket_bytes; a parameter that is larger gets its own. Both sides compute
-    the same buckets.
+    A bucket has at most `most` bytes; a parameter that is larger gets its own.
     """
-    shapes = layout["shapes"]
-    largest = layout["bucket_bytes"] // getattr(torch, layout["dtype"]).itemsize
     ranges = []
     first = 0
-    elements = 0
-    for i, shape in enumerate(shapes):
-        n = torch.Size(shape).numel()
-        if elements and elements + n > largest:
-            ranges.append((first, i, elements))
+    total = 0
+    for i, size in enumerate(sizes):
+        if total and total + size > most:
+            ranges.append((first, i))
             first = i
-            elements = 0
-        elements += n
-    return [*ranges, (first, len(shapes), elements)]
+            total = 0
+        total += size
+    return [*ranges, (first, len(sizes))]
 
 
-def named_views(layout, ranges, buckets):
-    """[(name, tensor)] of all parameters of a layout, each a view of its bucket."""
+def padded_bytes(shape, dtype):
+    """The bytes that a tensor takes in a bucket, where each one begins at a multiple of ALIGNMENT.
+
+    dtype: its name.
+    """
+    size = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def bucket_bytes(tensors):
+    """The size of a bucket of these tensors, [(name, shape, dtype)]."""
+    return sum(padded_bytes(shape, dtype) for _, shape, dtype in tensors)
+
+
+def named_views(tensors, bucket):
+    """[(name, tensor)] of a bucket's tensors, which are views of the bucket [bytes]."""
     views = []
-    for bucket, (first, last, _) in zip(buckets, ranges):
-        shapes = [torch.Size(shape) for shape in layout["shapes"][first:last]]
-        parts = bucket.split([shape.numel() for shape in shapes])
-        for name, shape, part in zip(layout["names"][first:last], shapes, parts):
-            views.append((name, part.view(shape)))
+    start = 0
+    for name, shape, dtype in tensors:
+        shape = torch.Size(shape)
+        dtype_bytes = getattr(torch, dtype).itemsize
+        part = bucket[start : start + shape.numel() * dtype_bytes]
+        views.append((name, part.view(getattr(torch, dtype)).view(shape)))
+        start += padded_bytes(shape, dtype)
     return views
 
 

@@ -78,13 +78,17 @@ class EngineRegistry:
         return answer.json()
 
 
+class WrongWeights(RuntimeError):
+    """An engine's model cannot take the trainer's weights, and no other engine's can."""
+
+
 class WeightGroup:
     """The weight group of the trainer and the workers of these engines.
 
     Making one forms the group. Raises RuntimeError or TimeoutError.
     """
 
-    def __init__(self, config, engines, members, layout, device):
+    def __init__(self, config, engines, members, layout, device, as_loaded):
         self.engines = engines
         self.members = members
         self.timeout = config.sync_timeout
@@ -103,6 +107,7 @@ class WeightGroup:
             layout=layout,
             world=self.world,
             timeout=self.timeout,
+            as_loaded=as_loaded,
         )
         bodies = {}
         for i, member in enumerate(members):
@@ -123,22 +128,28 @@ class WeightGroup:
         # The thread has the last reference.
         self.group = None
 
-    def ring(self, version):
-        """Ring the doorbell: every worker begins to receive this version."""
-        self.store.set(f"update/{self.updates}", str(version))
+    def send(self, version, buckets):
+        """Send a version to all workers, and wait until every one has received and prepared it.
 
-    def broadcast(self, buckets):
-        """Send the buckets one by one; for NCCL each goes to the GPU first.
-
-        Raises RuntimeError or TimeoutError.
+        Returns the time at which all was sent. Raises RuntimeError or TimeoutError; WrongWeights if
+        a worker says that its model cannot take these weights.
         """
+        # the doorbell: every worker begins to receive
+        self.store.set(f"update/{self.updates}", str(version))
         for bucket in buckets:
+            # For NCCL it goes to the GPU first.
             self._in_time(transport.broadcast, self.group, bucket, self.device, self.timeout)
-
-    def wait_until_ready(self):
-        """Wait until every worker has received and prepared the update."""
+        sent = time.monotonic()
+        name = f"ready/{self.updates}"
         self.updates += 1
-        self._wait_for_key(f"ready/{self.updates - 1}", "did not receive the update")
+        self._wait_for_key(name, "did not receive the update")
+        for rank in range(1, self.world):
+            problem = self.store.get(f"{name}/{rank}").decode()
+            if problem:
+                raise WrongWeights(
+                    f"an engine does not compute with the weights that it is sent: {problem}"
+                )
+        return sent
 
     def _wait_for_key(self, name, failure):
         """Wait until every worker has set its key `name`/<rank>.

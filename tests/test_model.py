@@ -213,7 +213,7 @@ def test_attention_branch_for_gpus_equals_the_models_own(family, tmp_path, monke
 
 # test_weights.py tests Qwen2.
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "granite", "olmo2"])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "granite", "olmo2", "qwen3_moe"])
 def test_engine_equals_trainer_after_updates(family, tmp_path):
     # vLLM's CPU build has this head size.
     folder = tiny(family, tmp_path / "model", hidden_size=128, head_dim=32)

@@ -142,7 +142,7 @@ def backward(model, examples):
         ids = torch.tensor([token for i in row for token in examples[i][0]])
         learn = torch.tensor([is_learnt for i in row for is_learnt in examples[i][1]])
         positions = torch.cat([torch.arange(lengths[i]) for i in row])
-        logprobs, _ = token_logprobs(model, ids, positions, 1.0)
+        logprobs, _ = token_logprobs(model, ids, positions, 1.0, rows="native")
         loss = -(logprobs * learn).sum() / count
         loss.backward()
         total += loss.item()

@@ -1,0 +1,260 @@
+"""The model of an engine a second time: it takes an update while the first one decodes.
+
+vLLM itself makes the second model, loads each update into it and processes it as after a start from
+disk (packs matrices and experts, absorbs projections, ...). So whatever vLLM can load can be
+updated, and tensor parallelism, fused matrices and padding are vLLM's own business. The swap then
+copies what the first model computes with from the second one; addresses stay as they are, so that
+captured CUDA graphs stay valid.
+
+vLLM's own reload is not used: it puts empty tensors into the model that decodes, and in vLLM 0.32
+on CPU it was silently wrong for mixtures of experts and for tied heads.
+"""
+
+import bisect
+import copy
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from plumbing.transport import named_views
+
+# objects in a layer that hold tensors, or notes of what was done with them
+HELPERS = ("quant_method", "impl")
+
+
+def storage_of(tensor):
+    """The identity of a tensor's memory, which is the same for all views of it."""
+    return tensor.untyped_storage()._cdata
+
+
+class Accesses(TorchDispatchMode):
+    """Notes which memory is written, and which sent tensors are read, while vLLM loads weights.
+
+    views: [(name, tensor)] as they are given to vLLM. read: the names of those that were read.
+    written: the storages that were written to.
+    """
+
+    def __init__(self, views):
+        super().__init__()
+        self.places = sorted((view.data_ptr(), view.nbytes, name) for name, view in views)
+        self.starts = [start for start, _, _ in self.places]
+        self.read = set()
+        self.written = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.is_view:
+            return result
+        for argument, schema in zip(args, func._schema.arguments):
+            if not isinstance(argument, torch.Tensor):
+                continue
+            if schema.alias_info is not None and schema.alias_info.is_write:
+                self.written.add(storage_of(argument))
+            else:
+                self.note_read(argument)
+        return result
+
+    def note_read(self, tensor):
+        i = bisect.bisect(self.starts, tensor.data_ptr()) - 1
+        if i >= 0:
+            start, size, name = self.places[i]
+            if tensor.data_ptr() < start + size:
+                self.read.add(name)
+
+
+class Layer:
+    """A module of the second model beside the same one of the first model.
+
+    The constructor notes the second one as it was made. `reset` makes it so again, with the same
+    memory for its parameters.
+    """
+
+    def __init__(self, name, live, shadow):
+        self.name = name
+        self.live = live
+        self.shadow = shadow
+        self.helpers = [x for x in map(vars(shadow).get, HELPERS) if hasattr(x, "__dict__")]
+        self.helpers = [x for x in self.helpers if not isinstance(x, torch.nn.Module)]
+        self.made = [(x, self.copy_of(vars(x))) for x in (shadow, *self.helpers)]
+        self.tensors = [(p, p.data, vars(p).copy()) for p in shadow.parameters(recurse=False)]
+        # ids of the tensors that vLLM loads weights into, or leaves as they are
+        self.raw = {id(x): x for x in tensors_of(shadow).values()}
+
+    @staticmethod
+    def copy_of(attributes):
+        """A dict of attributes whose dicts (of parameters, modules, ...) are copies, too."""
+        return {k: copy.copy(v) if type(v) is dict else v for k, v in attributes.items()}
+
+    def reset(self):
+        for thing, attributes in self.made:
+            vars(thing).clear()
+            vars(thing).update(self.copy_of(attributes))
+        for parameter, data, attributes in self.tensors:
+            parameter.data = data
+            vars(parameter).clear()
+            vars(parameter).update(attributes)
+
+    def is_loaded(self, written):
+        """Has loading written to this layer? written: the storages that it has written to."""
+        return any(storage_of(x) in written for x in self.raw.values())
+
+    def pairs(self, written):
+        """[(name, tensor of the first model, the same of the second one)] that an update changes.
+
+        What has not been loaded, and has not been made from what was loaded, is left as it is.
+        """
+        if self.raw and not self.is_loaded(written):
+            return []
+        pairs = []
+        for live, shadow in ((self.live, self.shadow), *self.live_helpers()):
+            before = tensors_of(live)
+            for name, tensor in tensors_of(shadow).items():
+                old = before.get(name)
+                untouched = id(tensor) in self.raw and storage_of(tensor) not in written
+                if old is None or old is tensor or untouched or "cache" in name:
+                    continue
+                if old.shape != tensor.shape or old.dtype != tensor.dtype:
+                    raise ValueError(
+                        f"{self.name}.{name} is {list(old.shape)} {old.dtype} in the engine, and an "
+                        f"update makes it {list(tensor.shape)} {tensor.dtype}"
+                    )
+                pairs.append((f"{self.name}.{name}", old, tensor))
+        return pairs
+
+    def live_helpers(self):
+        """Pairs of objects that hold tensors for a layer, in both models."""
+        names = [name for name in HELPERS if vars(self.shadow).get(name) in self.helpers]
+        return [(getattr(self.live, name), getattr(self.shadow, name)) for name in names]
+
+    def products(self, written):
+        """[(this layer, function of the first model, function of the second one)] with which vLLM's
+        CPU build multiplies by a packed matrix; [] if there is none.
+        """
+        old, new = (vars(x).get("cpu_linear") for x in (self.live, self.shadow))
+        is_packed = new not in (None, torch.nn.functional.linear)
+        return [(self, old, new)] if is_packed and self.is_loaded(written) else []
+
+    def probe(self):
+        """An input [4, width] for this layer's matrix, for which different matrices give different
+        products.
+        """
+        matrix = next(x for x in self.raw.values() if x.dim() == 2)
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(4, matrix.shape[1], generator=generator).to(matrix.dtype)
+
+
+def tensors_of(thing):
+    """{name: tensor} of a module's parameters, buffers and other attributes, or of an object's."""
+    tensors = {name: x for name, x in vars(thing).items() if isinstance(x, torch.Tensor)}
+    if isinstance(thing, torch.nn.Module):
+        tensors |= {name: x for name, x in thing._parameters.items() if x is not None}
+        tensors |= {name: x for name, x in thing._buffers.items() if x is not None}
+    return tensors
+
+
+def second_model(vllm_config):
+    """A model as vLLM makes it before it loads weights: (the model, its VllmConfig)."""
+    config = copy.copy(vllm_config)
+    # Layers enter their names here, and vLLM decodes with those that it finds here.
+    config.compilation_config = copy.copy(config.compilation_config)
+    config.compilation_config.static_forward_context = {}
+    config.compilation_config.static_all_moe_layers = []
+    device = config.load_config.device or config.device_config.device
+    with set_default_torch_dtype(config.model_config.dtype), torch.device(device):
+        return initialize_model(config), config
+
+
+class Shadow:
+    """The second model, and how updates get from buckets into it and from there into the first one.
+
+    live: the model that decodes; shadow: the same one, without weights. process: a function that is
+    called when all weights are loaded; layout: see plumbing/transport.py. Making one changes
+    nothing in the model that decodes.
+    """
+
+    @torch.no_grad()
+    def __init__(self, live, shadow, process, layout):
+        self.live = live
+        self.shadow = shadow
+        self.process = process
+        self.layout = layout
+        modules = zip(live.named_modules(), shadow.named_modules(), strict=True)
+        self.layers = [Layer(name, a, b) for (name, a), (_, b) in modules]
+        for layer in self.layers:
+            before = tensors_of(layer.live)
+            # What is not sent has the values that vLLM has loaded from disk.
+            for name, tensor in tensors_of(layer.shadow).items():
+                old = before.get(name)
+                if old is not None and (old.shape, old.dtype) == (tensor.shape, tensor.dtype):
+                    tensor.copy_(old)
+        # known after the first update: the storages that updates are loaded into
+        self.written = None
+        # what the next swap copies, see Layer.pairs and Layer.products
+        self.pairs = []
+        self.products = []
+
+    @torch.no_grad()
+    def stage(self, k, bucket):
+        """Load bucket k into the second model, while the first one decodes.
+
+        Raises ValueError for a tensor that vLLM does not read, or any error of vLLM's loaders.
+        """
+        views = named_views(self.layout["buckets"][k], bucket)
+        if k == 0:
+            self.pairs = []
+            self.products = []
+            for layer in self.layers:
+                layer.reset()
+            self.accesses = Accesses([]) if self.written is None else None
+        if self.accesses is None:
+            self.shadow.load_weights(iter(views))
+        else:
+            with Accesses(views) as accesses:
+                self.shadow.load_weights(iter(views))
+            self.accesses.written |= accesses.written
+            unread = [name for name, _ in views if name not in accesses.read]
+            if unread:
+                raise ValueError(f"vLLM does not load {unread[0]}, which is trained")
+        if k == len(self.layout["buckets"]) - 1:
+            if self.accesses is not None:
+                self.written = self.accesses.written
+            self.process(self.shadow)
+            for layer in self.layers:
+                self.pairs += layer.pairs(self.written)
+                self.products += layer.products(self.written)
+
+    @torch.no_grad()
+    def equal(self):
+        """{name: is it equal in both models?} of what the next swap copies."""
+        result = {name: torch.equal(old, new) for name, old, new in self.pairs if old.numel()}
+        for layer, old, new in self.products:
+            x = layer.probe()
+            product = old(x, layer.live.weight, getattr(layer.live, "bias", None))
+            other = new(x, layer.shadow.weight, getattr(layer.shadow, "bias", None))
+            result[f"{layer.name}.weight"] = torch.equal(product, other)
+        return result
+
+    @torch.no_grad()
+    def swap(self):
+        """Copy the new weights into the model that decodes, between two decode steps."""
+        old = [pair[1].data for pair in self.pairs]
+        new = [pair[2].data for pair in self.pairs]
+        torch._foreach_copy_(old, new)
+        for layer, _, product in self.products:
+            layer.live.cpu_linear = product
+
+
+def make_shadow(worker, layout):
+    """The Shadow of a vLLM worker's model."""
+    live = worker.model_runner.get_model()
+    shadow, config = second_model(worker.vllm_config)
+    device = torch.device(config.load_config.device or config.device_config.device)
+
+    def process(model):
+        with set_current_vllm_config(config):
+            process_weights_after_loading(model, config.model_config, device)
+
+    return Shadow(live, shadow, process, layout)

@@ -1,0 +1,265 @@
+"""Can this model be trained and served exactly? It is decided before a run starts, in seconds.
+
+`choose_rows` makes a small copy of a model: the same configuration, with random weights in float32,
+fewer layers (as many as have every kind of layer that the model has), a small vocabulary and narrow
+feed-forward layers. On this copy it computes log-probabilities and gradients in each way that
+plumbing/model.py has, and compares them with transformers' own forward pass over one sequence at a
+time. The first way that gives the same result is taken. `check_supported` refuses what is known to
+be impossible from the model's configuration alone.
+
+Deliberately absent: a list of families that work.
+"""
+
+import contextlib
+import itertools
+import re
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from config import ConfigError, require
+from plumbing.model import attention_of, decoder_of
+from train import token_logprobs
+
+# what the configuration of a small copy has at most
+VOCABULARY = 256
+FEED_FORWARD = 64
+WINDOW = 8
+EXPERTS = 16
+# a copy that is larger than this would take too long
+MOST_PARAMETERS = 500e6
+# a hidden size of 256 to 511
+WIDTH_BITS = 9
+# names of settings, in the configurations of transformers, that are divided or bounded
+WIDTHS = ".*hidden_size|.*num_(attention|key_value|key|value)_heads|.*n(um)?_heads|mamba_d_ssm"
+EXPERT_COUNTS = "num_(local_|routed_)?experts|n_routed_experts|moe_num_experts"
+# The lengths of the sequences that are compared. Several are longer than a window, one is shorter
+# than any convolution, and two begin alike.
+LENGTHS = (33, 40, 3, 24)
+ALIKE = 9
+# The mean difference of logprobs, in nats, and that of gradients, relative to their norm, that is
+# never too much. Where rounding explains more, ROUNDING times as much is allowed, up to nats that
+# are always too much: what leaks from one sequence into another has been 0.004 or more.
+LOGPROB_LIMIT = 1e-4
+GRADIENT_LIMIT = 1e-3
+ROUNDING = 10
+MOST_NATS = 3e-3
+
+
+# ---------------------------------------------------------------------------- a small copy
+
+
+def smaller_values(shape, layers, divisor):
+    """The values of a text model's configuration that a smaller copy has, as a dict.
+
+    shape: the configuration, which stays as it is. layers: the number of layers that are kept.
+    divisor: the hidden size and the numbers of heads are divided by it.
+    """
+    values = shape.to_dict()
+    depth = shape.num_hidden_layers
+    for name, value in list(values.items()):
+        if isinstance(value, list) and len(value) == depth:
+            values[name] = value[:layers]
+        elif type(value) is not int:
+            continue
+        elif name.endswith("token_id"):
+            values[name] = value if value < VOCABULARY else 0
+        elif name.startswith("vocab_size"):
+            values[name] = min(value, VOCABULARY)
+        elif name.endswith("intermediate_size"):
+            values[name] = min(value, FEED_FORWARD)
+        elif name in ("sliding_window", "attention_chunk_size", "index_topk"):
+            values[name] = min(value, WINDOW)
+        elif re.fullmatch(EXPERT_COUNTS, name):
+            values[name] = min(value, EXPERTS)
+        elif re.fullmatch(WIDTHS, name):
+            values[name] = max(value // divisor, 1)
+    values["num_hidden_layers"] = layers
+    # Weights of this size keep the sizes of hidden states, whatever the width.
+    if "initializer_range" in values:
+        values["initializer_range"] = values["hidden_size"] ** -0.5
+    values.pop("quantization_config", None)
+    return values
+
+
+def make_model(shape, device="cpu"):
+    """A random float32 model of a text configuration, in evaluation mode."""
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+    return model.eval()
+
+
+def kinds_of_layers(model):
+    """For each layer of a model a text that is the same for layers of the same kind.
+
+    It has the classes of its modules, and their settings that are no numbers.
+    """
+    kinds = []
+    for layer in decoder_of(model).modules():
+        if not isinstance(layer, GradientCheckpointingLayer):
+            continue
+        parts = []
+        for name, module in layer.named_modules():
+            settings = {
+                key: value if isinstance(value, (str, bool, type(None))) else "number"
+                for key, value in vars(module).items()
+                if not key.startswith("_") and isinstance(value, (str, bool, int, type(None)))
+            }
+            parts.append((name, type(module).__name__, settings))
+        kinds.append(str(parts))
+    return kinds
+
+
+def small_copy(shape):
+    """A small random model of the same kind as one with this configuration of a text model."""
+    depth = shape.num_hidden_layers
+    kinds = kinds_of_layers(make_model(shape, "meta"))
+    layers = depth
+    if len(kinds) == depth:
+        # the fewest layers, counted from the first, among which is every kind
+        layers = max(kinds.index(kind) for kind in set(kinds)) + 1
+        layers = min(max(layers, 2), depth)
+    # In some configurations layers count from the last one, or widths depend on each other: the
+    # first of these copies that has the same kinds of layers, and that computes, is taken.
+    halvings = max(shape.hidden_size.bit_length() - WIDTH_BITS, 0)
+    divisors = [2**n for n in range(halvings, -1, -1)]
+    for count, divisor in itertools.product(dict.fromkeys([layers, depth]), divisors):
+        with contextlib.suppress(Exception):
+            torch.manual_seed(0)
+            small = type(shape).from_dict(smaller_values(shape, count, divisor))
+            empty = make_model(small, "meta")
+            is_alike = count == depth or kinds_of_layers(empty) == kinds[:count]
+            if is_alike and sum(p.numel() for p in empty.parameters()) < MOST_PARAMETERS:
+                model = make_model(small)
+                own_logprobs(model, sequences_to_compare()[:1])
+                return model
+    raise ConfigError(
+        f"--model: no small copy of {shape.model_type} can be made, on which it would be measured "
+        "how to compute it: name one with --rows; the first weight update then tells whether it is "
+        "right"
+    )
+
+
+# ---------------------------------------------------------------------------- the measurement
+
+
+def sequences_to_compare():
+    """Sequences of random tokens, as numpy arrays, of which the first two begin alike."""
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(1, 100, n) for n in LENGTHS]
+    sequences[1][:ALIKE] = sequences[0][:ALIKE]
+    return sequences
+
+
+def own_logprobs(model, sequences):
+    """Logprobs of all tokens but the first of each sequence, by transformers alone."""
+    parts = []
+    for tokens in sequences:
+        tokens = torch.from_numpy(tokens).to(model.device)
+        logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
+        logp = torch.log_softmax(logits.float(), -1)
+        parts.append(logp.gather(1, tokens[1:, None])[:, 0])
+    return torch.cat(parts)
+
+
+def row_logprobs(model, sequences, rows):
+    """The same from one row, computed in one of the ways of plumbing/model.py."""
+    positions = np.concatenate([np.arange(len(tokens)) for tokens in sequences])
+    logprobs, _ = token_logprobs(model, np.concatenate(sequences), positions, 1.0, rows=rows)
+    return logprobs[torch.from_numpy(positions > 0).to(logprobs.device)]
+
+
+def with_gradients(model, logprobs):
+    """(logprobs, {name: gradient} of a weighted sum of them)."""
+    model.zero_grad()
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(len(logprobs), generator=generator).to(logprobs.device)
+    (logprobs * weights).sum().backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return logprobs.detach(), gradients
+
+
+def difference(found, expected):
+    """How far (logprobs, gradients) are from others: (mean nats, share of the gradient's norm)."""
+    nats = float((found[0] - expected[0]).abs().mean())
+    gradients, others = found[1], expected[1]
+    if gradients.keys() != others.keys():
+        return nats, 1.0
+    distance = sum((gradients[name] - other).square().sum() for name, other in others.items())
+    norm = sum(other.square().sum() for other in others.values())
+    return nats, float((distance / norm).sqrt())
+
+
+def measure(model, ways):
+    """Compare ways to compute rows with transformers' own forward pass.
+
+    Returns (the first way that is exact, or None; {way: (nats, share of the gradient's norm), or
+    the error as a text}).
+    """
+    sequences = sequences_to_compare()
+    own_attention = model.config._attn_implementation
+    # Other implementations leave out what they cannot do, such as the caps of Gemma 2.
+    model.set_attn_implementation("eager")
+    expected = with_gradients(model, own_logprobs(model, sequences))
+    rounding = rounding_error(model, sequences, expected)
+    most_nats = min(max(LOGPROB_LIMIT, ROUNDING * rounding[0]), MOST_NATS)
+    most_share = max(GRADIENT_LIMIT, ROUNDING * rounding[1])
+    results = {}
+    for rows in ways:
+        try:
+            model.set_attn_implementation(attention_of(rows) or own_attention)
+            found = with_gradients(model, row_logprobs(model, sequences, rows))
+        except Exception as e:
+            # Models of other people raise whatever they like at arguments they do not know.
+            results[rows] = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+            continue
+        nats, share = results[rows] = difference(found, expected)
+        if nats <= most_nats and share <= most_share:
+            return rows, results
+    return None, results
+
+
+def rounding_error(model, sequences, expected):
+    """What a change of all weights in their last digits makes of (logprobs, gradients)."""
+    weights = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1 + 1e-7 * torch.randn_like(p))
+    changed = with_gradients(model, own_logprobs(model, sequences))
+    with torch.no_grad():
+        for p, before in zip(model.parameters(), weights):
+            p.copy_(before)
+    return difference(changed, expected)
+
+
+def choose_rows(model_name):
+    """The way to compute the rows of a model, and a line that says how exact it is.
+
+    Raises ConfigError if no way is exact.
+    """
+    shape = AutoConfig.from_pretrained(model_name).get_text_config()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    way, results = measure(small_copy(shape).to(device), ("packed", "native", "padded"))
+    descriptions = {}
+    for rows, result in results.items():
+        descriptions[rows] = f"{rows}: {result}"
+        if not isinstance(result, str):
+            nats, share = result
+            descriptions[rows] = (
+                f"{rows}: logprobs differ by {nats:.1e} nats, gradients by {share:.1e}"
+            )
+    require(
+        way,
+        f"--model {model_name}: the trainer cannot compute {shape.model_type} as transformers does "
+        f"({'; '.join(descriptions.values())})",
+    )
+    return way, (
+        f"rows of {shape.model_type} are {descriptions[way]}, against transformers with one "
+        "sequence at a time, measured on a small copy in float32"
+    )
+
+
+def check_supported(shape, config, gpus):
+    """Placeholder until written."""
