@@ -133,8 +133,9 @@ class Config:
     gpu_memory_utilization: Annotated[float, Bounds(0, 1)] = 0.0
     # vLLM's prefix caching, within one weight version; it pays off for long prompts and many turns
     prefix_caching: Literal["on", "off"] = "off"
-    # vLLM's --tool-call-parser and --reasoning-parser, for agents' own clients: hermes, qwen3, ...
-    tool_parser: str = "hermes"
+    # vLLM's --tool-call-parser and --reasoning-parser, for agents' own clients: hermes, qwen3, ...;
+    # empty: for tool calls hermes, or that of gpt-oss for this model; none for reasoning
+    tool_parser: str = ""
     reasoning_parser: str = ""
     # run vLLM without CUDA graphs: it starts sooner and samples more slowly
     enforce_eager: bool = False

@@ -10,7 +10,7 @@ start. The last record of a step has the step's ledger: the draws whose samples 
 and the draws that were dropped since the last record of the step before.
 
 To start it alone, on a run directory whose queues/rollouts has records:
-`python preprocess.py out/toy`. Deliberately absent: padding, threads.
+`python preprocess.py out/toy`. Deliberately absent: threads.
 """
 
 import random
@@ -27,7 +27,7 @@ from plumbing.checkpoints import last_state
 from plumbing.ledger import Ledger
 from plumbing.patience import Patience
 from plumbing.queues import Queue, publish_json, read_json
-from plumbing.samples import check_record, filler, join, layout, share, split
+from plumbing.samples import check_record, filler, join, layout, padded_size, share, split
 
 # A row that is filled to this share of its capacity goes to the trainer at once. Others wait, as
 # more samples of the same step may fill them.
@@ -67,28 +67,51 @@ def advantages(rewards, kind):
     raise ValueError(f"unknown advantage '{kind}'")
 
 
-def pack(lengths, capacity):
+def pack(lengths, capacity, counts=None):
     """Pack items into rows by first-fit decreasing: lengths -> a list of indices for each row.
 
     Every index is in one row, and no row has more than `capacity` tokens. Lengths [5, 3, 2, 4],
-    capacity 7 -> [[0, 2], [3, 1]]. Raises ValueError for a length that cannot fit.
+    capacity 7 -> [[0, 2], [3, 1]].
+
+    counts: for rows that are padded, the number of sequences of each item, of which `lengths` has
+    the longest; a sequence then takes as many tokens as the longest one of its row. Lengths [5, 3,
+    2, 4], each of 1 sequence, capacity 7 -> [[0], [3], [1, 2]].
+
+    Raises ValueError for an item that cannot fit.
     """
     rows = []
     room = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if lengths[i] > capacity:
+        # the tokens that the item takes in a row of its own, and in each of the rows so far
+        size = lengths[i] * (counts[i] if counts else 1)
+        sizes = [size] * len(rows)
+        if counts:
+            # The first item of a row has its longest sequence.
+            sizes = [lengths[row[0]] * counts[i] for row in rows]
+        if size > capacity:
             raise ValueError(
-                f"an attempt of {lengths[i]} tokens does not fit into a row of {capacity} tokens: "
-                "raise --row_tokens"
+                f"an attempt of {size} tokens does not fit into a row of {capacity} tokens: raise "
+                "--row_tokens"
             )
-        row = next((k for k, free in enumerate(room) if free >= lengths[i]), None)
+        row = next((k for k, free in enumerate(room) if free >= sizes[k]), None)
         if row is None:
             row = len(rows)
             rows.append([])
             room.append(capacity)
+            sizes.append(size)
         rows[row].append(i)
-        room[row] -= lengths[i]
+        room[row] -= sizes[row]
     return rows
+
+
+def pack_bundles(bundles, config):
+    """Pack bundles of `keep_together` into rows: a list of indices for each row."""
+    if config.rows != "padded":
+        return pack([tokens for tokens, _ in bundles], config.row_tokens)
+    # Nothing is shared, so each bundle is one sample.
+    sequences = [np.bincount(sample["segment"]) for _, [sample] in bundles]
+    longest = [lengths.max() for lengths in sequences]
+    return pack(longest, config.row_tokens, [len(lengths) for lengths in sequences])
 
 
 def computed_tokens(samples):
@@ -125,10 +148,11 @@ def keep_together(samples, max_tokens):
     return bundles
 
 
-def row_cost(samples):
+def row_cost(samples, config):
     """The time that a row takes the trainer, in units of one token without attention."""
     lengths = np.array([len(sample["tokens"]) for sample in samples], float)
-    return computed_tokens(samples) + ATTENTION_COST / 2 * (lengths**2).sum()
+    tokens = padded_size(samples) if config.rows == "padded" else computed_tokens(samples)
+    return tokens + ATTENTION_COST / 2 * (lengths**2).sum()
 
 
 class Packer:
@@ -154,7 +178,11 @@ class Packer:
     def add(self, group):
         """Add a group to the current step; put the rows that are full, or all if it is complete."""
         samples = group["samples"]
-        self.pending += keep_together(samples, BUNDLE_SHARE * self.config.row_tokens)
+        if self.config.rows in ("auto", "packed"):
+            self.pending += keep_together(samples, BUNDLE_SHARE * self.config.row_tokens)
+        else:
+            # Only our attention lets sequences share what is computed.
+            self.pending += [(len(sample["tokens"]), [sample]) for sample in samples]
         self.groups += 1
         self.ledger.trained[group["draw"]] = len(samples)
         self.ledger.done(group["draw"])
@@ -170,16 +198,15 @@ class Packer:
 
         If the step is complete all rows are put, and fillers complete the last round.
         """
-        row_tokens = self.config.row_tokens
+        config = self.config
         ranks = len(self.queues)
-        tokens = [bundle_tokens for bundle_tokens, _ in self.pending]
         # each packed row is a list of indices in `pending`
-        packed = pack(tokens, row_tokens)
+        packed = pack_bundles(self.pending, config)
         if not complete:
-            full = ROW_IS_FULL * row_tokens
-            packed = [row for row in packed if sum(tokens[i] for i in row) >= full]
+            full = ROW_IS_FULL * config.row_tokens
+            packed = [row for row in packed if self.filled(row) >= full]
         # The rows of a round should take equally long on every rank.
-        packed.sort(key=lambda row: row_cost(self.samples_of(row)), reverse=True)
+        packed.sort(key=lambda row: row_cost(self.samples_of(row), config), reverse=True)
         if not complete:
             packed = packed[: len(packed) // ranks * ranks]
         rows = [self.samples_of(row) for row in packed]
@@ -194,6 +221,12 @@ class Packer:
             self.rounds = 0
             self.groups = 0
             self.by_task = {}
+
+    def filled(self, row):
+        """The tokens that a packed row takes; without padding as `pack` counts them."""
+        if self.config.rows == "padded":
+            return padded_size(self.samples_of(row))
+        return sum(self.pending[i][0] for i in row)
 
     def samples_of(self, row):
         """The samples of a packed row, which is a list of indices in `pending`."""

@@ -103,7 +103,8 @@ class Sender:
         self.timing = dict.fromkeys(TIMES, 0.0)
         if ranks.rank != 0:
             return
-        self.layout = {"buckets": []}
+        is_whole = len(self.parameters) == len(list(model.parameters()))
+        self.layout = {"buckets": [], "whole": is_whole}
         for first, last in self.ranges:
             parameters = self.parameters[first:last]
             tensors = [tensor for p in parameters for tensor in p.tensors_on_disk(model)]

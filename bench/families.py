@@ -126,7 +126,9 @@ FAMILIES = {
     "gpt_neox": {},
     "gpt_oss": dict(LOCAL_EXPERTS, **WINDOW),
     "granite": dict(
-        attention_multiplier=0.2, logits_scaling=4.0, embedding_multiplier=3.0,
+        attention_multiplier=0.2,
+        logits_scaling=4.0,
+        embedding_multiplier=3.0,
         residual_multiplier=0.5,
     ),
     "granitemoe": dict(LOCAL_EXPERTS, logits_scaling=4.0),

@@ -169,20 +169,18 @@ class StandIn:
     def receive(self, group):
         """Join the weight group, and receive update after update."""
         limit = timedelta(seconds=group["timeout"])
-        layout = group["layout"]
-        ranges = transport.bucket_ranges(layout)
-        dtype = getattr(torch, layout["dtype"])
+        buckets = group["layout"]["buckets"]
         store = transport.open_store(group["host"], group["port"], group["timeout"])
         store.set("here/1", "")
         store.wait(["all_here"], limit)
         wire = transport.join_group("gloo", store, 1, group["world"], group["timeout"])
         for n in itertools.count():
             store.wait([f"update/{n}"], limit)
-            buckets = [torch.empty(elements, dtype=dtype) for _, _, elements in ranges]
-            for bucket in buckets:
+            self.received = {}
+            for tensors in buckets:
+                bucket = torch.empty(transport.bucket_bytes(tensors), dtype=torch.uint8)
                 wire.broadcast(bucket, 0).wait(limit)
-            there = [bucket.to(DEVICE) for bucket in buckets]
-            self.received = dict(transport.named_views(layout, ranges, there))
+                self.received |= transport.named_views(tensors, bucket.to(DEVICE))
             store.set(f"ready/{n}/1", "")
 
 

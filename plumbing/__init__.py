@@ -16,12 +16,12 @@ Actor: it samples attempts from the engines and scores them.
 
 Engine: vLLM, which generates tokens and receives weights while it does so.
     engine.py        The HTTP calls that an engine answers, and its end of a weight update.
-    plan.py          The places inside a vLLM model to which received weights are copied.
+    shadow.py        The model a second time: vLLM loads an update into it while the first decodes.
 
 Trainer: it computes the loss and sends new weights to the engines.
     reader.py        The micro-batches of a step, and the actor's evaluations, as they are read.
     ranks.py         The trainer's processes: rank, device, and what all ranks agree upon.
-    model.py         The model as it is trained: packed attention, logits, loading and sharding.
+    model.py         The model as it is trained: rows of sequences, logits, loading, sharding.
     lora.py          Adapters (LoRA), merged in each forward pass just as the engines get them.
     adam_8bit.py     AdamW with its two moments in 8 bits (torchao), for --adam_8bit.
     metrics.py       metrics.jsonl, the line of each step, Weights & Biases, decoded samples.

@@ -90,6 +90,14 @@ def model_folder(model):
     return Path(snapshot_download(model, local_files_only=True))
 
 
+def model_type(model):
+    """The family of a model, a directory or hub name, as its config.json has it.
+
+    Raises OSError or ValueError if it is not on this machine.
+    """
+    return json.loads((model_folder(model) / "config.json").read_text()).get("model_type", "")
+
+
 def copy_model_files(source, target):
     """Copy a model's files, but for its weights, into the new directory `target`."""
     target.mkdir(parents=True)

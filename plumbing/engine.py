@@ -254,8 +254,8 @@ class Receiver:
 
     as_loaded: the weights to come are those that this worker's model has loaded from disk. Then
     they are sent twice, to prove that updates get to where the model computes with them: the first
-    time this worker changes all of them before it loads them (`move`), and every tensor of the model
-    must become another one; the second time no tensor may change.
+    time this worker changes all of them before it loads them (`move`), and every tensor that the
+    model computes with must become another one; the second time no tensor may change.
     """
 
     def __init__(self, worker, group, before):
@@ -345,8 +345,9 @@ class Receiver:
                         move(transport.named_views(self.layout["buckets"][k], bucket))
                     try:
                         self.shadow.stage(k, bucket)
-                    except ValueError as e:
-                        problem = e
+                    except Exception as e:
+                        # Each of vLLM's loaders raises its own kinds of errors.
+                        problem = ValueError(f"{type(e).__name__}: {e}")
             transport.synchronize(device)
             if problem:
                 raise problem
@@ -357,7 +358,9 @@ class Receiver:
         wrong = [name for name, equal in is_equal.items() if equal == moved]
         if not wrong:
             return ""
-        complaint = "stays as it is when all weights change" if moved else "changes with the weights"
+        complaint = (
+            "stays as it is when all weights change" if moved else "changes with the weights"
+        )
         return (
             f"{wrong[0]} {complaint} that were loaded from disk ({len(wrong)} of {len(is_equal)} "
             "tensors)"

@@ -159,11 +159,10 @@ class Attempt:
         there: a client that gives up earlier leaves no trace in them.
         """
         config = self.services.config
-        _, other_tokens = self.find_segment(prompt)
         room = min(
             config.max_new_tokens - self.sampled,
             config.max_model_len - len(prompt),
-            config.row_tokens - other_tokens - len(prompt),
+            self.longest_segment(self.find_segment(prompt)) - len(prompt),
         )
         if room <= 0:
             raise self.cut()
@@ -185,9 +184,9 @@ class Attempt:
         if answer is None:
             self.failed = True
             raise EngineUnavailable("no engine has answered, see the actor's log")
-        segment, other_tokens = self.find_segment(prompt)
+        segment = self.find_segment(prompt)
         # other turns of this attempt may have been sampled meanwhile
-        if other_tokens + len(prompt) + len(answer["tokens"]) > config.row_tokens:
+        if len(prompt) + len(answer["tokens"]) > self.longest_segment(segment):
             raise self.cut()
         self.engine = answer["engine"]
         if not segment.tokens:
@@ -223,14 +222,23 @@ class Attempt:
         return CutOff(f"no tokens left after {self.sampled} sampled ones")
 
     def find_segment(self, prompt):
-        """(the longest segment that a prompt continues, number of tokens of all other segments).
+        """The longest segment that a prompt continues; without one, a new and empty segment.
 
-        Without such a segment it is a new, empty one. Sampled tokens of another segment that are
-        repeated in it are context there: they are trained only where they were sampled.
+        Sampled tokens of another segment that are repeated in it are context there: they are
+        trained only where they were sampled.
         """
         continued = [x for x in self.segments if x.tokens == prompt[: len(x.tokens)]]
-        segment = max(continued, key=lambda x: len(x.tokens), default=Transcript())
-        return segment, sum(len(x.tokens) for x in self.segments if x is not segment)
+        return max(continued, key=lambda x: len(x.tokens), default=Transcript())
+
+    def longest_segment(self, segment):
+        """The number of tokens that this segment may have, so that all fit into one row."""
+        config = self.services.config
+        others = [len(x.tokens) for x in self.segments if x is not segment]
+        if config.rows != "padded":
+            return config.row_tokens - sum(others)
+        # In a padded row each segment takes as many tokens as the longest one.
+        most = config.row_tokens // (len(others) + 1)
+        return most if max(others, default=0) <= most else 0
 
     def fields(self):
         """The per-token fields of a sample, its segments one after the other, and num_versions."""

@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,6 +24,7 @@ import psutil
 
 import config as cfg
 from config import Config, require
+from plumbing.checkpoints import model_type
 from plumbing.supervise import end_with_launcher
 
 MODELS = cfg.ROOT / "out" / "models"
@@ -238,7 +240,7 @@ def engine_commands(c: Config, gpus: int, node=0, host="") -> list[tuple[str, di
             # Each sequence that decodes takes one token of a step: the longest prompt must still
             # fit beside them.
             "--max-num-batched-tokens": max(8192, c.max_model_len + c.concurrency),
-            "--tool-call-parser": c.tool_parser,
+            "--tool-call-parser": c.tool_parser or _usual_tool_parser(c.model),
         }
         if c.reasoning_parser:
             options["--reasoning-parser"] = c.reasoning_parser
@@ -263,6 +265,14 @@ def engine_commands(c: Config, gpus: int, node=0, host="") -> list[tuple[str, di
             command.append("--enforce-eager")
         engines.append((f"engine{i}", env, command))
     return engines
+
+
+def _usual_tool_parser(model):
+    """The parser of tool calls for a model: vLLM takes no other than its own for gpt-oss."""
+    with contextlib.suppress(OSError, ValueError):
+        if model_type(model) == "gpt_oss":
+            return "openai"
+    return "hermes"
 
 
 def _cpu_build(c, i, threads, options):
@@ -343,10 +353,18 @@ def show(processes, commands):
 def prepare(c: Config, splits=()) -> None:
     """Run tools/prepare.py: it makes or fetches the models and checks the problems of the splits.
 
-    It runs before any timeout begins and before the run directory is touched. Raises ConfigError if
-    anything is wrong; prepare.py has then printed what it is.
+    It runs before any timeout begins and before the run directory is touched. Knobs that it decides
+    upon, such as `rows`, are set in `c`. Raises ConfigError if anything is wrong; prepare.py has
+    then printed what it is.
     """
-    request = json.dumps({"config": asdict(c), "splits": splits})
+    with tempfile.NamedTemporaryFile("r") as decisions:
+        request = {"config": asdict(c), "splits": splits, "decisions": decisions.name}
+        _run_prepare(json.dumps(request))
+        for name, value in json.loads(decisions.read() or "{}").items():
+            setattr(c, name, value)
+
+
+def _run_prepare(request):
     process = subprocess.Popen(
         [sys.executable, "tools/prepare.py"],
         stdin=subprocess.PIPE,

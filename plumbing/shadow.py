@@ -16,6 +16,7 @@ import copy
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -118,8 +119,8 @@ class Layer:
                     continue
                 if old.shape != tensor.shape or old.dtype != tensor.dtype:
                     raise ValueError(
-                        f"{self.name}.{name} is {list(old.shape)} {old.dtype} in the engine, and an "
-                        f"update makes it {list(tensor.shape)} {tensor.dtype}"
+                        f"{self.name}.{name} is {list(old.shape)} {old.dtype} in the engine, and "
+                        f"an update makes it {list(tensor.shape)} {tensor.dtype}"
                     )
                 pairs.append((f"{self.name}.{name}", old, tensor))
         return pairs
@@ -185,10 +186,13 @@ class Shadow:
         self.layers = [Layer(name, a, b) for (name, a), (_, b) in modules]
         for layer in self.layers:
             before = tensors_of(layer.live)
-            # What is not sent has the values that vLLM has loaded from disk.
+            # Buffers are not sent, and have the values that vLLM has loaded from disk.
             for name, tensor in tensors_of(layer.shadow).items():
                 old = before.get(name)
-                if old is not None and (old.shape, old.dtype) == (tensor.shape, tensor.dtype):
+                is_same = (
+                    old is not None and old.shape == tensor.shape and old.dtype == tensor.dtype
+                )
+                if is_same and layout["whole"]:
                     tensor.copy_(old)
         # known after the first update: the storages that updates are loaded into
         self.written = None
@@ -247,10 +251,15 @@ class Shadow:
             layer.live.cpu_linear = product
 
 
+@torch.no_grad()
 def make_shadow(worker, layout):
     """The Shadow of a vLLM worker's model."""
     live = worker.model_runner.get_model()
     shadow, config = second_model(worker.vllm_config)
+    if not layout["whole"]:
+        # Of a fused matrix a part may be sent alone. The others are as they are on disk.
+        with set_current_vllm_config(config):
+            get_model_loader(config.load_config).load_weights(shadow, config.model_config)
     device = torch.device(config.load_config.device or config.device_config.device)
 
     def process(model):

@@ -1,7 +1,8 @@
 """Code that both sides of a weight update share: their process group, and the buckets' layout.
 
-A layout is {"buckets": [[(name, shape, name of the dtype) of each tensor] of each bucket]}, as lists
-that JSON can hold. Names and shapes are those of a checkpoint on disk.
+A layout is {"buckets": [tensors of each bucket], "whole": are these all parameters of the model?},
+where a tensor is [its name, its shape, the name of its dtype]. Names and shapes are those of a
+checkpoint on disk.
 """
 
 import contextlib

@@ -136,9 +136,7 @@ class WeightGroup:
         """
         # the doorbell: every worker begins to receive
         self.store.set(f"update/{self.updates}", str(version))
-        for bucket in buckets:
-            # For NCCL it goes to the GPU first.
-            self._in_time(transport.broadcast, self.group, bucket, self.device, self.timeout)
+        self.broadcast(buckets)
         sent = time.monotonic()
         name = f"ready/{self.updates}"
         self.updates += 1
@@ -150,6 +148,14 @@ class WeightGroup:
                     f"an engine does not compute with the weights that it is sent: {problem}"
                 )
         return sent
+
+    def broadcast(self, buckets):
+        """Send the buckets one by one; for NCCL each goes to the GPU first.
+
+        Raises RuntimeError or TimeoutError.
+        """
+        for bucket in buckets:
+            self._in_time(transport.broadcast, self.group, bucket, self.device, self.timeout)
 
     def _wait_for_key(self, name, failure):
         """Wait until every worker has set its key `name`/<rank>.

@@ -74,9 +74,7 @@ class Engine:
     def receive_all(self, group, number):
         """Take part in a weight group until it breaks or another one has begun."""
         timeout = timedelta(seconds=group["timeout"])
-        layout = group["layout"]
-        ranges = transport.bucket_ranges(layout)
-        dtype = getattr(torch, layout["dtype"])
+        buckets_tensors = group["layout"]["buckets"]
         rank = group["first_rank"]
         try:
             store = transport.open_store(group["host"], group["port"], group["timeout"])
@@ -85,12 +83,13 @@ class Engine:
             wire = transport.join_group("gloo", store, rank, group["world"], group["timeout"])
             for n in itertools.count():
                 store.wait([f"update/{n}"], timedelta(days=30))
-                buckets = [torch.empty(elements, dtype=dtype) for _, _, elements in ranges]
-                for bucket in buckets:
+                received = []
+                for tensors in buckets_tensors:
+                    bucket = torch.empty(transport.bucket_bytes(tensors), dtype=torch.uint8)
                     wire.broadcast(bucket, 0).wait(timeout)
+                    received += transport.named_views(tensors, bucket)
                 if number != self.groups:
                     return
-                received = transport.named_views(layout, ranges, buckets)
                 self.received = {store.get(f"update/{n}").decode(): received}
                 store.set(f"ready/{n}/{rank}", "")
         except Exception as e:

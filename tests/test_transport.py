@@ -112,7 +112,7 @@ def trainers_group(engines):
 
     those = SimpleNamespace(listed=lambda: engines, call_all=call_all)
     config = cfg.Config(sync_timeout=FOREVER, weight_backend="nccl", master_addr="127.0.0.1")
-    return WeightGroup(config, those, ["engine"], {}, torch.device("cpu"))
+    return WeightGroup(config, those, ["engine"], {}, torch.device("cpu"), as_loaded=False)
 
 
 @pytest.mark.parametrize("hangs", ["broadcast", "wait", "broadcast abort", "wait abort"])

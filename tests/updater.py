@@ -46,18 +46,16 @@ def at(moment):
 class StoppableGroup(WeightGroup):
     """The real WeightGroup, which waits for a line at one moment of an update."""
 
-    def ring(self, version):
+    def send(self, version, buckets):
         at("start")
-        super().ring(version)
+        sent = super().send(version, buckets)
+        at("swap")
+        return sent
 
     def broadcast(self, buckets):
         super().broadcast(buckets[:20])
         at("mid")
         super().broadcast(buckets[20:])
-
-    def wait_until_ready(self):
-        super().wait_until_ready()
-        at("swap")
 
 
 def main(run_dir):

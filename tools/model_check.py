@@ -10,19 +10,25 @@ be impossible from the model's configuration alone.
 Deliberately absent: a list of families that work.
 """
 
+import ast
 import contextlib
+import importlib.util
 import itertools
 import re
+from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging
 
 from config import ConfigError, require
 from plumbing.model import attention_of, decoder_of
 from train import token_logprobs
 
+# the ways to compute rows, the fastest first
+WAYS = ("packed", "native", "padded")
 # what the configuration of a small copy has at most
 VOCABULARY = 256
 FEED_FORWARD = 64
@@ -46,6 +52,84 @@ LOGPROB_LIMIT = 1e-4
 GRADIENT_LIMIT = 1e-3
 ROUNDING = 10
 MOST_NATS = 3e-3
+
+
+# ---------------------------------------------------------------------------- what is refused
+
+
+def vllm_architectures():
+    """The names of the architectures that vLLM has code for, read from its source in a moment; to
+    import it would take several seconds.
+    """
+    folder = importlib.util.find_spec("vllm").submodule_search_locations[0]
+    source = Path(folder, "model_executor", "models", "registry.py").read_text()
+    names = set()
+    for statement in ast.parse(source).body:
+        target = getattr(statement, "targets", [getattr(statement, "target", None)])[0]
+        if getattr(target, "id", "") in ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS"):
+            names |= {key.value for key in statement.value.keys if isinstance(key, ast.Constant)}
+    return names
+
+
+def check_supported(shape, config):
+    """Raise ConfigError for a model of this configuration that cannot be trained or served.
+
+    config: the run's, whose --model is named in the message.
+    """
+    text = shape.get_text_config()
+    name = f"--model {config.model} ({shape.model_type})"
+    quantisation = getattr(shape, "quantization_config", None) or {}
+    require(
+        not quantisation,
+        f"{name} is quantised ({quantisation_name(quantisation)}): such weights cannot be trained; "
+        "take the checkpoint in 16 bits",
+    )
+    require(
+        not shape.is_encoder_decoder,
+        f"{name} has an encoder and a decoder: only models that have a decoder alone are trained",
+    )
+    require(
+        not hasattr(text, "index_topk"),
+        f"{name} attends to tokens that an indexer chooses, and trainer and engine would choose "
+        "others: models with sparse attention cannot be trained",
+    )
+    architectures = shape.architectures or []
+    known = vllm_architectures()
+    require(
+        any(architecture in known for architecture in architectures),
+        f"{name}: the installed vLLM has no code for its architecture "
+        f"({', '.join(architectures) or 'config.json names none'})",
+    )
+    require(
+        type(text) in AutoModelForCausalLM._model_mapping,
+        f"{name}: the installed transformers has no causal language model for it",
+    )
+    # The engine's gated delta rule exists in bfloat16 alone in vLLM's build for CPUs.
+    has_delta_rule = hasattr(text, "linear_key_head_dim")
+    require(
+        not has_delta_rule or config.dtype != "float32" or torch.cuda.is_available(),
+        f"{name}: on CPUs vLLM computes its linear attention in bfloat16 alone: add --dtype "
+        "bfloat16",
+    )
+    if config.lora_rank:
+        check_adapters(name, text)
+
+
+def quantisation_name(quantisation):
+    """The method of a quantization_config, which is a dict or an object of transformers."""
+    values = quantisation if isinstance(quantisation, dict) else vars(quantisation)
+    return str(values.get("quant_method", "of an unknown kind"))
+
+
+def check_adapters(name, shape):
+    """Raise ConfigError if a model has experts, which adapters would leave as they are."""
+    model = make_model(shape, "meta")
+    experts = [key for key, p in model.named_parameters() if p.dim() == 3 and "expert" in key]
+    require(
+        not experts,
+        f"--lora_rank: {name} has experts, which are no linear layers and would stay as they are, "
+        "without adapters: train all weights with --lora_rank 0",
+    )
 
 
 # ---------------------------------------------------------------------------- a small copy
@@ -240,8 +324,9 @@ def choose_rows(model_name):
     Raises ConfigError if no way is exact.
     """
     shape = AutoConfig.from_pretrained(model_name).get_text_config()
+    logging.set_verbosity_error()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    way, results = measure(small_copy(shape).to(device), ("packed", "native", "padded"))
+    way, results = measure(small_copy(shape).to(device), WAYS)
     descriptions = {}
     for rows, result in results.items():
         descriptions[rows] = f"{rows}: {result}"
@@ -259,7 +344,3 @@ def choose_rows(model_name):
         f"rows of {shape.model_type} are {descriptions[way]}, against transformers with one "
         "sequence at a time, measured on a small copy in float32"
     )
-
-
-def check_supported(shape, config, gpus):
-    """Placeholder until written."""

@@ -1,13 +1,15 @@
 """Prepare a run before its processes start: make or fetch its models, and check its problems.
 
-    echo '{"config": {...}, "splits": ["train", "test"]}' | python tools/prepare.py
+    echo '{"config": {...}, "splits": ["train", "test"], "decisions": FILE}' |
+        python tools/prepare.py
 
 plumbing/placement.prepare calls this program so. It reads the problems of these splits. It fetches
 a model of the hub into the hub's cache; it makes the tiny model of a task, and the model of `bash
 run.sh smol`, once. Then it checks everything that would otherwise end the run minutes later: the
-files of the model, the prompts, the names of vLLM's parsers, the vocabulary of a teacher. If
-something is wrong, it prints one line and ends with exit code 1. A dry run makes and fetches
-nothing; it shows the first problem as the model will see it.
+files of the model, the prompts, the names of vLLM's parsers, the vocabulary of a teacher, and
+whether trainer and engines can compute the model (tools/model_check.py). If something is wrong, it
+prints one line and ends with exit code 1. A dry run makes and fetches nothing; it shows the first
+problem as the model will see it. Knobs that are decided upon here are written to FILE.
 """
 
 import contextlib
@@ -194,6 +196,29 @@ def check_parsers(config):
         )
 
 
+def decide_rows(config, folders):
+    """The way in which the trainer computes a row, which all of these models can.
+
+    Raises ConfigError for a model that the trainer or the engines cannot compute.
+    """
+    from transformers import AutoConfig
+
+    from tools import model_check
+
+    for folder in folders:
+        model_check.check_supported(AutoConfig.from_pretrained(folder), config)
+    if config.rows != "auto":
+        # It is taken as it is: the first weight update measures whether it is right.
+        return config.rows
+    all_rows = []
+    for folder in folders:
+        rows, description = model_check.choose_rows(folder)
+        say(description)
+        all_rows.append(rows)
+    # What pads can do what the others can.
+    return max(all_rows, key=model_check.WAYS.index)
+
+
 def say(line):
     """Print a line that names this program."""
     print(f"prepare: {line}", flush=True)
@@ -270,8 +295,13 @@ def main():
             show(config, problems, prompter)
             return
         check_parsers(config)
+        models = [folder]
         if config.teacher:
-            check_vocabularies(folder, bring_model(config.teacher, config.task, "--teacher"))
+            models.append(bring_model(config.teacher, config.task, "--teacher"))
+            check_vocabularies(*models)
+        if "train" in problems:
+            decisions = {"rows": decide_rows(config, models)}
+            Path(request["decisions"]).write_text(json.dumps(decisions))
     except cfg.ConfigError as e:
         sys.exit(f"prepare: {e}")
 
