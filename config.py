@@ -75,6 +75,8 @@ class Config:
     max_left_out: Annotated[float, Bounds(0, 1)] = 0.05
     # HF model directory or hub name; empty: the tiny base model that the task's demonstrations make
     model: str = ""
+    # family of that tiny base model, a model type of transformers: qwen2, qwen3_moe, gpt_oss, ...
+    family: str = "qwen2"
     # prompts go through the model's chat template; False: raw text, for base models
     chat: bool = False
     # system message of the chat template; prepended to raw prompts

@@ -191,6 +191,11 @@ def resolve(config: Config, gpus: int, training: bool = True) -> Config:
         c.gpu_memory_utilization = 0.3 if everywhere == 1 and training else 0.7
     if c.dtype == "auto":
         c.dtype = "bfloat16" if gpus else "float32"
+    require(
+        not c.model or c.family == Config.family or c.model == _tiny_model(c),
+        f"--family {c.family} is for the tiny base model that is made without --model: leave out "
+        "one of the two",
+    )
     c.model = os.path.expanduser(c.model or _tiny_model(c))
     require(
         not c.adam_8bit or importlib.util.find_spec("torchao"),
@@ -208,7 +213,8 @@ def _tiny_model(c):
             f"--model is empty and task {task} has no demonstration for a tiny base model: give a "
             "model directory or hub name",
         )
-    return str(MODELS / f"{'+'.join(tasks)}-seed{c.seed}")
+    family = "" if c.family == Config.family else f"-{c.family}"
+    return str(MODELS / f"{'+'.join(tasks)}{family}-seed{c.seed}")
 
 
 # ---- the processes

@@ -34,6 +34,7 @@ FIXED = {
     "task": "the sampler's position counts this task's problems",
     "train_data": "the sampler's position counts the problems of this data",
     "model": "checkpoints are of this model",
+    "family": "checkpoints are of this family",
     "seed": "the order of the problems follows from it",
     "batch_size": "steps are counted in batches",
     "attempts": "samples are numbered by it",

@@ -29,7 +29,9 @@ from tools import run
 # the "optimizer" knobs, and restoring it must not bring back the old values.
 KNOBS = dict(
     given="run out dry_run fresh run_id nnodes master_addr master_port",
-    fixed="task train_data model seed batch_size attempts dtype lora_rank lora_alpha adam_8bit",
+    fixed="""
+    task train_data model family seed batch_size attempts dtype lora_rank lora_alpha adam_8bit
+    """,
     optimizer="lr betas weight_decay",
     read="""
     wandb eval_data max_left_out chat system_prompt thinking head_float32 steps max_lag

@@ -30,6 +30,25 @@ DEFAULT = dict(
     # the template that writes a client's messages as the demonstrations write them
     chat_template="",
 )
+# Of families other than Qwen2, what their configuration has beside the sizes that all have. Lists
+# of kinds of layers are repeated for as many layers as the model has.
+EXPERTS = dict(num_local_experts=8, num_experts_per_tok=2)
+WINDOWS = dict(sliding_window=16, layer_types=["sliding_attention", "full_attention"])
+FAMILIES = {
+    "qwen3_moe": dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128),
+    "gpt_oss": dict(EXPERTS, intermediate_size=128, **WINDOWS),
+    "gemma2": dict(query_pre_attn_scalar=32, **WINDOWS),
+    # experts and Mamba
+    "granitemoehybrid": dict(
+        EXPERTS,
+        intermediate_size=128,
+        shared_intermediate_size=128,
+        mamba_n_heads=4,
+        mamba_d_head=64,
+        mamba_d_state=16,
+        layer_types=["mamba", "attention"],
+    ),
+}
 # number of examples whose characters are collected for the vocabulary
 SEARCHED = 2000
 # number of tokens in a packed row
@@ -86,11 +105,15 @@ def make_tokenizer(tasks, seed=0):
     return tokenizer
 
 
-def build(tokenizer, layers, hidden, positions):
-    """Return a Qwen2 model with random weights for this tokenizer."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+def build(tokenizer, layers, hidden, positions, family="qwen2"):
+    """Return a model of a family, with random weights, for this tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = Qwen2Config(
+    settings_of_family = dict(FAMILIES.get(family, {}))
+    for name, value in settings_of_family.items():
+        if isinstance(value, list):
+            settings_of_family[name] = (value * layers)[:layers]
+    common = dict(
         # the size of the vocabulary, rounded up to a multiple of 64
         vocab_size=-(-len(tokenizer) // 64) * 64,
         hidden_size=hidden,
@@ -103,9 +126,13 @@ def build(tokenizer, layers, hidden, positions):
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        attn_implementation="sdpa",
     )
-    return Qwen2ForCausalLM(config)
+    if family != "qwen2":
+        common["head_dim"] = hidden // 4
+    config = AutoConfig.for_model(family, **(common | settings_of_family))
+    # Other implementations leave out what some families do to scores.
+    attention = "sdpa" if family == "qwen2" else "eager"
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
 
 def tokenized(example, tokenizer):
@@ -137,12 +164,15 @@ def backward(model, examples):
     count = sum(sum(learn) for _, learn in examples)
     lengths = [len(ids) for ids, _ in examples]
     total = 0.0
-    for row in pack(lengths, ROW_TOKENS):
+    # Padding is right for all families.
+    is_padded = model.config.model_type != "qwen2"
+    rows = "padded" if is_padded else "native"
+    for row in pack(lengths, ROW_TOKENS, [1] * len(lengths) if is_padded else None):
         # ids, learn, positions and logprobs of one packed row: [T]
         ids = torch.tensor([token for i in row for token in examples[i][0]])
         learn = torch.tensor([is_learnt for i in row for is_learnt in examples[i][1]])
         positions = torch.cat([torch.arange(lengths[i]) for i in row])
-        logprobs, _ = token_logprobs(model, ids, positions, 1.0, rows="native")
+        logprobs, _ = token_logprobs(model, ids, positions, 1.0, rows=rows)
         loss = -(logprobs * learn).sum() / count
         loss.backward()
         total += loss.item()
@@ -183,10 +213,11 @@ def warm_up(model, tokenizer, tasks, model_settings, seed):
             )
 
 
-def make_model(names, path, seed, **overrides):
+def make_model(names, path, seed, family="qwen2", **overrides):
     """Make the base model of these tasks at `path`, unless it is there already.
 
-    The same seed gives the same model. overrides: settings that replace those of the tasks.
+    The same seed gives the same model. family: the model type that transformers knows it by.
+    overrides: settings that replace those of the tasks.
     """
     import torch
 
@@ -211,6 +242,7 @@ def make_model(names, path, seed, **overrides):
         model_settings["layers"],
         model_settings["hidden"],
         model_settings["positions"],
+        family,
     )
     warm_up(model, tokenizer, tasks, model_settings, seed)
     torch.set_num_threads(threads)

@@ -11,7 +11,6 @@ Deliberately absent: a list of families that work.
 """
 
 import ast
-import contextlib
 import importlib.util
 import itertools
 import re
@@ -209,30 +208,36 @@ def small_copy(shape):
     # first of these copies that has the same kinds of layers, and that computes, is taken.
     halvings = max(shape.hidden_size.bit_length() - WIDTH_BITS, 0)
     divisors = [2**n for n in range(halvings, -1, -1)]
+    failure = "it would be too large"
     for count, divisor in itertools.product(dict.fromkeys([layers, depth]), divisors):
-        with contextlib.suppress(Exception):
+        try:
             torch.manual_seed(0)
             small = type(shape).from_dict(smaller_values(shape, count, divisor))
             empty = make_model(small, "meta")
             is_alike = count == depth or kinds_of_layers(empty) == kinds[:count]
             if is_alike and sum(p.numel() for p in empty.parameters()) < MOST_PARAMETERS:
                 model = make_model(small)
-                own_logprobs(model, sequences_to_compare()[:1])
+                own_logprobs(model, sequences_to_compare(small.vocab_size)[:1])
                 return model
+        # Configurations and models raise whatever they like at widths that do not fit.
+        except Exception as e:
+            failure = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
     raise ConfigError(
-        f"--model: no small copy of {shape.model_type} can be made, on which it would be measured "
-        "how to compute it: name one with --rows; the first weight update then tells whether it is "
-        "right"
+        f"--model: no small copy of {shape.model_type} can be made to measure how its rows are "
+        f"computed ({failure}): name the way with --rows packed or --rows padded; the first weight "
+        "update then measures whether it is right"
     )
 
 
 # ---------------------------------------------------------------------------- the measurement
 
 
-def sequences_to_compare():
-    """Sequences of random tokens, as numpy arrays, of which the first two begin alike."""
+def sequences_to_compare(vocabulary):
+    """Sequences of random tokens of a vocabulary of this size, as numpy arrays. The first two begin
+    alike.
+    """
     rng = np.random.default_rng(0)
-    sequences = [rng.integers(1, 100, n) for n in LENGTHS]
+    sequences = [rng.integers(1, vocabulary, n) for n in LENGTHS]
     sequences[1][:ALIKE] = sequences[0][:ALIKE]
     return sequences
 
@@ -282,7 +287,7 @@ def measure(model, ways):
     Returns (the first way that is exact, or None; {way: (nats, share of the gradient's norm), or
     the error as a text}).
     """
-    sequences = sequences_to_compare()
+    sequences = sequences_to_compare(model.config.vocab_size)
     own_attention = model.config._attn_implementation
     # Other implementations leave out what they cannot do, such as the caps of Gemma 2.
     model.set_attn_implementation("eager")

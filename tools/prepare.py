@@ -94,8 +94,10 @@ def bring_model(model, task, knob="--model"):
             program = cfg.ROOT / "examples" / "agents" / "directory.py"
             subprocess.run([sys.executable, program, model], check=True)
         else:
-            seed = int(model.rpartition("-seed")[2])
-            base_model.make_model(list(cfg.task_weights(task)), model, seed)
+            # The name of a tiny model is <tasks>[-<family>]-seed<seed>, see placement.resolve.
+            name, _, seed = Path(model).name.rpartition("-seed")
+            family = name.partition("-")[2] or cfg.Config.family
+            base_model.make_model(list(cfg.task_weights(task)), model, int(seed), family)
     if Path(model).is_dir():
         if not Path(model, "config.json").exists():
             sys.exit(
