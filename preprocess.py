@@ -109,7 +109,7 @@ def pack_bundles(bundles, config):
     if config.rows != "padded":
         return pack([tokens for tokens, _ in bundles], config.row_tokens)
     # Nothing is shared, so each bundle is one sample.
-    sequences = [np.bincount(sample["segment"]) for _, [sample] in bundles]
+    sequences = [np.unique(s["segment"], return_counts=True)[1] for _, [s] in bundles]
     longest = [lengths.max() for lengths in sequences]
     return pack(longest, config.row_tokens, [len(lengths) for lengths in sequences])
 

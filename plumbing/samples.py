@@ -113,7 +113,7 @@ def padded_size(samples):
 
     Each segment of a sample is a sequence. Segments of 3, 5 and 1 tokens -> 15.
     """
-    lengths = [np.bincount(sample["segment"]) for sample in samples]
+    lengths = [np.unique(s["segment"], return_counts=True)[1] for s in samples]
     return sum(map(len, lengths)) * max(map(max, lengths))
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_config import call
+from transformers import AutoConfig
 
 import config as cfg
 import train
@@ -262,6 +263,21 @@ def bad_models(folder, base_model):
         path.unlink()
     shutil.copytree(base_model, folder / "unknown")
     (folder / "unknown" / "config.json").write_text('{"model_type": "no_such_family"}')
+    base = json.loads((base_model / "config.json").read_text())
+    experts = AutoConfig.for_model("qwen3_moe", architectures=["Qwen3MoeForCausalLM"]).to_dict()
+    delta_rule = AutoConfig.for_model(
+        "qwen3_next", architectures=["Qwen3NextForCausalLM"]
+    ).to_dict()
+    for name, values in {
+        "quantised": base | {"quantization_config": {"quant_method": "fp8"}},
+        "stranger": base | {"architectures": ["StrangerForCausalLM"]},
+        "indexer": base | {"index_topk": 64},
+        "encoder": AutoConfig.for_model("t5").to_dict(),
+        "experts": experts,
+        "delta_rule": delta_rule,
+    }.items():
+        shutil.copytree(base_model, folder / name)
+        (folder / name / "config.json").write_text(json.dumps(values))
 
 
 ROW = '{"question": "a", "answer": "1"}\n'
@@ -280,13 +296,19 @@ REFUSED = {
         "--model {base} --tool_parser nonsense",
         "--tool_parser nonsense: vLLM has .*hermes",
     ),
+    "quantised": ("--model {models}/quantised", r"\(qwen2\) is quantised \(fp8\): such weights"),
+    "stranger": ("--model {models}/stranger", "vLLM has no code .* \\(StrangerForCausalLM\\)"),
+    "indexer": ("--model {models}/indexer", "models with sparse attention cannot be trained"),
+    "encoder": ("--model {models}/encoder", r"\(t5\) has an encoder and a decoder"),
+    "experts": ("--model {models}/experts --lora_rank 8", "qwen3_moe.* has experts, which are no"),
+    "delta rule": ("--model {models}/delta_rule --dtype float32", "add --dtype bfloat16"),
     "positions": ("--model {base} --max_model_len 300 --row_tokens 300", "knows 256 positions"),
     "fixed": ("--model {base} --steps 999 --lora_rank 8", "--lora_rank cannot change within a run"),
 }
 
 
 # Each takes some ten seconds, most of them for the import of the tokenizer
-QUICK = ("no such model", "no template", "too long", "surrogate")
+QUICK = ("no such model", "no template", "too long", "surrogate", "quantised")
 MISTAKES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in REFUSED]
 
 

@@ -63,6 +63,23 @@ def test_packing_puts_every_index_in_one_row_within_capacity(seed):
         pack([3, 9], 8)
 
 
+def test_padded_rows_are_bounded_with_their_padding():
+    assert pack([5, 3, 2, 4], 7, [1, 1, 1, 1]) == [[0], [3], [1, 2]]
+    # Two attempts of three and of one sequence, the longest of 4 tokens.
+    assert pack([4, 3], 16, [3, 1]) == [[0, 1]]
+    assert pack([4, 3], 15, [3, 1]) == [[0], [1]]
+    with pytest.raises(ValueError, match="an attempt of 18 tokens does not fit into a row of 17"):
+        pack([6], 17, [3])
+    rng = random.Random(0)
+    lengths = [min(400, max(1, int(rng.lognormvariate(4, 1)))) for _ in range(300)]
+    counts = [rng.choice([1, 1, 1, 2]) for _ in lengths]
+    rows = pack(lengths, 1000, counts)
+    assert sorted(sum(rows, [])) == list(range(300))
+    for row in rows:
+        assert sum(counts[i] for i in row) * max(lengths[i] for i in row) <= 1000
+    assert len(rows) < 300 / 2
+
+
 # ---- the packer
 
 
@@ -119,6 +136,20 @@ def test_steps_are_whole_ranks_get_equal_numbers_and_nothing_is_lost(tmp_path, r
         problems = Counter(str(k // 4) for k in of_step)
         assert all(records[-1]["problems"] == problems for records in of_ranks)
     assert all(len(q) == 0 for q in queues)
+
+
+def test_a_padded_step_has_all_samples_and_no_row_above_its_size(tmp_path):
+    """Two ranks get equally many rows; attempts at one problem share nothing."""
+    knobs = dict(row_tokens=64, batch_size=32, attempts=4, rows="padded")
+    packer, queues = make_packer(tmp_path, 2, **knobs)
+    rng = random.Random(0)
+    for draw in range(8):
+        packer.add(a_group(draw, [make_sample(rng.randint(3, 32)) for _ in range(4)]))
+    steps = [read_step(queue) for queue in queues]
+    assert len(steps[0]) == len(steps[1]) > 2
+    rows = sum(steps, [])
+    assert all(len(row["lengths"]) * row["lengths"].max() <= 64 for row in rows)
+    assert sum((row["outcome"] >= 0).sum() for row in rows) == 32
 
 
 def test_a_micro_batch_keeps_tokens_and_their_stamps_together(tmp_path):
