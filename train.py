@@ -98,7 +98,7 @@ def token_logprobs(
     entropy_grad=False,
     to_logits=torch.nn.functional.linear,
     chunk_logprobs=head_logprobs,
-    rows="packed",
+    rows=None,
 ):
     """log p(token | tokens before it in its sequence) for one row of T tokens, and the entropy of
     the distribution that each token came from: (logprobs [T], entropy [T]), float32, on the model's
@@ -110,7 +110,7 @@ def token_logprobs(
     temperature: a number, or one per token [T]. wanted [T] bool: the tokens whose values are asked
     for (None: all of them). entropy_grad: the entropy has a gradient, too. to_logits: the product
     of hidden states and the head's weight; chunk_logprobs: head_logprobs, perhaps compiled. rows:
-    how the model computes a row, see plumbing/model.py.
+    how the model computes a row, see plumbing/model.py; None: as its attention is made for it.
 
     Both values are 0 at the row's first token and at tokens that are not wanted, which the head
     does not see. The first token of any other sequence has no context: the caller must mask its
@@ -118,6 +118,8 @@ def token_logprobs(
     """
     ids, positions, temperature = map(np.asarray, (input_ids, position_ids, temperature))
     temperature = np.broadcast_to(temperature.astype(np.float32), ids.shape)
+    if rows is None:
+        rows = "packed" if model.config._attn_implementation == "packed" else "native"
     # Only our attention lets a sequence use the tokens of another one.
     prefixes = shared_prefixes(ids, positions, may_share=rows == "packed")
     # The distribution of a token comes from the hidden state of the token before it.

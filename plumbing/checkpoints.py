@@ -295,6 +295,10 @@ def write_weights(folder, model, state):
     from transformers.core_model_loading import revert_weight_conversion
 
     state = revert_weight_conversion(model, state)
+    for name, tensor in state.items():
+        # Experts that lie in one tensor of the model are views of it, and files hold no views.
+        if tensor.untyped_storage().nbytes() > tensor.nbytes:
+            state[name] = tensor.clone()
     save_torch_state_dict(state, folder, metadata={"format": "pt"})
 
 
