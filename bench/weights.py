@@ -94,7 +94,8 @@ class Updates:
     def __init__(self, sender, model):
         self.sender = sender
         self.model = model
-        self.version = -1
+        # Version 0 would have to be what the engine has loaded.
+        self.version = 0
 
     @torch.no_grad()
     def one(self, noise=0.0):
