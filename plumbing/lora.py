@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from config import require
-from plumbing.model import whole
+from plumbing.model import decoder_of, whole
 
 
 class Adapted(torch.nn.Linear):
@@ -42,7 +42,7 @@ def add(model, config):
     Raises ConfigError if it has no linear layers.
     """
     model.requires_grad_(False)
-    layers = [x for x in model.base_model.modules() if type(x) is torch.nn.Linear]
+    layers = [x for x in decoder_of(model).modules() if type(x) is torch.nn.Linear]
     require(layers, f"--lora_rank: {model.config.model_type} has no torch.nn.Linear for adapters")
     for layer in layers:
         layer.__class__ = Adapted

@@ -96,7 +96,8 @@ def test_merge_survival_is_the_share_that_rounding_leaves(size, expected):
     layer = torch.nn.Linear(8, 8, bias=False)
     layer.weight = torch.nn.Parameter(torch.full((8, 8), 1.5, dtype=torch.bfloat16))
     model = torch.nn.Sequential(layer)
-    model.base_model, model.config = model[:], SimpleNamespace(model_type="x")
+    model.get_decoder = lambda: model[:]
+    model.config = SimpleNamespace(model_type="x")
     lora.add(model, cfg.Config(lora_rank=1, lora_alpha=1.0))
     assert lora.survival(model) == {}
     torch.nn.init.ones_(layer.lora_A)
