@@ -327,7 +327,7 @@ def measure(family, knobs):
     start = time.monotonic()
     try:
         shape = AutoConfig.from_pretrained(path)
-        model_check.check_supported(shape, cfg.Config(model=str(path), dtype=dtype), gpus=0)
+        model_check.check_supported(shape, cfg.Config(model=str(path), dtype=dtype))
         rows, result["said"] = model_check.choose_rows(str(path))
     except cfg.ConfigError as e:
         result |= dict(rows="refused", reason=str(e), seconds=time.monotonic() - start)
