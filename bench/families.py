@@ -80,7 +80,7 @@ LATENT = dict(
 )
 INDEXER = dict(index_n_heads=2, index_head_dim=128, index_topk=16)
 MAMBA = dict(mamba_n_heads=4, mamba_d_head=64, mamba_d_state=16)
-GEMMA = dict(query_pre_attn_scalar=32, **WINDOW)
+GEMMA = dict(query_pre_attn_scalar=32, tie_word_embeddings=True, **WINDOW)
 CAPS = dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0)
 PER_LAYER = dict(vocab_size_per_layer_input=128, hidden_size_per_layer_input=16)
 FAMILIES = {
@@ -112,11 +112,13 @@ FAMILIES = {
         mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16, mamba_n_groups=1
     ),
     "flex_olmo": dict(num_experts=4, num_experts_per_tok=2),
-    "gemma": {},
+    "gemma": dict(tie_word_embeddings=True),
     "gemma2": dict(GEMMA, **CAPS),
     "gemma3_text": dict(GEMMA),
-    "gemma3n_text": dict(WINDOW, **PER_LAYER, num_kv_shared_layers=0, laurel_rank=8),
-    "gemma4_text": dict(WINDOW, **PER_LAYER, global_head_dim=32),
+    "gemma3n_text": dict(
+        WINDOW, tie_word_embeddings=True, **PER_LAYER, num_kv_shared_layers=0, laurel_rank=8
+    ),
+    "gemma4_text": dict(WINDOW, tie_word_embeddings=True, **PER_LAYER, global_head_dim=32),
     "glm": {},
     "glm4": {},
     "glm4_moe": dict(ROUTED),
