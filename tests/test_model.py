@@ -5,11 +5,13 @@ The models are tiny, with random weights. The engine of the mismatch is FAKE, an
 attention kernel; the slow tests update a real vLLM engine.
 """
 
+import shutil
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_train import Answers, make_guards, measure
 from test_weights import assert_serves, perturb, sender_to, served, update
 from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -18,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import config as cfg
 import train
 from conftest import PORT
+from plumbing import checkpoints
 from plumbing.samples import layout
 from tasks import toy
 from tools import base_model as base_models
@@ -186,6 +189,26 @@ def test_rows_of_any_model_are_computed_in_a_way_that_is_exact(family, tmp_path)
     (found * weights).sum().backward()
     assert (found - expected).abs().max() < 2e-5
     assert (gradient(policy) - gradient(reference)).norm() < 1e-4 * gradient(reference).norm()
+
+
+def test_experts_are_written_one_by_one_and_read_again(tmp_path):
+    """In the model all experts of a layer are one tensor, and on disk each has its own."""
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    folder = tiny("qwen3_moe", tmp_path / "model", **experts)
+    model = build(folder).model
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p))
+    shutil.copytree(folder, tmp_path / "written", ignore=shutil.ignore_patterns("*.safetensors"))
+    checkpoints.write_weights(tmp_path / "written", model, model.state_dict())
+    names = load_file(tmp_path / "written" / "model.safetensors").keys()
+    assert "model.layers.1.mlp.experts.3.down_proj.weight" in names
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "written")
+    assert equal_states(again.state_dict(), model.state_dict())
+
+
+def equal_states(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_a_model_without_an_exact_way_is_refused_with_what_was_measured(tmp_path, monkeypatch):
