@@ -258,10 +258,8 @@ def trainer_logprobs(policy, tokens):
 @torch.no_grad()
 def own_logprobs(model, tokens):
     """The same of transformers alone."""
-    ids = torch.tensor([*PROMPT, *tokens])
-    logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
-    logp = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0]
-    return logp[len(PROMPT) - 1 :]
+    sequence = np.array([*PROMPT, *tokens])
+    return model_check.own_logprobs(model, [sequence])[len(PROMPT) - 1 :]
 
 
 def mean_difference(a, b):

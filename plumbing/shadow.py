@@ -178,7 +178,6 @@ class Shadow:
 
     @torch.no_grad()
     def __init__(self, live, shadow, process, layout):
-        self.live = live
         self.shadow = shadow
         self.process = process
         self.layout = layout
@@ -212,19 +211,19 @@ class Shadow:
             self.products = []
             for layer in self.layers:
                 layer.reset()
-            self.accesses = Accesses([]) if self.written is None else None
-        if self.accesses is None:
+            self.written_so_far = set()
+        if self.written is not None:
             self.shadow.load_weights(iter(views))
         else:
             with Accesses(views) as accesses:
                 self.shadow.load_weights(iter(views))
-            self.accesses.written |= accesses.written
+            self.written_so_far |= accesses.written
             unread = [name for name, _ in views if name not in accesses.read]
             if unread:
                 raise ValueError(f"vLLM does not load {unread[0]}, which is trained")
         if k == len(self.layout["buckets"]) - 1:
-            if self.accesses is not None:
-                self.written = self.accesses.written
+            if self.written is None:
+                self.written = self.written_so_far
             self.process(self.shadow)
             for layer in self.layers:
                 self.pairs += layer.pairs(self.written)

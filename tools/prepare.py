@@ -199,16 +199,16 @@ def check_parsers(config):
 
 
 def decide_rows(config, folders):
-    """The way in which the trainer computes a row, which all of these models can.
+    """The way in which the trainer computes a row, which is right for all of these models.
 
+    folders: of the model and, if there is one, of its teacher, which is neither trained nor served.
     Raises ConfigError for a model that the trainer or the engines cannot compute.
     """
     from transformers import AutoConfig
 
     from tools import model_check
 
-    for folder in folders:
-        model_check.check_supported(AutoConfig.from_pretrained(folder), config)
+    model_check.check_supported(AutoConfig.from_pretrained(folders[0]), config)
     if config.rows != "auto":
         # It is taken as it is: the first weight update measures whether it is right.
         return config.rows
