@@ -210,6 +210,9 @@ class Config:
     # that computes what transformers does with one sequence at a time, which is measured at the
     # start (plumbing/model.py, tools/model_check.py)
     rows: Literal["auto", "packed", "native", "padded"] = "auto"
+    # mixtures of experts: the trainer sends each token to the experts that the engine chose for it;
+    # needs engines on GPUs and --prefix_caching on
+    replay_routing: bool = False
     # trainer ranks (FSDP2 when more than one); 0: the GPUs that do not serve, or 1 without GPUs
     trainers: CountOr0 = 0
     # number of layers, counted from the first, whose activations are recomputed in the backward
@@ -607,6 +610,9 @@ def check(c: Config) -> Config:
             c.loss != "reinforce" or c.clip_low == 0
         ),
         "--late wait needs --on_full block": c.late != "wait" or c.on_full == "block",
+        "--replay_routing needs --prefix_caching on": (
+            not c.replay_routing or c.prefix_caching == "on"
+        ),
     }
     for relation, holds in relations.items():
         names = re.findall(r"--(\w+)", relation)

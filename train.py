@@ -25,7 +25,6 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 import config as cfg
@@ -40,6 +39,7 @@ from plumbing.model import (
     head_product,
     keeping,
     last_hidden_states,
+    layers_of,
     load_model,
     shared_prefixes,
     to_device,
@@ -48,6 +48,7 @@ from plumbing.model import (
 from plumbing.queues import publish_json
 from plumbing.ranks import Ranks, Stopped
 from plumbing.reader import Reader
+from plumbing.routing import Routing
 from plumbing.samples import layout
 from weights import Sender
 
@@ -99,6 +100,8 @@ def token_logprobs(
     to_logits=torch.nn.functional.linear,
     chunk_logprobs=head_logprobs,
     rows=None,
+    routing=None,
+    experts=None,
 ):
     """log p(token | tokens before it in its sequence) for one row of T tokens, and the entropy of
     the distribution that each token came from: (logprobs [T], entropy [T]), float32, on the model's
@@ -111,6 +114,7 @@ def token_logprobs(
     for (None: all of them). entropy_grad: the entropy has a gradient, too. to_logits: the product
     of hidden states and the head's weight; chunk_logprobs: head_logprobs, perhaps compiled. rows:
     how the model computes a row, see plumbing/model.py; None: as its attention is made for it.
+    routing, experts [T, layers * k]: see last_hidden_states.
 
     Both values are 0 at the row's first token and at tokens that are not wanted, which the head
     does not see. The first token of any other sequence has no context: the caller must mask its
@@ -131,7 +135,7 @@ def token_logprobs(
     targets, target_temperature = to_device(device, ids[target_index], temperature[target_index])
     target_index, context_index = to_device(device, target_index, context_index)
     # [Q, D]: Q <= T tokens are computed
-    hidden = last_hidden_states(model, ids, positions, prefixes, rows)
+    hidden = last_hidden_states(model, ids, positions, prefixes, rows, routing, experts)
     hidden = hidden.index_select(0, context_index)  # [N, D]: N tokens are wanted
     head_function = (to_logits, weight, getattr(head, "bias", None))
     head_arguments = (head_function, model.config.get_text_config(), entropy_grad)
@@ -160,11 +164,16 @@ class Policy(torch.nn.Module):
         self.config = config
         self.chunk_logprobs = head_logprobs
         self.rows = "packed" if config.rows == "auto" else config.rows
+        # Compiled layers are not watched, unless the experts' choice is to be prescribed.
+        is_watched = config.replay_routing or not config.compile
+        self.routing = None
+        if is_watched:
+            self.routing = Routing(decoder_of(model), config.replay_routing)
         # The Policy of a frozen model by its role, "reference" or "teacher". They lie in a dict,
         # where torch does not look for parameters.
         self.frozen = {}
 
-    def logprobs(self, *inputs, entropy_grad=False):
+    def logprobs(self, *inputs, entropy_grad=False, experts=None):
         """(logprobs [T], entropy [T]) under the policy; inputs: those of `token_logprobs`."""
         return token_logprobs(
             self.model,
@@ -173,6 +182,8 @@ class Policy(torch.nn.Module):
             to_logits=head_product(self.config.head_float32),
             chunk_logprobs=self.chunk_logprobs,
             rows=self.rows,
+            routing=self.routing,
+            experts=experts,
         )
 
     @torch.no_grad()
@@ -304,9 +315,13 @@ def micro_batch(policy, batch, version, config, device):
     # The frozen models come first: much memory of the policy's forward pass is kept until backward.
     ref_logprobs = policy.reference_logprobs(*inputs) if config.kl_coef else None
     teacher_logprobs = policy.teacher_logprobs(*inputs) if config.teacher else None
+    # A filler has no experts.
+    experts = batch["experts"] if batch["experts"].shape[1] else None
     with keeping(config, device):
-        logprobs, entropy = policy.logprobs(*inputs, entropy_grad=config.entropy_coef > 0)
-    arrays = {k: v for k, v in batch.items() if isinstance(v, np.ndarray)}
+        logprobs, entropy = policy.logprobs(
+            *inputs, entropy_grad=config.entropy_coef > 0, experts=experts
+        )
+    arrays = {k: v for k, v in batch.items() if isinstance(v, np.ndarray) and k != "experts"}
     arrays |= dict(sequence_ids=sequence_ids, positions=positions)
     tensors = to_device(device, *arrays.values())
     b = dict(zip(arrays, tensors))
@@ -380,6 +395,8 @@ def micro_batch(policy, batch, version, config, device):
             "versions_2": (mean, (b["num_versions"] >= 2).sum(), samples),
             "versions_3": (mean, (b["num_versions"] >= 3).sum(), samples),
         }
+        if policy.routing:
+            metrics |= {name: (mean, *sums) for name, sums in policy.routing.sums().items()}
     return loss, metrics, logprobs.detach()
 
 
@@ -446,7 +463,7 @@ def load_policy(config, dtype, device, world, trained=False):
     if trained and config.lora_rank:
         lora.add(model, config)
     policy = Policy(model, config)
-    layers = [x for x in decoder_of(model).modules() if isinstance(x, GradientCheckpointingLayer)]
+    layers = layers_of(decoder_of(model))
     if config.checkpointed_layers:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         for layer in layers[: config.checkpointed_layers]:
@@ -536,7 +553,7 @@ def train(config, run_dir, ranks):
     start_engines(policy, state, sender, ranks)
     log = MetricsLog(config, run_dir, state, ranks.rank)
     ranks.listen_for_stop()
-    version = state["version"]
+    version = first = state["version"]
     try:
         while version < config.steps:
             sums = Sums()
@@ -546,6 +563,9 @@ def train(config, run_dir, ranks):
                 (loss * ranks.world).backward()
                 sums.add(metrics)
                 log.samples(batch, logprobs, version)
+            if version == first:
+                # Nothing is trained before engines and trainer are seen to agree.
+                log.mismatch(version, guards.measure(policy, batch, sender, version))
             metrics = optimizer_step(policy, optimizers, sums, version, config)
             state = checkpoints.next_state(state, metrics, reader.last, log.wall_s())
             version = state["version"]

@@ -1,6 +1,6 @@
 """Which families of models are exact? A tiny random model of each, in the trainer and the engine.
 
-    python bench/families.py [--families qwen3_moe,gemma2] [--fresh]
+    python bench/families.py [--families qwen3_moe,gemma2] [--fresh] [--port 8940]
 
 Of each family that both transformers and vLLM know a model of two to four layers is made. Then
 
@@ -17,6 +17,7 @@ Values are in nats. It takes some 40 s a family on two cores. A family whose eng
 bfloat16 alone has its model in bfloat16.
 """
 
+import functools
 import re
 import shutil
 import sys
@@ -154,8 +155,11 @@ FAMILIES = {
     "jais2": {},
     "kimi_linear": dict(EXPERTS, **LINEAR, **LATENT),
     "laguna": {},
-    "lfm2": dict(layer_types=["conv", "full_attention"]),
-    "lfm2_moe": dict(EXPERTS, layer_types=["conv", "full_attention"], num_dense_layers=1),
+    # vLLM reads conv_dim, which checkpoints on the hub have and transformers no longer knows
+    "lfm2": dict(layer_types=["conv", "full_attention"], conv_dim=128),
+    "lfm2_moe": dict(
+        EXPERTS, layer_types=["conv", "full_attention"], num_dense_layers=1, conv_dim=128
+    ),
     "llama": {},
     "llama4_text": dict(
         num_local_experts=4,
@@ -318,7 +322,7 @@ def measure_engine(config, run_dir, policy, result):
     result["pause"] = max(pauses)
 
 
-def measure(family, knobs):
+def measure(port, family, knobs):
     """Everything about one family, as a dict; parts that failed are texts."""
     path = WORK / "families" / family
     result = {}
@@ -333,7 +337,7 @@ def measure(family, knobs):
         result |= dict(rows="refused", reason=str(e), seconds=time.monotonic() - start)
         return result
     result |= dict(rows=rows, seconds=time.monotonic() - start)
-    options = dict(model=path, port=8940, concurrency=4, max_model_len=128, dtype=dtype, rows=rows)
+    options = dict(model=path, port=port, concurrency=4, max_model_len=128, dtype=dtype, rows=rows)
     config, run_dir = make_run(f"families-{family}", **options, max_new_tokens=NEW_TOKENS)
     engines = []
     try:
@@ -365,6 +369,7 @@ def rows_of(results):
 def main(argv=None):
     p = parser(__doc__)
     p.add_argument("--families", default="", help="only these, with commas between them")
+    p.add_argument("--port", type=int, default=8940)
     p.add_argument("--fresh", action="store_true", help="measure again what is in the file")
     a = p.parse_args(argv)
     names = [x for x in a.families.split(",") if x] or list(FAMILIES)
@@ -372,8 +377,10 @@ def main(argv=None):
     wanted = {}
     for name in names:
         in_bfloat16 = any(key.startswith("linear_") for key in FAMILIES[name])
-        wanted[name] = dict(FAMILIES[name], dtype="bfloat16" if in_bfloat16 else "float32")
-    results = measured(result_file(a, "families"), wanted, measure, reuse=not a.fresh)
+        dtype = "bfloat16" if in_bfloat16 else "float32"
+        wanted[name] = dict(FAMILIES[name], dtype=dtype)
+    measure_one = functools.partial(measure, a.port)
+    results = measured(result_file(a, "families"), wanted, measure_one, reuse=not a.fresh)
     header = ["family", "rows", "trainer", "engine", "update", "pause", "dtype", ""]
     table(header, rows_of(results))
 

@@ -1,9 +1,10 @@
 """How much a weight update costs: tokens/s of a real engine with updates against none.
 
-    python bench/weights.py [--seconds 6] [--rounds 6] [--quick]
+    python bench/weights.py [--shape tensors] [--seconds 6] [--rounds 6] [--quick]
 
-A random Qwen2 of 21M parameters in 300+ tensors; its engine runs at nice 10, as run.sh starts it,
-and has 48 requests in progress at all times. Each round has a window without updates and one with
+A random model of one of SHAPES, by default a Qwen2 of 21M parameters in 300+ tensors; its engine
+runs at nice 10, as run.sh starts it, and has 48 requests in progress at all times. Each round has
+a window without updates and one with
 an update every 2 s (which of them is first alternates), and bare gloo broadcasts of the same bytes
 to a second process (at nice 10, too). A ratio compares neighbours of one round; the table has the
 medians. At the end the engine's logprobs must be the trainer's.
@@ -11,6 +12,7 @@ medians. At the end the engine's logprobs must be the trainer's.
 
 import multiprocessing
 import os
+import shutil
 import statistics
 import sys
 import time
@@ -18,12 +20,11 @@ from pathlib import Path
 
 import requests
 import torch
-from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.common import WORK, in_turn, keep, machine, median_and_range, parser, result_file, table
 from bench.engines import Load, make_run, requests_of, url_of
-from bench.train import SMALL, model_config
 from plumbing.ranks import Ranks
 from plumbing.secret import secret_header
 from plumbing.transport import join_group, open_store
@@ -39,6 +40,54 @@ CONCURRENCY = 48
 PROMPT = [45, 4, 52, 29, 2]
 LONGEST = 120
 NICE = 10
+# family, compute dtype, (heads of queries, of keys), values of the configuration
+SHAPES = {
+    "tensors": (
+        "qwen2",
+        "float32",
+        (8, 8),
+        dict(vocab_size=1024, hidden_size=256, intermediate_size=704, num_hidden_layers=26),
+    ),
+    # the model of `bash run.sh toy`
+    "toy": (
+        "qwen2",
+        "float32",
+        (4, 4),
+        dict(vocab_size=64, hidden_size=128, intermediate_size=384, num_hidden_layers=2),
+    ),
+    # SmolLM2-135M
+    "smol": (
+        "llama",
+        "bfloat16",
+        (9, 3),
+        dict(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30),
+    ),
+    # two of the 28 layers of Qwen2.5-7B
+    "7b": (
+        "qwen2",
+        "bfloat16",
+        (28, 4),
+        dict(vocab_size=1024, hidden_size=3584, intermediate_size=18944, num_hidden_layers=2),
+    ),
+    # as many tensors as Qwen3-30B-A3B has, each of them small
+    "experts": (
+        "qwen3_moe",
+        "float32",
+        (4, 4),
+        dict(
+            vocab_size=1024,
+            hidden_size=64,
+            intermediate_size=64,
+            head_dim=32,
+            num_hidden_layers=48,
+            num_experts=128,
+            num_experts_per_tok=8,
+            moe_intermediate_size=32,
+        ),
+    ),
+}
+# the largest difference of logprobs of engine and trainer, in nats, that rounding explains
+LIMITS = {"float32": 1e-4, "bfloat16": 0.5}
 TIMEOUT = 600.0
 PARTS = {
     "sync_s": "whole update",
@@ -50,13 +99,22 @@ PARTS = {
 }
 
 
-def make_model(path):
-    """A random model of many tensors, with the toy task's tokenizer."""
+def make_model(shape, path):
+    """A random model of one of SHAPES, with the toy task's tokenizer."""
     torch.manual_seed(0)
-    shape = SMALL | dict(vocab_size=1024, intermediate_size=704, num_hidden_layers=26)
-    shape |= dict(num_attention_heads=8, num_key_value_heads=8)
-    config = model_config(shape, initializer_range=0.08)
-    Qwen2ForCausalLM(config).save_pretrained(path)
+    family, dtype, heads, values = SHAPES[shape]
+    query_heads, key_heads = heads
+    config = AutoConfig.for_model(
+        family,
+        num_attention_heads=query_heads,
+        num_key_value_heads=key_heads,
+        max_position_embeddings=512,
+        initializer_range=0.5 * values["hidden_size"] ** -0.5,
+        **values,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    shutil.rmtree(path, ignore_errors=True)
+    model.save_pretrained(path)
     make_tokenizer([toy]).save_pretrained(path)
 
 
@@ -161,7 +219,7 @@ def measure(config, run_dir, seconds, rounds):
         "bare": lambda _: bare_broadcasts(sum(sizes)),
     }
     results = in_turn(contenders, rounds)
-    updates.one(noise=0.02)
+    updates.one(noise=0.02 if config.dtype == "float32" else 0.002)
     worst = difference(config, run_dir, model)
     load.stop()
     results["tokens_s without"] = [load.rate(*window[:2]) for window in results.pop("none")]
@@ -189,6 +247,7 @@ def rows(results, parameters, worst):
 
 def main(argv=None):
     p = parser(__doc__)
+    p.add_argument("--shape", choices=SHAPES, default="tensors")
     p.add_argument("--seconds", type=float, default=6.0)
     p.add_argument("--rounds", type=int, default=6)
     p.add_argument("--port", type=int, default=8900)
@@ -197,9 +256,10 @@ def main(argv=None):
         a.seconds = 4.0
         a.rounds = 1
     torch.set_num_threads(1)
-    path = WORK / "weights-model"
-    make_model(path)
-    knobs = dict(model=path, port=a.port, concurrency=64)
+    path = WORK / f"weights-model-{a.shape}"
+    make_model(a.shape, path)
+    dtype = SHAPES[a.shape][1]
+    knobs = dict(model=path, dtype=dtype, port=a.port, concurrency=64)
     config, run_dir = make_run("weights", **knobs, max_new_tokens=LONGEST, max_model_len=256)
     engines = start_engines(config)
     try:
@@ -210,8 +270,9 @@ def main(argv=None):
     print(f"{machine()}; {parameters / 1e6:.1f}M parameters in {tensors} tensors")
     table(["", "median"], rows(results, parameters, worst))
     raw = dict(machine=machine(), parameters=parameters, tensors=tensors, difference=worst)
-    keep(result_file(a, "weights"), raw | results)
-    if worst > 1e-4:
+    name = "weights" if a.shape == "tensors" else f"weights-{a.shape}"
+    keep(result_file(a, name), raw | results)
+    if worst > LIMITS[dtype]:
         sys.exit(f"bench/weights.py: the engine's logprobs differ from the trainer's by {worst}")
 
 

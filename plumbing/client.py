@@ -82,17 +82,20 @@ class Choice(msgspec.Struct):
     behavior_logprobs: list[float]
     weight_versions: list[Span]
     finish_reason: str
+    # see plumbing/engine.py
+    experts: bytes | None = None
 
 
 class Answer(msgspec.Struct):
     choices: list[Choice]
 
 
-def read_answer(body, max_tokens, stop, vocabulary):
-    """Read an engine's answer (bytes) -> {tokens, behavior_logprobs, versions, finished}.
+def read_answer(body, max_tokens, stop, vocabulary, prompt_length=None):
+    """Read an engine's answer (bytes) -> {tokens, behavior_logprobs, versions, finished, experts}.
 
-    stop: token ids that end an answer. vocabulary: the number of token ids. Raises ValueError that
-    says what is wrong with the answer.
+    stop: token ids that end an answer. vocabulary: the number of token ids. prompt_length: if it is
+    given, the engine must say which experts it chose; otherwise `experts` is None. Raises
+    ValueError that says what is wrong with the answer.
     """
     # this raises for numbers that are not finite, too: they are no JSON
     [choice] = msgspec.json.decode(body, type=Answer).choices
@@ -105,7 +108,19 @@ def read_answer(body, max_tokens, stop, vocabulary):
         behavior_logprobs=[min(x, 0.0) for x in choice.behavior_logprobs],
         versions=token_versions(choice.weight_versions, len(tokens)),
         finished=choice.finish_reason == "stop",
+        experts=prompt_length and read_experts(choice.experts, prompt_length + len(tokens) - 1),
     )
+
+
+def read_experts(data, count):
+    """Bytes of an engine's answer -> the experts of `count` tokens, int16 [count, layers * k].
+
+    Raises ValueError unless there are as many for each of these tokens.
+    """
+    values = np.frombuffer(data or b"", "<i2")
+    if not len(values) or len(values) % count:
+        raise ValueError(f"the engine returned {len(values)} choices of experts for {count} tokens")
+    return values.reshape(count, -1)
 
 
 def check_tokens(tokens, max_tokens, vocabulary):
@@ -296,7 +311,10 @@ class EngineClient:
             try:
                 async with self._engine_for(key, self.config.concurrency, engine) as url:
                     content = await self._post(url, "/inference/v1/generate", body)
-                    answer = read_answer(content, max_tokens, self.stop, self.vocabulary)
+                    prompt_length = len(prompt) if self.config.replay_routing else None
+                    answer = read_answer(
+                        content, max_tokens, self.stop, self.vocabulary, prompt_length
+                    )
                 self.tokens += len(answer["tokens"])
                 self.losses.pop(key, None)
                 self.losses_in_a_row.clear()

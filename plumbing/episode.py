@@ -192,7 +192,9 @@ class Attempt:
         if not segment.tokens:
             self.segments.append(segment)
         segment.append(prompt[len(segment.tokens) :])
-        segment.append(answer["tokens"], answer["behavior_logprobs"], answer["versions"])
+        segment.append(
+            answer["tokens"], answer["behavior_logprobs"], answer["versions"], answer["experts"]
+        )
         self.turns.append(self.services.prompter.decode(answer["tokens"]))
         self.finished = answer["finished"]
         return answer

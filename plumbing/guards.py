@@ -1,9 +1,10 @@
 """Guards: the checks that end a run which goes wrong without a crash.
 
-The first question is whether what the engines serve is what is trained. Every so many updates the
-trainer computes the logprobs of a few sequences under its new weights, and an engine that has just
-swapped computes them, too. The mean absolute difference is `mismatch`, in nats a token. It depends
-neither on how old samples are, nor on temperature, adapters or the loss.
+The first question is whether what the engines serve is what is trained. Before a start trains
+anything, and after that every so many updates, the trainer computes the logprobs of a few sequences
+under its weights, and an engine that has just swapped computes them, too. The mean absolute
+difference is `mismatch`, in nats a token. It depends neither on how old samples are, nor on
+temperature, adapters or the loss.
 """
 
 import math

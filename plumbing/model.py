@@ -34,6 +34,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from plumbing.samples import share
 
@@ -108,11 +109,18 @@ def decoder_of(model):
     return model.model if decoder is model else decoder
 
 
-def last_hidden_states(model, ids, positions, prefixes, rows):
+def layers_of(decoder):
+    """The layers of a decoder, in order."""
+    return [x for x in decoder.modules() if isinstance(x, GradientCheckpointingLayer)]
+
+
+def last_hidden_states(model, ids, positions, prefixes, rows, routing=None, experts=None):
     """The hidden states [Q, D] of the last layer for the computed tokens of a row.
 
     ids, positions [T], prefixes: SharedPrefixes of the row, rows: how the row is computed, see the
-    top of this file. If the row is not packed all its tokens are computed, Q = T.
+    top of this file. If the row is not packed all its tokens are computed, Q = T. routing: the
+    model's plumbing.routing.Routing, or None; experts [T, layers * k]: the experts that it is to
+    choose, -1 where it decides, or None.
     """
     decoder = decoder_of(model)
     device = model.get_output_embeddings().weight.device
@@ -121,10 +129,17 @@ def last_hidden_states(model, ids, positions, prefixes, rows):
         is_token = np.arange(lengths.max()) < lengths[:, None]  # [N, L]
         batch = np.zeros(is_token.shape, np.int64)
         batch[is_token] = ids
+        if routing is not None:
+            # where the tokens of the row are in the batch; padding stands for token -1
+            tokens = np.full(is_token.size, -1)
+            tokens[is_token.flatten()] = np.arange(len(ids))
+            routing.prescribe(experts, tokens, device)
         batch, index = to_device(device, batch, np.flatnonzero(is_token))
         hidden = decoder(input_ids=batch, use_cache=False).last_hidden_state  # [N, L, D]
         return hidden.flatten(0, 1).index_select(0, index)
     computed = prefixes.computed
+    if routing is not None:
+        routing.prescribe(experts, computed, device)
     row_ids, row_positions = to_device(device, ids[computed], positions[computed])
     options = {"packing": prefixes.packing(device)}
     if rows == "native":

@@ -35,7 +35,9 @@ ENGINE_FLAGS = (
     # a prompt is computed in one step of the engine, hence under one version of the weights
     "--no-enable-chunked-prefill "
     # plumbing/endpoint.py uses vLLM's chat templates and its parsers of tool calls
-    "--enable-scale-out --enable-auto-tool-choice"
+    "--enable-scale-out --enable-auto-tool-choice "
+    # of models that also see images, engines load what reads and writes text
+    "--language-model-only"
 ).split()
 ENGINE_ENV = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -269,6 +271,8 @@ def engine_commands(c: Config, gpus: int, node=0, host="") -> list[tuple[str, di
         command.append("--enable-prefix-caching" if caching else "--no-enable-prefix-caching")
         if c.enforce_eager:
             command.append("--enforce-eager")
+        if c.replay_routing:
+            command.append("--enable-return-routed-experts")
         engines.append((f"engine{i}", env, command))
     return engines
 

@@ -20,6 +20,9 @@ TOKEN_FIELDS = {
     "versions": np.int64,
     # the number, from 0 on, of the token's segment in its attempt; each segment is a sequence
     "segment": np.int16,
+    # with --replay_routing [T, layers * k]: the k experts that each layer of the engine chose for
+    # the token, -1 where this is not known; otherwise [T, 0]
+    "experts": np.int16,
 }
 SAMPLE_FIELDS = {
     # index of its task in config.task_weights
@@ -120,6 +123,7 @@ def padded_size(samples):
 def filler():
     """A sample of one token without weight in the loss, for ranks that have no micro-batch left."""
     sample = {name: np.zeros(1, dtype) for name, dtype in TOKEN_FIELDS.items()}
+    sample["experts"] = np.zeros((1, 0), TOKEN_FIELDS["experts"])
     sample |= {name: dtype(0) for name, dtype in SAMPLE_FIELDS.items()}
     return sample | {"outcome": -1, "temperature": 1.0}
 
@@ -150,17 +154,23 @@ class Transcript:
         self.tokens = []
         self.behavior_logprobs = []
         self.versions = []
+        # [n, layers * k] arrays, for the first tokens of the conversation
+        self.experts = []
         self.append(prompt)
 
-    def append(self, tokens, behavior_logprobs=None, versions=None):
+    def append(self, tokens, behavior_logprobs=None, versions=None, experts=None):
         """Append tokens that an engine sampled, with the values that EngineClient.generate returns.
 
         Without versions they are a prompt's or an environment's tokens, which are not trained.
+        experts: those of all tokens of the conversation but the last one, or None. Where experts
+        are known already, they are those of the turn that sampled what comes next.
         """
         n = len(tokens)
         self.tokens += tokens
         self.behavior_logprobs += [0.0] * n if behavior_logprobs is None else behavior_logprobs
         self.versions += [-1] * n if versions is None else list(map(int, versions))
+        if experts is not None:
+            self.experts.append(experts[sum(map(len, self.experts)) :])
 
     @property
     def sampled(self):
@@ -170,10 +180,14 @@ class Transcript:
     def fields(self):
         """The per-token fields of a sample with these tokens."""
         versions = np.array(self.versions)
+        known = np.concatenate(self.experts or [np.empty((0, 0))])
+        experts = np.full((len(versions), known.shape[1]), -1, np.int16)
+        experts[: len(known)] = known
         return dict(
             tokens=np.array(self.tokens),
             mask=versions >= 0,
             behavior_logprobs=np.array(self.behavior_logprobs, np.float32),
             versions=versions,
             segment=np.zeros(len(versions), np.int16),
+            experts=experts,
         )

@@ -3,18 +3,21 @@
 Real in it: the contract's calls (plumbing/engine.py), the weight group, and sampling from the
 Hugging Face model with the weights that arrived; each token is stamped with the version that
 sampled it. Missing: continuous batching (waiting requests are sampled together, in waves),
---recompute_kv and several workers. FAKE_KILLER in the environment holds the token ids of a prompt,
-with spaces between them, or "all": a request with such a prompt kills the server.
+--recompute_kv and several workers. With --enable-return-routed-experts it tells which experts
+transformers chose, as vLLM does on GPUs. FAKE_KILLER in the environment holds the token ids of a
+prompt, with spaces between them, or "all": a request with such a prompt kills the server.
 """
 
 import argparse
 import asyncio
+import base64
 import contextlib
 import functools
 import itertools
 import os
 import queue
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -55,8 +58,9 @@ class Engine:
     The thread calls the functions in `orders` between two decode steps.
     """
 
-    def __init__(self, model, slots, seed):
+    def __init__(self, model, slots, seed, tells_experts=False):
         self.model = model
+        self.routing = Routing(model.model) if tells_experts else None
         self.slots = slots
         self.random = torch.Generator().manual_seed(seed)
         self.parameters = dict(model.named_parameters())
@@ -98,10 +102,22 @@ class Engine:
     def swap(self, version):
         """Load the received weights; called between two decode steps."""
         start = time.perf_counter()
-        for name, tensor in self.received.pop(version):
+        received = dict(self.received.pop(version))
+        if not received.keys() <= self.parameters.keys():
+            received = self.as_in_memory(received)
+        for name, tensor in received.items():
             self.parameters[name].copy_(tensor)
         self.version = version
         return dict(version=version, pause_s=time.perf_counter() - start)
+
+    def as_in_memory(self, tensors):
+        """Tensors as they are on disk, {name: tensor}, under the names that the model has."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.model.config.save_pretrained(folder)
+            tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            save_file(tensors, Path(folder, "model.safetensors"), {"format": "pt"})
+            model = type(self.model).from_pretrained(folder, dtype=torch.float32)
+        return dict(model.named_parameters())
 
     # ---- sampling
 
@@ -142,11 +158,19 @@ class Engine:
         rows = [(body["sampling_params"], future, [], []) for body, future in wave]
         cache = DynamicCache()
         versions = []
+        # per row, the experts of its tokens, a list of arrays [tokens, layers * k]
+        experts = [[] for _ in wave]
         while rows:
             self.carry_out_orders()
             inputs = dict(input_ids=ids, attention_mask=seen, position_ids=positions)
             inputs |= dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
             logits = self.model(**inputs).logits[:, -1]
+            if self.routing:
+                choices = [choice.own for choice in self.routing.choices.values()]
+                chosen = torch.cat(choices, 1).unflatten(0, ids.shape)
+                new = seen[:, -ids.shape[1] :] > 0
+                for i, _ in enumerate(rows):
+                    experts[i].append(chosen[i][new[i]].numpy())
             logprobs = torch.log_softmax(logits.float() / temperatures.clamp(min=1e-6), -1)
             tokens = torch.multinomial(logprobs.exp(), 1, generator=self.random)
             tokens = torch.where(temperatures == 0, logits.argmax(-1, keepdim=True), tokens)
@@ -164,12 +188,16 @@ class Engine:
                 spans = [dict(version=v, start=k, end=k + 1) for k, v in enumerate(versions)]
                 answer = dict(token_ids=sampled, behavior_logprobs=behavior_logprobs)
                 answer |= dict(finish_reason="stop" if stop else "length", weight_versions=spans)
+                if self.routing:
+                    values = np.concatenate(experts[i]).astype("<i2")
+                    answer["experts"] = base64.b64encode(values.tobytes()).decode()
                 future.set_result(answer)
             ids = tokens[keep]
             positions = positions[keep, -1:] + 1
             seen = torch.cat([seen[keep], torch.ones(len(keep), 1, dtype=seen.dtype)], 1)
             temperatures = temperatures[keep]
             rows = [rows[i] for i in keep]
+            experts = [experts[i] for i in keep]
             if rows:
                 cache.batch_select_indices(torch.tensor(keep))
 
@@ -239,9 +267,11 @@ def main():
     parser = argparse.ArgumentParser()
     for name in ("model", "host", "port", "seed", "max-num-seqs"):
         parser.add_argument(f"--{name}")
+    parser.add_argument("--enable-return-routed-experts", action="store_true")
     args = parser.parse_known_args()[0]
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    server = Server(Engine(model, int(args.max_num_seqs), int(args.seed)))
+    tells_experts = args.enable_return_routed_experts
+    server = Server(Engine(model, int(args.max_num_seqs), int(args.seed), tells_experts))
     app = web.Application(client_max_size=1 << 28)
     app.add_routes([web.post(path, server.call) for path in server.handlers])
     app.add_routes([web.get("/health", server.health)])
@@ -249,11 +279,14 @@ def main():
 
 
 if __name__ == "__main__":
+    import numpy as np
     import torch
     from aiohttp import web
+    from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, DynamicCache
 
     from plumbing import secret, transport
+    from plumbing.routing import Routing
 
     print("this is the FAKE engine of tests/fake_engine.py", flush=True)
     main()

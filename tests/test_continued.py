@@ -32,6 +32,7 @@ KNOBS = dict(
     given="run out dry_run fresh run_id nnodes master_addr master_port",
     fixed="""
     task train_data model family seed batch_size attempts dtype lora_rank lora_alpha adam_8bit
+    replay_routing
     """,
     optimizer="lr betas weight_decay",
     read="""

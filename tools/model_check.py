@@ -14,16 +14,19 @@ import ast
 import importlib.util
 import itertools
 import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from config import ConfigError, require
-from plumbing.model import attention_of, decoder_of
+from plumbing.model import attention_of, decoder_of, layers_of
+from plumbing.routing import expert_blocks
 from train import token_logprobs
 
 # the ways to compute rows, the fastest first
@@ -33,12 +36,17 @@ VOCABULARY = 256
 FEED_FORWARD = 64
 WINDOW = 8
 EXPERTS = 16
+# the longest time that vLLM may take to import a model's code
+IMPORT_SECONDS = 120
 # a copy that is larger than this would take too long
 MOST_PARAMETERS = 500e6
 # a hidden size of 256 to 511
 WIDTH_BITS = 9
 # names of settings, in the configurations of transformers, that are divided or bounded
-WIDTHS = ".*hidden_size|.*num_(attention|key_value|key|value)_heads|.*n(um)?_heads|mamba_d_ssm"
+WIDTHS = (
+    ".*hidden_size|.*num_(attention|key_value|key|value)_heads|.*n(um)?_heads|mamba_d_ssm|"
+    "mamba_headdim"
+)
 EXPERT_COUNTS = "num_(local_|routed_)?experts|n_routed_experts|moe_num_experts"
 # The lengths of the sequences that are compared. Several are longer than a window, one is shorter
 # than any convolution, and two begin alike.
@@ -56,20 +64,50 @@ MOST_NATS = 3e-3
 # ---------------------------------------------------------------------------- what is refused
 
 
+class Architecture(NamedTuple):
+    """What vLLM's registry says of an architecture."""
+
+    module: str
+    # Does this module also see images? Then its text model may need what images need.
+    sees_images: bool
+
+
 def vllm_architectures():
-    """The names of the architectures that vLLM has code for, read from its source in a moment; to
+    """{name: Architecture} of those that vLLM has code for, read from its source in a moment; to
     import it would take several seconds. None if engines of another kind are in vLLM's place.
     """
     folder = importlib.util.find_spec("vllm").submodule_search_locations[0]
     registry = Path(folder, "model_executor", "models", "registry.py")
     if not registry.exists():
         return None
-    names = set()
+    # {name of a table: {name of an architecture: module}}
+    tables = {}
     for statement in ast.parse(registry.read_text()).body:
         target = getattr(statement, "targets", [getattr(statement, "target", None)])[0]
-        if getattr(target, "id", "") in ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS"):
-            names |= {key.value for key in statement.value.keys if isinstance(key, ast.Constant)}
-    return names
+        table = getattr(target, "id", "")
+        if table in ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS"):
+            entries = zip(statement.value.keys, statement.value.values)
+            # Entries are pairs of module and class, or what adds other tables, which has no key.
+            tables[table] = {
+                key.value: ast.unparse(value).split(",")[0].strip("()'")
+                for key, value in entries
+                if isinstance(key, ast.Constant)
+            }
+    seeing = set(tables["_MULTIMODAL_MODELS"].values())
+    architectures = {}
+    for table in tables.values():
+        for name, module in table.items():
+            path = module if module.startswith("vllm.") else f"vllm.model_executor.models.{module}"
+            architectures[name] = Architecture(path, module in seeing)
+    return architectures
+
+
+def import_problem(module):
+    """The last line of what a new Python process says that cannot import a module; "" if it can."""
+    command = [sys.executable, "-c", f"import {module}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS)
+    lines = done.stderr.strip().splitlines()
+    return (lines or ["it ended"])[-1] if done.returncode else ""
 
 
 def check_supported(shape, config):
@@ -96,11 +134,21 @@ def check_supported(shape, config):
     )
     architectures = shape.architectures or []
     known = vllm_architectures()
-    require(
-        known is None or any(architecture in known for architecture in architectures),
-        f"{name}: the installed vLLM has no code for its architecture "
-        f"({', '.join(architectures) or 'config.json names none'})",
-    )
+    if known is not None:
+        supported = [known[x] for x in architectures if x in known]
+        require(
+            supported,
+            f"{name}: the installed vLLM has no code for its architecture "
+            f"({', '.join(architectures) or 'config.json names none'})",
+        )
+        # vLLM's CPU build is installed without torchvision, which some image processors need.
+        if supported[0].sees_images and not importlib.util.find_spec("torchvision"):
+            problem = import_problem(supported[0].module)
+            require(
+                not problem,
+                f"{name}: vLLM cannot load its code for this architecture ({problem}): install "
+                "the torchvision that belongs to the installed torch",
+            )
     require(
         type(text) in AutoModelForCausalLM._model_mapping,
         f"{name}: the installed transformers has no causal language model for it",
@@ -113,7 +161,18 @@ def check_supported(shape, config):
         "bfloat16",
     )
     if config.lora_rank:
-        check_adapters(name, text)
+        require(
+            not has_experts(text),
+            f"--lora_rank: {name} has experts, which are no linear layers and would stay as they "
+            "are, without adapters: train all weights with --lora_rank 0",
+        )
+    if config.replay_routing:
+        require(has_experts(text), f"--replay_routing: {name} has no experts: leave the knob out")
+        require(
+            known is None or torch.cuda.is_available(),
+            "--replay_routing: on CPUs vLLM does not tell which experts it chose: leave the knob "
+            "out",
+        )
 
 
 def quantisation_name(quantisation):
@@ -122,18 +181,31 @@ def quantisation_name(quantisation):
     return str(values.get("quant_method", "of an unknown kind"))
 
 
-def check_adapters(name, shape):
-    """Raise ConfigError if a model has experts, which adapters would leave as they are."""
-    model = make_model(shape, "meta")
-    experts = [key for key, p in model.named_parameters() if p.dim() == 3 and "expert" in key]
-    require(
-        not experts,
-        f"--lora_rank: {name} has experts, which are no linear layers and would stay as they are, "
-        "without adapters: train all weights with --lora_rank 0",
-    )
+def has_experts(shape):
+    """Has a model with this configuration of a text model experts that a router chooses?"""
+    return any(map(expert_blocks, layers_of(decoder_of(make_model(shape, "meta")))))
 
 
 # ---------------------------------------------------------------------------- a small copy
+
+
+def smaller_number(name, value, divisor):
+    """What a smaller copy has for a setting; all that are no integers stay as they are."""
+    if type(value) is not int:
+        return value
+    if name.endswith("token_id"):
+        return value if value < VOCABULARY else 0
+    if name.startswith("vocab_size"):
+        return min(value, VOCABULARY)
+    if name.endswith("intermediate_size"):
+        return min(value, FEED_FORWARD)
+    if name in ("sliding_window", "attention_chunk_size", "index_topk"):
+        return min(value, WINDOW)
+    if re.fullmatch(EXPERT_COUNTS, name):
+        return min(value, EXPERTS)
+    if re.fullmatch(WIDTHS, name):
+        return max(value // divisor, 1)
+    return value
 
 
 def smaller_values(shape, layers, divisor):
@@ -144,23 +216,11 @@ def smaller_values(shape, layers, divisor):
     """
     values = shape.to_dict()
     depth = shape.num_hidden_layers
-    for name, value in list(values.items()):
+    for name, value in values.items():
         if isinstance(value, list) and len(value) == depth:
-            values[name] = value[:layers]
-        elif type(value) is not int:
-            continue
-        elif name.endswith("token_id"):
-            values[name] = value if value < VOCABULARY else 0
-        elif name.startswith("vocab_size"):
-            values[name] = min(value, VOCABULARY)
-        elif name.endswith("intermediate_size"):
-            values[name] = min(value, FEED_FORWARD)
-        elif name in ("sliding_window", "attention_chunk_size", "index_topk"):
-            values[name] = min(value, WINDOW)
-        elif re.fullmatch(EXPERT_COUNTS, name):
-            values[name] = min(value, EXPERTS)
-        elif re.fullmatch(WIDTHS, name):
-            values[name] = max(value // divisor, 1)
+            values[name] = [smaller_number(name, x, divisor) for x in value[:layers]]
+        else:
+            values[name] = smaller_number(name, value, divisor)
     values["num_hidden_layers"] = layers
     # Weights of this size keep the sizes of hidden states, whatever the width.
     if "initializer_range" in values:
@@ -182,9 +242,7 @@ def kinds_of_layers(model):
     It has the classes of its modules, and their settings that are no numbers.
     """
     kinds = []
-    for layer in decoder_of(model).modules():
-        if not isinstance(layer, GradientCheckpointingLayer):
-            continue
+    for layer in layers_of(decoder_of(model)):
         parts = []
         for name, module in layer.named_modules():
             settings = {
@@ -226,8 +284,8 @@ def small_copy(shape):
             failure = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
     raise ConfigError(
         f"--model: no small copy of {shape.model_type} can be made to measure how its rows are "
-        f"computed ({failure}): name the way with --rows packed or --rows padded; the first weight "
-        "update then measures whether it is right"
+        f"computed ({failure}): name the way with --rows packed or --rows padded; before the first "
+        "step `mismatch` measures whether it is right"
     )
 
 
@@ -287,7 +345,7 @@ def measure(model, ways):
     """Compare ways to compute rows with transformers' own forward pass.
 
     Returns (the first way that is exact, or None; {way: (nats, share of the gradient's norm), or
-    the error as a text}).
+    the error as a text}; what rounding alone makes of the logprobs, in nats).
     """
     sequences = sequences_to_compare(model.config.vocab_size)
     own_attention = model.config._attn_implementation
@@ -308,8 +366,8 @@ def measure(model, ways):
             continue
         nats, share = results[rows] = difference(found, expected)
         if nats <= most_nats and share <= most_share:
-            return rows, results
-    return None, results
+            return rows, results, rounding[0]
+    return None, results, rounding[0]
 
 
 def rounding_error(model, sequences, expected):
@@ -333,7 +391,7 @@ def choose_rows(model_name):
     shape = AutoConfig.from_pretrained(model_name).get_text_config()
     logging.set_verbosity_error()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    way, results = measure(small_copy(shape).to(device), WAYS)
+    way, results, rounding = measure(small_copy(shape).to(device), WAYS)
     descriptions = {}
     for rows, result in results.items():
         descriptions[rows] = f"{rows}: {result}"
@@ -342,6 +400,13 @@ def choose_rows(model_name):
             descriptions[rows] = (
                 f"{rows}: logprobs differ by {nats:.1e} nats, gradients by {share:.1e}"
             )
+    require(
+        way or rounding < MOST_NATS,
+        f"--model {model_name}: a small copy of {shape.model_type} cannot be measured: a change of "
+        f"its weights by 1e-7 changes its logprobs by {rounding:.1e} nats. Name the way in which "
+        "its rows are computed with --rows packed or --rows padded; before the first step "
+        "`mismatch` measures whether it is right",
+    )
     require(
         way,
         f"--model {model_name}: the trainer cannot compute {shape.model_type} as transformers does "

@@ -210,7 +210,7 @@ def decide_rows(config, folders):
 
     model_check.check_supported(AutoConfig.from_pretrained(folders[0]), config)
     if config.rows != "auto":
-        # It is taken as it is: the first weight update measures whether it is right.
+        # It is taken as it is: `mismatch` measures before the first step whether it is right.
         return config.rows
     all_rows = []
     for folder in folders:
