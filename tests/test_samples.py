@@ -16,6 +16,7 @@ def make_sample(n=5, reward=0.0, version=0, prompt=2, **changed):
         "behavior_logprobs": np.where(mask, -0.5, 0.0),
         "versions": np.where(mask, version, -1),
         "segment": np.zeros(n),
+        "experts": np.zeros((n, 0)),
         "task": 0,
         "problem": 0,
         "temperature": 1.0,
