@@ -32,7 +32,7 @@ import train
 from bench.common import keep, machine, parser, result_file, table
 from plumbing import placement
 from plumbing.metrics import Sums
-from plumbing.samples import SAMPLE_FIELDS, TOKEN_FIELDS, join
+from plumbing.samples import filler, join
 from tools import memory
 
 # A deeper model is run with both numbers of layers, and extrapolated.
@@ -118,9 +118,7 @@ def micro_batch(tokens, longest):
     """A micro-batch of so many tokens, in sequences of at most `longest`."""
     samples = []
     for length in [longest] * (tokens // longest) + [tokens % longest]:
-        sample = {name: np.zeros(length, dtype) for name, dtype in TOKEN_FIELDS.items()}
-        sample |= {name: dtype(0) for name, dtype in SAMPLE_FIELDS.items()}
-        sample |= dict(mask=np.ones(length, bool), temperature=np.float32(1))
+        sample = filler(length) | dict(mask=np.ones(length, bool), outcome=0)
         # Sequences that begin alike would be computed once.
         sample["tokens"][:] = len(samples)
         samples.append(sample)

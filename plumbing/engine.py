@@ -364,13 +364,13 @@ class Receiver:
         wrong = [name for name, equal in is_equal.items() if equal == moved]
         if not wrong:
             return ""
-        complaint = (
-            "stays as it is when all weights change" if moved else "changes with the weights"
-        )
-        return (
-            f"{wrong[0]} {complaint} that were loaded from disk ({len(wrong)} of {len(is_equal)} "
-            "tensors)"
-        )
+        count = f"{len(wrong)} of {len(is_equal)} tensors"
+        if moved:
+            return (
+                f"{wrong[0]} stays as it is when all weights that were loaded from disk change "
+                f"({count})"
+            )
+        return f"{wrong[0]} changes with the very weights that were loaded from disk ({count})"
 
     def swap(self):
         """Copy the received weights into the model, which is not decoding now."""

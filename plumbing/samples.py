@@ -120,10 +120,10 @@ def padded_size(samples):
     return sum(map(len, lengths)) * max(map(max, lengths))
 
 
-def filler():
-    """A sample of one token without weight in the loss, for ranks that have no micro-batch left."""
-    sample = {name: np.zeros(1, dtype) for name, dtype in TOKEN_FIELDS.items()}
-    sample["experts"] = np.zeros((1, 0), TOKEN_FIELDS["experts"])
+def filler(length=1):
+    """A sample without weight in the loss, of one token for ranks that have no micro-batch left."""
+    sample = {name: np.zeros(length, dtype) for name, dtype in TOKEN_FIELDS.items()}
+    sample["experts"] = np.zeros((length, 0), TOKEN_FIELDS["experts"])
     sample |= {name: dtype(0) for name, dtype in SAMPLE_FIELDS.items()}
     return sample | {"outcome": -1, "temperature": 1.0}
 

@@ -12,6 +12,7 @@ on CPU it was silently wrong for mixtures of experts and for tied heads.
 
 import bisect
 import copy
+import logging
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -250,9 +251,17 @@ class Shadow:
             layer.live.cpu_linear = product
 
 
+def is_no_warning_about_dtypes(record):
+    """Not the warning that vLLM writes at each update for each vector. They travel in float32, and
+    rounding them to the dtype that the engine has for them is what is wanted.
+    """
+    return "Attempted to load weight %s with dtype %s" not in str(record.msg)
+
+
 @torch.no_grad()
 def make_shadow(worker, layout):
     """The Shadow of a vLLM worker's model."""
+    logging.getLogger("vllm.model_executor.models.utils").addFilter(is_no_warning_about_dtypes)
     live = worker.model_runner.get_model()
     shadow, config = second_model(worker.vllm_config)
     if not layout["whole"]:

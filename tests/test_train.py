@@ -323,6 +323,7 @@ def micro_record(model, lengths, version, offset=0.0):
             "behavior_logprobs": logprobs * mask,
             "versions": np.where(mask, version, -1),
             "segment": np.zeros(n),
+            "experts": np.zeros((n, 0)),
             "temperature": 1.0,
             "reward": i,
             "outcome": 0 if i else 1,

@@ -173,7 +173,7 @@ def test_version_0_must_be_what_the_engine_has_loaded(untied):
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.model.norm.weight[3] += 0.01
-    with pytest.raises(Stopped, match=r"model.norm.weight changes with the weights that were"):
+    with pytest.raises(Stopped, match=r"model.norm.weight changes with the very weights that were"):
         update(sender_to(config, other), 0)
     update(sender_to(config, model), 0)
     assert_serves(config, model, 0)

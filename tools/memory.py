@@ -25,12 +25,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 import config as cfg
 from plumbing import guards, placement
+from plumbing.model import decoder_of, layers_of
+from plumbing.routing import expert_blocks
 from train import head_chunk
 
 GB = 1e9
 # Assumed memory of a process that is neither weights nor activations: its CUDA context, NCCL's
 # buffers, CUDA graphs, and what the allocator cannot use.
 RESERVE_GB = 2.0
+# parts of the names of parameters of feed-forward layers
+FEED_FORWARD = r"\.(\w*mlp|feed_forward|block_sparse_moe|experts?)\."
 # name of this memory in the output
 ASSUMED = "CUDA, NCCL (assumed)"
 # fields of a model's config, which are the columns of SHAPES
@@ -58,12 +62,12 @@ SHAPES = {
 
 @functools.cache
 def model_config(name):
-    """Return the transformers config of a model, or None if it is not known here.
+    """Return the transformers config of a model's text part, or None if it is not known here.
 
     name: a model directory, a model in the hub's cache, or one of SHAPES.
     """
     with contextlib.suppress(OSError, ValueError):
-        return AutoConfig.from_pretrained(name, local_files_only=True)
+        return AutoConfig.from_pretrained(name, local_files_only=True).get_text_config()
     match = re.fullmatch(r"(?:.*/)?Qwen2\.5-([\d.]+B)(?:-Instruct)?", name)
     if match and match[1] in SHAPES:
         shape = dict(zip(FIELDS, SHAPES[match[1]]))
@@ -82,6 +86,34 @@ def shapes(name):
 def parameters(name, part=""):
     """Return the number of a model's parameters, or of those that have `part` in their names."""
     return sum(shape.numel() for key, shape in shapes(name).items() if part in key)
+
+
+@functools.cache
+def mlp_width(name):
+    """Return the intermediate size of a dense model whose feed-forward layers have as many weights
+    for each token as those of this model have on average.
+
+    Of experts those count that a token goes to. Dense models of three matrices a layer have their
+    own intermediate_size.
+    """
+    model = model_config(name)
+    experts = {x[0] for x in expert_shapes(name)}
+    weights = 0
+    for key, shape in shapes(name).items():
+        if len(shape) == 3 and shape[0] in experts:
+            weights += shape.numel() * model.num_experts_per_tok / shape[0]
+        elif re.search(FEED_FORWARD, key) and len(shape) == 2 and shape[0] not in experts:
+            weights += shape.numel()
+    width = weights / (3 * model.hidden_size * model.num_hidden_layers)
+    return width or model.intermediate_size
+
+
+def expert_shapes(name):
+    """Return the shapes of the tensors of a model that hold all experts of a layer."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config(name))
+    blocks = [b for layer in layers_of(decoder_of(model)) for b, _ in expert_blocks(layer)]
+    return {p.shape for block in blocks for p in block.parameters() if p.dim() == 3}
 
 
 def adapters(c):
@@ -107,7 +139,8 @@ def trainer_gb(c):
     less, and each linear layer keeps its merged weights.
     """
     model = model_config(c.model)
-    D, I, V = model.hidden_size, model.intermediate_size, model.vocab_size
+    D, V = model.hidden_size, model.vocab_size
+    I = mlp_width(c.model)  # noqa: E741
     L = model.num_hidden_layers
     size = itemsize(c)
     # bytes of one value for each token of a row
@@ -163,13 +196,13 @@ def trainer_gb(c):
 # ---- all of a run
 
 
-def forward_gb(model, tokens, sequences, parallel):
+def forward_gb(model, width, tokens, sequences, parallel):
     """Estimate the GB of a forward pass of T tokens without gradients.
 
-    The MLP holds three [T, I] and three [T, D] of 16 bits. The logits of the last token of each
-    sequence are there three times in float32.
+    width: see mlp_width. The MLP holds three [T, width] and three [T, D] of 16 bits. The logits of
+    the last token of each sequence are there three times in float32.
     """
-    trunk = 3 * (model.intermediate_size / parallel + model.hidden_size)
+    trunk = 3 * (width / parallel + model.hidden_size)
     logits = 3 * 4 * sequences * model.vocab_size
     return (2 * tokens * trunk + logits) / GB
 
@@ -189,7 +222,8 @@ class Placed:
         model = model_config(c.model)
         served = itemsize(c) * parameters(c.model) / GB / c.tensor_parallel
         batched_tokens = max(8192, c.max_model_len + c.concurrency)
-        forward = forward_gb(model, batched_tokens, c.concurrency, c.tensor_parallel)
+        width = mlp_width(c.model)
+        forward = forward_gb(model, width, batched_tokens, c.concurrency, c.tensor_parallel)
         engine = {"weights": served, "activations": forward, ASSUMED: RESERVE_GB}
         rest = c.gpu_memory_utilization * self.gpu_gb - sum(engine.values())
         engine["KV cache"] = c.kv_cache_gb or max(rest, 0)
