@@ -82,21 +82,23 @@ LATENT = dict(
 INDEXER = dict(index_n_heads=2, index_head_dim=128, index_topk=16)
 MAMBA = dict(mamba_n_heads=4, mamba_d_head=64, mamba_d_state=16)
 GEMMA = dict(query_pre_attn_scalar=32, tie_word_embeddings=True, **WINDOW)
+COHERE = dict(logit_scale=0.25, tie_word_embeddings=True)
 CAPS = dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0)
 PER_LAYER = dict(vocab_size_per_layer_input=128, hidden_size_per_layer_input=16)
 FAMILIES = {
-    "afmoe": dict(EXPERTS),
+    "afmoe": dict(EXPERTS, score_func="sigmoid"),
     "apertus": {},
     "arcee": {},
     "bamba": dict(MAMBA, attn_layer_indices=[1]),
     "bitnet": {},
-    "bloom": dict(n_layer=2, n_head=4),
-    "cohere": dict(logit_scale=0.25),
-    "cohere2": dict(logit_scale=0.25, **WINDOW),
-    "cohere2_moe": dict(logit_scale=0.25, num_experts=4, **WINDOW),
+    "bloom": dict(n_layer=2, n_head=4, tie_word_embeddings=True),
+    "cohere": dict(COHERE),
+    "cohere2": dict(COHERE, **WINDOW),
+    "cohere2_moe": dict(COHERE, num_experts=4, **WINDOW),
     "cwm": {},
     "deepseek_v2": dict(ROUTED, **LATENT),
-    "deepseek_v3": dict(ROUTED, **LATENT),
+    # as in the configurations on the hub
+    "deepseek_v3": dict(ROUTED, **LATENT, topk_method="noaux_tc", scoring_func="sigmoid"),
     "deepseek_v32": dict(ROUTED, **LATENT, **INDEXER),
     "dots1": dict(ROUTED),
     "ernie4_5": {},
@@ -276,6 +278,7 @@ def reason(error):
     for log in re.findall(r"\S+/logs", text)[:1]:
         lines = Path(log, "engine0.log").read_text().splitlines()
         errors = [x for x in lines if re.search(r"(Error|NotImplemented\w*)\b.*:", x)]
+        errors = [x for x in errors if "Engine core initialization" not in x]
         text = errors[-1] if errors else text
         text = re.sub(r"^.*?(\w+Error)", r"\1", text)
     return f"{type(error).__name__}: {text}"[:240]

@@ -221,6 +221,14 @@ def test_a_model_without_an_exact_way_is_refused_with_what_was_measured(tmp_path
     assert "; native: logprobs differ by " in str(e.value)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "olmo2", "smollm3", "seed_oss", "arcee", "dots1"])
+def test_what_vllm_runs_with_its_own_code_or_that_of_transformers_is_supported(family):
+    """The last four have no code in vLLM itself, dots1 not even an entry in its registry."""
+    shape = AutoConfig.for_model(family, **TINY)
+    shape.architectures = [AutoModelForCausalLM._model_mapping[type(shape)].__name__]
+    model_check.check_supported(shape, cfg.Config(model="m", dtype="float32"))
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "deepseek_v3"])
 def test_a_small_copy_has_every_kind_of_layer(family):
     """Of a configuration as large as the family's own."""

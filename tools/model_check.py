@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -64,6 +65,11 @@ MOST_NATS = 3e-3
 # ---------------------------------------------------------------------------- what is refused
 
 
+# Tables of vLLM's registry whose models write text. Those of the last one run the code of
+# transformers within vLLM.
+REGISTRY = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
+
+
 class Architecture(NamedTuple):
     """What vLLM's registry says of an architecture."""
 
@@ -73,7 +79,7 @@ class Architecture(NamedTuple):
 
 
 def vllm_architectures():
-    """{name: Architecture} of those that vLLM has code for, read from its source in a moment; to
+    """{name: Architecture} of those that vLLM knows by name, read from its source in a moment; to
     import it would take several seconds. None if engines of another kind are in vLLM's place.
     """
     folder = importlib.util.find_spec("vllm").submodule_search_locations[0]
@@ -85,7 +91,7 @@ def vllm_architectures():
     for statement in ast.parse(registry.read_text()).body:
         target = getattr(statement, "targets", [getattr(statement, "target", None)])[0]
         table = getattr(target, "id", "")
-        if table in ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS"):
+        if table in REGISTRY:
             entries = zip(statement.value.keys, statement.value.values)
             # Entries are pairs of module and class, or what adds other tables, which has no key.
             tables[table] = {
@@ -100,6 +106,17 @@ def vllm_architectures():
             path = module if module.startswith("vllm.") else f"vllm.model_executor.models.{module}"
             architectures[name] = Architecture(path, module in seeing)
     return architectures
+
+
+def serves_from_transformers(architecture):
+    """Does vLLM run transformers' own code of this architecture, which it does not know by name?
+
+    It does if that code takes any implementation of attention.
+    """
+    model = getattr(transformers, architecture, None)
+    return model is not None and (
+        model.is_backend_compatible() or model._can_set_attn_implementation()
+    )
 
 
 def import_problem(module):
@@ -135,15 +152,15 @@ def check_supported(shape, config):
     architectures = shape.architectures or []
     known = vllm_architectures()
     if known is not None:
-        supported = [known[x] for x in architectures if x in known]
+        found = [known[x] for x in architectures if x in known]
         require(
-            supported,
+            found or any(map(serves_from_transformers, architectures)),
             f"{name}: the installed vLLM has no code for its architecture "
             f"({', '.join(architectures) or 'config.json names none'})",
         )
         # vLLM's CPU build is installed without torchvision, which some image processors need.
-        if supported[0].sees_images and not importlib.util.find_spec("torchvision"):
-            problem = import_problem(supported[0].module)
+        if any(x.sees_images for x in found) and not importlib.util.find_spec("torchvision"):
+            problem = import_problem(found[0].module)
             require(
                 not problem,
                 f"{name}: vLLM cannot load its code for this architecture ({problem}): install "
