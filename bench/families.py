@@ -223,17 +223,26 @@ NEW_TOKENS = 48
 
 
 def make_model(family, path, dtype):
-    """A random model of a family at `path`; no bias and no norm has its initial value."""
+    """A random model of a family at `path`; no bias and no norm has its initial value.
+
+    Nor has the bias by which routers choose experts, which is no parameter in some families.
+    """
     torch.manual_seed(0)
     shape = AutoConfig.for_model(family, **(TINY | FAMILIES[family]))
     model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
     with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() == 1:
-                p.add_(0.1 * torch.randn_like(p))
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            is_vector = isinstance(tensor, torch.nn.Parameter) and tensor.dim() == 1
+            if is_vector or is_routers_bias(name):
+                tensor.add_(0.1 * torch.randn_like(tensor))
     shutil.rmtree(path, ignore_errors=True)
     model.to(dtype).save_pretrained(path)
     make_tokenizer([toy]).save_pretrained(path)
+
+
+def is_routers_bias(name):
+    """Is this the bias by which routers choose experts? It has no gradient."""
+    return name.endswith("correction_bias")
 
 
 def sample(config, run_dir):
@@ -286,8 +295,8 @@ def reason(error):
 
 @torch.no_grad()
 def perturb(model):
-    for p in model.parameters():
-        if p.requires_grad:
+    for name, p in model.named_parameters():
+        if p.requires_grad and not is_routers_bias(name):
             p.add_(0.03 * torch.randn_like(p))
 
 

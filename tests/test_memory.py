@@ -53,6 +53,36 @@ def test_estimate_equals_the_measured_peak_of_a_process(small, row, layers, gb):
     assert total(on_cpu(small, row, layers)) == pytest.approx(gb, rel=0.05)
 
 
+EXPERTS = SMALL | dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", head_dim=80)
+EXPERTS |= dict(num_experts=16, num_experts_per_tok=4, moe_intermediate_size=384)
+
+
+@pytest.fixture(scope="session")
+def with_experts(tmp_path_factory):
+    """Directory of the config of a model whose tokens go to 4 of 16 experts."""
+    path = tmp_path_factory.mktemp("experts")
+    (path / "config.json").write_text(json.dumps(EXPERTS))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "row, layers, gb",
+    [(512, 0, 2.756), (2048, 0, 4.242), (2048, 10, 2.737), (2048, 5, 3.491), (4096, 10, 3.210)],
+)
+def test_estimate_with_experts_equals_the_measured_peak_of_a_process(with_experts, row, layers, gb):
+    """The peak was measured as in the next test."""
+    assert total(on_cpu(with_experts, row, layers)) == pytest.approx(gb, rel=0.05)
+
+
+def test_a_token_passes_only_the_experts_that_it_goes_to(small, with_experts):
+    assert memory.mlp_width(small) == 2048 and memory.experts(small) == (0, set())
+    assert memory.mlp_width(with_experts) == 4 * 384
+    # 10 layers: attention, norms, a router, 16 experts of three matrices; an embedding
+    attention = 640 * 640 * 2 + 640 * 160 * 2 + 2 * 80
+    layer = attention + 2 * 640 + 16 * 640 + 16 * 3 * 640 * 384
+    assert memory.parameters(with_experts) == 10 * layer + 640 + 16384 * 640
+
+
 # Prints by how much the resident memory of two steps exceeds that of the imports, in bytes
 REAL_STEPS = """
 import sys
@@ -87,9 +117,9 @@ print(status("VmHWM") - before)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row, layers", [(2048, 5)])
-def test_estimate_equals_the_peak_of_a_process(small, tmp_path, row, layers):
-    c = on_cpu(small, row, layers)
+@pytest.mark.parametrize("kind", ["small", "with_experts"])
+def test_estimate_equals_the_peak_of_a_process(kind, request, tmp_path):
+    c = on_cpu(request.getfixturevalue(kind), 2048, 5)
     (tmp_path / "config.json").write_text(json.dumps({"config": dataclasses.asdict(c)}))
     done = subprocess.run(
         [sys.executable, "-c", REAL_STEPS, str(tmp_path)],

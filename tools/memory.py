@@ -89,6 +89,20 @@ def parameters(name, part=""):
 
 
 @functools.cache
+def experts(name):
+    """Return (number of experts that a token goes to, mean over all layers; {shape of the tensors
+    that hold all experts of a layer}); (0, set()) for a model without experts.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config(name))
+    layers = layers_of(decoder_of(model))
+    blocks = [block for layer in layers for block, _ in expert_blocks(layer)]
+    shapes = {p.shape for block in blocks for p in block.parameters() if p.dim() == 3}
+    chosen = model_config(name).num_experts_per_tok if blocks else 0
+    return chosen * len(blocks) / max(len(layers), 1), shapes
+
+
+@functools.cache
 def mlp_width(name):
     """Return the intermediate size of a dense model whose feed-forward layers have as many weights
     for each token as those of this model have on average.
@@ -97,23 +111,16 @@ def mlp_width(name):
     own intermediate_size.
     """
     model = model_config(name)
-    experts = {x[0] for x in expert_shapes(name)}
+    counts = {shape[0] for shape in experts(name)[1]}
     weights = 0
     for key, shape in shapes(name).items():
-        if len(shape) == 3 and shape[0] in experts:
+        if len(shape) == 3 and shape[0] in counts:
             weights += shape.numel() * model.num_experts_per_tok / shape[0]
-        elif re.search(FEED_FORWARD, key) and len(shape) == 2 and shape[0] not in experts:
+        # A router's matrix has a row for each expert.
+        elif re.search(FEED_FORWARD, key) and len(shape) == 2 and shape[0] not in counts:
             weights += shape.numel()
     width = weights / (3 * model.hidden_size * model.num_hidden_layers)
     return width or model.intermediate_size
-
-
-def expert_shapes(name):
-    """Return the shapes of the tensors of a model that hold all experts of a layer."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config(name))
-    blocks = [b for layer in layers_of(decoder_of(model)) for b, _ in expert_blocks(layer)]
-    return {p.shape for block in blocks for p in block.parameters() if p.dim() == 3}
 
 
 def adapters(c):
@@ -136,11 +143,14 @@ def trainer_gb(c):
     backward pass of the last layer or of the last layer that is computed again, or where the
     gradients of the parameters outside of layers are added up. The factors count what autograd
     keeps of a Qwen2 layer: norms, queries, attention, gate and up. With adapters the norms keep
-    less, and each linear layer keeps its merged weights.
+    less, and each linear layer keeps its merged weights. The `copies` of experts were measured on
+    a CPU (tests/test_memory.py).
     """
     model = model_config(c.model)
     D, V = model.hidden_size, model.vocab_size
     I = mlp_width(c.model)  # noqa: E741
+    # What experts take and return: each token's state as often as it goes to an expert.
+    copies = 3 * experts(c.model)[0] * D
     L = model.num_hidden_layers
     size = itemsize(c)
     # bytes of one value for each token of a row
@@ -156,7 +166,7 @@ def trainer_gb(c):
     merged = lora * size * in_layers / L
     # number of layers that keep all their activations on the device
     whole = min(L - recomputed, 1) if c.offload_activations else L - recomputed
-    kept = inputs + whole * (row_bytes * (4 * I + (10.5 - 2 * lora) * D) + merged)
+    kept = inputs + whole * (row_bytes * (4 * I + copies + (10.5 - 2 * lora) * D) + merged)
     # FSDP2 gathers the weights that it computes with, in the compute dtype: a few layers, and the
     # parameters outside of layers (`root`).
     several_ranks = c.trainers > 1
@@ -170,7 +180,7 @@ def trainer_gb(c):
     trained_head = size * V * D * (not lora)
     backward_gathered = root + ((1 if lora else 3) + several_ranks) * layer + 0.65 * merged
     last_layer = row_bytes * 2 * I * (recomputed < L)
-    recomputed_layer = row_bytes * (6 * I + (12 - 2 * lora) * D) * (recomputed > 0)
+    recomputed_layer = row_bytes * (6 * I + copies + (12 - 2 * lora) * D) * (recomputed > 0)
     # (activations, gathered, head) of each possible peak
     peaks = [
         (kept, root + several_ranks * layer, head),
