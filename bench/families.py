@@ -27,13 +27,14 @@ from pathlib import Path
 import numpy as np
 import requests
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import config as cfg
 import train
 from bench.common import WORK, measured, parser, result_file, table
 from bench.engines import make_run, url_of
+from plumbing.model import model_class
 from plumbing.queues import publish_json
 from plumbing.ranks import Ranks
 from plumbing.secret import secret_header
@@ -218,8 +219,37 @@ FAMILIES = {
     "youtu": dict(LATENT),
     "zaya": {},
 }
+# Families that also see images, and the family of their text model. They are trained and served as
+# text. Image processors of some need torchvision, which vLLM's CPU build is installed without.
+SEEING = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "internvl": "qwen2",
+    "llava": "llama",
+    "mistral3": "mistral",
+    "smolvlm": "llama",
+}
+VISION = dict(
+    hidden_size=64,
+    intermediate_size=64,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    image_size=28,
+    patch_size=14,
+)
 PROMPT = np.random.default_rng(1).integers(2, 120, 40).tolist()
 NEW_TOKENS = 48
+
+
+def shape_of(family):
+    """The configuration of the tiny model of a family."""
+    if family not in SEEING:
+        return AutoConfig.for_model(family, **(TINY | FAMILIES[family]))
+    text = TINY | FAMILIES[SEEING[family]] | dict(model_type=SEEING[family])
+    tied = text["tie_word_embeddings"]
+    return AutoConfig.for_model(
+        family, text_config=text, vision_config=VISION, tie_word_embeddings=tied
+    )
 
 
 def make_model(family, path, dtype):
@@ -228,8 +258,8 @@ def make_model(family, path, dtype):
     Nor has the bias by which routers choose experts, which is no parameter in some families.
     """
     torch.manual_seed(0)
-    shape = AutoConfig.for_model(family, **(TINY | FAMILIES[family]))
-    model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+    shape = shape_of(family)
+    model = model_class(shape).from_config(shape, dtype=torch.float32)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             is_vector = isinstance(tensor, torch.nn.Parameter) and tensor.dim() == 1
@@ -302,7 +332,7 @@ def perturb(model):
 
 def measure_engine(config, run_dir, policy, result):
     """Add to `result` what is measured with an engine that runs."""
-    own = AutoModelForCausalLM.from_pretrained(
+    own = model_class(AutoConfig.from_pretrained(config.model)).from_pretrained(
         config.model, dtype=torch.float32, attn_implementation="eager"
     )
     tokens, logprobs = sample(config, run_dir)
@@ -384,13 +414,14 @@ def main(argv=None):
     p.add_argument("--port", type=int, default=8940)
     p.add_argument("--fresh", action="store_true", help="measure again what is in the file")
     a = p.parse_args(argv)
-    names = [x for x in a.families.split(",") if x] or list(FAMILIES)
+    names = [x for x in a.families.split(",") if x] or [*FAMILIES, *SEEING]
     torch.set_num_threads(1)
     wanted = {}
     for name in names:
-        in_bfloat16 = any(key.startswith("linear_") for key in FAMILIES[name])
+        settings = dict(text=SEEING[name]) if name in SEEING else FAMILIES[name]
+        in_bfloat16 = any(key.startswith("linear_") for key in settings)
         dtype = "bfloat16" if in_bfloat16 else "float32"
-        wanted[name] = dict(FAMILIES[name], dtype=dtype)
+        wanted[name] = dict(settings, dtype=dtype)
     measure_one = functools.partial(measure, a.port)
     results = measured(result_file(a, "families"), wanted, measure_one, reuse=not a.fresh)
     header = ["family", "rows", "trainer", "engine", "update", "pause", "dtype", ""]

@@ -19,11 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import config as cfg
 import train
+from bench import families
 from conftest import PORT
 from plumbing import checkpoints
 from plumbing.samples import layout
-from tasks import toy
-from tools import base_model as base_models
 from tools import model_check
 
 CPU = torch.device("cpu")
@@ -318,20 +317,26 @@ def test_attention_branch_for_gpus_equals_the_models_own(family, tmp_path, monke
 # ---- engine = trainer
 
 
-# test_weights.py tests Qwen2.
+# Kinds of models, beside the Qwen2 of test_weights.py: capped scores and windows; multipliers, and
+# layers that are compiled, as on GPUs; transformers' code within vLLM; experts; experts with biases
+# and heads with sinks; experts, and layers with state, whose rows are padded.
+KINDS = dict(gemma2="packed", granite="packed", olmo2="packed", qwen3_moe="packed")
+KINDS |= dict(gpt_oss="packed", granitemoehybrid="padded")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "granite", "olmo2", "qwen3_moe"])
+@pytest.mark.parametrize("family", KINDS)
 def test_engine_equals_trainer_after_updates(family, tmp_path):
-    # vLLM's CPU build has this head size.
-    folder = tiny(family, tmp_path / "model", hidden_size=128, head_dim=32)
-    base_models.make_tokenizer([toy]).save_pretrained(folder)
+    folder = tmp_path / "model"
+    families.make_model(family, folder, torch.float32)
+    assert model_check.choose_rows(folder)[0] == KINDS[family]
     knobs = f"toy --run engine --out {tmp_path} --model {folder} --port {PORT + 3} --concurrency 8"
-    # One of the four engines compiles, as on GPUs.
     knobs += f" --enforce_eager {family != 'granite'}"
-    model = build(folder).model
+    model = build(folder, rows=KINDS[family]).model
     with served(knobs, as_loaded=False) as config:
         sender = sender_to(config, model)
-        # The first update learns where everything goes, and the second one uses it.
+        # The weights that the engine has loaded from disk prove that updates reach all of them.
+        update(sender, 0)
         for version in (1, 2):
             perturb(model)
             update(sender, version)
