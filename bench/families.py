@@ -87,7 +87,7 @@ COHERE = dict(logit_scale=0.25, tie_word_embeddings=True)
 CAPS = dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0)
 PER_LAYER = dict(vocab_size_per_layer_input=128, hidden_size_per_layer_input=16)
 FAMILIES = {
-    "afmoe": dict(EXPERTS, score_func="sigmoid"),
+    "afmoe": dict(EXPERTS, score_func="sigmoid", route_norm=True),
     "apertus": {},
     "arcee": {},
     "bamba": dict(MAMBA, attn_layer_indices=[1]),

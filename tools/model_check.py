@@ -108,15 +108,19 @@ def vllm_architectures():
     return architectures
 
 
-def serves_from_transformers(architecture):
+def serves_from_transformers(architecture, text):
     """Does vLLM run transformers' own code of this architecture, which it does not know by name?
 
-    It does if that code takes any implementation of attention.
+    It does if that code takes any implementation of attention, and all layers have attention. text:
+    the configuration of the text model.
     """
     model = getattr(transformers, architecture, None)
-    return model is not None and (
-        model.is_backend_compatible() or model._can_set_attn_implementation()
-    )
+    if model is None:
+        return False
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    has_attention = all(kind.endswith("attention") for kind in kinds - {"linear_attention"})
+    takes_any = model.is_backend_compatible() or model._can_set_attn_implementation()
+    return takes_any and has_attention and "linear_attention" not in kinds
 
 
 def import_problem(module):
@@ -154,7 +158,7 @@ def check_supported(shape, config):
     if known is not None:
         found = [known[x] for x in architectures if x in known]
         require(
-            found or any(map(serves_from_transformers, architectures)),
+            found or any(serves_from_transformers(x, text) for x in architectures),
             f"{name}: the installed vLLM has no code for its architecture "
             f"({', '.join(architectures) or 'config.json names none'})",
         )
