@@ -82,6 +82,16 @@ LATENT = dict(
 )
 INDEXER = dict(index_n_heads=2, index_head_dim=128, index_topk=16)
 MAMBA = dict(mamba_n_heads=4, mamba_d_head=64, mamba_d_state=16)
+# vLLM reads settings of this family that checkpoints on the hub have, and transformers ignores.
+CONVOLUTIONS = dict(
+    layer_types=["conv", "full_attention"],
+    conv_dim=128,
+    block_dim=128,
+    block_multiple_of=32,
+    block_ffn_dim_multiplier=1.0,
+    block_auto_adjust_ff_dim=False,
+    tie_word_embeddings=True,
+)
 GEMMA = dict(query_pre_attn_scalar=32, tie_word_embeddings=True, **WINDOW)
 COHERE = dict(logit_scale=0.25, tie_word_embeddings=True)
 CAPS = dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0)
@@ -154,7 +164,7 @@ FAMILIES = {
     ),
     "hunyuan_v1_dense": {},
     "hunyuan_v1_moe": dict(num_experts=4, moe_topk=2),
-    "hy_v3": dict(EXPERTS),
+    "hy_v3": dict(EXPERTS, first_k_dense_replace=1),
     "jamba": dict(
         num_experts=4,
         num_experts_per_tok=2,
@@ -165,24 +175,22 @@ FAMILIES = {
     "jais2": {},
     "kimi_linear": dict(EXPERTS, **LINEAR, **LATENT),
     "laguna": {},
-    # vLLM reads conv_dim, which checkpoints on the hub have and transformers no longer knows
-    "lfm2": dict(layer_types=["conv", "full_attention"], conv_dim=128),
-    "lfm2_moe": dict(
-        EXPERTS, layer_types=["conv", "full_attention"], num_dense_layers=1, conv_dim=128
-    ),
+    "lfm2": dict(CONVOLUTIONS),
+    "lfm2_moe": dict(EXPERTS, num_dense_layers=1, **CONVOLUTIONS),
     "llama": {},
     "llama4_text": dict(
         num_local_experts=4,
         intermediate_size_mlp=96,
-        attention_chunk_size=8,
+        # vLLM needs a multiple of 128.
+        attention_chunk_size=128,
         layer_types=["chunked_attention", "full_attention"],
     ),
-    "longcat_flash": dict(LATENT),
-    "mamba2": dict(num_heads=4, head_dim=64, state_size=16, n_groups=1),
+    "longcat_flash": dict(LATENT, mla_scale_q_lora=True, mla_scale_kv_lora=True),
+    "mamba2": dict(num_heads=4, head_dim=64, state_size=16, n_groups=1, intermediate_size=256),
     "mellum": {},
-    "mimo_v2_flash": dict(WINDOW),
+    "mimo_v2_flash": dict(WINDOW, hybrid_layer_pattern=[1, 0]),
     "minimax": dict(num_local_experts=4, **LINEAR),
-    "minimax_m2": dict(LOCAL_EXPERTS),
+    "minimax_m2": dict(LOCAL_EXPERTS, rotary_dim=16),
     "ministral": dict(WINDOW),
     "ministral3": {},
     "mistral": dict(sliding_window=8),
@@ -318,16 +326,17 @@ def mean_difference(a, b):
     return float((a - b).abs().mean())
 
 
-def reason(error):
-    """An error as one short line; that of an engine which did not start is in its log."""
-    text = " ".join(str(error).split())
-    for log in re.findall(r"\S+/logs", text)[:1]:
-        lines = Path(log, "engine0.log").read_text().splitlines()
-        errors = [x for x in lines if re.search(r"(Error|NotImplemented\w*)\b.*:", x)]
-        errors = [x for x in errors if "Engine core initialization" not in x]
-        text = errors[-1] if errors else text
-        text = re.sub(r"^.*?(\w+Error)", r"\1", text)
-    return f"{type(error).__name__}: {text}"[:240]
+def reason(error, run_dir):
+    """An error as one short line; that of an engine which has died is in its log."""
+    text = f"{type(error).__name__}: {error}"
+    log = Path(run_dir, "logs", "engine0.log")
+    if log.exists():
+        lines = log.read_text().splitlines()
+        errors = [x for x in lines if re.search(r"\w(Error|NotImplemented\w*)\b", x)]
+        causes = [x for x in errors if not re.search("EngineDead|core initialization|WARN", x)]
+        # "(EngineCore pid=1) ERROR 11-27 00:36:59 [core.py:1512] AssertionError: ..."
+        text = re.sub(r"^\(.*?\.py:\d+\]", "", causes[-1]) if causes else text
+    return " ".join(text.split())[:240]
 
 
 @torch.no_grad()
@@ -394,7 +403,7 @@ def measure(port, family, knobs):
         engines = start_engines(config)
         measure_engine(config, run_dir, policy, result)
     except Exception as e:
-        result["failed"] = reason(e)
+        result["failed"] = reason(e, run_dir)
     finally:
         stop(engines, 0)
     return result

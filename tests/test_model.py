@@ -86,6 +86,8 @@ def test_packed_logprobs_equal_the_models_own(family, tmp_path, monkeypatch):
     # The head computes the logits of 16 tokens at once.
     monkeypatch.setattr(train, "head_chunk", lambda *_: 16)
     folder = tiny(family, tmp_path)
+    # This is the way that is chosen before a run.
+    assert model_check.choose_rows(folder)[0] == "packed"
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, 100, n) for n in (5, 17, 2, 30, 30, 33)]
     # The last three are attempts at one problem, of which the first two are equal.

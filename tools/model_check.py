@@ -237,15 +237,20 @@ def smaller_values(shape, layers, divisor):
     """
     values = shape.to_dict()
     depth = shape.num_hidden_layers
-    for name, value in values.items():
+    # {name that all configurations have: this one's own name for it}, such as n_embd
+    own_names = shape.attribute_map
+    common_names = {own: name for name, own in own_names.items()}
+    for own, value in values.items():
+        name = common_names.get(own, own)
         if isinstance(value, list) and len(value) == depth:
-            values[name] = [smaller_number(name, x, divisor) for x in value[:layers]]
+            values[own] = [smaller_number(name, x, divisor) for x in value[:layers]]
         else:
-            values[name] = smaller_number(name, value, divisor)
-    values["num_hidden_layers"] = layers
+            values[own] = smaller_number(name, value, divisor)
+    values[own_names.get("num_hidden_layers", "num_hidden_layers")] = layers
     # Weights of this size keep the sizes of hidden states, whatever the width.
     if "initializer_range" in values:
-        values["initializer_range"] = values["hidden_size"] ** -0.5
+        width = values[own_names.get("hidden_size", "hidden_size")]
+        values["initializer_range"] = width**-0.5
     values.pop("quantization_config", None)
     return values
 
