@@ -435,7 +435,7 @@ def main(argv=None):
     wanted = {}
     for name in names:
         settings = dict(text=SEEING[name]) if name in SEEING else FAMILIES[name]
-        in_bfloat16 = any(key.startswith("linear_") for key in settings)
+        in_bfloat16 = hasattr(shape_of(name).get_text_config(), "linear_key_head_dim")
         dtype = "bfloat16" if in_bfloat16 else "float32"
         wanted[name] = dict(settings, dtype=dtype)
     measure_one = functools.partial(measure, a.port)
