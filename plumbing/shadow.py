@@ -82,8 +82,9 @@ class Layer:
         self.helpers = [x for x in self.helpers if not isinstance(x, torch.nn.Module)]
         self.made = [(x, self.copy_of(vars(x))) for x in (shadow, *self.helpers)]
         self.tensors = [(p, p.data, vars(p).copy()) for p in shadow.parameters(recurse=False)]
-        # ids of the tensors that vLLM loads weights into, or leaves as they are
-        self.raw = {id(x): x for x in tensors_of(shadow).values()}
+        # {id: (tensor, storage)} of the tensors that vLLM loads weights into, or leaves as they
+        # are. What processes them may give a parameter other storage, and then it is another value.
+        self.raw = {id(x): (x, storage_of(x)) for x in tensors_of(shadow).values()}
 
     @staticmethod
     def copy_of(attributes):
@@ -101,7 +102,7 @@ class Layer:
 
     def is_loaded(self, written):
         """Has loading written to this layer? written: the storages that it has written to."""
-        return any(storage_of(x) in written for x in self.raw.values())
+        return any(storage in written for _, storage in self.raw.values())
 
     def pairs(self, written):
         """[(name, tensor of the first model, the same of the second one)] that an update changes.
@@ -115,7 +116,8 @@ class Layer:
             before = tensors_of(live)
             for name, tensor in tensors_of(shadow).items():
                 old = before.get(name)
-                untouched = id(tensor) in self.raw and storage_of(tensor) not in written
+                _, storage = self.raw.get(id(tensor), (None, None))
+                untouched = storage is not None and storage not in written
                 if old is None or old is tensor or untouched or "cache" in name:
                     continue
                 if old.shape != tensor.shape or old.dtype != tensor.dtype:
@@ -143,7 +145,7 @@ class Layer:
         """An input [4, width] for this layer's matrix, for which different matrices give different
         products.
         """
-        matrix = next(x for x in self.raw.values() if x.dim() == 2)
+        matrix = next(x for x, _ in self.raw.values() if x.dim() == 2)
         generator = torch.Generator().manual_seed(0)
         return torch.randn(4, matrix.shape[1], generator=generator).to(matrix.dtype)
 
@@ -227,8 +229,15 @@ class Shadow:
                 self.written = self.written_so_far
             self.process(self.shadow)
             for layer in self.layers:
-                self.pairs += layer.pairs(self.written)
-                self.products += layer.products(self.written)
+                pairs = layer.pairs(self.written)
+                products = layer.products(self.written)
+                if layer.is_loaded(self.written) and not pairs + products:
+                    raise ValueError(
+                        f"{layer.name} is loaded, and nothing that the engine computes with is "
+                        "made of it"
+                    )
+                self.pairs += pairs
+                self.products += products
 
     @torch.no_grad()
     def equal(self):
