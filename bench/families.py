@@ -97,7 +97,7 @@ COHERE = dict(logit_scale=0.25, tie_word_embeddings=True)
 CAPS = dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0)
 PER_LAYER = dict(vocab_size_per_layer_input=128, hidden_size_per_layer_input=16)
 FAMILIES = {
-    "afmoe": dict(EXPERTS, score_func="sigmoid", route_norm=True),
+    "afmoe": dict(EXPERTS, score_func="sigmoid", route_norm=True, n_group=1, topk_group=1),
     "apertus": {},
     "arcee": {},
     "bamba": dict(MAMBA, attn_layer_indices=[1]),
@@ -164,7 +164,7 @@ FAMILIES = {
     ),
     "hunyuan_v1_dense": {},
     "hunyuan_v1_moe": dict(num_experts=4, moe_topk=2),
-    "hy_v3": dict(EXPERTS, first_k_dense_replace=1),
+    "hy_v3": dict(EXPERTS, first_k_dense_replace=1, expert_hidden_dim=64, route_norm=True),
     "jamba": dict(
         num_experts=4,
         num_experts_per_tok=2,
@@ -185,12 +185,28 @@ FAMILIES = {
         attention_chunk_size=128,
         layer_types=["chunked_attention", "full_attention"],
     ),
-    "longcat_flash": dict(LATENT, mla_scale_q_lora=True, mla_scale_kv_lora=True),
+    "longcat_flash": dict(
+        LATENT, mla_scale_q_lora=True, mla_scale_kv_lora=True, zero_expert_type="identity"
+    ),
     "mamba2": dict(num_heads=4, head_dim=64, state_size=16, n_groups=1, intermediate_size=256),
     "mellum": {},
-    "mimo_v2_flash": dict(WINDOW, hybrid_layer_pattern=[1, 0]),
+    "mimo_v2_flash": dict(
+        WINDOW,
+        hybrid_layer_pattern=[1, 0],
+        moe_layer_freq=[0, 1],
+        mlp_layer_types=["dense", "sparse"],
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        layernorm_epsilon=1e-6,
+        v_head_dim=32,
+        swa_num_attention_heads=4,
+        swa_num_key_value_heads=2,
+        swa_head_dim=32,
+        swa_v_head_dim=32,
+    ),
     "minimax": dict(num_local_experts=4, **LINEAR),
-    "minimax_m2": dict(LOCAL_EXPERTS, rotary_dim=16),
+    "minimax_m2": dict(LOCAL_EXPERTS, rotary_dim=16, scoring_func="sigmoid"),
     "ministral": dict(WINDOW),
     "ministral3": {},
     "mistral": dict(sliding_window=8),
@@ -333,7 +349,8 @@ def reason(error, run_dir):
     if log.exists():
         lines = log.read_text().splitlines()
         errors = [x for x in lines if re.search(r"\w(Error|NotImplemented\w*)\b", x)]
-        causes = [x for x in errors if not re.search("EngineDead|core initialization|WARN", x)]
+        others = "EngineDead|core initialization|WARN|raise |leaked"
+        causes = [x for x in errors if not re.search(others, x)]
         # "(EngineCore pid=1) ERROR 11-27 00:36:59 [core.py:1512] AssertionError: ..."
         text = re.sub(r"^\(.*?\.py:\d+\]", "", causes[-1]) if causes else text
     return " ".join(text.split())[:240]
@@ -346,7 +363,7 @@ def perturb(model):
             p.add_(0.03 * torch.randn_like(p))
 
 
-def measure_engine(config, run_dir, policy, result):
+def measure_engine(config, run_dir, ranks, policy, result):
     """Add to `result` what is measured with an engine that runs."""
     own = model_class(AutoConfig.from_pretrained(config.model)).from_pretrained(
         config.model, dtype=torch.float32, attn_implementation="eager"
@@ -357,7 +374,7 @@ def measure_engine(config, run_dir, policy, result):
     result["trainer"] = mean_difference(trainer_logprobs(policy, tokens), expected)
     publish_json(Path(run_dir, "engines", "engine0.json"), url=url_of(config), started="1")
     (run_dir / "queues").mkdir()
-    sender = Sender(config, policy.model, Ranks(config), run_dir)
+    sender = Sender(config, policy.model, ranks, run_dir)
     result["proof"] = "no answer"
     sender.push(0)
     try:
@@ -399,9 +416,10 @@ def measure(port, family, knobs):
     config, run_dir = make_run(f"families-{family}", **options, max_new_tokens=NEW_TOKENS)
     engines = []
     try:
+        ranks = Ranks(config)
         policy, _ = train.build(config, torch.device("cpu"), 1)
         engines = start_engines(config)
-        measure_engine(config, run_dir, policy, result)
+        measure_engine(config, run_dir, ranks, policy, result)
     except Exception as e:
         result["failed"] = reason(e, run_dir)
     finally:
