@@ -36,7 +36,8 @@ EXPERTS = dict(num_local_experts=8, num_experts_per_tok=2)
 WINDOWS = dict(sliding_window=16, layer_types=["sliding_attention", "full_attention"])
 FAMILIES = {
     "qwen3_moe": dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128),
-    "gpt_oss": dict(EXPERTS, intermediate_size=128, **WINDOWS),
+    # vLLM has no tied output head for it.
+    "gpt_oss": dict(EXPERTS, intermediate_size=128, tie_word_embeddings=False, **WINDOWS),
     "gemma2": dict(query_pre_attn_scalar=32, **WINDOWS),
     # experts and Mamba
     "granitemoehybrid": dict(
