@@ -22,6 +22,7 @@ Trainer: it computes the loss and sends new weights to the engines.
     reader.py        The micro-batches of a step, and the actor's evaluations, as they are read.
     ranks.py         The trainer's processes: rank, device, and what all ranks agree upon.
     model.py         The model as it is trained: rows of sequences, logits, loading, sharding.
+    routing.py       Mixtures of experts: what routers choose is counted, and can be prescribed.
     lora.py          Adapters (LoRA), merged in each forward pass just as the engines get them.
     adam_8bit.py     AdamW with its two moments in 8 bits (torchao), for --adam_8bit.
     metrics.py       metrics.jsonl, the line of each step, Weights & Biases, decoded samples.
