@@ -183,9 +183,9 @@ class Config:
     kl_coef: NotNegative = 0.0
     # bonus on the entropy of each sampled token's distribution
     entropy_coef: NotNegative = 0.0
-    # mean |trainer - engine logprob|, nats a token, above which the run ends; it is measured at the
-    # first update and at every 20th from there on. 0: 1e-3 in float32, 0.2 in bfloat16 (on a CPU it
-    # is 0.05 to 0.09; on a GPU it has not been measured yet)
+    # mean |trainer - engine logprob|, nats a token, above which the run ends; it is measured before
+    # the first step, after it, and at every 20th update from there on. 0: 1e-3 in float32, 0.2 in
+    # bfloat16 (on a CPU it is 0.05 to 0.09; on a GPU it has not been measured yet)
     mismatch_limit: NotNegative = 0.0
 
     # ---- optimizer

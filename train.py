@@ -315,8 +315,9 @@ def micro_batch(policy, batch, version, config, device):
     # The frozen models come first: much memory of the policy's forward pass is kept until backward.
     ref_logprobs = policy.reference_logprobs(*inputs) if config.kl_coef else None
     teacher_logprobs = policy.teacher_logprobs(*inputs) if config.teacher else None
-    # A filler has no experts.
-    experts = batch["experts"] if batch["experts"].shape[1] else None
+    # A filler has no experts, nor have micro-batches that earlier versions of this code have kept.
+    experts = batch.get("experts") if config.replay_routing else None
+    experts = None if experts is None or not experts.shape[1] else experts
     with keeping(config, device):
         logprobs, entropy = policy.logprobs(
             *inputs, entropy_grad=config.entropy_coef > 0, experts=experts
@@ -566,6 +567,8 @@ def train(config, run_dir, ranks):
             if version == first:
                 # Nothing is trained before engines and trainer are seen to agree.
                 log.mismatch(version, guards.measure(policy, batch, sender, version))
+                # The others wait here for rank 0, longer than they would in the next reduction.
+                ranks.check_stop()
             metrics = optimizer_step(policy, optimizers, sums, version, config)
             state = checkpoints.next_state(state, metrics, reader.last, log.wall_s())
             version = state["version"]

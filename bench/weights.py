@@ -55,7 +55,7 @@ SHAPES = {
         (4, 4),
         dict(vocab_size=64, hidden_size=128, intermediate_size=384, num_hidden_layers=2),
     ),
-    # SmolLM2-135M
+    # SmolLM2-135M with an output head of its own
     "smol": (
         "llama",
         "bfloat16",

@@ -84,17 +84,18 @@ class Choice(msgspec.Struct):
     finish_reason: str
     # see plumbing/engine.py
     experts: bytes | None = None
+    experts_shape: list[int] | None = None
 
 
 class Answer(msgspec.Struct):
     choices: list[Choice]
 
 
-def read_answer(body, max_tokens, stop, vocabulary, prompt_length=None):
+def read_answer(body, max_tokens, stop, vocabulary, context=None):
     """Read an engine's answer (bytes) -> {tokens, behavior_logprobs, versions, finished, experts}.
 
-    stop: token ids that end an answer. vocabulary: the number of token ids. prompt_length: if it is
-    given, the engine must say which experts it chose; otherwise `experts` is None. Raises
+    stop: token ids that end an answer. vocabulary: the number of token ids. context: the number of
+    the prompt's tokens whose experts are asked for, the last ones; None: `experts` is None. Raises
     ValueError that says what is wrong with the answer.
     """
     # this raises for numbers that are not finite, too: they are no JSON
@@ -108,19 +109,23 @@ def read_answer(body, max_tokens, stop, vocabulary, prompt_length=None):
         behavior_logprobs=[min(x, 0.0) for x in choice.behavior_logprobs],
         versions=token_versions(choice.weight_versions, len(tokens)),
         finished=choice.finish_reason == "stop",
-        experts=prompt_length and read_experts(choice.experts, prompt_length + len(tokens) - 1),
+        experts=None if context is None else read_experts(choice, context + len(tokens) - 1),
     )
 
 
-def read_experts(data, count):
-    """Bytes of an engine's answer -> the experts of `count` tokens, int16 [count, layers * k].
+def read_experts(choice, count):
+    """An engine's answer -> the experts of `count` tokens, int16 [count, layers * k].
 
-    Raises ValueError unless there are as many for each of these tokens.
+    Raises ValueError unless it has those of just as many tokens.
     """
-    values = np.frombuffer(data or b"", "<i2")
-    if not len(values) or len(values) % count:
-        raise ValueError(f"the engine returned {len(values)} choices of experts for {count} tokens")
-    return values.reshape(count, -1)
+    values = np.frombuffer(choice.experts or b"", "<i2")
+    shape = choice.experts_shape or [0, 0]
+    if shape[0] != count or shape[0] * shape[1] != len(values):
+        raise ValueError(
+            f"the engine returned {len(values)} choices of experts for {shape[0]} tokens, those of "
+            f"{count} tokens were asked for"
+        )
+    return values.reshape(shape)
 
 
 def check_tokens(tokens, max_tokens, vocabulary):
@@ -292,7 +297,16 @@ class EngineClient:
         """Does the engine serve, and has no request to it failed just now?"""
         return url in self.serving and self.backs_off_until[url] < time.monotonic()
 
-    async def generate(self, prompt, temperature, max_tokens, seed=None, salt=None, engine=None):
+    async def generate(
+        self,
+        prompt,
+        temperature,
+        max_tokens,
+        seed=None,
+        salt=None,
+        engine=None,
+        experts_from=None,
+    ):
         """Sample one answer to a prompt of token ids.
 
         Returns the result of `read_answer` with the URL of the `engine`. Returns None if all
@@ -300,10 +314,15 @@ class EngineClient:
         broken off by the loss of an engine move to another one, and do not count as retries.
 
         salt: prompts of the same salt share the KV cache of equal beginnings; None: no sharing.
-        engine: URL of the engine that gets the request if it has a free slot.
+        engine: URL of the engine that gets the request if it has a free slot. experts_from: the
+        first token of the prompt whose experts are asked for, with --replay_routing; None: none.
         """
         params = dict(max_tokens=max_tokens, temperature=temperature, seed=seed)
         params["stop_token_ids"] = self.stop
+        if self.config.replay_routing:
+            params["routed_experts_prompt_start"] = (
+                len(prompt) if experts_from is None else experts_from
+            )
         body = dict(token_ids=prompt, sampling_params=params, cache_salt=salt)
         key = msgspec.json.encode(prompt)
         tries = 0
@@ -311,10 +330,8 @@ class EngineClient:
             try:
                 async with self._engine_for(key, self.config.concurrency, engine) as url:
                     content = await self._post(url, "/inference/v1/generate", body)
-                    prompt_length = len(prompt) if self.config.replay_routing else None
-                    answer = read_answer(
-                        content, max_tokens, self.stop, self.vocabulary, prompt_length
-                    )
+                    context = None if experts_from is None else len(prompt) - experts_from
+                    answer = read_answer(content, max_tokens, self.stop, self.vocabulary, context)
                 self.tokens += len(answer["tokens"])
                 self.losses.pop(key, None)
                 self.losses_in_a_row.clear()

@@ -153,15 +153,16 @@ async def sample(body, engine, receive, group):
         {"choices": [{"token_ids": [...], "behavior_logprobs": [...],
                       "finish_reason": "stop" or "length",
                       "weight_versions": [{"version": "2", "start": 0, "end": 110}, ...],
-                      "experts": base64 or null}],
+                      "experts": base64 or null, "experts_shape": [...] or null}],
          "cached_tokens": 96}
 
     `cached_tokens` is the number of the prompt's tokens that were not computed again. With
     `prompt_logprobs: 0` among the parameters the answer also has the `prompt_logprobs` of all
     prompt tokens but the first. `experts` is there with --replay_routing: the experts that the
-    engine chose, int16 [tokens, layers, k], for the tokens of prompt and answer but the last one,
-    which has not been computed. group: the number of the versions' weight group. vLLM's own call of
-    this name makes and checks objects for every token, which here costs half of the server's CPU.
+    engine chose, int16 [tokens, layers * k], for the tokens of prompt and answer from number
+    `routed_experts_prompt_start` on, but for the last one, which has not been computed. group: the
+    number of the versions' weight group. vLLM's own call of this name makes and checks objects for
+    every token, which here costs half of the server's CPU.
     """
     request = msgspec.json.decode(body, type=Prompt)
     params = request.sampling_params
@@ -208,9 +209,11 @@ def _encode(output, params):
         weight_versions=completion.weight_versions,
         finish_reason=completion.finish_reason,
         experts=None,
+        experts_shape=None,
     )
     if completion.routed_experts is not None:
-        choice["experts"] = completion.routed_experts.astype("<i2").tobytes()
+        experts = completion.routed_experts.reshape(len(completion.routed_experts), -1)
+        choice |= dict(experts=experts.astype("<i2").tobytes(), experts_shape=experts.shape)
     answer = dict(choices=[choice], cached_tokens=output.num_cached_tokens)
     if params.prompt_logprobs is not None:
         # the logprob of each token but the first, at temperature 1

@@ -169,6 +169,9 @@ class Attempt:
         if limit and limit > 0:
             room = min(room, limit)
         seed = None if self.seed is None else self.seed + self.turns_begun
+        # Evaluations are not trained.
+        needs_experts = config.replay_routing and self.seed is None
+        experts_from = self.find_segment(prompt).known_experts if needs_experts else None
         self.turns_begun += 1
         self.unanswered_turns += 1
         with self._slot():
@@ -179,6 +182,7 @@ class Attempt:
                 seed=seed,
                 salt=None if self.cache_version is None else str(self.cache_version),
                 engine=self.engine,
+                experts_from=experts_from,
             )
         self.unanswered_turns -= 1
         if answer is None:
@@ -192,9 +196,8 @@ class Attempt:
         if not segment.tokens:
             self.segments.append(segment)
         segment.append(prompt[len(segment.tokens) :])
-        segment.append(
-            answer["tokens"], answer["behavior_logprobs"], answer["versions"], answer["experts"]
-        )
+        experts = (experts_from, answer["experts"]) if needs_experts else None
+        segment.append(answer["tokens"], answer["behavior_logprobs"], answer["versions"], experts)
         self.turns.append(self.services.prompter.decode(answer["tokens"]))
         self.finished = answer["finished"]
         return answer

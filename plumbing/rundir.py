@@ -42,7 +42,6 @@ FIXED = {
     "lora_rank": "checkpoints hold adapters of this rank, or none",
     "lora_alpha": "the adapters in checkpoints were trained with this scale",
     "adam_8bit": "checkpoints hold the optimizer's moments in this form",
-    "replay_routing": "samples that wait in queues have the engines' choices of experts, or none",
 }
 # Knobs that belong to a single start: the launcher fills them in.
 FILLED_IN = {"fresh", "dry_run", "out", "run_id", "nnodes", "master_addr", "master_port"}

@@ -162,15 +162,26 @@ class Transcript:
         """Append tokens that an engine sampled, with the values that EngineClient.generate returns.
 
         Without versions they are a prompt's or an environment's tokens, which are not trained.
-        experts: those of all tokens of the conversation but the last one, or None. Where experts
-        are known already, they are those of the turn that sampled what comes next.
+        experts: (n, those of all tokens of the conversation from token n on, but the last one), or
+        None. Where experts are known already, they are those of the turn that sampled what comes
+        next.
         """
         n = len(tokens)
         self.tokens += tokens
         self.behavior_logprobs += [0.0] * n if behavior_logprobs is None else behavior_logprobs
         self.versions += [-1] * n if versions is None else list(map(int, versions))
         if experts is not None:
-            self.experts.append(experts[sum(map(len, self.experts)) :])
+            first, rows = experts
+            known = self.known_experts
+            if known < first:
+                self.experts.append(np.full((first - known, rows.shape[1]), -1, np.int16))
+            # A view would keep all of the answer in memory.
+            self.experts.append(rows[max(known - first, 0) :].copy())
+
+    @property
+    def known_experts(self):
+        """The number of tokens, counted from the first, whose experts are known."""
+        return sum(map(len, self.experts))
 
     @property
     def sampled(self):

@@ -190,7 +190,9 @@ class Engine:
                 answer |= dict(finish_reason="stop" if stop else "length", weight_versions=spans)
                 if self.routing:
                     values = np.concatenate(experts[i]).astype("<i2")
+                    values = values[params.get("routed_experts_prompt_start", 0) :]
                     answer["experts"] = base64.b64encode(values.tobytes()).decode()
+                    answer["experts_shape"] = values.shape
                 future.set_result(answer)
             ids = tokens[keep]
             positions = positions[keep, -1:] + 1

@@ -32,7 +32,6 @@ KNOBS = dict(
     given="run out dry_run fresh run_id nnodes master_addr master_port",
     fixed="""
     task train_data model family seed batch_size attempts dtype lora_rank lora_alpha adam_8bit
-    replay_routing
     """,
     optimizer="lr betas weight_decay",
     read="""
@@ -42,8 +41,8 @@ KNOBS = dict(
     reasoning_parser enforce_eager reward_finished reward_cut_off reward_timeout
     episode_timeout overlong_buffer overlong_mask advantage loss ratio clip_low clip_high
     normalizer teacher teacher_coef kl_coef entropy_coef mismatch_limit warmup_steps
-    lr_schedule max_grad_norm row_tokens rows trainers checkpointed_layers offload_activations
-    compile recompute_kv weight_backend bucket_mb sync_timeout eval_every eval_problems
+    lr_schedule max_grad_norm row_tokens rows replay_routing trainers checkpointed_layers
+    offload_activations compile recompute_kv weight_backend bucket_mb sync_timeout eval_every eval_problems
     eval_attempts eval_temperature save_every keep_last samples_logged keep_steps port
     start_timeout stall_timeout stop_timeout engine_threads trainer_threads
     """,

@@ -151,19 +151,24 @@ def test_experts_of_a_conversation_are_those_of_the_turn_that_sampled():
     transcript = Transcript()
     transcript.append([5, 6])
     first = np.array([[1, 2], [3, 0], [2, 1]])
-    transcript.append([7, 8], [-0.5] * 2, [0, 0], first)
+    transcript.append([7, 8], [-0.5] * 2, [0, 0], (0, first))
     assert transcript.fields()["experts"].tolist() == [*first.tolist(), [-1, -1]]
+    assert transcript.known_experts == 3
     transcript.append([9])
-    # The second turn computed everything again, under other weights: 4 5, ...
-    second = np.array([[4, 5], [4, 6], [4, 7], [5, 4], [6, 4]])
-    transcript.append([3], [-0.5], [1], second)
+    # The second turn is asked for what is not known; one that began earlier knew less.
+    second = np.array([[4, 7], [5, 4], [6, 4]])
     expected = [*first.tolist(), [5, 4], [6, 4], [-1, -1]]
+    transcript.append([3], [-0.5], [1], (2, second))
     assert transcript.fields()["experts"].tolist() == expected
+    # Another turn has taken the segment that this one was asked for.
+    transcript = Transcript([5, 6, 9])
+    transcript.append([3], [-0.5], [1], (2, second[:1]))
+    assert transcript.fields()["experts"].tolist() == [[-1, -1]] * 2 + [[4, 7], [-1, -1]]
 
 
 def test_experts_travel_in_records_and_fillers_have_none():
     transcript = Transcript([5])
-    transcript.append([7], [-0.5], [0], np.array([[300, 2]]))
+    transcript.append([7], [-0.5], [0], (0, np.array([[300, 2]])))
     samples = [transcript.fields(), transcript.fields()]
     for sample in split(join(samples)):
         assert sample["experts"].tolist() == [[300, 2], [-1, -1]]
@@ -192,21 +197,33 @@ def encoded(chosen):
 def test_experts_of_an_answer_are_read_and_checked():
     # [tokens, layers, k], as vLLM has them
     chosen = np.arange(12).reshape(3, 2, 2).astype(np.uint16) * 20
-    answer = read_answer(encoded(chosen), 5, [1], 100, prompt_length=2)
+    answer = read_answer(encoded(chosen), 5, [1], 100, context=2)
     assert np.array_equal(answer["experts"], chosen.reshape(3, 4))
-    assert read_answer(encoded(None), 5, [1], 100)["experts"] is None
-    for wrong in (None, chosen[:2, :1, :1]):
-        with pytest.raises(ValueError, match=r"choices of experts for 3 tokens"):
-            read_answer(encoded(wrong), 5, [1], 100, prompt_length=2)
+    assert read_answer(encoded(chosen), 5, [1], 100)["experts"] is None
+    # 12 values are no 4 for each of 3 tokens if they are 6 for each of 2.
+    for wrong in (None, chosen.reshape(2, 3, 2)):
+        with pytest.raises(ValueError, match="those of 3 tokens were asked for"):
+            read_answer(encoded(wrong), 5, [1], 100, context=2)
     body = msgspec.json.decode(encoded(None))
     assert body["choices"][0]["experts"] is None
+
+
+def test_models_whose_routers_cannot_be_told_are_refused():
+    model_check.check_replay("m", random_model("qwen3_moe").config)
+    shapes = [
+        AutoConfig.for_model("phimoe", **TINY, num_local_experts=4),
+        AutoConfig.for_model("deepseek_v2", **(TINY | GROUPS), topk_method="group_limited_greedy"),
+    ]
+    for shape in shapes:
+        with pytest.raises(cfg.ConfigError, match="cannot take the experts that an engine chose"):
+            model_check.check_replay("m", shape)
 
 
 @pytest.mark.parametrize(
     "knobs, family, message",
     [
         (dict(replay_routing=True), "qwen3_moe", "on CPUs vLLM does not tell which experts"),
-        (dict(replay_routing=True), "qwen2", "has no experts"),
+        (dict(replay_routing=True), "qwen2", "m .qwen2. has no experts"),
         (dict(lora_rank=4), "qwen3_moe", "has experts, which are no linear layers"),
         # These experts have no "expert" in their names.
         (dict(lora_rank=4), "granitemoehybrid", "has experts, which are no linear layers"),

@@ -225,8 +225,9 @@ def trainer_state(run, version):
 def segments(sample):
     """Return the segments of a sample, each as a sample of its own."""
     borders = np.flatnonzero(np.diff(sample["segment"])) + 1
-    parts = [np.split(sample[name], borders) for name in TOKEN_FIELDS]
-    return [sample | dict(zip(TOKEN_FIELDS, part)) for part in zip(*parts)]
+    names = [name for name in TOKEN_FIELDS if name in sample]
+    parts = [np.split(sample[name], borders) for name in names]
+    return [sample | dict(zip(names, part)) for part in zip(*parts)]
 
 
 # ---- what an engine reports

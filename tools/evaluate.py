@@ -181,6 +181,7 @@ def configure(argv, gpus):
         nnodes=1,
         master_addr="",
         teacher="",
+        replay_routing=False,
     )
     c = dataclasses.replace(c, **unset_knobs, **fixed_knobs)
     return placement.resolve(c, gpus, training=False)

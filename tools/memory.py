@@ -98,8 +98,14 @@ def experts(name):
     layers = layers_of(decoder_of(model))
     blocks = [block for layer in layers for block, _ in expert_blocks(layer)]
     shapes = {p.shape for block in blocks for p in block.parameters() if p.dim() == 3}
-    chosen = model_config(name).num_experts_per_tok if blocks else 0
+    chosen = experts_per_token(model_config(name)) if blocks else 0
     return chosen * len(blocks) / max(len(layers), 1), shapes
+
+
+def experts_per_token(model):
+    """Return the number of experts that a token goes to in a layer of a model of this config."""
+    names = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
+    return next(getattr(model, name) for name in names if hasattr(model, name))
 
 
 @functools.cache
@@ -115,7 +121,7 @@ def mlp_width(name):
     weights = 0
     for key, shape in shapes(name).items():
         if len(shape) == 3 and shape[0] in counts:
-            weights += shape.numel() * model.num_experts_per_tok / shape[0]
+            weights += shape.numel() * experts_per_token(model) / shape[0]
         # A router's matrix has a row for each expert.
         elif re.search(FEED_FORWARD, key) and len(shape) == 2 and shape[0] not in counts:
             weights += shape.numel()

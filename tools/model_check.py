@@ -27,7 +27,7 @@ from transformers.utils import logging
 
 from config import ConfigError, require
 from plumbing.model import attention_of, decoder_of, layers_of
-from plumbing.routing import expert_blocks
+from plumbing.routing import Routing, expert_blocks
 from train import token_logprobs
 
 # the ways to compute rows, the fastest first
@@ -126,7 +126,10 @@ def serves_from_transformers(architecture, text):
 def import_problem(module):
     """The last line of what a new Python process says that cannot import a module; "" if it can."""
     command = [sys.executable, "-c", f"import {module}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"it takes longer than {IMPORT_SECONDS} s"
     lines = done.stderr.strip().splitlines()
     return (lines or ["it ended"])[-1] if done.returncode else ""
 
@@ -188,7 +191,7 @@ def check_supported(shape, config):
             "are, without adapters: train all weights with --lora_rank 0",
         )
     if config.replay_routing:
-        require(has_experts(text), f"--replay_routing: {name} has no experts: leave the knob out")
+        check_replay(name, text)
         require(
             known is None or torch.cuda.is_available(),
             "--replay_routing: on CPUs vLLM does not tell which experts it chose: leave the knob "
@@ -200,6 +203,27 @@ def quantisation_name(quantisation):
     """The method of a quantization_config, which is a dict or an object of transformers."""
     values = quantisation if isinstance(quantisation, dict) else vars(quantisation)
     return str(values.get("quant_method", "of an unknown kind"))
+
+
+def check_replay(name, shape):
+    """Raise ConfigError unless the routers of a model take the experts that they are told to.
+
+    shape: the configuration of the text model.
+    """
+    require(has_experts(shape), f"--replay_routing: {name} has no experts: leave the knob out")
+    model = small_copy(shape)
+    routing = Routing(decoder_of(model), replays=True)
+    with torch.no_grad():
+        own_logprobs(model, sequences_to_compare(model.config.vocab_size)[:1])
+    uses_topk = all(choice.own is not None for choice in routing.choices.values())
+    # These routers weigh experts by scores that are 0 outside of the groups that they have chosen.
+    is_masked = getattr(shape, "topk_method", "") == "group_limited_greedy"
+    is_layer_by_layer = routing.layers == model.config.num_hidden_layers
+    require(
+        uses_topk and is_layer_by_layer and not is_masked,
+        f"--replay_routing: the routers of {name} cannot take the experts that an engine chose: "
+        "leave the knob out",
+    )
 
 
 def has_experts(shape):
