@@ -38,7 +38,8 @@ FAMILIES = {
     "qwen3_moe": dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128),
     # vLLM has no tied output head for it.
     "gpt_oss": dict(EXPERTS, intermediate_size=128, tie_word_embeddings=False, **WINDOWS),
-    "gemma2": dict(query_pre_attn_scalar=32, **WINDOWS),
+    # With weights of the usual size its norms would outweigh the embeddings.
+    "gemma2": dict(query_pre_attn_scalar=32, initializer_range=0.05, **WINDOWS),
     # experts and Mamba
     "granitemoehybrid": dict(
         EXPERTS,
