@@ -1,13 +1,14 @@
 """How long train.py's step takes, against a bare Hugging Face loop on the same samples.
 
     python bench/train.py [--shape small|tail|heavy|1.5b|smol|smol-float32] [--rounds 5]
-                          [--contenders train.py sorted]
+                          [--contenders train.py sorted padded]
 
     train.py  train.build, train.micro_batch and train.optimizer_step, on rows of preprocess.pack
     sorted    the loop that one writes first: samples sorted by length and padded on the right, as
               many as fit row_tokens; HF forward, cross-entropy on all logits, backward, AdamW. It
               has no attention mask, as causal attention does not see what is on the right, no
               clipping, no ratios and no metrics. With bfloat16, autocast over float32 weights
+    padded    train.py with --rows padded, as for models with state; only if it is named
 
 Each contender has its own process and the same random weights. The contenders take turns, one
 optimizer step a round, on the same samples. (On a GPU, a contender takes all its rounds before the
@@ -138,12 +139,12 @@ def one_step(model, optimizers, config, device, records):
     return train.optimizer_step(model, optimizers, sums, 0, config)
 
 
-def train_py(shape, path):
-    """The contender train.py, as its main uses it, on one rank."""
+def train_py(shape, path, rows="packed"):
+    """The contender train.py, as its main uses it, on one rank; rows: how a row is computed."""
     # Imported here, as bench/gpu.py runs without accelerate
     from plumbing.ranks import Ranks
 
-    knobs = dict(run="bench", model=str(path), dtype=shape["dtype"])
+    knobs = dict(run="bench", model=str(path), dtype=shape["dtype"], rows=rows)
     knobs["checkpointed_layers"] = 99 if CUDA and shape["dtype"] != "float32" else 0
     config = cfg.check(cfg.Config(**knobs))
     device = Ranks(config).device
@@ -151,10 +152,14 @@ def train_py(shape, path):
 
     def prepare(samples):
         samples = sorted(samples, key=lambda s: s["sample_id"])
+        if rows == "padded":
+            lengths = [len(s["tokens"]) for s in samples]
+            chosen = pack(lengths, shape["row_tokens"], [1] * len(samples))
+            return [join([samples[i] for i in row]) for row in chosen]
         groups = [samples[i : i + GROUP] for i in range(0, len(samples), GROUP)]
         parts = [x for g in groups for x in keep_together(g, BUNDLE_SHARE * shape["row_tokens"])]
-        rows = pack([tokens for tokens, _ in parts], shape["row_tokens"])
-        return [join([sample for i in row for sample in parts[i][1]]) for row in rows]
+        chosen = pack([tokens for tokens, _ in parts], shape["row_tokens"])
+        return [join([sample for i in row for sample in parts[i][1]]) for row in chosen]
 
     return prepare, functools.partial(one_step, model, optimizers, config, device)
 
@@ -205,7 +210,11 @@ def by_hand(shape, path):
     return functools.partial(padded, shape), step
 
 
-BUILD = {"train.py": train_py, "sorted": by_hand}
+BUILD = {
+    "train.py": train_py,
+    "sorted": by_hand,
+    "padded": functools.partial(train_py, rows="padded"),
+}
 
 
 # ---- measuring
@@ -259,7 +268,7 @@ def run(names, shape_name, rounds):
         # The trainer has these variables, which a process reads when it starts
         for key, value in KEEP_MEMORY.items():
             os.environ.pop(key, None)
-            if name == "train.py":
+            if name != "sorted":
                 os.environ[key] = value
         results[name].append(pools[name].submit(measure, name, shape_name, r).result())
         if r == rounds - 1:
@@ -297,7 +306,7 @@ def main(argv=None):
     p = parser(__doc__)
     p.add_argument("--shape", choices=SHAPES, default="small")
     p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--contenders", nargs="+", choices=BUILD, default=list(BUILD))
+    p.add_argument("--contenders", nargs="+", choices=BUILD, default=["train.py", "sorted"])
     a = p.parse_args(argv)
     if a.quick:
         a.rounds = 1
