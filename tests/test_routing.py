@@ -247,6 +247,7 @@ def test_a_run_replays_what_its_engine_chose(tmp_path):
     folder = tiny("qwen3_moe", tmp_path / "model", **EXPERTS, vocab_size=128)
     make_tokenizer([toy]).save_pretrained(folder)
     knobs = f"--model {folder} --dtype bfloat16 --replay_routing True --prefix_caching on --steps 3"
+    knobs += " --batch_size 32 --attempts 8 --eval_problems 8"
     path = str(fake_vllm(tmp_path / "fake"))
     done = run(tmp_path, "replay", PORT + 75, knobs, PYTHONPATH=path)
     assert done.returncode == 0, done.stdout + done.stderr
