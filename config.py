@@ -206,9 +206,9 @@ class Config:
     # tokens of a row, which is a micro-batch; with padding, its padding counts, too
     row_tokens: Count = 4096
     # how the trainer computes a row. packed: sequences end to end, with our attention; native: the
-    # same with transformers' own kernels, on GPUs; padded: a padded batch; auto: the first of these
-    # that computes what transformers does with one sequence at a time, which is measured at the
-    # start (plumbing/model.py, tools/model_check.py)
+    # same with transformers' own attention and kernels; padded: a padded batch; auto: the first of
+    # these that computes what transformers does with one sequence at a time, which is measured at
+    # the start (plumbing/model.py, tools/model_check.py)
     rows: Literal["auto", "packed", "native", "padded"] = "auto"
     # mixtures of experts: the trainer sends each token to the experts that the engine chose for it;
     # needs engines on GPUs and --prefix_caching on

@@ -2,18 +2,19 @@
 
     python bench/families.py [--families qwen3_moe,gemma2] [--fresh] [--port 8940]
 
-Of each family that both transformers and vLLM know a model of two to four layers is made. Then
+For each family in FAMILIES and SEEING a model of two or three layers is made. Then
 
     rows     the way in which the trainer computes it (tools/model_check.py), or why it is refused
     trainer  mean |logprob of the trainer - that of transformers, a sequence at a time|
     engine   mean |logprob of a real vLLM engine, with the model as it loads it, - transformers'|
-    proof    do updates reach all that the engine computes with? (plumbing/shadow.py)
-    update   mean |logprob of the engine - that of the trainer| after two updates that change all
-             weights, the larger one
+    proof    do updates reach every tensor that they are to change? (plumbing/shadow.py)
+    update   mean |logprob of the engine - that of the trainer|, after each of two updates that
+             change all weights but the routers' correction biases; the larger of the two
     pause    the longest time that the engine stood still for one of these updates
 
-Logprobs are those of 48 tokens that the engine samples after 40 random ones, beyond every window.
-Values are in nats. It takes some 40 s a family on two cores. A family whose engine works in
+Logprobs are those of 48 tokens that the engine samples after 40 random ones. Sliding windows are 8
+tokens, so they matter; the chunks of llama4 are 128 tokens, so they do not. Values are in nats.
+It takes some 40 s a family on two cores. A family whose engine works in
 bfloat16 alone has its model in bfloat16.
 """
 
@@ -284,9 +285,10 @@ def shape_of(family):
 
 
 def make_model(family, path, dtype):
-    """A random model of a family at `path`; no bias and no norm has its initial value.
+    """Save a random model of a family at `path`.
 
-    Nor has the bias by which routers choose experts, which is no parameter in some families.
+    All vectors (biases, norms) and the routers' correction biases, which are buffers in some
+    families, are changed from their initial values. Biases of experts, which are matrices, are not.
     """
     torch.manual_seed(0)
     shape = shape_of(family)
@@ -398,7 +400,7 @@ def measure_engine(config, run_dir, ranks, policy, result):
 
 
 def measure(port, family, knobs):
-    """Everything about one family, as a dict; parts that failed are texts."""
+    """Everything about one family, as a dict. A part that failed is the text of its error."""
     path = WORK / "families" / family
     result = {}
     dtype = knobs["dtype"]

@@ -34,7 +34,7 @@ from plumbing.secret import SECRET_HEADER, secret_header
 from plumbing.shadow import make_shadow
 
 OPEN_CALLS = [("GET", "/health"), ("GET", "/metrics")]
-# This lock is held while a bucket is copied out: two groups' threads write into the same memory.
+# This lock is held while a bucket is loaded into the shadow, which the next group may use, too.
 STAGING = threading.Lock()
 
 
@@ -223,9 +223,9 @@ def _encode(output, params):
 
 
 class WorkerExtension:
-    """Methods of vLLM's workers. They return None, or a problem as text.
+    """Methods that vLLM gives to its workers. They return None, or a problem as a text.
 
-    If one raised, the answers of the other workers would be left behind.
+    They do not raise: vLLM would then not read the answers of the other workers.
     """
 
     # Are the weights in use those that vLLM has loaded from disk?
@@ -240,7 +240,11 @@ class WorkerExtension:
             return f"{type(e).__name__}: {e}"
 
     def swap_weights(self, version):
-        """Load what was received, between two decode steps."""
+        """Copy the received version into the model, which must be paused between two decode steps.
+
+        Returns a problem as text if this version is not here. If the copying fails the weights may
+        be half old and half new, so the process ends.
+        """
         receiver = getattr(self, "weight_receiver", None)
         if receiver is None or receiver.received != version:
             return f"version {version} is not here"
@@ -248,8 +252,7 @@ class WorkerExtension:
             receiver.swap()
             self.has_loaded_weights = False
         except Exception as e:
-            # The weights are now half old, half new.
-            print(f"weights: loading broke off ({e!r}): this engine ends", flush=True)
+            print(f"weights: copying the new weights failed ({e!r}): this engine ends", flush=True)
             os._exit(1)
 
 
@@ -257,14 +260,17 @@ class Receiver:
     """One worker's part in a weight group, in a thread of its own.
 
     group: {backend, host, port, first_rank, world, timeout, as_loaded, layout
-    (plumbing/transport.py)}. before: the Receiver of the group before this one, or None. `received`
-    is the version that is ready to be swapped in, as text. A bucket is loaded into the shadow, and
-    its memory then takes the next one. A group that broke is never mended.
+    (plumbing/transport.py)}, with the timeout in seconds. before: the Receiver of the group before
+    this one, or None. `received` is the version, as text, of the last complete update, or None. It
+    is also set after the first update of a proof and after a failure; the trainer asks for no swap
+    then. All buckets are received into the same memory, one after the other: each is loaded into
+    the shadow before the next one arrives. After a failure the trainer forms a new group.
 
-    as_loaded: the weights to come are those that this worker's model has loaded from disk. Then
-    they are sent twice, to prove that updates get to where the model computes with them: the first
-    time this worker changes all of them before it loads them (`move`), and every tensor that the
-    model computes with must become another one; the second time no tensor may change.
+    as_loaded: the group was formed at version 0, whose weights the engines have loaded from disk.
+    If this worker still has those weights in use, the first two updates are a proof. Before it
+    loads the first one, this worker changes the values (`move`): every tensor that an update writes
+    (ModulePair.pairs) must then differ from the one in use. The second update is loaded unchanged:
+    no tensor may differ. If the proof fails, the text in ready/<n>/<rank> names a tensor.
     """
 
     def __init__(self, worker, group, before):
@@ -301,7 +307,7 @@ class Receiver:
         """Join, then receive update after update until the group breaks, or there is another."""
         try:
             if self.worker.device.type == "cuda":
-                # A new thread starts with the first GPU.
+                # A new thread uses GPU 0 unless it is told otherwise.
                 torch.cuda.set_device(self.worker.device)
             store = transport.open_store(self.group["host"], self.group["port"], self.timeout)
             store.set(f"here/{self.rank}", "")
@@ -315,7 +321,7 @@ class Receiver:
                 self.device,
             )
             for n in itertools.count():
-                # the doorbell: it may be long in coming; a trainer that ends closes the connection
+                # The doorbell may take days. If the trainer ends, the connection breaks.
                 store.wait([f"update/{n}"], timedelta(days=30))
                 self.received = None
                 is_proof = self.group["as_loaded"] and n < 2 and self.worker.has_loaded_weights
@@ -385,6 +391,9 @@ class Receiver:
 
 @torch.no_grad()
 def move(views):
-    """Change all values of the tensors [(name, tensor)], zeros and ones among them."""
+    """Change the values of the tensors [(name, tensor)], in place.
+
+    Zeros and ones change, too. Only -0.5, and in 16 bits what is close to it, stays the same.
+    """
     for _, view in views:
         view.mul_(1.25).add_(0.125)

@@ -1,10 +1,11 @@
-"""Guards: the checks that end a run which goes wrong without a crash.
+"""Guards: checks that end a run which would otherwise go on with wrong results.
 
-The first question is whether what the engines serve is what is trained. Before a start trains
-anything, and after that every so many updates, the trainer computes the logprobs of a few sequences
-under its weights, and an engine that has just swapped computes them, too. The mean absolute
-difference is `mismatch`, in nats a token. It depends neither on how old samples are, nor on
-temperature, adapters or the loss.
+The most important question is whether the engines serve the weights that are trained. It is asked
+before the first step of every start of the trainer, after the first update, and after every 20th
+update from then on. The trainer computes the logprobs of some sequences, and the engines, which
+have just swapped in the same weights, compute them, too. The mean absolute difference per token is
+`mismatch`, in nats. The age of samples, the temperature, adapters and the loss have no influence on
+it. The trainer's own routers choose here, even with --replay_routing.
 """
 
 import math
@@ -23,16 +24,16 @@ from plumbing.supervise import DIRECT
 
 # number of updates from one measurement to the next
 EVERY = 20
-# number of sequences that are compared
+# number of samples whose sequences are compared; a sample with several segments has several
 SEQUENCES = 8
 # number of tokens that are compared of each: an engine computes all logits of a prompt at once
 LONGEST = 2048
-# What may happen once or twice ends the run when it has happened so many times in a row.
+# number of times in a row that something must go wrong before it ends the run
 IN_A_ROW = 3
 
 
 class Guards:
-    """Checks every step, on every rank alike; rank 0 measures the mismatch, with one engine."""
+    """Checks a run on every rank. For the mismatch, rank 0 asks the engines in turn."""
 
     def __init__(self, config, run_dir, ranks):
         self.config = config
@@ -44,8 +45,10 @@ class Guards:
     # ---- served = trained
 
     def is_due(self, version):
-        """Is the mismatch to be measured at this version? At the first one that engines get after
-        the initial weights, then at every 20th.
+        """Is the mismatch to be measured at this version?
+
+        It is measured at the first update after version 0, and at every EVERY-th update from then
+        on: with conventional_g 0 these are the versions 1, 21, 41, ...
         """
         between = self.config.conventional_g or 1
         return version % (EVERY * between) == between
@@ -125,7 +128,7 @@ class Guards:
     # ---- every step
 
     def check(self, version, metrics):
-        """Raise RuntimeError if so many steps in a row had gradients that are not finite."""
+        """Raise RuntimeError if IN_A_ROW steps in a row had gradients that are not finite."""
         not_finite = not math.isfinite(metrics["grad_norm"])
         if not_finite:
             print(

@@ -1,14 +1,15 @@
-"""The model as the trainer runs it: rows of sequences, finished logits, loading by rank 0 alone.
+"""The model in the trainer: how it computes a row of sequences, its output head, how it is loaded.
 
-No sequence of a row may see another one. `last_hidden_states` has the three ways to compute a row;
-tools/model_check.py chooses the first one that computes what transformers does, by a measurement
-before the run starts (the knob `rows`):
+A row is a micro-batch of several sequences. No sequence may see another one. `last_hidden_states`
+can compute a row in three ways (the knob `rows`). Before a run starts, tools/model_check.py
+measures them, and takes the first one that gives the results of transformers:
 
     packed  sequences lie end to end, and our attention keeps them apart (transformers' attention
             implementation "packed"). A beginning that neighbouring sequences share is computed once
             (`shared_prefixes`).
-    native  sequences lie end to end, and transformers' own kernels keep them apart, for models with
-            state (Mamba, linear attention, short convolutions) on GPUs
+    native  sequences lie end to end, and transformers' own attention and kernels keep them apart.
+            This is for models whose attention cannot be replaced and, on GPUs that have the
+            kernels, for models with state (Mamba, linear attention, short convolutions)
     padded  a batch of sequences, each one followed by padding up to the length of the longest one;
             right for all models in which no token sees a later one
 
@@ -48,12 +49,13 @@ def flash_runs_on(x):
 
 
 class Packing(NamedTuple):
-    """How the Q computed tokens of a packed row make up its T tokens, in N sequences.
+    """How the Q computed tokens of a packed row stand for its T tokens, in N sequences.
 
-    With a beginning that two sequences share computed once, a sequence has fewer queries than keys.
+    A beginning that two sequences share is computed once, so the second sequence has fewer queries
+    than keys.
     """
 
-    # at which computed token the key of each token of the row is found [T], on the device
+    # [T] on the device: for each token of the row, the index of the computed token with its key
     computed_index: torch.Tensor
     # where sequences begin and end, among the queries and among the keys [N + 1], on the device
     query_bounds: torch.Tensor
@@ -298,7 +300,7 @@ def keeping(config, device):
 
 
 def to_device(device, *arrays):
-    """Numpy arrays as tensors on `device`, without waiting for what it is doing."""
+    """Numpy arrays as a list of tensors on `device`, without waiting for its pending work."""
     tensors = [torch.from_numpy(x) for x in arrays]
     if device.type != "cuda":
         return tensors

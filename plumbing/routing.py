@@ -1,12 +1,13 @@
-"""Mixtures of experts: which experts a model's routers choose is counted, and can be prescribed.
+"""Mixtures of experts: count which experts the routers choose, or tell the routers what to choose.
 
-The routers of transformers choose k of E experts for each token by one call of torch.topk, whatever
-they do with scores before and afterwards. `Routing` watches these calls. To prescribe a choice it
-gives them other indices, with the values that the router has computed for these: scores and their
-gradients are the router's own. It costs nothing in models without experts.
+In transformers a router chooses k of E experts for each token with one call of torch.topk. `Choice`
+watches this call. To prescribe a choice it replaces the indices that torch.topk returns, and
+returns the router's own scores at these indices; so gradients still flow through the router. Models
+without experts are not changed.
 
-Trainer and engine round differently in 16 bits, so that some tokens go to other experts than in the
-engine that sampled them. With --replay_routing the engine's choice travels with each token.
+Trainer and engine round differently in 16 bits, so for some tokens the trainer's router chooses
+other experts than the engine did. With --replay_routing the engine's choice is stored with each
+token, and prescribed in the trainer.
 """
 
 import functools
@@ -38,9 +39,9 @@ def expert_blocks(layer):
 class Choice(TorchFunctionMode):
     """Within this context the router of one block chooses its experts.
 
-    experts: the number of experts. prescribed [T, k]: the experts of each token, -1 where the
-    router decides itself; None: it decides all. Afterwards `own` [T, k] is what the router would
-    have chosen, and `taken` [T, k] what was computed.
+    experts: the number of experts. prescribed [Q, k] int64: the experts of each computed token, -1
+    where the router decides itself; None: it decides all. Afterwards `own` [Q, k] is what the
+    router would have chosen, and `taken` [Q, k] what was computed; None if it calls no torch.topk.
     """
 
     def __init__(self, experts, prescribed):
@@ -65,24 +66,25 @@ class Choice(TorchFunctionMode):
         return torch.return_types.topk((scores.gather(1, self.taken), self.taken))
 
     def is_known(self):
-        """[T] bool: the tokens whose experts were prescribed."""
+        """[Q] bool: the tokens whose experts were prescribed."""
         if self.prescribed is None:
             return self.own.new_zeros(len(self.own), dtype=torch.bool)
         return (self.prescribed >= 0).all(1)
 
 
 class Routing:
-    """The routers of a model's decoder, which is changed so that they are watched.
+    """Watches the routers of a model's decoder, and can prescribe their choices.
 
-    replays: choices will be prescribed, see `prescribe`.
-    `prescribed` [T, layers, k] or None holds for every forward pass until it is set again, the
-    recomputation in the backward pass among them. Layers are counted as in vLLM, all of them.
+    The constructor replaces `forward` of every block with experts. replays: True if choices will be
+    prescribed. `prescribed` [Q, layers, k] int64, or None, holds from one call of `prescribe` to
+    the next; the recomputation of layers in the backward pass therefore uses the same choices.
+    `layers` is the number of all layers, with and without experts, because vLLM counts them so.
     """
 
     def __init__(self, decoder, replays=False):
         self.replays = replays
         self.prescribed = None
-        # [T] bool: the tokens that are no padding; None: all of them
+        # [Q] bool: the tokens that are not padding; None: all of them
         self.is_token = None
         # {layer: Choice} of the last forward pass
         self.choices = {}
@@ -95,10 +97,12 @@ class Routing:
                 self.blocks += 1
 
     def prescribe(self, experts, tokens, device):
-        """Prescribe the choices of the next forward pass, whose tokens are `tokens` [Q] of a row.
+        """Prepare the next forward pass and its recomputation in the backward pass.
 
-        experts: int16 array [T, layers * k] of the row's tokens, with -1 where the router decides
-        itself; None: it decides all. tokens: -1 for padding, which has no experts.
+        The pass computes Q tokens. tokens [Q], int: the index in the row of each of them, or -1 for
+        padding, which has no experts. experts [T, layers * k], int16: what to choose for each of
+        the row's T tokens, -1 where the router decides; None: it decides for all tokens. Sets
+        `prescribed` [Q, layers, k], or None, and `is_token` [Q], or None without padding.
         """
         self.choices = {}
         self.prescribed = None
@@ -113,7 +117,7 @@ class Routing:
 
     @torch.compiler.disable
     def forward(self, layer, experts, forward, *args, **kwargs):
-        """The forward pass of one block."""
+        """The forward pass of one block. Raises RuntimeError if its router calls no torch.topk."""
         prescribed = None if self.prescribed is None else self.prescribed[:, layer]
         with Choice(experts, prescribed) as choice:
             result = forward(*args, **kwargs)
@@ -129,10 +133,10 @@ class Routing:
     def sums(self):
         """{metric: (sum, number)} of the last forward pass; {} for a model without experts.
 
-        expert_load   tokens of the expert with most tokens, divided by the mean of all experts;
-                      summed over tokens and layers
-        router_flips  only with --replay_routing: for how many tokens and layers the router would
-                      have chosen another set of experts
+        expert_load   the tokens of the busiest expert, divided by the mean over experts; a mean
+                      over layers, each weighted by its number of tokens
+        router_flips  only with --replay_routing: of all pairs of a token and a layer whose experts
+                      were prescribed, those where the router's own set of experts is another one
         """
         loads = []
         tokens = []

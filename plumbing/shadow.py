@@ -1,10 +1,11 @@
-"""The model of an engine a second time: it takes an update while the first one decodes.
+"""A second copy of the engine's model, which loads an update while the first copy decodes.
 
-vLLM itself makes the second model, loads each update into it and processes it as after a start from
-disk (packs matrices and experts, absorbs projections, ...). So whatever vLLM can load can be
-updated, and tensor parallelism, fused matrices and padding are vLLM's own business. The swap then
-copies what the first model computes with from the second one; addresses stay as they are, so that
-captured CUDA graphs stay valid.
+The first model, `live`, decodes. The second model, `shadow`, is only for updates. vLLM itself makes
+it, loads each update into it and processes it as it does after loading from disk (it packs
+matrices, packs experts, absorbs projections, ...). So whatever vLLM can load can be updated, and
+tensor parallelism, fused matrices and padding are vLLM's own business. The swap then copies every
+tensor that the first model computes with, and that an update changes, from the second model into
+the first. Addresses stay as they are, so that captured CUDA graphs stay valid.
 
 vLLM's own reload is not used: it puts empty tensors into the model that decodes, and in vLLM 0.32
 on CPU it was silently wrong for mixtures of experts and for tied heads.
@@ -23,7 +24,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from plumbing.transport import named_views
 
-# objects in a layer that hold tensors, or notes of what was done with them
+# names of a module's attributes whose objects hold tensors, or record how they were processed
 HELPERS = ("quant_method", "impl")
 
 
@@ -67,11 +68,12 @@ class Accesses(TorchDispatchMode):
                 self.read.add(name)
 
 
-class Layer:
-    """A module of the second model beside the same one of the first model.
+class ModulePair:
+    """One module of the second model (`shadow`) and the same module of the first one (`live`).
 
-    The constructor notes the second one as it was made. `reset` makes it so again, with the same
-    memory for its parameters.
+    It can be any module of the model, not only a decoder layer. The constructor records the state
+    of `shadow` before anything is loaded. `reset` restores that state: the same attributes, and the
+    same memory for the parameters.
     """
 
     def __init__(self, name, live, shadow):
@@ -82,8 +84,9 @@ class Layer:
         self.helpers = [x for x in self.helpers if not isinstance(x, torch.nn.Module)]
         self.made = [(x, self.copy_of(vars(x))) for x in (shadow, *self.helpers)]
         self.tensors = [(p, p.data, vars(p).copy()) for p in shadow.parameters(recurse=False)]
-        # {id: (tensor, storage)} of the tensors that vLLM loads weights into, or leaves as they
-        # are. What processes them may give a parameter other storage, and then it is another value.
+        # {id: (tensor, its storage)} of the tensors that `shadow` has before anything is loaded.
+        # Their storages are recorded now, because processing may give a parameter another one:
+        # whether it was loaded must be asked of the storage into which vLLM loaded.
         self.raw = {id(x): (x, storage_of(x)) for x in tensors_of(shadow).values()}
 
     @staticmethod
@@ -107,7 +110,8 @@ class Layer:
     def pairs(self, written):
         """[(name, tensor of the first model, the same of the second one)] that an update changes.
 
-        What has not been loaded, and has not been made from what was loaded, is left as it is.
+        A tensor is left out if updates neither write to it nor make it anew, and if its name
+        contains "cache" (the KV cache). Raises ValueError if a shape or dtype would change.
         """
         if self.raw and not self.is_loaded(written):
             return []
@@ -162,7 +166,8 @@ def tensors_of(thing):
 def second_model(vllm_config):
     """A model as vLLM makes it before it loads weights: (the model, its VllmConfig)."""
     config = copy.copy(vllm_config)
-    # Layers enter their names here, and vLLM decodes with those that it finds here.
+    # Layers register themselves in these two fields of the config, and vLLM decodes with the layers
+    # that it finds there. The second model must not register in the config of the first one.
     config.compilation_config = copy.copy(config.compilation_config)
     config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []
@@ -185,10 +190,12 @@ class Shadow:
         self.process = process
         self.layout = layout
         modules = zip(live.named_modules(), shadow.named_modules(), strict=True)
-        self.layers = [Layer(name, a, b) for (name, a), (_, b) in modules]
+        self.layers = [ModulePair(name, a, b) for (name, a), (_, b) in modules]
         for layer in self.layers:
             before = tensors_of(layer.live)
-            # Buffers are not sent, and have the values that vLLM has loaded from disk.
+            # Copy what the first model has loaded from disk: updates contain parameters only, so
+            # buffers and other tensors would have no values. If only a part of the parameters is
+            # sent, make_shadow has already loaded everything from disk.
             for name, tensor in tensors_of(layer.shadow).items():
                 old = before.get(name)
                 is_same = (
@@ -198,7 +205,7 @@ class Shadow:
                     tensor.copy_(old)
         # known after the first update: the storages that updates are loaded into
         self.written = None
-        # what the next swap copies, see Layer.pairs and Layer.products
+        # what the next swap copies, see ModulePair.pairs and ModulePair.products
         self.pairs = []
         self.products = []
 
@@ -206,7 +213,9 @@ class Shadow:
     def stage(self, k, bucket):
         """Load bucket k into the second model, while the first one decodes.
 
-        Raises ValueError for a tensor that vLLM does not read, or any error of vLLM's loaders.
+        bucket: uint8 [bytes]; buckets come in order, from 0 on. Raises ValueError for a tensor that
+        vLLM does not read (this is checked in the first update), for one whose shape or dtype would
+        change, for a module that is loaded in vain, or any error of vLLM's loaders.
         """
         views = named_views(self.layout["buckets"][k], bucket)
         if k == 0:
@@ -252,7 +261,7 @@ class Shadow:
 
     @torch.no_grad()
     def swap(self):
-        """Copy the new weights into the model that decodes, between two decode steps."""
+        """Copy the new weights into the first model, which the caller has paused."""
         old = [pair[1].data for pair in self.pairs]
         new = [pair[2].data for pair in self.pairs]
         torch._foreach_copy_(old, new)
@@ -260,9 +269,10 @@ class Shadow:
             layer.live.cpu_linear = product
 
 
-def is_no_warning_about_dtypes(record):
-    """Not the warning that vLLM writes at each update for each vector. They travel in float32, and
-    rounding them to the dtype that the engine has for them is what is wanted.
+def is_wanted(record):
+    """Is this record of vLLM's log wanted? vLLM warns at each update of each vector.
+
+    Vectors are sent in float32, and it is intended that vLLM rounds them to the engine's dtype.
     """
     return "Attempted to load weight %s with dtype %s" not in str(record.msg)
 
@@ -270,11 +280,12 @@ def is_no_warning_about_dtypes(record):
 @torch.no_grad()
 def make_shadow(worker, layout):
     """The Shadow of a vLLM worker's model."""
-    logging.getLogger("vllm.model_executor.models.utils").addFilter(is_no_warning_about_dtypes)
+    logging.getLogger("vllm.model_executor.models.utils").addFilter(is_wanted)
     live = worker.model_runner.get_model()
     shadow, config = second_model(worker.vllm_config)
     if not layout["whole"]:
-        # Of a fused matrix a part may be sent alone. The others are as they are on disk.
+        # An update contains only some parameters. vLLM fuses several of them into one matrix, so
+        # the parts that are not sent must come from disk.
         with set_current_vllm_config(config):
             get_model_loader(config.load_config).load_weights(shadow, config.model_config)
     device = torch.device(config.load_config.device or config.device_config.device)

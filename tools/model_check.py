@@ -1,11 +1,12 @@
-"""Can this model be trained and served exactly? It is decided before a run starts, in seconds.
+"""Does the trainer compute this model as transformers does, and can vLLM serve it?
 
-`choose_rows` makes a small copy of a model: the same configuration, with random weights in float32,
-fewer layers (as many as have every kind of layer that the model has), a small vocabulary and narrow
-feed-forward layers. On this copy it computes log-probabilities and gradients in each way that
-plumbing/model.py has, and compares them with transformers' own forward pass over one sequence at a
-time. The first way that gives the same result is taken. `check_supported` refuses what is known to
-be impossible from the model's configuration alone.
+Both are checked before a run starts. `check_supported` refuses a model that is known not to work,
+by its configuration, by vLLM's list of architectures, and by importing vLLM's code for it.
+`choose_rows` then measures the trainer alone, on a small copy of the model: the same configuration,
+with random weights in float32, fewer layers (as many as have every kind of layer that the model
+has), a small vocabulary and narrow feed-forward layers. It computes log-probabilities and gradients
+in each way that plumbing/model.py has, and compares them with transformers' own forward pass over
+one sequence at a time. The first way that gives the same result is taken.
 
 Deliberately absent: a list of families that work.
 """
@@ -41,7 +42,7 @@ EXPERTS = 16
 IMPORT_SECONDS = 120
 # a copy that is larger than this would take too long
 MOST_PARAMETERS = 500e6
-# a hidden size of 256 to 511
+# A copy's hidden size has this many bits: it is 256 to 511.
 WIDTH_BITS = 9
 # names of settings, in the configurations of transformers, that are divided or bounded
 WIDTHS = (
@@ -53,9 +54,11 @@ EXPERT_COUNTS = "num_(local_|routed_)?experts|n_routed_experts|moe_num_experts"
 # than any convolution, and two begin alike.
 LENGTHS = (33, 40, 3, 24)
 ALIKE = 9
-# The mean difference of logprobs, in nats, and that of gradients, relative to their norm, that is
-# never too much. Where rounding explains more, ROUNDING times as much is allowed, up to nats that
-# are always too much: what leaks from one sequence into another has been 0.004 or more.
+# When is a way of computing rows exact? Its logprobs may differ from those of transformers by
+# LOGPROB_LIMIT nats on average, and its gradients by GRADIENT_LIMIT of their norm. For a model that
+# is sensitive to rounding, ROUNDING times the effect of rounding (rounding_error) is allowed
+# instead, but never more than MOST_NATS for the logprobs: where one sequence saw another one, they
+# differed by 0.004 nats or more.
 LOGPROB_LIMIT = 1e-4
 GRADIENT_LIMIT = 1e-3
 ROUNDING = 10
@@ -79,8 +82,10 @@ class Architecture(NamedTuple):
 
 
 def vllm_architectures():
-    """{name: Architecture} of those that vLLM knows by name, read from its source in a moment; to
-    import it would take several seconds. None if engines of another kind are in vLLM's place.
+    """{name: Architecture} of all architectures in vLLM's registry; None if there is no registry.
+
+    The source of the registry is parsed, because importing it takes several seconds. The fake vLLM
+    of the tests has no registry.
     """
     folder = importlib.util.find_spec("vllm").submodule_search_locations[0]
     registry = Path(folder, "model_executor", "models", "registry.py")
@@ -109,10 +114,10 @@ def vllm_architectures():
 
 
 def serves_from_transformers(architecture, text):
-    """Does vLLM run transformers' own code of this architecture, which it does not know by name?
+    """Does vLLM run transformers' own code for an architecture that is not in its registry?
 
-    It does if that code takes any implementation of attention, and all layers have attention. text:
-    the configuration of the text model.
+    It does if that code works with any attention implementation, and if no layer has linear
+    attention or anything else in place of attention. text: the text model's configuration.
     """
     model = getattr(transformers, architecture, None)
     if model is None:
@@ -124,7 +129,7 @@ def serves_from_transformers(architecture, text):
 
 
 def import_problem(module):
-    """The last line of what a new Python process says that cannot import a module; "" if it can."""
+    """Why a new Python process cannot import this module: its last line on stderr; "" if it can."""
     command = [sys.executable, "-c", f"import {module}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS)
@@ -216,7 +221,7 @@ def check_replay(name, shape):
     with torch.no_grad():
         own_logprobs(model, sequences_to_compare(model.config.vocab_size)[:1])
     uses_topk = all(choice.own is not None for choice in routing.choices.values())
-    # These routers weigh experts by scores that are 0 outside of the groups that they have chosen.
+    # With this method scores are 0 outside of the chosen groups: a prescribed expert could weigh 0.
     is_masked = getattr(shape, "topk_method", "") == "group_limited_greedy"
     is_layer_by_layer = routing.layers == model.config.num_hidden_layers
     require(
@@ -227,7 +232,7 @@ def check_replay(name, shape):
 
 
 def has_experts(shape):
-    """Has a model with this configuration of a text model experts that a router chooses?"""
+    """Does the text model of this configuration have experts?"""
     return any(map(expert_blocks, layers_of(decoder_of(make_model(shape, "meta")))))
 
 
@@ -235,7 +240,7 @@ def has_experts(shape):
 
 
 def smaller_number(name, value, divisor):
-    """What a smaller copy has for a setting; all that are no integers stay as they are."""
+    """The value of a setting in a smaller copy; values that are not integers stay as they are."""
     if type(value) is not int:
         return value
     if name.endswith("token_id"):
@@ -306,7 +311,10 @@ def kinds_of_layers(model):
 
 
 def small_copy(shape):
-    """A small random model of the same kind as one with this configuration of a text model."""
+    """A small random model with the same kinds of layers as the text model of this configuration.
+
+    Raises ConfigError if no copy can be made.
+    """
     depth = shape.num_hidden_layers
     kinds = kinds_of_layers(make_model(shape, "meta"))
     layers = depth
@@ -314,8 +322,9 @@ def small_copy(shape):
         # the fewest layers, counted from the first, among which is every kind
         layers = max(kinds.index(kind) for kind in set(kinds)) + 1
         layers = min(max(layers, 2), depth)
-    # In some configurations layers count from the last one, or widths depend on each other: the
-    # first of these copies that has the same kinds of layers, and that computes, is taken.
+    # Try smaller copies first. A copy may fail, because in some configurations layers are numbered
+    # from the last one, or some widths depend on others. Take the first copy that has the same
+    # kinds of layers and computes.
     halvings = max(shape.hidden_size.bit_length() - WIDTH_BITS, 0)
     divisors = [2**n for n in range(halvings, -1, -1)]
     failure = "it would be too large"
