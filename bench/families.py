@@ -309,7 +309,10 @@ def is_routers_bias(name):
 
 
 def sample(config, run_dir):
-    """(token ids, logprobs) that the engine samples after PROMPT."""
+    """(token ids, logprobs in nats [NEW_TOKENS]) that the engine samples after PROMPT.
+
+    Raises RuntimeError with the engine's answer if it is an error.
+    """
     sampling = dict(max_tokens=NEW_TOKENS, temperature=1.0, ignore_eos=True)
     answer = requests.post(
         f"{url_of(config)}/inference/v1/generate",
@@ -366,7 +369,9 @@ def perturb(model):
 
 
 def measure_engine(config, run_dir, ranks, policy, result):
-    """Add to `result` what is measured with an engine that runs."""
+    """Add to `result` what is measured with an engine that runs: engine, trainer, update (nats),
+    proof (a text; after one that is not "passed" nothing more is measured), pause (seconds).
+    """
     own = model_class(AutoConfig.from_pretrained(config.model)).from_pretrained(
         config.model, dtype=torch.float32, attn_implementation="eager"
     )

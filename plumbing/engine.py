@@ -368,7 +368,10 @@ class Receiver:
                 raise problem
 
     def problem(self, moved):
-        """What is wrong with the weights that were received as a proof; "" if nothing is."""
+        """What is wrong with the weights that were received as a proof; "" if nothing is.
+
+        moved: True if all tensors must differ from those in use, False if all must be equal.
+        """
         is_equal = self.shadow.equal()
         wrong = [name for name, equal in is_equal.items() if equal == moved]
         if not wrong:

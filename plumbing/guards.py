@@ -55,10 +55,13 @@ class Guards:
 
     @torch.no_grad()
     def measure(self, policy, batch, sender, version):
-        """{mismatch, tokens} of this version, which was just pushed, and merge_survival.
+        """{mismatch, tokens} of this version, which was just pushed: nats per token, and the number
+        of tokens that were compared; with adapters also merge_survival.
 
-        batch: a micro-batch whose first sequences are compared. Returns {} on other ranks than 0,
-        and if no engine answers. Collective. Raises RuntimeError above the limit, and Stopped.
+        batch: a micro-batch whose first sequences are compared (its lengths [S], tokens [T] and
+        segment [T]). Returns {} on other ranks than 0, and if an engine does not answer or has
+        another version. Collective. Raises Stopped and, on rank 0, RuntimeError above the limit or
+        if it could not be measured IN_A_ROW times in a row.
         """
         lengths = batch["lengths"][:SEQUENCES]
         tokens = batch["tokens"][: lengths.sum()]
@@ -105,7 +108,8 @@ class Guards:
         """Logprobs [T - 1] of a sequence of T tokens, as the prompt of an engine; engines take
         turns.
 
-        Raises RuntimeError if the engine has another version, and what requests raises.
+        ids: a list. The result is float64. Raises RuntimeError if the engine has another version,
+        KeyError if its answer has no logprobs, and what requests raises.
         """
         urls = read_json(self.run_dir / "queues" / "version.json")["engines"]
         self.measured += 1

@@ -36,8 +36,8 @@ def storage_of(tensor):
 class Accesses(TorchDispatchMode):
     """Notes which memory is written, and which sent tensors are read, while vLLM loads weights.
 
-    views: [(name, tensor)] as they are given to vLLM. read: the names of those that were read.
-    written: the storages that were written to.
+    views: [(name, tensor)] as they are given to vLLM. read: the set of names of those that were
+    read. written: the set of identities (`storage_of`) of the storages that were written to.
     """
 
     def __init__(self, views):
@@ -138,16 +138,16 @@ class ModulePair:
         return [(getattr(self.live, name), getattr(self.shadow, name)) for name in names]
 
     def products(self, written):
-        """[(this layer, function of the first model, function of the second one)] with which vLLM's
-        CPU build multiplies by a packed matrix; [] if there is none.
+        """[(this pair, function of the first model, function of the second one)] with which vLLM's
+        CPU build multiplies by a packed matrix, functions of (x, weight, bias); [] if there is none.
         """
         old, new = (vars(x).get("cpu_linear") for x in (self.live, self.shadow))
         is_packed = new not in (None, torch.nn.functional.linear)
         return [(self, old, new)] if is_packed and self.is_loaded(written) else []
 
     def probe(self):
-        """An input [4, width] for this layer's matrix, for which different matrices give different
-        products.
+        """An input [4, matrix.shape[1]] in the matrix's dtype, for which different matrices give
+        different products.
         """
         matrix = next(x for x, _ in self.raw.values() if x.dim() == 2)
         generator = torch.Generator().manual_seed(0)
@@ -250,7 +250,10 @@ class Shadow:
 
     @torch.no_grad()
     def equal(self):
-        """{name: is it equal in both models?} of what the next swap copies."""
+        """{name: is it equal in both models?} of what the next swap copies.
+
+        Empty tensors are left out. Packed matrices are compared by a product with `probe`.
+        """
         result = {name: torch.equal(old, new) for name, old, new in self.pairs if old.numel()}
         for layer, old, new in self.products:
             x = layer.probe()
@@ -279,7 +282,10 @@ def is_wanted(record):
 
 @torch.no_grad()
 def make_shadow(worker, layout):
-    """The Shadow of a vLLM worker's model."""
+    """The Shadow of a vLLM worker's model, which takes the model's memory once more.
+
+    Raises whatever vLLM raises when it makes a model, or loads one.
+    """
     logging.getLogger("vllm.model_executor.models.utils").addFilter(is_wanted)
     live = worker.model_runner.get_model()
     shadow, config = second_model(worker.vllm_config)

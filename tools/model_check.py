@@ -362,7 +362,9 @@ def sequences_to_compare(vocabulary):
 
 
 def own_logprobs(model, sequences):
-    """Logprobs of all tokens but the first of each sequence, by transformers alone."""
+    """Logprobs of all tokens but the first of each sequence, by transformers alone: [T - N] float32
+    for N sequences of T tokens in all.
+    """
     parts = []
     for tokens in sequences:
         tokens = torch.from_numpy(tokens).to(model.device)
@@ -380,7 +382,9 @@ def row_logprobs(model, sequences, rows):
 
 
 def with_gradients(model, logprobs):
-    """(logprobs, {name: gradient} of a weighted sum of them)."""
+    """(logprobs, {name: gradient} of a sum of them with fixed random weights). Gradients that the
+    model had before are lost.
+    """
     model.zero_grad()
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(len(logprobs), generator=generator).to(logprobs.device)
