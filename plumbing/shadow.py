@@ -139,7 +139,7 @@ class ModulePair:
 
     def products(self, written):
         """[(this pair, function of the first model, function of the second one)] with which vLLM's
-        CPU build multiplies by a packed matrix, functions of (x, weight, bias); [] if there is none.
+        CPU build multiplies by a packed matrix: functions of (x, weight, bias). [] without one.
         """
         old, new = (vars(x).get("cpu_linear") for x in (self.live, self.shadow))
         is_packed = new not in (None, torch.nn.functional.linear)
