@@ -164,11 +164,12 @@ class Policy(torch.nn.Module):
         self.config = config
         self.chunk_logprobs = head_logprobs
         self.rows = "packed" if config.rows == "auto" else config.rows
-        # Compiled layers are not watched, unless the experts' choice is to be prescribed.
-        is_watched = config.replay_routing or not config.compile
+        # The routers of experts; None for a model without experts. Compiled layers are not watched,
+        # unless the experts' choice is to be prescribed.
         self.routing = None
-        if is_watched:
-            self.routing = Routing(decoder_of(model), config.replay_routing)
+        if config.replay_routing or not config.compile:
+            routing = Routing(decoder_of(model), config.replay_routing)
+            self.routing = routing if routing.blocks else None
         # The Policy of a frozen model by its role, "reference" or "teacher". They lie in a dict,
         # where torch does not look for parameters.
         self.frozen = {}

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.common import keep, machine, median_and_range, parser, result_file, table
 from plumbing.model import decoder_of
 from plumbing.routing import Routing
+from tools.model_check import own_logprobs
 from train import token_logprobs
 
 SEQUENCES = 4
@@ -70,10 +71,7 @@ def measure(layers, tokens, seed):
     sampled = []
     experts = []
     for ids in sequences:
-        engines_routing.choices = {}
-        logits = engine(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0, :-1]
-        logp = logits.float().log_softmax(-1)
-        sampled.append(logp.gather(1, torch.from_numpy(ids)[1:, None])[:, 0])
+        sampled.append(own_logprobs(engine, [ids]))
         experts.append(torch.cat([x.own for x in engines_routing.choices.values()], 1))
     sampled = torch.cat(sampled)
     experts = torch.cat(experts).numpy().astype(np.int16)

@@ -323,6 +323,7 @@ class EngineClient:
             params["routed_experts_prompt_start"] = (
                 len(prompt) if experts_from is None else experts_from
             )
+        context = None if experts_from is None else len(prompt) - experts_from
         body = dict(token_ids=prompt, sampling_params=params, cache_salt=salt)
         key = msgspec.json.encode(prompt)
         tries = 0
@@ -330,7 +331,6 @@ class EngineClient:
             try:
                 async with self._engine_for(key, self.config.concurrency, engine) as url:
                     content = await self._post(url, "/inference/v1/generate", body)
-                    context = None if experts_from is None else len(prompt) - experts_from
                     answer = read_answer(content, max_tokens, self.stop, self.vocabulary, context)
                 self.tokens += len(answer["tokens"])
                 self.losses.pop(key, None)

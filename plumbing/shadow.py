@@ -82,7 +82,7 @@ class ModulePair:
         self.shadow = shadow
         self.helpers = [x for x in map(vars(shadow).get, HELPERS) if hasattr(x, "__dict__")]
         self.helpers = [x for x in self.helpers if not isinstance(x, torch.nn.Module)]
-        self.made = [(x, self.copy_of(vars(x))) for x in (shadow, *self.helpers)]
+        self.initial = [(x, self.copy_of(vars(x))) for x in (shadow, *self.helpers)]
         self.tensors = [(p, p.data, vars(p).copy()) for p in shadow.parameters(recurse=False)]
         # {id: (tensor, its storage)} of the tensors that `shadow` has before anything is loaded.
         # Their storages are recorded now, because processing may give a parameter another one:
@@ -95,7 +95,7 @@ class ModulePair:
         return {k: copy.copy(v) if type(v) is dict else v for k, v in attributes.items()}
 
     def reset(self):
-        for thing, attributes in self.made:
+        for thing, attributes in self.initial:
             vars(thing).clear()
             vars(thing).update(self.copy_of(attributes))
         for parameter, data, attributes in self.tensors:
@@ -104,7 +104,7 @@ class ModulePair:
             vars(parameter).update(attributes)
 
     def is_loaded(self, written):
-        """Has loading written to this layer? written: the storages that it has written to."""
+        """Has loading written to this module? written: the storages that it has written to."""
         return any(storage in written for _, storage in self.raw.values())
 
     def pairs(self, written):
@@ -133,13 +133,13 @@ class ModulePair:
         return pairs
 
     def live_helpers(self):
-        """Pairs of objects that hold tensors for a layer, in both models."""
+        """Pairs of objects that hold tensors for the module, in both models."""
         names = [name for name in HELPERS if vars(self.shadow).get(name) in self.helpers]
         return [(getattr(self.live, name), getattr(self.shadow, name)) for name in names]
 
     def products(self, written):
-        """[(this pair, function of the first model, function of the second one)] with which vLLM's
-        CPU build multiplies by a packed matrix: functions of (x, weight, bias). [] without one.
+        """[(this ModulePair, function of the first model, function of the second one)], functions
+        of (x, weight, bias) with which vLLM's CPU build multiplies by a packed matrix. [] without.
         """
         old, new = (vars(x).get("cpu_linear") for x in (self.live, self.shadow))
         is_packed = new not in (None, torch.nn.functional.linear)
@@ -189,14 +189,14 @@ class Shadow:
         self.shadow = shadow
         self.process = process
         self.layout = layout
-        modules = zip(live.named_modules(), shadow.named_modules(), strict=True)
-        self.layers = [ModulePair(name, a, b) for (name, a), (_, b) in modules]
-        for layer in self.layers:
-            before = tensors_of(layer.live)
+        twins = zip(live.named_modules(), shadow.named_modules(), strict=True)
+        self.modules = [ModulePair(name, a, b) for (name, a), (_, b) in twins]
+        for module in self.modules:
+            before = tensors_of(module.live)
             # Copy what the first model has loaded from disk: updates contain parameters only, so
             # buffers and other tensors would have no values. If only a part of the parameters is
             # sent, make_shadow has already loaded everything from disk.
-            for name, tensor in tensors_of(layer.shadow).items():
+            for name, tensor in tensors_of(module.shadow).items():
                 old = before.get(name)
                 is_same = (
                     old is not None and old.shape == tensor.shape and old.dtype == tensor.dtype
@@ -221,8 +221,8 @@ class Shadow:
         if k == 0:
             self.pairs = []
             self.products = []
-            for layer in self.layers:
-                layer.reset()
+            for module in self.modules:
+                module.reset()
             self.written_so_far = set()
         if self.written is not None:
             self.shadow.load_weights(iter(views))
@@ -237,12 +237,12 @@ class Shadow:
             if self.written is None:
                 self.written = self.written_so_far
             self.process(self.shadow)
-            for layer in self.layers:
-                pairs = layer.pairs(self.written)
-                products = layer.products(self.written)
-                if layer.is_loaded(self.written) and not pairs + products:
+            for module in self.modules:
+                pairs = module.pairs(self.written)
+                products = module.products(self.written)
+                if module.is_loaded(self.written) and not pairs + products:
                     raise ValueError(
-                        f"{layer.name} is loaded, and nothing that the engine computes with is "
+                        f"{module.name} is loaded, and nothing that the engine computes with is "
                         "made of it"
                     )
                 self.pairs += pairs
@@ -255,11 +255,11 @@ class Shadow:
         Empty tensors are left out. Packed matrices are compared by a product with `probe`.
         """
         result = {name: torch.equal(old, new) for name, old, new in self.pairs if old.numel()}
-        for layer, old, new in self.products:
-            x = layer.probe()
-            product = old(x, layer.live.weight, getattr(layer.live, "bias", None))
-            other = new(x, layer.shadow.weight, getattr(layer.shadow, "bias", None))
-            result[f"{layer.name}.weight"] = torch.equal(product, other)
+        for module, old, new in self.products:
+            x = module.probe()
+            product = old(x, module.live.weight, getattr(module.live, "bias", None))
+            other = new(x, module.shadow.weight, getattr(module.shadow, "bias", None))
+            result[f"{module.name}.weight"] = torch.equal(product, other)
         return result
 
     @torch.no_grad()
@@ -268,8 +268,8 @@ class Shadow:
         old = [pair[1].data for pair in self.pairs]
         new = [pair[2].data for pair in self.pairs]
         torch._foreach_copy_(old, new)
-        for layer, _, product in self.products:
-            layer.live.cpu_linear = product
+        for module, _, product in self.products:
+            module.live.cpu_linear = product
 
 
 def is_wanted(record):

@@ -10,13 +10,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from test_model import CPU, TINY, tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
 
 import config as cfg
 import train
+from bench import families
 from conftest import PORT, resolved
 from fake_engine import fake_vllm
 from plumbing import engine
@@ -24,42 +24,21 @@ from plumbing.client import read_answer
 from plumbing.model import decoder_of
 from plumbing.routing import Routing
 from plumbing.samples import Transcript, filler, join, split
-from tasks import toy
 from test_run import run
 from tools import model_check
-from tools.base_model import make_tokenizer
 
-EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
-LOCAL = dict(num_local_experts=4, num_experts_per_tok=2)
 # the latent attention of DeepSeek, whose routers choose 2 of 4 groups of experts first
-GROUPS = dict(
-    n_routed_experts=8,
-    num_experts_per_tok=3,
-    n_group=4,
-    topk_group=2,
-    moe_intermediate_size=32,
-    first_k_dense_replace=0,
-    q_lora_rank=32,
-    kv_lora_rank=32,
-    qk_rope_head_dim=16,
-    qk_nope_head_dim=16,
-    v_head_dim=16,
-    head_dim=16,
-    num_key_value_heads=4,
-)
-MAMBA = dict(mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16)
-FAMILIES = {
-    "qwen3_moe": EXPERTS,
-    "mixtral": dict(num_local_experts=4),
-    "gpt_oss": LOCAL,
-    "deepseek_v3": GROUPS,
-    "granitemoehybrid": dict(LOCAL, layer_types=["mamba", "attention"], **MAMBA),
-}
+GROUPS = families.TINY | families.FAMILIES["deepseek_v3"]
+GROUPS |= dict(n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2)
+GROUPS |= dict(first_k_dense_replace=0)
+FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "granitemoehybrid")
 
 
 def random_model(family):
     torch.manual_seed(0)
-    shape = AutoConfig.for_model(family, **(TINY | FAMILIES[family]))
+    shape = families.shape_of(family)
+    if family == "deepseek_v3":
+        shape = AutoConfig.for_model(family, **GROUPS)
     return AutoModelForCausalLM.from_config(shape, dtype=torch.float32).eval()
 
 
@@ -73,7 +52,7 @@ def test_routers_take_the_prescribed_experts(family):
     routing = Routing(decoder_of(model), replays=True)
     assert torch.equal(model(input_ids=ids, use_cache=False).logits, expected)
     own = torch.stack([choice.own for choice in routing.choices.values()], 1)
-    experts = FAMILIES[family].get("n_routed_experts", 4)
+    experts = 8 if family == "deepseek_v3" else 4
     load = np.mean([x.flatten().bincount(minlength=experts).max() for x in own.unbind(1)])
     total, n = routing.sums()["expert_load"]
     assert float(total / n) == pytest.approx(load / (own.numel() / 2 / experts))
@@ -95,8 +74,7 @@ def test_routers_take_the_prescribed_experts(family):
 
 
 def test_a_router_without_topk_is_refused_by_name():
-    shape = AutoConfig.for_model("phimoe", **TINY, num_local_experts=4)
-    model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32).eval()
+    model = random_model("phimoe")
     routing = Routing(decoder_of(model), replays=True)
     ids = torch.randint(2, 100, (1, 5))
     model(input_ids=ids, use_cache=False)
@@ -112,9 +90,9 @@ def test_experts_belong_to_the_tokens_of_a_row(family, rows, tmp_path):
 
     Two begin alike, and share what is computed; layers are computed again in the backward pass.
     """
-    tiny(family, tmp_path, **FAMILIES[family])
+    families.make_model(family, tmp_path, torch.float32)
     knobs = dict(model=str(tmp_path), dtype="float32", rows=rows, replay_routing=True)
-    policy = train.build(cfg.Config(**knobs, checkpointed_layers=2), CPU, 1)[0]
+    policy = train.build(cfg.Config(**knobs, checkpointed_layers=2), torch.device("cpu"), 1)[0]
     rng = np.random.default_rng(0)
     sequences = [rng.integers(2, 100, n) for n in (3, 9, 12)]
     sequences[2][:5] = sequences[1][:5]
@@ -211,8 +189,8 @@ def test_experts_of_an_answer_are_read_and_checked():
 def test_models_whose_routers_cannot_be_told_are_refused():
     model_check.check_replay("m", random_model("qwen3_moe").config)
     shapes = [
-        AutoConfig.for_model("phimoe", **TINY, num_local_experts=4),
-        AutoConfig.for_model("deepseek_v2", **(TINY | GROUPS), topk_method="group_limited_greedy"),
+        families.shape_of("phimoe"),
+        AutoConfig.for_model("deepseek_v2", **GROUPS | dict(topk_method="group_limited_greedy")),
     ]
     for shape in shapes:
         with pytest.raises(cfg.ConfigError, match="cannot take the experts that an engine chose"):
@@ -230,7 +208,7 @@ def test_models_whose_routers_cannot_be_told_are_refused():
     ],
 )
 def test_what_experts_make_impossible_is_refused(knobs, family, message, tmp_path):
-    tiny(family, tmp_path, **FAMILIES.get(family, {}))
+    families.make_model(family, tmp_path, torch.float32)
     shape = AutoConfig.from_pretrained(tmp_path)
     with pytest.raises(cfg.ConfigError, match=message):
         model_check.check_supported(shape, cfg.Config(model="m", dtype="float32", **knobs))
@@ -244,8 +222,8 @@ def test_replay_needs_prefix_caching():
 @pytest.mark.slow
 def test_a_run_replays_what_its_engine_chose(tmp_path):
     """The engine is FAKE. It computes in float32, the trainer in bfloat16: some routers differ."""
-    folder = tiny("qwen3_moe", tmp_path / "model", **EXPERTS, vocab_size=128)
-    make_tokenizer([toy]).save_pretrained(folder)
+    folder = tmp_path / "model"
+    families.make_model("qwen3_moe", folder, torch.float32)
     knobs = f"--model {folder} --dtype bfloat16 --replay_routing True --prefix_caching on --steps 3"
     knobs += " --batch_size 32 --attempts 8 --eval_problems 8"
     path = str(fake_vllm(tmp_path / "fake"))

@@ -76,11 +76,16 @@ def model_config(name):
 
 
 @functools.cache
+def empty_model(name):
+    """Return a model without the contents of its parameters."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(model_config(name))
+
+
+@functools.cache
 def shapes(name):
     """Return {name of a parameter: its shape} of a model."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config(name))
-    return {key: p.shape for key, p in model.named_parameters()}
+    return {key: p.shape for key, p in empty_model(name).named_parameters()}
 
 
 def parameters(name, part=""):
@@ -90,16 +95,13 @@ def parameters(name, part=""):
 
 @functools.cache
 def experts(name):
-    """Return (number of experts that a token goes to, mean over all layers; {shape of the tensors
-    that hold all experts of a layer}); (0, set()) for a model without experts.
+    """Return (number of experts that a token goes to, mean over all layers; the set of the numbers
+    of experts that a layer has); (0, set()) for a model without experts.
     """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config(name))
-    layers = layers_of(decoder_of(model))
-    blocks = [block for layer in layers for block, _ in expert_blocks(layer)]
-    shapes = {p.shape for block in blocks for p in block.parameters() if p.dim() == 3}
-    chosen = experts_per_token(model_config(name)) if blocks else 0
-    return chosen * len(blocks) / max(len(layers), 1), shapes
+    layers = layers_of(decoder_of(empty_model(name)))
+    counts = [count for layer in layers for _, count in expert_blocks(layer)]
+    chosen = experts_per_token(model_config(name)) if counts else 0
+    return chosen * len(counts) / max(len(layers), 1), set(counts)
 
 
 def experts_per_token(model):
@@ -117,7 +119,7 @@ def mlp_width(name):
     own intermediate_size.
     """
     model = model_config(name)
-    counts = {shape[0] for shape in experts(name)[1]}
+    _, counts = experts(name)
     weights = 0
     for key, shape in shapes(name).items():
         if len(shape) == 3 and shape[0] in counts:

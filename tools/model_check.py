@@ -123,9 +123,9 @@ def serves_from_transformers(architecture, text):
     if model is None:
         return False
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    has_attention = all(kind.endswith("attention") for kind in kinds - {"linear_attention"})
+    has_attention = all(x.endswith("attention") and x != "linear_attention" for x in kinds)
     takes_any = model.is_backend_compatible() or model._can_set_attn_implementation()
-    return takes_any and has_attention and "linear_attention" not in kinds
+    return takes_any and has_attention
 
 
 def import_problem(module):
