@@ -31,7 +31,7 @@ from plumbing.ledger import InFlight
 from plumbing.patience import Patience, longest_wait
 from plumbing.problems import Prompter, load_problems
 from plumbing.queues import Queue, publish_json, read_json
-from plumbing.samples import join
+from plumbing.samples import credit, join
 from plumbing.sandbox import Sandbox
 
 
@@ -164,8 +164,9 @@ class Actor:
     async def attempt(self, task, problem, temperature, engine=None, seed=None):
         """Make one attempt at a problem and score it.
 
-        Returns a sample (plumbing/samples.py) that also has `success` and `completion`, or None if
-        the attempt failed. engine: URL of the engine that is asked first. seed: see Attempt.
+        Returns a sample (plumbing/samples.py) that also has `success`, `completion` and `logged`,
+        or None if the attempt failed. engine: URL of the engine that is asked first. seed: see
+        Attempt.
         """
         module = self.sandbox.tasks[task]
         attempt = Attempt(self.services, task, temperature, self.version, engine, seed)
@@ -183,14 +184,22 @@ class Actor:
             return None
         self.failures_in_a_row = 0
         verdict = self.sandbox.verdict(task, reply, attempt.finished)
-        return attempt.fields() | dict(
+        reward = verdict["reward"]
+        penalty = overlong_penalty(attempt.sampled, self.config)
+        fields = attempt.fields()
+        try:
+            fields |= credit(fields["turns"], reward, penalty)
+        except ValueError as e:
+            raise RuntimeError(f"actor: tasks/{task}.py: {e}") from None
+        return fields | dict(
             task=self.tasks.index(task),
             temperature=temperature,
-            reward=verdict["reward"] + overlong_penalty(attempt.sampled, self.config),
+            reward=np.sum(reward) + penalty,
             outcome=cfg.OUTCOMES.index(verdict["outcome"]),
             finished=attempt.finished,
             success=verdict["success"],
             completion=attempt.turns if hasattr(module, "episode") else attempt.turns[0],
+            logged=attempt.logged,
         )
 
     async def group(self, draw, task, i, problem, sampler):
@@ -212,6 +221,7 @@ class Actor:
         if failed:
             print(f"actor: draw {draw}: {failed} of {c.attempts} attempts failed", flush=True)
         record = join(samples) | dict(run_id=c.run_id, draw=draw, failed=failed)
+        record["logged"] = [sample["logged"] for sample in samples]
         await asyncio.to_thread(self.rollouts.put, record)
         if samples:
             rewards = [sample["reward"] for sample in samples]

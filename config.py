@@ -109,8 +109,10 @@ class Config:
     on_full: Literal["block", "drop_oldest"] = "block"
     # tokens that are older than max_lag when they are trained. keep: train them (the paper); mask:
     # leave them out of the loss; wait: train groups in the order of their starts, so that there are
-    # fewer such tokens
-    late: Literal["keep", "mask", "wait"] = "keep"
+    # fewer such tokens; hold: as wait, and a step begins only when every group that may be started
+    # is complete, so that all of its tokens are exactly max_lag versions old, fewer in the first
+    # steps (for studies of staleness: engines and trainer take turns)
+    late: Literal["keep", "mask", "wait", "hold"] = "keep"
     # groups in which every advantage is 0: train them, or drop and count them
     no_signal: Literal["keep", "drop"] = "keep"
 
@@ -159,17 +161,18 @@ class Config:
 
     # ---- loss
 
-    # baseline that is subtracted from rewards within a group, see preprocess.advantages
-    advantage: Literal["loo", "mean", "mean_std", "none"] = "loo"
+    # how advantages follow from the rewards of a group, see preprocess.advantages
+    advantage: Literal["loo", "mean", "mean_std", "max_rl", "none"] = "loo"
     # policy-gradient loss, see train.policy_loss
-    loss: Literal["reinforce", "ppo", "cispo", "gspo", "icepop"] = "reinforce"
+    loss: Literal["reinforce", "ppo", "cispo", "gspo", "icepop", "dppo"] = "reinforce"
     # token: each token has its own importance weight; sequence: all tokens of a sequence have the
-    # same; "": the loss's own choice (config.LOSSES)
-    ratio: Literal["", "token", "sequence"] = ""
+    # geometric mean of their weights; product: all have the product of their weights, which is the
+    # weight of the whole sequence; "": the loss's own choice (config.LOSSES)
+    ratio: Literal["", "token", "sequence", "product"] = ""
     # lower bound of the importance weight; negative: the loss's own bound
     clip_low: float = -1.0
-    # upper bound of the importance weight (reinforce: c, ppo: 1 + epsilon); negative: the loss's
-    # own
+    # upper bound of the importance weight (reinforce: c, ppo: 1 + epsilon); dppo: the largest
+    # difference of the token's two probabilities; negative: the loss's own
     clip_high: float = -1.0
     # what the loss is divided by. samples: sum over tokens / samples (the paper); tokens: sum over
     # tokens / tokens; sequence: sum of the sequences' means / samples; "": samples, but sequence
@@ -181,6 +184,9 @@ class Config:
     teacher_coef: NotNegative = 1.0
     # weight of KL(policy || frozen base model) in the loss; above 0 the ranks hold that model, too
     kl_coef: NotNegative = 0.0
+    # weight of (log w)^2 of each token in the loss, w its importance weight: holds the policy near
+    # the one that sampled the data
+    kl_behavior_coef: NotNegative = 0.0
     # bonus on the entropy of each sampled token's distribution
     entropy_coef: NotNegative = 0.0
     # mean |trainer - engine logprob|, nats a token, above which the run ends; it is measured before
@@ -197,6 +203,9 @@ class Config:
     # constant after the warm-up; or linear: the rate is also multiplied by a factor that falls
     # from 1 at the first step to 0.1 at the last one
     lr_schedule: Literal["constant", "linear"] = "constant"
+    # multiply the rate of each step by the square root of the effective sample size of its samples
+    # (metric ess_sample): steps on data that is far off-policy are small
+    lr_by_ess: bool = False
     # decay rates of AdamW's two moments
     betas: Annotated[tuple[float, float], Bounds(0, 0.999999)] = (0.9, 0.95)
     # weight decay of AdamW, of matrices alone
@@ -297,13 +306,14 @@ class Config:
 
 
 # Of each loss: the level of its importance weights (--ratio), and their bounds clip_low and
-# clip_high. train.policy_loss says what it does with them.
+# clip_high (dppo: the bound of another quantity). train.policy_loss says what it does with them.
 LOSSES = {
     "reinforce": ("token", 0.0, 5.0),
     "ppo": ("token", 0.8, 1.2),
     "cispo": ("token", 0.0, 5.0),
     "gspo": ("sequence", 1 - 3e-4, 1 + 4e-4),
     "icepop": ("token", 0.5, 5.0),
+    "dppo": ("token", 0.0, 0.2),
 }
 # Options of vLLM that are refused: with them, tokens would be sampled from another distribution
 # than the one that is trained. The names are flags whose dashes are made underscores.
@@ -364,6 +374,16 @@ SMOL = TOY | dict(
     eval_attempts=4,
     eval_temperature=0.7,
     save_every=20,
+)
+# The same model on answers of uneven lengths, of 4 to 120 tokens.
+COUNTUP = SMOL | dict(
+    task="countup",
+    train_data="",
+    eval_data="",
+    max_new_tokens=140,
+    eval_every=8,
+    eval_problems=64,
+    eval_attempts=2,
 )
 # A number game of up to 13 turns of up to 5 tokens.
 GUESS = TOY | dict(
@@ -431,6 +451,8 @@ PRESETS = {
     "toy": TOY,
     # sums: SmolLM2-135M-Instruct, a real chat model out of a package on PyPI; minutes on two cores
     "smol": SMOL,
+    # counting up to a number, with answers of uneven lengths: SmolLM2; ten minutes on two cores
+    "countup": COUNTUP,
     # a number game of several turns: a tiny model that is made here
     "guess": GUESS,
     # agents that use a tool through an OpenAI endpoint: a tiny model that is made here
@@ -606,10 +628,27 @@ def check(c: Config) -> Config:
         "--clip_low must be below --clip_high": c.clip_low < c.clip_high,
         "--teacher needs --temperature 1": not c.teacher or c.temperature == 1,
         "--teacher needs --no_signal keep": not c.teacher or c.no_signal == "keep",
-        "--loss reinforce has no lower bound of importance weights: leave out --clip_low": (
-            c.loss != "reinforce" or c.clip_low == 0
+        "--loss reinforce and dppo have no lower bound of weights: leave out --clip_low": (
+            c.loss not in ("reinforce", "dppo") or c.clip_low == 0
         ),
-        "--late wait needs --on_full block": c.late != "wait" or c.on_full == "block",
+        "--ratio product needs a --loss that does not differentiate its weights (reinforce, "
+        "cispo, icepop): the terms of a sequence would add up to its length times the gradient": (
+            c.ratio != "product" or c.loss in ("reinforce", "cispo", "icepop")
+        ),
+        "--loss dppo compares the probabilities of tokens: it needs --ratio token": (
+            c.loss != "dppo" or c.ratio == "token"
+        ),
+        "--advantage max_rl divides by the mean reward, so no reward may be negative: it needs "
+        "--overlong_buffer 0 and numbers of at least 0 in --reward_finished and --reward_cut_off": (
+            c.advantage != "max_rl"
+            or (not c.overlong_buffer and min(c.reward_finished + c.reward_cut_off) >= 0)
+        ),
+        "--late wait and hold need --on_full block": (
+            c.late not in ("wait", "hold") or c.on_full == "block"
+        ),
+        "--late hold is the pipeline's: it needs --conventional_g 0": (
+            c.late != "hold" or not c.conventional_g
+        ),
         "--replay_routing needs --prefix_caching on": (
             not c.replay_routing or c.prefix_caching == "on"
         ),

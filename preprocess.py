@@ -27,7 +27,16 @@ from plumbing.checkpoints import last_state
 from plumbing.ledger import Ledger
 from plumbing.patience import Patience
 from plumbing.queues import Queue, publish_json, read_json
-from plumbing.samples import check_record, filler, join, layout, padded_size, share, split
+from plumbing.samples import (
+    ADDED_FIELDS,
+    check_record,
+    filler,
+    join,
+    layout,
+    padded_size,
+    share,
+    split,
+)
 
 # A row that is filled to this share of its capacity goes to the trainer at once. Others wait, as
 # more samples of the same step may fill them.
@@ -41,30 +50,55 @@ ATTENTION_COST = 1 / 30000
 
 
 def advantages(rewards, kind):
-    """The advantage of each sample of one group: rewards [G] -> [G].
+    """The advantages of one group: rewards [G] -> [G].
 
     loo       r_i - mean of the others (leave-one-out, RLOO)
     mean      r_i - mean
     mean_std  (r_i - mean) / (std + 1e-6) (GRPO)
+    max_rl    (r_i - mean) / mean, and 0 where the mean is 0: hard problems weigh more; rewards must
+              not be negative (MaxRL, arXiv 2602.02710)
     none      r_i
 
     A group of one has no baseline: its advantage is 0, except with `none`.
     Rewards [1, 0, 0, 0], loo -> [1, -1/3, -1/3, -1/3].
+
+    Where turns or tokens have rewards of their own, rewards [G, P] are the sums of the rewards from
+    each part on, NaN where an attempt has fewer parts. Each part is compared with the same part of
+    the attempts that have it.
     """
     r = np.asarray(rewards, dtype=np.float64)
     if kind == "none":
         return r
-    if len(r) < 2:
-        return np.zeros_like(r)
-    centred = r - r.mean()
+    # the number of attempts that have the part
+    n = (~np.isnan(r)).sum(0)
+    mean = np.nansum(r, 0) / n
+    centred = r - mean
     if kind == "loo":
-        # r_i - mean of the others = G/(G-1) (r_i - mean)
-        return centred * len(r) / (len(r) - 1)
+        # r_i - mean of the others = n / (n - 1) (r_i - mean)
+        return centred * n / np.maximum(n - 1, 1)
     if kind == "mean":
         return centred
     if kind == "mean_std":
-        return centred / (r.std() + 1e-6)
+        return centred / (np.sqrt(np.nansum(centred**2, 0) / n) + 1e-6)
+    if kind == "max_rl":
+        if np.nanmin(r) < 0:
+            raise ValueError(
+                f"--advantage max_rl divides by the mean reward: a reward of {np.nanmin(r):g} is "
+                "negative; choose another --advantage, or rewards of at least 0"
+            )
+        return centred / np.where(mean > 0, mean, 1.0)
     raise ValueError(f"unknown advantage '{kind}'")
+
+
+def add_advantages(samples, kind):
+    """Add the field `advantage` to the samples of one group, at least one."""
+    parts = 1 + max(int(sample["part"].max()) for sample in samples)
+    rewards = np.full((len(samples), parts), np.nan)
+    for row, sample in zip(rewards, samples):
+        sampled = sample["part"] >= 0
+        row[sample["part"][sampled]] = sample["reward_to_go"][sampled]
+    for row, sample in zip(advantages(rewards, kind), samples):
+        sample["advantage"] = np.where(sample["part"] >= 0, row[sample["part"]], 0.0)
 
 
 def pack(lengths, capacity, counts=None):
@@ -172,8 +206,10 @@ class Packer:
         self.pending = []
         # the number of rounds of the current step that were put
         self.rounds = 0
-        # the current step: {task: Counter of samples, reward, tokens and outcomes}
+        # the current step: {task: Counter of samples, reward, tokens and outcomes}, and
+        # {task: {name: the values that its episodes logged}}
         self.by_task = {}
+        self.logged = {}
 
     def add(self, group):
         """Add a group to the current step; put the rows that are full, or all if it is complete."""
@@ -186,8 +222,8 @@ class Packer:
         self.groups += 1
         self.ledger.trained[group["draw"]] = len(samples)
         self.ledger.done(group["draw"])
-        for sample in samples:
-            self.count(sample)
+        for sample, logged in zip(samples, group["logged"]):
+            self.count(sample, logged)
         complete = self.groups == self.config.groups_per_step
         tokens = sum(bundle_tokens for bundle_tokens, _ in self.pending)
         if complete or tokens >= 2 * self.config.row_tokens * len(self.queues):
@@ -221,6 +257,7 @@ class Packer:
             self.rounds = 0
             self.groups = 0
             self.by_task = {}
+            self.logged = {}
 
     def filled(self, row):
         """The tokens that a packed row takes; without padding as `pack` counts them."""
@@ -242,24 +279,30 @@ class Packer:
             queue.put(join(row) | fields)
         self.rounds += 1
 
-    def count(self, sample):
-        """Add a sample to its task's sums."""
+    def count(self, sample, logged):
+        """Add a sample, and {name: number} that its episode logged, to its task's sums."""
         task = list(cfg.task_weights(self.config.task))[sample["task"]]
         sums = self.by_task.setdefault(task, Counter())
         sums["samples"] += 1
         sums["reward"] += float(sample["reward"])
         sums["tokens"] += int(sample["mask"].sum())
         sums[cfg.OUTCOMES[sample["outcome"]]] += 1
+        for name, value in logged.items():
+            self.logged.setdefault(task, {}).setdefault(name, []).append(value)
 
     def task_table(self):
-        """{task: {samples, reward, tokens, <outcome>}} of the step.
+        """{task: {samples, reward, tokens, <outcome>, logged}} of the step.
 
-        samples is their number; the other values are means per sample.
+        samples is their number; the other values are means per sample. logged: {name: mean over the
+        samples that logged this name}, if there are any.
         """
         table = {}
         for task, sums in self.by_task.items():
             table[task] = {name: total / sums["samples"] for name, total in sums.items()}
             table[task]["samples"] = sums["samples"]
+            if task in self.logged:
+                values = self.logged[task].items()
+                table[task]["logged"] = {name: float(np.mean(numbers)) for name, numbers in values}
         return table
 
 
@@ -267,8 +310,8 @@ class GroupBuffer:
     """Groups that wait to be trained, oldest first, with their advantages.
 
     It takes everything that has arrived in queues/rollouts, as far as there is room. With
-    `--late wait` groups are taken in the order in which they were started, whatever the order in
-    which they were finished.
+    `--late wait` and `--late hold` groups are taken in the order in which they were started,
+    whatever the order in which they were finished.
     """
 
     def __init__(self, config, rollouts, ledger, patience):
@@ -276,12 +319,15 @@ class GroupBuffer:
         self.rollouts = rollouts
         self.ledger = ledger
         self.groups = deque()
-        self.room = max(2, config.conventional_g) * config.groups_per_step
-        # --late wait: the records of groups that came before their turn, by draw
+        steps = config.max_lag + 1 if config.late == "hold" else config.conventional_g
+        self.room = max(2, steps) * config.groups_per_step
+        self.is_ordered = config.late in ("wait", "hold")
+        # in the order of the starts: the records of groups that came before their turn, by draw
         self.early = {}
-        # --late wait: the draw whose turn it is
+        # in the order of the starts: the draw whose turn it is
         self.turn = ledger.next
-        # --late wait: draws to skip, which were trained or dropped before the run was continued
+        # in the order of the starts: draws to skip, which were trained or dropped before the run
+        # was continued
         self.never = set(ledger.ahead)
         self.patience = patience
 
@@ -296,7 +342,8 @@ class GroupBuffer:
                 number, record = self.rollouts.get(0.0)
             except TimeoutError:
                 break
-            check_record(record, self.rollouts.file(number), run_id=self.config.run_id)
+            file = self.rollouts.file(number)
+            check_record(record, file, lacks=ADDED_FIELDS, run_id=self.config.run_id)
             self.patience.start()
             for arrived in self.in_order(record):
                 self.take(arrived)
@@ -310,7 +357,7 @@ class GroupBuffer:
 
     def in_order(self, record):
         """The records whose turn it is, now that this one has arrived."""
-        if self.config.late != "wait":
+        if not self.is_ordered:
             return [record]
         self.early[record["draw"]] = record
         records = []
@@ -325,17 +372,16 @@ class GroupBuffer:
         config = self.config
         draw = record["draw"]
         samples = split(record)
-        group_advantages = np.zeros(0)
         if samples:
-            group_advantages = advantages(record["reward"], config.advantage)
-        for sample, advantage in zip(samples, group_advantages):
-            sample["advantage"] = advantage
+            add_advantages(samples, config.advantage)
+        has_signal = any(np.abs(sample["advantage"]).max() > 1e-6 for sample in samples)
+        for sample in samples:
             # This is the over-length filtering of DAPO (arXiv 2503.14476) section 3.4.
             if config.overlong_mask and not sample["finished"]:
                 sample["mask"] = np.zeros_like(sample["mask"])
-        group = {"draw": draw, "samples": samples}
+        group = {"draw": draw, "samples": samples, "logged": record["logged"]}
         self.ledger.drop(draw, record["failed"], "failed")
-        if samples and (config.no_signal == "keep" or np.abs(group_advantages).max() > 1e-6):
+        if samples and (config.no_signal == "keep" or has_signal):
             self.groups.append(group)
         else:
             self.drop(group, "no_signal")
@@ -426,6 +472,12 @@ def emit_steps(config, waiting, packer, drops, rng, version_file):
         if not waiting.groups or packer.step > read_json(version_file).get("version", 0) + 1:
             time.sleep(0.005)
             continue
+        if config.late == "hold" and not packer.groups:
+            # Until the trainer makes this step, no other group can start, and no weights change.
+            steps = min(config.max_lag + 1, config.steps - packer.step)
+            if len(waiting.groups) < steps * config.groups_per_step:
+                time.sleep(0.005)
+                continue
         g = config.conventional_g
         if g and not in_phase:
             steps = min(g - packer.step % g, config.steps - packer.step)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv once, then hands over to tools/run.py, which starts, watches and stops all processes.
 #
-#   bash run.sh [toy|smol|guess|agent|math|math-1x80|math-1x24] [--knob value ...]
+#   bash run.sh [toy|smol|countup|guess|agent|math|math-1x80|math-1x24] [--knob value ...]
 #       trains; the same command continues a run that was stopped
 #   bash run.sh serve --run NAME [--engines N]
 #       adds this machine's engines to a run in progress; Ctrl-C removes them
@@ -11,7 +11,7 @@
 #       prints this, the presets and every knob; with words, the knobs that have all of them
 #   bash run.sh doctor [preset] [--knob value ...]
 #       checks that this configuration computes on this machine what it should (minutes)
-#   bash run.sh setup [smol|gpu]
+#   bash run.sh setup [smol|countup|gpu]
 #       only installs; gpu: the GPU build on a CPU machine, for GPU nodes without internet
 #
 # On several nodes, run the same command on each, under srun or torchrun or with NNODES, NODE_RANK

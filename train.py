@@ -30,7 +30,17 @@ from transformers.utils import logging
 import config as cfg
 from plumbing import checkpoints, lora
 from plumbing.guards import Guards
-from plumbing.metrics import MetricsLog, Sums, largest
+from plumbing.metrics import (
+    MetricsLog,
+    Sums,
+    by_lag,
+    lag_buckets,
+    largest,
+    length_counts,
+    length_p90,
+    lengths_table,
+    sums_by_lag,
+)
 from plumbing.model import (
     decoder_of,
     empty_model,
@@ -218,13 +228,14 @@ def sequence_sum(values, sequence_ids):
 
 def policy_loss(kind, logprobs, behavior_logprobs, advantages, sequence_ids, config):
     """Loss per token, to be summed over sampled tokens and minimised, and the tokens whose weight
-    is outside of its bounds: [T] -> (loss [T], clipped [T] bool).
+    is outside of its bounds (dppo: which are left out): [T] -> (loss [T], clipped [T] bool).
 
     logprobs are log pi, pi the policy being trained; behavior_logprobs are log mu, as the engine
     reported them when it sampled the tokens; sequence_ids are >= 0 for sampled tokens. w = pi/mu is
     the importance weight, [low, high] are the knobs clip_low and clip_high, A is the advantage;
     sg() stops the gradient, so that w weighs the gradient of log pi and is not differentiated
-    itself. With --ratio sequence all tokens of a sequence have the geometric mean of their weights.
+    itself. With --ratio sequence all tokens of a sequence have the geometric mean of their weights,
+    with --ratio product the product of them: the weight of the sequence as a whole.
 
     reinforce  -sg(min(w, high)) A log pi; truncated importance sampling, PipelineRL eq. 5
                (arXiv 2509.19128), token by token; the paper subtracts a learned baseline, here A
@@ -234,6 +245,9 @@ def policy_loss(kind, logprobs, behavior_logprobs, advantages, sequence_ids, con
     gspo       ppo with --ratio sequence and --normalizer sequence, so that the terms of a sequence
                add up to one; GSPO 2025 (arXiv 2507.18071) eq. 5
     icepop     -sg(w 1[low <= w <= high]) A log pi; tokens outside are left out; IcePop 2025
+    dppo       -sg(w m) A log pi; m = 0 where |pi - mu| > high and the gradient leads further away
+               (A > 0 and w > 1, or A < 0 and w < 1), else 1; the trust region is one of total
+               variation, so rare tokens are free; DPPO 2026 (arXiv 2602.04879)
     """
     low = config.clip_low
     high = config.clip_high
@@ -241,7 +255,10 @@ def policy_loss(kind, logprobs, behavior_logprobs, advantages, sequence_ids, con
     if config.ratio == "sequence":
         lengths = sequence_sum(torch.ones_like(log_w), sequence_ids)
         log_w = sequence_sum(log_w, sequence_ids) / lengths
+    elif config.ratio == "product":
+        log_w = sequence_sum(log_w, sequence_ids)
     w = log_w.exp()
+    clipped = (w < low) | (w > high)
     if kind == "reinforce":
         loss = -w.clamp(max=high).detach() * advantages * logprobs
     elif kind in ("ppo", "gspo"):
@@ -251,9 +268,13 @@ def policy_loss(kind, logprobs, behavior_logprobs, advantages, sequence_ids, con
     elif kind == "icepop":
         kept = torch.where((w >= low) & (w <= high), w, 0.0)
         loss = -kept.detach() * advantages * logprobs
+    elif kind == "dppo":
+        is_far = (logprobs.exp() - behavior_logprobs.exp()).abs() > high
+        clipped = is_far & (advantages * log_w > 0)
+        loss = -torch.where(clipped, 0.0, w).detach() * advantages * logprobs
     else:
         raise ValueError(f"unknown loss '{kind}'")
-    return loss, (w < low) | (w > high)
+    return loss, clipped
 
 
 def kl(logprobs, other):
@@ -325,6 +346,7 @@ def micro_batch(policy, batch, version, config, device):
         )
     arrays = {k: v for k, v in batch.items() if isinstance(v, np.ndarray) and k != "experts"}
     arrays |= dict(sequence_ids=sequence_ids, positions=positions)
+    arrays |= dict(buckets=lag_buckets(version - batch["versions"]), lengths=length_counts(batch))
     tensors = to_device(device, *arrays.values())
     b = dict(zip(arrays, tensors))
 
@@ -341,7 +363,7 @@ def micro_batch(policy, batch, version, config, device):
     teacher_log_ratio = torch.zeros_like(logprobs)
     if config.teacher:
         teacher_log_ratio = (teacher_logprobs - behavior_logprobs) * mask
-    advantages = b["advantage"][b["sequence_ids"]] + config.teacher_coef * teacher_log_ratio
+    advantages = b["advantage"] + config.teacher_coef * teacher_log_ratio
 
     per_token, clipped = policy_loss(
         config.loss, logprobs, behavior_logprobs, advantages, sampled_ids, config
@@ -350,6 +372,10 @@ def micro_batch(policy, batch, version, config, device):
     if config.kl_coef:
         kl_ref = kl(logprobs, torch.where(mask, ref_logprobs, logprobs.detach()))
         per_token = per_token + config.kl_coef * kl_ref
+    log_w = logprobs - behavior_logprobs
+    if config.kl_behavior_coef:
+        # Its gradient, 2 log w grad log pi, pulls the policy back to the one that sampled the data.
+        per_token = per_token + config.kl_behavior_coef * log_w**2
     if config.entropy_coef:
         per_token = per_token - config.entropy_coef * entropy
     if config.normalizer == "sequence":
@@ -358,7 +384,7 @@ def micro_batch(policy, batch, version, config, device):
     loss = per_token.sum()
 
     with torch.no_grad():
-        log_w = logprobs - behavior_logprobs
+        log_w = log_w.detach()
         w = log_w.exp() * mask
         kl_behavior = kl(behavior_logprobs, logprobs) * mask
         clipped = clipped & mask
@@ -370,6 +396,14 @@ def micro_batch(policy, batch, version, config, device):
         # several versions sampled a sequence, a part of its KV cache is from an older one.
         pure = mask & (lag == 0) & (b["num_versions"] == 1)[b["sequence_ids"]]
         is_real = is_sample[b["sequence_ids"]]
+        # [S]: the samples that have an advantage at any token.
+        zeros = b["advantage"].new_zeros(len(is_sample))
+        has_signal = zeros.index_add(0, b["sequence_ids"], b["advantage"].abs()) > 0
+        # [S]: the weights of whole samples, products over their tokens. In float64 the square of
+        # the largest one is finite.
+        log_w_sample = log_w.new_zeros(len(is_sample), dtype=torch.float64)
+        log_w_sample.index_add_(0, b["sequence_ids"], (log_w * mask).double())
+        w_sample = log_w_sample.clamp(max=300).exp() * is_sample
         # A turn begins with a sampled token that follows one that was not sampled.
         turns = (b["mask"][1:] & ~b["mask"][:-1]).sum()
         segments = ((b["positions"] == 0) & is_real).sum()
@@ -381,11 +415,15 @@ def micro_batch(policy, batch, version, config, device):
             "sampled_tokens": (count, tokens),
             "reward": (mean, b["reward"].sum(), samples),
             "success": (mean, (b["outcome"] == 0).sum(), samples),
-            "signal": (mean, (b["advantage"] != 0).sum(), samples),
+            "signal": (mean, has_signal.sum(), samples),
             "cut_off": (mean, (~b["finished"] & is_sample).sum(), samples),
+            "length_mean": (mean, ((b["versions"] >= 0) & is_real).sum(), samples),
+            "length_p90": (length_p90, b["lengths"]),
+            "lengths": (lengths_table, b["lengths"]),
             "loss": (mean, loss, samples),
             "entropy": (mean, (entropy * mask).sum(), tokens),
             "ess": (ess, w.sum(), (w * w).sum(), tokens),
+            "ess_sample": (ess, w_sample.sum(), (w_sample * w_sample).sum(), samples),
             "kl_behavior": (mean, kl_behavior.sum(), tokens),
             "kl_ref": (mean, (kl_ref * mask).sum(), tokens),
             "kl_teacher": (mean, -(teacher_log_ratio * mask).sum(), tokens),
@@ -394,6 +432,10 @@ def micro_batch(policy, batch, version, config, device):
             "lag_max": (largest, lag.max()),
             "clip_frac": (mean, clipped.sum(), tokens),
             "late": (count, late.sum()),
+            "by_lag": (
+                by_lag,
+                *sums_by_lag(b["buckets"], mask, per_token, kl_behavior, log_w.abs(), w, clipped),
+            ),
             "versions_2": (mean, (b["num_versions"] >= 2).sum(), samples),
             "versions_3": (mean, (b["num_versions"] >= 3).sum(), samples),
         }
@@ -418,6 +460,9 @@ def optimizer_step(model, optimizers, sums, version, config):
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
     grad_norm = whole(grad_norm)
     lr = learning_rate(config, version)
+    if config.lr_by_ess:
+        # VCPO 2026 (arXiv 2602.17616): the root, because AdamW's steps do not grow with gradients.
+        lr *= metrics["ess_sample"] ** 0.5
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]

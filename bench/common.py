@@ -13,7 +13,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib.metadata import version
 from pathlib import Path
 
@@ -24,6 +26,8 @@ import config as cfg
 ROOT = cfg.ROOT
 # Models, run directories and all else that need not be kept
 WORK = ROOT / "out" / "bench"
+# Set after an interruption: measurements in other threads end, too
+INTERRUPTED = threading.Event()
 
 
 # ---- results
@@ -53,25 +57,44 @@ def keep(path, values):
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def measured(path, wanted, measure, reuse=True):
+def measured(path, wanted, measure, reuse=True, jobs=1):
     """Measure all of `wanted`, {key: knobs}; returns {key: result} in the same order.
 
     A result is written to the file `path` as soon as it is there. With `reuse`, a result that an
     earlier call left in the file is taken if it has the same knobs. measure(key, knobs) returns a
     dict, to which knobs and machine are added. If `measure` is None nothing is measured, and the
-    file's results are taken whatever their knobs.
+    file's results are taken whatever their knobs. jobs: the number of measurements at a time, each
+    in a thread; above 1 only what does not depend on time may be measured.
     """
     # SIGTERM acts as Ctrl-C: it stops what is running; the same command does the rest later
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     kept = {}
     if reuse and path.exists():
         kept = json.loads(path.read_text())
-    for key, knobs in wanted.items():
-        if measure is None or kept.get(key, {}).get("knobs") == knobs:
-            continue
-        kept[key] = dict(knobs=knobs, machine=machine()) | measure(key, knobs)
+    missing = {k: knobs for k, knobs in wanted.items() if kept.get(k, {}).get("knobs") != knobs}
+    if measure is None:
+        missing = {}
+    for key, result in results_of(missing, measure, jobs):
+        kept[key] = dict(knobs=missing[key], machine=machine()) | result
         keep(path, kept)
     return {key: kept[key] for key in wanted if key in kept}
+
+
+def results_of(wanted, measure, jobs):
+    """Yield (key, measure(key, knobs)) of all of `wanted`, {key: knobs}, as they are ready."""
+    if jobs == 1:
+        for key, knobs in wanted.items():
+            yield key, measure(key, knobs)
+        return
+    with ThreadPoolExecutor(jobs) as pool:
+        running = {pool.submit(measure, key, knobs): key for key, knobs in wanted.items()}
+        try:
+            for done in as_completed(running):
+                yield running[done], done.result()
+        except BaseException:
+            INTERRUPTED.set()
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def copy_sources(folder):

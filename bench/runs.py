@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.common import ROOT, WORK, flags, machine, measured, parser, result_file
+from bench.common import INTERRUPTED, ROOT, WORK, flags, machine, measured, parser, result_file
 from plumbing.samples import layout
 from preprocess import pack
 from tasks import tail
@@ -127,20 +127,22 @@ def run_all(arguments, name, settings, start):
 # ---- one run
 
 
-def run_to_its_end(name, knobs, port, preset="toy", root=ROOT, look=None):
+def run_to_its_end(name, knobs, port, preset="toy", root=ROOT, look=None, core=None):
     """Run `bash run.sh <preset> --knob value ...` of a checkout to its end.
 
     Returns the run directory, out/bench/runs/<name>. look(pid of run.sh), if given, is called some
-    ten times a second. Raises RuntimeError with the last lines of a run that fails.
+    ten times a second. core: the number of the only core that the run may use. Raises RuntimeError
+    with the last lines of a run that fails.
     """
     run_dir = WORK / "runs" / name
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     knobs = knobs | dict(port=port, out=run_dir.parent, run=name)
     log = run_dir.with_suffix(".log")
+    pinned = [] if core is None else ["taskset", "-c", str(core)]
     with open(log, "w") as output:
         process = subprocess.Popen(
-            ["bash", "run.sh", preset, *flags(knobs)],
+            [*pinned, "bash", "run.sh", preset, *flags(knobs)],
             cwd=root,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -150,6 +152,8 @@ def run_to_its_end(name, knobs, port, preset="toy", root=ROOT, look=None):
     try:
         while process.poll() is None:
             time.sleep(0.1)
+            if INTERRUPTED.is_set():
+                raise KeyboardInterrupt
             if look:
                 look(process.pid)
     finally:
@@ -172,7 +176,8 @@ def one_run(name, knobs, port, preset="toy", root=ROOT):
         mean_of_sets = np.mean(list(x["eval"].values()))
         run_scores.append([x["version"], float(mean_of_sets)])
     if knobs.get("task") == "tail":
-        run_scores = scores(run_dir / "checkpoints", knobs["seed"], knobs.get("eval_data", ""))
+        problems = tail.problems("test", knobs["seed"], knobs.get("eval_data", ""))
+        run_scores = scores(run_dir / "checkpoints", MODEL, problems[:PROBLEMS])
     return dict(curve=curve_of(steps, knobs.get("conventional_g", 0)), scores=run_scores)
 
 
@@ -185,11 +190,10 @@ def curve_of(steps, conventional_g):
     return curve
 
 
-def scores(folder, seed, eval_data=""):
+def scores(folder, base_model, problems):
     """[[version, score]] of the base model and of a folder's checkpoints; deletes the folder."""
-    problems = tail.problems("test", seed, eval_data)[:PROBLEMS]
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    models = {0: MODEL}
+    tokenizer = AutoTokenizer.from_pretrained(base_model)
+    models = {0: base_model}
     # Names are step_000008, or checkpoint-8 of TRL
     for path in folder.glob("*[0-9]"):
         models[int(re.search(r"\d+$", path.name)[0])] = path
@@ -232,7 +236,7 @@ def scores_of(run):
 
 def column(run, name):
     """A column of the curve; NaN where a run lacks it: TRL's have only time and samples."""
-    return np.array(run["curve"].get(name, [np.nan] * len(run["curve"]["time"])))
+    return np.array(run["curve"].get(name, [np.nan] * len(run["curve"]["samples"])))
 
 
 def places(run, name):

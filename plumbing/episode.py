@@ -20,7 +20,7 @@ from config import Config
 from plumbing.client import EngineClient
 from plumbing.problems import Prompter
 from plumbing.samples import Transcript
-from plumbing.sandbox import Sandbox, error_line, returned
+from plumbing.sandbox import Sandbox, error_line, number, returned
 
 
 class CutOff(Exception):
@@ -79,7 +79,8 @@ class Attempt:
 
     version: the trainer's version at the start. engine: URL of the engine that is asked first, if
     it has a free slot. seed: the seed of the first turn, which only evaluations have.
-    turns: the texts of the model's turns. finished: True if the last turn ended by itself.
+    turns: the texts of the model's turns. turn_tokens: their token ids, a list for each turn.
+    finished: True if the last turn ended by itself. logged: the numbers of `log`.
     """
 
     def __init__(self, services, task, temperature, version, engine=None, seed=None):
@@ -94,6 +95,8 @@ class Attempt:
         self.cache_version = version if services.config.prefix_caching == "on" else None
         self.segments = []
         self.turns = []
+        self.turn_tokens = []
+        self.logged = {}
         self.finished = False
         self.failed = False
         self.cut_off = False
@@ -133,19 +136,32 @@ class Attempt:
     async def call(self, function, *args):
         """Call a function of the task's file in another process, with limits.
 
-        Returns the number or the text that the function returned. Raises TimeoutError if it took
-        too much time or memory, RuntimeError if it raised, TypeError if it returned something else.
+        Returns the number, list of numbers or text that the function returned. Raises TimeoutError
+        if it took too much time or memory, RuntimeError if it raised, TypeError if it returned
+        something else.
         """
         reply = await self.services.sandbox.call(self.task, function, *args)
         if "refused" in reply:
             raise TypeError(
-                f"{function} returned {reply['refused']}; it must return a number or a text"
+                f"{function} returned {reply['refused']}; it must return a number, a list of "
+                "numbers or a text"
             )
         if "limit" in reply:
             raise TimeoutError(f"{function}: {reply['limit']}")
         if "error" in reply:
             raise RuntimeError(f"{function}: {reply['error']}")
         return reply["value"]
+
+    def log(self, **values):
+        """Note numbers of the episode's own, by name; metrics.jsonl has their means over a step.
+
+        Raises TypeError or ValueError if a value is no number.
+        """
+        self.logged |= {name: number(value) for name, value in values.items()}
+
+    def token_texts(self, turn):
+        """The text of each token of a turn, for rewards of tokens."""
+        return [self.services.prompter.decode([token]) for token in self.turn_tokens[turn]]
 
     @property
     def sampled(self):
@@ -197,8 +213,15 @@ class Attempt:
             self.segments.append(segment)
         segment.append(prompt[len(segment.tokens) :])
         experts = (experts_from, answer["experts"]) if needs_experts else None
-        segment.append(answer["tokens"], answer["behavior_logprobs"], answer["versions"], experts)
+        segment.append(
+            answer["tokens"],
+            answer["behavior_logprobs"],
+            answer["versions"],
+            experts,
+            turn=len(self.turns),
+        )
         self.turns.append(self.services.prompter.decode(answer["tokens"]))
+        self.turn_tokens.append(answer["tokens"])
         self.finished = answer["finished"]
         return answer
 
@@ -246,7 +269,9 @@ class Attempt:
         return most if max(others, default=0) <= most else 0
 
     def fields(self):
-        """The per-token fields of a sample, its segments one after the other, and num_versions."""
+        """The per-token fields of a sample, its segments one after the other, with the turn of each
+        token as `turns` [T], and num_versions.
+        """
         parts = [segment.fields() for segment in self.segments]
         for k, part in enumerate(parts):
             part["segment"] += k

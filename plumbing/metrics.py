@@ -26,6 +26,82 @@ def largest(x):
     return int(x)
 
 
+# ---- metrics by lag, and by length
+
+
+def buckets_of(lowest):
+    """The names of buckets with these lowest values: [0, 1, 2, 4] -> ["0", "1", "2-3", "4+"]."""
+    names = [f"{a}-{b - 1}" if b - a > 1 else str(a) for a, b in zip(lowest, lowest[1:])]
+    return [*names, f"{lowest[-1]}+"]
+
+
+# the lowest lag of each bucket of by_lag: 0, 1, 2-3, 4-7, ..., 128+
+LAGS = (0, *(2**k for k in range(8)))
+# the lowest length of each bucket of `lengths`: all lengths up to 8, then four in every doubling
+LENGTHS = (0, *sorted({round(2 ** (k / 4)) for k in range(81)}))
+
+
+def lag_buckets(lags):
+    """The bucket of LAGS that each lag lies in: [T] -> [T]."""
+    return np.maximum(np.searchsorted(LAGS, lags, side="right") - 1, 0)
+
+
+def sums_by_lag(buckets, mask, loss, kl, log_ratio, w, clipped):
+    """The sums over the tokens of each bucket of lags, all [T] -> a list of [number of buckets].
+
+    mask: the tokens that count. The sums are those of `by_lag`.
+    """
+    columns = (mask, loss, kl, log_ratio, w, w * w, clipped)
+    zeros = loss.new_zeros(len(LAGS))
+    return [zeros.index_add(0, buckets, (column * mask).to(zeros.dtype)) for column in columns]
+
+
+def by_lag(tokens, loss, kl, log_ratio, w, w2, clipped):
+    """{bucket of lags: {tokens, and the means of the others per token}}, for buckets with tokens.
+
+    ess is the effective sample size within the bucket.
+    """
+    table = {}
+    for i, name in enumerate(buckets_of(LAGS)):
+        n = tokens[i]
+        if n:
+            table[name] = dict(
+                tokens=int(n),
+                loss=loss[i] / n,
+                kl=kl[i] / n,
+                log_ratio=log_ratio[i] / n,
+                ess=w[i] ** 2 / (n * w2[i]) if w2[i] else 1.0,
+                clip_frac=clipped[i] / n,
+            )
+    return table
+
+
+def length_counts(batch):
+    """The number of samples of a micro-batch in each bucket of LENGTHS, by their sampled tokens.
+
+    batch: a record of plumbing/samples.py. Its fillers do not count.
+    """
+    begins = np.cumsum(batch["lengths"]) - batch["lengths"]
+    sampled = np.add.reduceat(batch["versions"] >= 0, begins, dtype=np.int64)
+    buckets = np.searchsorted(LENGTHS, sampled[batch["outcome"] >= 0], side="right") - 1
+    return np.bincount(buckets, minlength=len(LENGTHS))
+
+
+def lengths_table(counts):
+    """{bucket of lengths: number of samples}, for buckets that have samples."""
+    return {name: n for name, n in zip(buckets_of(LENGTHS), counts) if n}
+
+
+def length_p90(counts):
+    """Nine tenths of the samples have at most this number of sampled tokens.
+
+    It is the largest length of a bucket of LENGTHS, which above 8 tokens can be up to a fifth more
+    than the exact quantile.
+    """
+    reached = np.cumsum(counts) >= 0.9 * sum(counts)
+    return int([*LENGTHS[1:], LENGTHS[-1] + 1][int(reached.argmax())] - 1)
+
+
 class Sums:
     """Adds up the metrics of a step over micro-batches and ranks."""
 
@@ -152,8 +228,9 @@ class MetricsLog:
         line |= {name: record[name] for name in ("by_task", "problems", "drops")}
         line["train_tok_s"] = metrics["tokens"] / step_s
         self._write(line)
-        # Every problem would be a curve of its own.
-        self.wandb.log({k: v for k, v in line.items() if k not in ("problems", "drops")})
+        # Every problem would be a curve of its own, and so would every length.
+        without = ("problems", "drops", "lengths")
+        self.wandb.log({k: v for k, v in line.items() if k not in without})
         # A step may have no sample of lag 0.
         mismatch = "-" if metrics["mismatch"] is None else f"{metrics['mismatch']:.1e}"
         print(
@@ -218,7 +295,7 @@ class MetricsLog:
             starts = np.flatnonzero(starts).tolist()
             borders = zip(starts, [*starts[1:], len(texts)])
             line = {"step": version + 1, "task": self.tasks[sample["task"]]}
-            line |= {k: sample[k].item() for k in ("sample_id", "problem", "reward", "advantage")}
+            line |= {k: sample[k].item() for k in ("sample_id", "problem", "reward")}
             line |= dict(
                 outcome=OUTCOMES[sample["outcome"]],
                 finished=bool(sample["finished"]),
@@ -226,6 +303,11 @@ class MetricsLog:
                 completion=self.tokenizer.decode(tokens[first:], skip_special_tokens=True),
                 spans=[[int(versions[a]), texts[a:b], int(segment[a])] for a, b in borders],
             )
+            # One number if all tokens have the same.
+            advantages = sample["advantage"][versions >= 0].astype(float).round(4)
+            line["advantage"] = float(advantages.mean())
+            if len(set(advantages)) > 1:
+                line["advantages"] = advantages.tolist()
             sampled = dict(behavior_logprobs=sample["behavior_logprobs"], log_ratios=own_ratios)
             for name, values in sampled.items():
                 # JSON has no infinities.

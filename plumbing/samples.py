@@ -23,6 +23,13 @@ TOKEN_FIELDS = {
     # with --replay_routing [T, layers * k]: the k experts that each layer of the engine chose for
     # the token, -1 where this is not known; otherwise [T, 0]
     "experts": np.int16,
+    # the number, from 0 on, of the part of the attempt that the token belongs to, -1 if it was not
+    # sampled. Parts are what has rewards of its own: the attempt, its turns, or its tokens
+    "part": np.int32,
+    # the sum of the rewards from the token's part on; 0 if it was not sampled
+    "reward_to_go": np.float32,
+    # the advantage, which preprocess.py computes; 0 if it was not sampled
+    "advantage": np.float32,
 }
 SAMPLE_FIELDS = {
     # index of its task in config.task_weights
@@ -31,6 +38,7 @@ SAMPLE_FIELDS = {
     "problem": np.int64,
     # the temperature at which it was sampled, and is trained
     "temperature": np.float32,
+    # the sum of its rewards
     "reward": np.float32,
     # index in config.OUTCOMES; -1: a filler, which keeps ranks in step and is not trained
     "outcome": np.int8,
@@ -40,9 +48,9 @@ SAMPLE_FIELDS = {
     "num_versions": np.int16,
     # the sample's number in the run: draw * attempts + attempt
     "sample_id": np.int64,
-    # the advantage, which preprocess.py computes
-    "advantage": np.float32,
 }
+# the fields that preprocess.py adds: a group in queues/rollouts lacks them
+ADDED_FIELDS = ("advantage",)
 
 
 def join(samples):
@@ -128,10 +136,11 @@ def filler(length=1):
     return sample | {"outcome": -1, "temperature": 1.0}
 
 
-def check_record(record, file, **expected):
+def check_record(record, file, lacks=(), **expected):
     """Raise RuntimeError that names the file unless a record is as the stage before writes it.
 
-    expected: values that the record must have beside its arrays, such as run_id=..., step=3, row=0.
+    lacks: per-token fields that it need not have. expected: values that the record must have beside
+    its arrays, such as run_id=..., step=3, row=0.
     """
     tokens = record["lengths"].sum()
     problems = [
@@ -139,7 +148,7 @@ def check_record(record, file, **expected):
         for name, value in expected.items()
         if record.get(name) != value
     ]
-    for name in TOKEN_FIELDS:
+    for name in TOKEN_FIELDS.keys() - set(lacks):
         n = len(record.get(name, ()))
         if n != tokens:
             problems.append(f"{name} has {n} values for {tokens} tokens")
@@ -154,22 +163,25 @@ class Transcript:
         self.tokens = []
         self.behavior_logprobs = []
         self.versions = []
+        # the number of the turn that each token belongs to; -1 if it was not sampled
+        self.turns = []
         # [n, layers * k] arrays, for the first tokens of the conversation
         self.experts = []
         self.append(prompt)
 
-    def append(self, tokens, behavior_logprobs=None, versions=None, experts=None):
+    def append(self, tokens, behavior_logprobs=None, versions=None, experts=None, turn=0):
         """Append tokens that an engine sampled, with the values that EngineClient.generate returns.
 
         Without versions they are a prompt's or an environment's tokens, which are not trained.
-        experts: (n, those of all tokens of the conversation from token n on, but the last one), or
-        None. Where experts are known already, they are those of the turn that sampled what comes
-        next.
+        turn: the number of the attempt's turn that sampled them, from 0 on. experts: (n, those of
+        all tokens of the conversation from token n on, but the last one), or None. Where experts
+        are known already, they are those of the turn that sampled what comes next.
         """
         n = len(tokens)
         self.tokens += tokens
         self.behavior_logprobs += [0.0] * n if behavior_logprobs is None else behavior_logprobs
         self.versions += [-1] * n if versions is None else list(map(int, versions))
+        self.turns += [-1 if versions is None else turn] * n
         if experts is not None:
             first, rows = experts
             known = self.known_experts
@@ -189,7 +201,7 @@ class Transcript:
         return sum(version >= 0 for version in self.versions)
 
     def fields(self):
-        """The per-token fields of a sample with these tokens."""
+        """The per-token fields of a sample with these tokens, and `turns`, see `credit`."""
         versions = np.array(self.versions)
         known = np.concatenate(self.experts or [np.empty((0, 0))])
         experts = np.full((len(versions), known.shape[1]), -1, np.int16)
@@ -201,4 +213,35 @@ class Transcript:
             versions=versions,
             segment=np.zeros(len(versions), np.int16),
             experts=experts,
+            turns=np.array(self.turns),
         )
+
+
+def credit(turns, rewards, penalty=0.0):
+    """The per-token fields part and reward_to_go of an attempt: {name: [T]}.
+
+    turns [T]: the number of the turn that each token belongs to, -1 if it was not sampled. rewards:
+    a number for the attempt, or a list with one for each turn, or with one for each sampled token,
+    turn after turn. penalty: a number that is added to the last reward. Turns [-1, 0, 0, 1],
+    rewards [1, 2] -> part [-1, 0, 0, 1], reward_to_go [0, 3, 3, 2].
+
+    Raises ValueError if there are neither as many rewards as turns nor as many as sampled tokens.
+    """
+    sampled = np.flatnonzero(turns >= 0)
+    # turn after turn, and in each turn token after token
+    in_order = sampled[np.argsort(turns[sampled], kind="stable")]
+    number_of_turns = len(np.unique(turns[sampled]))
+    part = np.full(len(turns), -1)
+    if np.ndim(rewards) == 0:
+        part[sampled] = 0
+    elif len(rewards) == number_of_turns:
+        part[sampled] = turns[sampled]
+    elif len(rewards) == len(sampled):
+        part[in_order] = np.arange(len(sampled))
+    else:
+        raise ValueError(
+            f"{len(rewards)} rewards for an attempt of {number_of_turns} turns and {len(sampled)} "
+            "sampled tokens: return one number, or one for each turn, or one for each sampled token"
+        )
+    to_go = np.cumsum(np.atleast_1d(rewards)[::-1])[::-1] + penalty
+    return {"part": part, "reward_to_go": np.where(part >= 0, to_go[part], 0.0)}

@@ -6,7 +6,7 @@ functions busy: they are called in the actor itself, without limits, which is fa
 
 The reply to a call is a dict with a single key:
 
-    {"value": ...}      the number, text or None that the function returned
+    {"value": ...}      the number, list of numbers, text or None that the function returned
     {"refused": text}   it returned something else; the text says what, and why it is refused
     {"error": text}     it raised an exception; the text is the exception in one line
     {"limit": text}     it took too much time or memory, or its process died
@@ -119,8 +119,9 @@ class Sandbox:
     def verdict(self, task, reply, finished) -> dict:
         """{reward, success, outcome} of an attempt, from the reply of its reward or its episode.
 
-        The value of the reply must be a number, or an outcome, which the reward table makes a
-        number. If the reply is an error or a limit instead, the outcome is "unparsable", and this
+        reward: a number, or a list of numbers, whose sum decides about the success. The value of
+        the reply must be one of these, or an outcome, which the reward table makes a number. If the
+        reply is an error or a limit instead, the outcome is "unparsable", and this
         is counted. Raises RuntimeError if most attempts fail alike, or if the value is no reward.
         """
         [(kind, value)] = reply.items()
@@ -138,14 +139,17 @@ class Sandbox:
             table = self.config.reward_finished if finished else self.config.reward_cut_off
             reward = table[cfg.OUTCOMES.index(value)]
             return dict(reward=reward, success=value == "correct", outcome=value)
-        if not isinstance(value, float) or not abs(value) <= LARGEST:
+        rewards = value if isinstance(value, list) else [value]
+        are_numbers = all(isinstance(x, float) and abs(x) <= LARGEST for x in rewards)
+        if kind == "refused" or not are_numbers or not abs(sum(rewards)) <= LARGEST:
             function = "episode" if hasattr(self.tasks[task], "episode") else "reward"
             refused = value if kind == "refused" else shown(value)
             raise RuntimeError(
                 f"actor: tasks/{task}.py: {function} returned {refused}; it must return a finite "
-                f"number of at most {LARGEST}, or one of {', '.join(cfg.OUTCOMES)}"
+                f"number of at most {LARGEST}, a list of such numbers, or one of "
+                f"{', '.join(cfg.OUTCOMES)}"
             )
-        success = value >= getattr(self.tasks[task], "SUCCESS", 1.0)
+        success = sum(rewards) >= getattr(self.tasks[task], "SUCCESS", 1.0)
         return dict(reward=value, success=success, outcome="correct" if success else "wrong")
 
     def close(self):
@@ -180,7 +184,8 @@ def number(value) -> float:
 def returned(value) -> dict:
     """The reply for the value that a function or an episode returned.
 
-    {"value": a float, a text or None}, or {"refused": its type, the value, and the reason}.
+    {"value": a float, a list of floats, a text or None}, or {"refused": its type, the value, and
+    the reason}. Lists, tuples and arrays of one dimension become lists; one element is a number.
     """
     if value is None:
         return {"value": None}
@@ -188,9 +193,17 @@ def returned(value) -> dict:
         # a plain str: the value may be an enumeration or one of numpy's
         return {"value": str.__str__(value)}
     try:
+        if is_list(value):
+            return {"value": [number(element) for element in value]}
         return {"value": number(value)}
     except Exception as e:
         return {"refused": f"{shown(value)} ({message_of(e)})"}
+
+
+def is_list(value):
+    """Is a value a list or tuple, or an array of one dimension, with at least one element?"""
+    is_row = getattr(value, "ndim", None) == 1 and len(value) > 1
+    return is_row or (isinstance(value, (list, tuple)) and len(value) > 0)
 
 
 def shown(value):

@@ -46,10 +46,10 @@ from tools import run
         ("toy --betas 0.9 high", "--betas high: must be a number"),
         (
             "toy --loss ppoo",
-            "--loss ppoo: must be reinforce, ppo, cispo, gspo or icepop, did you mean",
+            "--loss ppoo: must be reinforce, ppo, cispo, gspo, icepop or dppo, did you mean",
         ),
         ("toy --chat true", "--chat true: must be True or False, did you mean True?"),
-        ("chess", "unknown preset 'chess': choose from toy, smol, guess, agent, math"),
+        ("chess", "unknown preset 'chess': choose from toy, smol, countup, guess, agent, math"),
         ("stats", "unknown preset 'stats': did you mean status? choose from toy"),
         ("mathz", "unknown preset 'mathz': did you mean math? choose from toy"),
         (
@@ -58,7 +58,7 @@ from tools import run
         ),
         (
             "toy --task chess",
-            "No module named 'tasks.chess'; tasks here: agent, guess, gym, judge, maths, "
+            "No module named 'tasks.chess'; tasks here: agent, countup, guess, gym, judge, maths, "
             "python_tool, tail",
         ),
         ("toy --attempts 9", "--batch_size must be a multiple of --attempts; now batch_size 448"),
@@ -69,8 +69,18 @@ from tools import run
         ("toy --max_new_tokens 128", "--max_new_tokens must be below --max_model_len"),
         ("toy --row_tokens 100", "--row_tokens must hold a sample"),
         ("toy --overlong_buffer 41", "--overlong_buffer must not exceed"),
-        ("toy --clip_low 0.5", "--loss reinforce has no lower bound of importance weights"),
-        ("toy --late wait --on_full drop_oldest", "--late wait needs --on_full block"),
+        ("toy --clip_low 0.5", "--loss reinforce and dppo have no lower bound of weights"),
+        ("toy --late wait --on_full drop_oldest", "--late wait and hold need --on_full block"),
+        (
+            "toy --late hold --conventional_g 2",
+            "--late hold is the pipeline's: it needs --conventional_g 0; now late hold, "
+            "conventional_g 2",
+        ),
+        ("toy --ratio product --loss ppo", "--ratio product needs a --loss that does not"),
+        ("toy --loss dppo --ratio sequence", "it needs --ratio token; now loss dppo, ratio seq"),
+        ("toy --loss dppo --clip_low 0.1", "--loss reinforce and dppo have no lower bound of"),
+        ("toy --advantage max_rl --overlong_buffer 3", "no reward may be negative: it needs"),
+        ("toy --advantage max_rl --reward_cut_off 0 -1 0 0", "no reward may be negative"),
         (
             "toy --top_p 0.9",
             "--top_p: sampling from a part of the distribution is not supported: "

@@ -25,7 +25,7 @@ from plumbing import lora
 from plumbing.metrics import Sums
 from plumbing.problems import Prompter, load_problems
 from plumbing.queues import Queue
-from plumbing.samples import Transcript, join, split
+from plumbing.samples import Transcript, credit, join, split
 from tasks import toy
 from tools import doctor, doctor_checks
 from tools import doctor_reference as reference
@@ -82,11 +82,9 @@ class Run(reference.Recording):
         )
         rows = rows[:, len(prompt) :].tolist()
         samples = [self.sample(version, problem, prompt, row) for row in rows]
-        advantages = preprocess.advantages([x["reward"] for x in samples], self.config.advantage)
-        for k, advantage in enumerate(advantages):
-            samples[k] |= dict(
-                sample_id=2 * draw + k, problem=draw, advantage=np.float32(advantage)
-            )
+        preprocess.add_advantages(samples, self.config.advantage)
+        for k, sample in enumerate(samples):
+            sample |= dict(sample_id=2 * draw + k, problem=draw)
         return dict(samples=samples, task="toy", number=draw, problem=problem)
 
     def sample(self, version, problem, prompt, tokens):
@@ -99,6 +97,7 @@ class Run(reference.Recording):
         right = toy.reward(problem, self.prompter.decode(tokens), finished)
         reward = np.float32(right + overlong_penalty(len(tokens), self.config))
         sample = transcript.fields()
+        sample |= credit(sample["turns"], reward)
         sample |= dict(task=0, temperature=np.float32(0.7), reward=reward, finished=finished)
         sample |= dict(num_versions=1, outcome=int(right < 1))
         sample["behavior_logprobs"][sample["mask"]] = reference.expected(self, sample)[0]
@@ -274,7 +273,7 @@ CHANGES = [
     ("texts", "run.models[0].generation_config.eos_token_id = [9]", "y-ny-"),
     ("draws", "", "yyyyy"),
     ("draws", "run.config.max_lag = 0", "nyyyy"),
-    ("draws", f"{DROP}; [x.update(advantage=0.0) for x in run.groups[3]['samples']]", "ynyyy"),
+    ("draws", f"{DROP}; [x['advantage'].fill(0) for x in run.groups[3]['samples']]", "ynyyy"),
     ("draws", f"{DROP}; run.steps[1] = dict(problems={{}}, drops=dict(no_signal=['3']))", "ynyyy"),
     ("draws", "[run.groups[k].update(number=k % 3) for k in range(12)]", "yyyny"),
     ("draws", "run.groups[1]['number'] = 0", "yyy-y"),

@@ -665,8 +665,7 @@ def test_an_episode_may_return_any_number_or_outcome(tmp_path):
         (1j, "complex 1j"),
         (np.complex64(1), "numpy.complex64 .*1"),
         (torch.tensor(1j), "torch.Tensor .*1"),
-        (np.array([1, 2]), "numpy.ndarray array.*1, 2"),
-        ([1.0], "list .1.0."),
+        (np.array([[1, 2]]), "numpy.ndarray array.*1, 2"),
         ((1.0, {}), "tuple .1.0, {}."),
         ("0.5", "str '0.5'"),
         (b"correct", "bytes b'correct'"),
@@ -679,6 +678,52 @@ def test_episode_that_returns_no_reward_ends_the_run_by_name(tmp_path, value, sh
 
     with pytest.raises(RuntimeError, match=f"tasks/guess.py: episode returned {shown}"):
         play(tmp_path, ["A"], episode)
+
+
+def test_turns_and_tokens_may_have_rewards_of_their_own(tmp_path):
+    """Two turns of two sampled tokens, the second one the stop token."""
+    values = [[1.0, 2.0], [1.0, 2.0, 3.0, 4.0], 5.0, [0.5, 0.25, 0.0, 0.0]]
+    returned = iter(values)
+
+    async def episode(problem, model):
+        await model(problem["prompt"])
+        await model("higher\n")
+        assert [len(model.token_texts(turn)) for turn in (0, 1)] == [2, 2]
+        assert model.token_texts(0)[0] == "A"
+        model.log(guesses=2, first=np.float32(0.5))
+        return next(returned)
+
+    samples, _, actor = play(tmp_path, ["A"] * 8, episode, attempts=4, overlong_buffer=0)
+    parts = [[0, 0, 1, 1], [0, 1, 2, 3], [0, 0, 0, 0], [0, 1, 2, 3]]
+    to_go = [[3, 3, 2, 2], [10, 9, 7, 4], [5, 5, 5, 5], [0.75, 0.25, 0, 0]]
+    for sample, part, rewards in zip(samples, parts, to_go):
+        assert sample["part"][sample["mask"]].tolist() == part
+        assert sample["reward_to_go"][sample["mask"]].tolist() == rewards
+        assert not sample["reward_to_go"][~sample["mask"]].any()
+        assert set(sample["part"][~sample["mask"]]) == {-1}
+        assert sample["reward"] == rewards[0]
+
+
+def test_rewards_that_are_neither_of_turns_nor_of_tokens_end_the_run(tmp_path):
+    async def episode(problem, model):
+        await model(problem["prompt"])
+        await model("higher\n")
+        return [1.0, 2.0, 3.0]
+
+    message = "tasks/guess.py: 3 rewards for an attempt of 2 turns and 4 sampled tokens: return one"
+    with pytest.raises(RuntimeError, match=message):
+        play(tmp_path, ["A"] * 2, episode)
+
+
+def test_what_an_episode_logs_must_be_numbers(tmp_path):
+    async def episode(problem, model):
+        await model(problem["prompt"])
+        with pytest.raises(TypeError, match="no number"):
+            model.log(text="abc")
+        return 1.0
+
+    [sample], _, _ = play(tmp_path, ["A"], episode)
+    assert sample["reward"] == 1.0
 
 
 def test_a_function_that_an_episode_calls_returns_a_number_or_a_text(tmp_path, monkeypatch):

@@ -76,7 +76,7 @@ def test_rollouts_are_written_as_text_with_what_the_trainer_knows(tmp_path, make
         sample_id=17,
         problem=6,
         task=1,
-        advantage=0.25,
+        advantage=np.where(mask, 0.25, 0.0),
         behavior_logprobs=np.where(mask, -0.5, 0.0),
         outcome=0,
     )

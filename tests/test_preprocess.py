@@ -39,9 +39,51 @@ def test_advantages_by_hand():
         # Equal rewards tell nothing, and a single attempt has no baseline
         assert kind == "none" or advantages([1, 1, 1], kind) == pytest.approx([0, 0, 0])
         assert advantages([0.7], kind) == pytest.approx([0.7 if kind == "none" else 0])
+    # The mean reward is a quarter; a mean of 0 has no advantages.
+    assert advantages([1, 0, 0, 0], "max_rl") == pytest.approx([3, -1, -1, -1])
+    assert advantages([0, 0], "max_rl").tolist() == [0, 0]
+    with pytest.raises(ValueError, match="a reward of -0.5 is negative; choose another --adv"):
+        advantages([1, -0.5], "max_rl")
     assert advantages([2, 4, 9], "loo") == pytest.approx([2 - 6.5, 4 - 5.5, 9 - 3])
     with pytest.raises(ValueError, match="unknown advantage 'median'"):
         advantages([1, 0], "median")
+
+
+def test_parts_are_compared_with_the_same_part_of_the_others():
+    """Three attempts of three, two and one turns."""
+    to_go = [[3, 2, 5], [1, 6, np.nan], [2, np.nan, np.nan]]
+    expected = {
+        "none": to_go,
+        "mean": [[1, -2, 0], [-1, 2, np.nan], [0, np.nan, np.nan]],
+        "loo": [[1.5, -4, 0], [-1.5, 4, np.nan], [0, np.nan, np.nan]],
+        "mean_std": [[1.5**0.5, -1, 0], [-(1.5**0.5), 1, np.nan], [0, np.nan, np.nan]],
+        "max_rl": [[0.5, -0.5, 0], [-0.5, 0.5, np.nan], [0, np.nan, np.nan]],
+    }
+    for kind, table in expected.items():
+        assert advantages(to_go, kind) == pytest.approx(np.array(table), rel=1e-5, nan_ok=True)
+
+
+def test_tokens_have_the_advantage_of_their_part(tmp_path):
+    """Of three attempts one has rewards for its two turns, one for its three tokens, one a number.
+
+    A number is the reward to go of the first part. Tokens that were not sampled have no advantage.
+    """
+    turns = make_sample(6, part=np.array([-1, 0, 0, -1, 1, 1]))
+    turns["reward_to_go"] = np.array([0, 4.0, 4.0, 0, 1.0, 1.0])
+    tokens = make_sample(5, part=np.array([-1, -1, 0, 1, 2]))
+    tokens["reward_to_go"] = np.array([0, 0, 2.0, 3.0, 7.0])
+    whole = make_sample(4, reward=3.0)
+    waiting, rollouts = make_buffer(tmp_path, advantage="mean")
+    rollouts.put(group_record(0, [turns, tokens, whole], logged=[{"x": 1.0}, {}, {"x": 3.0}]))
+    waiting.receive()
+    [group] = waiting.groups
+    found = [sample["advantage"].tolist() for sample in group["samples"]]
+    assert found == [[0, 1, 1, 0, -1, -1], [0, 0, -1, 1, 0], [0, 0, 0, 0]]
+    packer, [queue] = make_packer(tmp_path, batch_size=3, attempts=3, row_tokens=64)
+    packer.add(group)
+    [record] = read_step(queue)
+    assert sorted(record["advantage"].tolist()) == sorted(sum(found, []))
+    assert record["by_task"]["toy"]["logged"] == {"x": 2.0}
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -97,7 +139,7 @@ def alone(n, k, **others):
 
 def a_group(draw, samples):
     """As GroupBuffer gives them."""
-    return {"draw": draw, "samples": samples}
+    return {"draw": draw, "samples": samples, "logged": [{} for _ in samples]}
 
 
 def read_step(queue, timeout=0):
@@ -163,7 +205,7 @@ def test_a_micro_batch_keeps_tokens_and_their_stamps_together(tmp_path):
     assert record["tokens"].tolist() == [7, 7, 8, 8, 0, 1, 2, 3, 4]
     assert record["versions"].tolist() == [-1, -1, 3, 3, -1, -1, 4, 4, 5]
     assert record["mask"].tolist() == [False, False, True, True, False, False, True, True, True]
-    assert record["advantage"].tolist() == [1, 0]
+    assert record["advantage"].tolist() == [0, 0, 1, 1, 0, 0, 0, 0, 0]
     assert record["num_versions"].tolist() == [1, 2]
     assert record["problems"] == {"7": 2}
 
@@ -230,7 +272,8 @@ def test_groups_get_their_advantages_and_cut_off_answers_leave_the_loss(tmp_path
     waiting.receive()
     [group] = waiting.groups
     finished, cut_off = group["samples"]
-    assert (finished["advantage"], cut_off["advantage"]) == (1.0, -1.0)
+    assert finished["advantage"].tolist() == [0, 0, 1, 1]
+    assert cut_off["advantage"].tolist() == [0, 0, -1, -1, -1]
     assert finished["mask"].tolist() == [False, False, True, True]
     # it is a sample of the batch all the same
     assert not cut_off["mask"].any()
@@ -247,7 +290,7 @@ def test_attempts_that_failed_make_their_group_smaller(tmp_path):
     [group] = waiting.groups
     assert [len(s["tokens"]) for s in group["samples"]] == [4, 9, 5]
     # the baseline is that of all that came back
-    assert [s["advantage"] for s in group["samples"]] == [1.0, -0.5, -0.5]
+    assert [s["advantage"][-1] for s in group["samples"]] == [1.0, -0.5, -0.5]
     ledger = waiting.ledger
     assert ledger.dropped == {"failed": {0: 1, 1: 4}}
     assert (ledger.dropped_groups, ledger.ahead) == (1, {1})
@@ -428,6 +471,36 @@ def test_stopped_stage_prints_its_dropped_samples(tmp_path):
     stage.terminate()
     said, _ = stage.communicate(timeout=30)
     assert said.endswith("preprocess: 0 of 3 steps emitted, samples dropped: 12 no_signal\n")
+
+
+def test_a_step_of_a_held_run_waits_for_all_groups_that_may_start(tmp_path):
+    """`--late hold --max_lag 2`, steps of one group: a step is put when it and the next two are
+    there; the last steps have no more groups to wait for.
+    """
+    run_dir = write_run(tmp_path, late="hold", max_lag=2, steps=4, batch_size=2, attempts=2)
+    queues = run_dir / "queues"
+    batches = queues / "batches" / "rank_0"
+    rollouts = Queue(queues / "rollouts")
+    two = [make_sample(4, reward=1.0), make_sample(5)]
+    put = Queue(batches)
+    stage = subprocess.Popen([sys.executable, "preprocess.py", str(run_dir)], cwd=ROOT)
+    try:
+        # the second one comes first
+        for draw in (1, 0):
+            rollouts.put(group_record(draw, two))
+        wait_until(lambda: not len(rollouts))
+        assert not len(put)
+        rollouts.put(group_record(2, two))
+        wait_until(lambda: len(put) == 1)
+        publish_json(queues / "version.json", version=1)
+        rollouts.put(group_record(3, two))
+        wait_until(lambda: len(put) == 3)
+        publish_json(queues / "version.json", version=3)
+        assert stage.wait(300) == 0
+    finally:
+        stage.kill()
+    steps = [put.get()[1] for _ in range(4)]
+    assert [list(record["problems"]) for record in steps] == [["0"], ["1"], ["2"], ["3"]]
 
 
 @pytest.mark.parametrize("case", ["another run", "damaged"])

@@ -44,7 +44,7 @@ def all_groups():
         if draw == 1:
             # this attempt failed: the first step has a sample less
             del samples[1]
-        groups.append({"draw": draw, "samples": samples})
+        groups.append({"draw": draw, "samples": samples, "logged": [{}] * len(samples)})
     return groups
 
 
@@ -59,7 +59,7 @@ def random_sample(rng, step, k):
     sample["behavior_logprobs"] = rng.normal(-4, 0.3, n).astype(np.float32) * mask
     sample["temperature"] = 0.7 + 0.1 * k
     sample["num_versions"] = len(set(versions[mask]))
-    sample["advantage"] = float(rng.normal())
+    sample["advantage"] = np.where(mask, rng.normal(), 0.0)
     return sample
 
 
@@ -160,7 +160,8 @@ def plain_step(base_model, version=0):
         logprobs = distribution.gather(1, ids[1:, None])[:, 0][sampled]
         behavior = torch.from_numpy(s["behavior_logprobs"][s["mask"]])
         log_w = logprobs.detach().double() - behavior.double()
-        loss = -log_w.exp().clamp(max=5.0).float() * s["advantage"] * logprobs
+        advantages = torch.from_numpy(s["advantage"][s["mask"]]).float()
+        loss = -log_w.exp().clamp(max=5.0).float() * advantages * logprobs
         (loss.sum() / len(batch)).backward()
         entropy = -(distribution.exp() * distribution).sum(-1)
         of_tokens["log_w"].append(log_w.numpy())

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from plumbing import samples as schema
-from plumbing.samples import check_record, filler, join, layout, share, split
+from plumbing.samples import check_record, credit, filler, join, layout, share, split
 
 
 def make_sample(n=5, reward=0.0, version=0, prompt=2, **changed):
@@ -25,7 +25,9 @@ def make_sample(n=5, reward=0.0, version=0, prompt=2, **changed):
         "finished": True,
         "num_versions": 1,
         "sample_id": 0,
-        "advantage": reward,
+        "part": np.where(mask, 0, -1),
+        "reward_to_go": np.where(mask, reward, 0.0),
+        "advantage": np.where(mask, reward, 0.0),
     }
     return sample | changed
 
@@ -33,7 +35,8 @@ def make_sample(n=5, reward=0.0, version=0, prompt=2, **changed):
 def group_record(draw, samples, failed=0, **changed):
     """A group as actor.py puts it into queues/rollouts: the advantages are not there yet."""
     record = join([{k: v for k, v in s.items() if k != "advantage"} for s in samples])
-    return record | {"run_id": "abc", "draw": draw, "failed": failed} | changed
+    record |= {"run_id": "abc", "draw": draw, "failed": failed}
+    return record | {"logged": [{} for _ in samples]} | changed
 
 
 def same(a, b):
@@ -97,16 +100,39 @@ def test_a_filler_has_every_field_and_is_no_sample():
 
 
 def test_record_that_no_stage_writes_ends_the_run_by_name():
-    check_record(group_record(0, [], failed=4), "the file", run_id="abc")
+    lacks = ("advantage",)
+    check_record(group_record(0, [], failed=4), "the file", lacks, run_id="abc")
     record = group_record(0, [make_sample(5), make_sample(4)])
-    check_record(record, "the file", run_id="abc")
+    check_record(record, "the file", lacks, run_id="abc")
 
     def refused(message, **changed):
         complaint = f"the file: {message}.*the same command continues"
         with pytest.raises(RuntimeError, match=complaint):
-            check_record(record | changed, "the file", run_id="abc")
+            check_record(record | changed, "the file", lacks, run_id="abc")
 
     refused("run_id is 'xyz', 'abc' was expected", run_id="xyz")
     refused("tokens has 8 values for 9 tokens", tokens=record["tokens"][1:])
     del record["mask"]
     refused("mask has 0 values for 9 tokens")
+    with pytest.raises(RuntimeError, match="advantage has 0 values for 9 tokens"):
+        check_record(group_record(0, [make_sample(5), make_sample(4)]), "the file", run_id="abc")
+
+
+def test_rewards_go_to_the_attempt_its_turns_or_its_tokens():
+    # Two branches: turn 1 lies behind turn 2, and turn 0 has two tokens.
+    turns = np.array([-1, 0, 0, -1, 2, -1, 1, 1])
+    sampled = turns >= 0
+
+    def credited(*arguments):
+        fields = credit(turns, *arguments)
+        assert set(fields["part"][~sampled]) == {-1} and not fields["reward_to_go"][~sampled].any()
+        return fields["part"][sampled].tolist(), fields["reward_to_go"][sampled].tolist()
+
+    assert credited(0.5) == ([0] * 5, [0.5] * 5)
+    assert credited([1.0, 2.0, 4.0]) == ([0, 0, 2, 1, 1], [7, 7, 4, 6, 6])
+    # tokens are numbered turn after turn
+    assert credited([1, 2, 3, 4, 5.0]) == ([0, 1, 4, 2, 3], [15, 14, 5, 12, 9])
+    assert credited([1.0, 2.0, 4.0], -0.5)[1] == [6.5, 6.5, 3.5, 5.5, 5.5]
+    for wrong in ([1.0], [1.0, 2.0], [1.0] * 8):
+        with pytest.raises(ValueError, match=f"{len(wrong)} rewards for an attempt of 3 turns and"):
+            credit(turns, wrong)

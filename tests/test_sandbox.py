@@ -223,6 +223,19 @@ def test_a_reward_may_be_any_number(sandboxed):
     assert counts == {"verdicts": len(rewards)}
 
 
+def test_a_reward_may_be_a_list_of_numbers(sandboxed):
+    rows = [[1.0, 0.5], (0.25, True), np.array([0.5, -1.0]), [0.5], [np.float32(0.5), Fraction(1)]]
+
+    async def work(s):
+        return [await score(s, "odd", {}, value, True) for value in rows]
+
+    verdicts = sandboxed(work, reward_timeout=20.0)
+    expected = [[1.0, 0.5], [0.25, 1.0], [0.5, -1.0], [0.5], [0.5, 1.0]]
+    assert [verdict["reward"] for verdict in verdicts] == expected
+    # their sum decides
+    assert [verdict["success"] for verdict in verdicts] == [True, True, False, False, True]
+
+
 NO_NUMBERS = [
     (np.float32("nan"), "float nan"),
     (10**400, "int 1000.*OverflowError"),
@@ -234,8 +247,12 @@ NO_NUMBERS = [
     (1j, "complex 1j"),
     (np.complex64(1), "numpy.complex64 .*1"),
     (np.array("1"), "numpy.ndarray array.'1'"),
-    (np.array([1, 2]), "numpy.ndarray array.*1, 2"),
-    ([1.0], "list .1.0."),
+    (np.array([[1, 2]]), "numpy.ndarray array.*1, 2"),
+    ([1.0, None], "list .1.0, None."),
+    ([[1.0]], "list ..1.0.."),
+    ([1.0, float("inf")], "list .1.0, inf."),
+    ([3e38, 3e38], "list .3e[+]38, 3e[+]38."),
+    ([], "list .."),
     ({"reward": 1.0}, "dict {'reward': 1.0}"),
     (b"correct", "bytes b'correct'"),
     (bytearray(b"1"), "bytearray "),

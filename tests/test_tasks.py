@@ -37,12 +37,10 @@ def test_a_task_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "unfinished.py").write_text("x = 1\ndef reward(\n")
     monkeypatch.setattr(tasks, "__path__", [*tasks.__path__, str(tmp_path)])
     (tmp_path / "halved.py").write_text("def problems(split, seed):\n    return []\n")
+    tasks_here = "tasks here: agent, countup, guess"
     for name, words in [
-        (
-            "lacking",
-            "ModuleNotFoundError: No module named 'no_such_package'; tasks here: agent, guess",
-        ),
-        ("unfinished", r"SyntaxError: .*\(unfinished.py, line 2\); tasks here: agent, guess"),
+        ("lacking", f"ModuleNotFoundError: No module named 'no_such_package'; {tasks_here}"),
+        ("unfinished", rf"SyntaxError: .*\(unfinished.py, line 2\); {tasks_here}"),
         ("halved", "has no function problems, or neither reward nor episode"),
     ]:
         with pytest.raises(cfg.ConfigError, match=f"^tasks/{name}.py: {words}"):

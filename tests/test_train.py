@@ -20,7 +20,15 @@ from config import LOSSES, Config, check
 from conftest import ROOT
 from plumbing import checkpoints, secret
 from plumbing.guards import Guards
-from plumbing.metrics import Sums
+from plumbing.metrics import (
+    LAGS,
+    LENGTHS,
+    Sums,
+    buckets_of,
+    lag_buckets,
+    length_p90,
+    lengths_table,
+)
 from plumbing.model import Packing
 from plumbing.queues import publish_json
 from plumbing.samples import filler, join, layout
@@ -150,6 +158,34 @@ def test_icepop_by_hand():
     assert loss == pytest.approx([0.0, 0.5, -2.0, 5.0, 0.0])
     assert grad == pytest.approx([0.0, -0.5, 2.0, -5.0, 0.0])
     assert clipped == [True, False, False, False, True]
+
+
+def test_dppo_by_hand():
+    # mu is pi / w. A token is left out if |pi - mu| > 0.2 and its gradient leads further away.
+    # With pi = 0.6: w = 2 (mu 0.3) is far; w = 1.2 (mu 0.5) is near; w = 0.7 (mu 0.857) is far.
+    # With pi = 0.001 even w = 10 is near.
+    w, advantages = [2.0, 2.0, 1.2, 0.7, 0.7, 10.0], [1.0, -1.0, 1.0, -3.0, 1.0, 2.0]
+    logpi = [math.log(0.6)] * 5 + [math.log(0.001)]
+    loss, grad, clipped = loss_of("dppo", w, advantages, logpi)
+    assert clipped == [True, False, False, True, False, False]
+    assert grad == pytest.approx([0.0, 2.0, -1.2, 0.0, -0.7, -20.0])
+    assert loss == pytest.approx([g * logp for g, logp in zip(grad, logpi)])
+    # with a wider bound nothing is left out
+    assert not any(loss_of("dppo", w, advantages, logpi, clip_high=0.4)[2])
+
+
+def test_ratios_that_are_products_of_a_sequence_by_hand():
+    # ratios 2 and 0.25 have the product 0.5, ratios 3 and 4 the product 12, which is cut to 5
+    rows = dict(w=[2.0, 0.25, 3.0, 9.0, 4.0], advantages=[1.0] * 5, ids=[0, 0, 1, -1, 1])
+    loss, grad, clipped = loss_of("reinforce", **rows, ratio="product")
+    sampled = [0, 1, 2, 4]
+    assert [grad[i] for i in sampled] == pytest.approx([-0.5, -0.5, -5.0, -5.0])
+    assert [clipped[i] for i in sampled] == [False, False, True, True]
+    grad = loss_of("icepop", **rows, ratio="product")[1]
+    assert [grad[i] for i in sampled] == pytest.approx([-0.5, -0.5, 0.0, 0.0])
+    # all tokens have the weight of their sequence, so that the terms of one sample add up to W A
+    # grad log pi(sequence)
+    assert knobs(ratio="product").normalizer == "samples"
 
 
 def test_kl_by_hand():
@@ -328,7 +364,9 @@ def micro_record(model, lengths, version, offset=0.0):
             "reward": i,
             "outcome": 0 if i else 1,
             "num_versions": 1,
-            "advantage": 1.0 - i,
+            "part": np.where(mask, 0, -1),
+            "reward_to_go": np.where(mask, i, 0.0),
+            "advantage": np.where(mask, 1.0 - i, 0.0),
             "finished": True,
         }
         samples.append(sample)
@@ -371,6 +409,77 @@ def test_metrics_by_hand(model):
     )
     assert {name: m[name] for name in means} == pytest.approx(means, rel=1e-4)
     assert m["mismatch"] is None
+
+
+def test_kl_to_the_behaviour_policy_by_hand(model):
+    """Every sampled token adds coefficient * (log w)^2 with log w = 0.5, and the gradient of it."""
+    record = micro_record(model, [10, 13], version=6, offset=0.5)
+    plain = metrics_of(model, record, 6)[0]
+    plain.backward()
+    plain_gradient = gradient(model)
+    model.zero_grad()
+    loss = metrics_of(model, record, 6, kl_behavior_coef=0.3)[0]
+    assert (loss - plain).item() == pytest.approx(17 * 0.3 * 0.25, rel=1e-3)
+    loss.backward()
+    added = gradient(model) - plain_gradient
+    model.zero_grad()
+    # 2 log w grad log pi
+    _, _, logprobs = micro_batch(model, record, 6, knobs())
+    positions, _ = layout(record["lengths"])
+    logprobs = train.Policy(model, knobs()).logprobs(record["tokens"], positions, 1.0)[0]
+    (0.3 * 2 * 0.5 * logprobs[torch.from_numpy(record["mask"])].sum()).backward()
+    assert torch.allclose(added, gradient(model), atol=1e-4)
+
+
+def test_metrics_by_lag_by_hand(model):
+    # The first sample has seven tokens of lag 0 and log w = 0.5, the second one five of lag 2 and
+    # five of lag 3 with log w = 1 and 2.
+    record = micro_record(model, [10, 13], version=6)
+    first, second = (record["mask"] & (np.arange(23) < 10)), (record["mask"] & (np.arange(23) > 9))
+    late = second & (np.arange(23) >= 18)
+    record["behavior_logprobs"] -= 0.5 * first + 1.0 * second + 1.0 * late
+    record["versions"] -= 2 * second + late
+    loss, m = metrics_of(model, record, 6, clip_high=3.0)
+    assert list(m["by_lag"]) == ["0", "2-3"]
+    zero, old = m["by_lag"].values()
+    w = math.exp(0.5)
+    expected = dict(tokens=7, kl=w - 1.5, log_ratio=0.5, ess=1.0, clip_frac=0.0)
+    assert {name: zero[name] for name in expected} == pytest.approx(expected, rel=1e-3)
+    w1, w2 = math.e, math.e**2
+    kl = ((w1 - 2) + (w2 - 3)) / 2
+    ess_of_both = (5 * w1 + 5 * w2) ** 2 / (10 * (5 * w1**2 + 5 * w2**2))
+    expected = dict(tokens=10, kl=kl, log_ratio=1.5, ess=ess_of_both, clip_frac=0.5)
+    assert {name: old[name] for name in expected} == pytest.approx(expected, rel=1e-3)
+    total = 7 * zero["loss"] + 10 * old["loss"]
+    assert total == pytest.approx(loss.item(), rel=1e-3)
+    # weights of whole samples: exp(3.5) and exp(15)
+    a, b = math.exp(3.5 - 15), 1.0
+    assert m["ess_sample"] == pytest.approx((a + b) ** 2 / (2 * (a**2 + b**2)), rel=1e-2)
+    # tokens that are masked do not count
+    masked = metrics_of(model, record, 6, clip_high=3.0, max_lag=1, late="mask")[1]
+    assert list(masked["by_lag"]) == ["0"]
+
+
+def test_buckets_of_lags_and_lengths():
+    assert buckets_of(LAGS) == "0 1 2-3 4-7 8-15 16-31 32-63 64-127 128+".split()
+    lags = [0, 1, 2, 3, 4, 127, 128, 5000]
+    assert lag_buckets(np.array(lags)).tolist() == [0, 1, 2, 2, 3, 7, 8, 8]
+    assert buckets_of(LENGTHS)[:11] == "0 1 2 3 4 5 6 7 8-9 10 11-12".split()
+    # of 10 samples nine have at most 5 tokens
+    counts = np.zeros(len(LENGTHS))
+    counts[[3, 5, 40]] = 4, 5, 1
+    assert length_p90(counts) == 5
+    counts[40] = 2
+    assert length_p90(counts) == LENGTHS[41] - 1
+    assert lengths_table(counts) == {"3": 4, "5": 5, buckets_of(LENGTHS)[40]: 2}
+
+
+def test_lengths_are_those_of_answers_masked_ones_too(model):
+    record = micro_record(model, [10, 13, 5], version=6)
+    record["mask"][:10] = False
+    m = metrics_of(model, record, 6)[1]
+    assert m["length_mean"] == pytest.approx((7 + 10 + 2) / 3)
+    assert (m["length_p90"], m["lengths"]) == (10, {"2": 1, "7": 1, "10": 1})
 
 
 def test_mismatch_counts_tokens_of_the_current_version_alone(model):
@@ -435,7 +544,7 @@ def test_a_teacher_adds_to_each_tokens_advantage(model, teacher):
     teacher_logprobs = torch.from_numpy(record["behavior_logprobs"] + log_ratio)
     policy.teacher_logprobs = lambda *_: teacher_logprobs
     loss, metrics, logprobs = train.micro_batch(policy, record, 6, config, CPU)
-    advantage = record["advantage"][0] + 0.5 * log_ratio[sampled] * (teacher != "")
+    advantage = record["advantage"][sampled] + 0.5 * log_ratio[sampled] * (teacher != "")
     w = np.exp(logprobs.numpy() - record["behavior_logprobs"])[sampled]
     assert loss.item() == pytest.approx(
         -(w * advantage * logprobs.numpy()[sampled]).sum(), rel=1e-4
@@ -472,6 +581,19 @@ def parameters_after(batches, **changed):
     metrics = one_step(model, [optimizer], batches, 6, config)
     assert not any(p.grad is not None and p.grad.any() for p in model.parameters())
     return vector(model), metrics
+
+
+def test_learning_rate_by_ess_is_multiplied_by_its_root(model):
+    """The weights of the two samples are exp(0.7) and exp(1.0)."""
+    record = micro_record(model, [10, 13], version=6, offset=0.1)
+    plain, _ = parameters_after([record])
+    scaled, metrics = parameters_after([record], lr_by_ess=True)
+    w = np.exp([0.7, 1.0])
+    share = (w.sum() ** 2 / (2 * (w**2).sum())) ** 0.5
+    assert metrics["ess_sample"] ** 0.5 == pytest.approx(share, rel=1e-3)
+    assert metrics["lr"] == pytest.approx(0.1 * share, rel=1e-3)
+    steps = (scaled - vector(model)).norm() / (plain - vector(model)).norm()
+    assert steps.item() == pytest.approx(share, rel=1e-3)
 
 
 def test_a_gradient_that_is_not_finite_leaves_the_weights_as_they_are(model):

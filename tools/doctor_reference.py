@@ -30,15 +30,20 @@ ADVANTAGES = {
     "loo": lambda r: (r - r.mean()) * len(r) / max(len(r) - 1, 1),
     "mean": lambda r: r - r.mean(),
     "mean_std": lambda r: (r - r.mean()) / (r.std() + 1e-6),
+    "max_rl": lambda r: (r - r.mean()) / r.mean() if r.mean() else 0 * r,
     "none": lambda r: r,
 }
 # losses [N] of a sample's tokens with advantage A; w [N] are the weights pi / mu of the tokens or,
-# with --ratio sequence, their geometric mean at each token
+# with --ratio sequence, their geometric mean at each token, with --ratio product their product
 LOSSES = {
     "reinforce": lambda w, logp, A, low, high: -w.clamp(max=high).detach() * A * logp,
     "ppo": lambda w, logp, A, low, high: -torch.minimum(w * A, w.clamp(low, high) * A),
     "cispo": lambda w, logp, A, low, high: -w.clamp(low, high).detach() * A * logp,
     "icepop": lambda w, logp, A, low, high: -(w * (low <= w) * (w <= high)).detach() * A * logp,
+    # mu = pi / w
+    "dppo": lambda w, logp, A, low, high: (
+        -(w * (((w - 1) * A <= 0) | ((logp.exp() * (1 - 1 / w)).abs() <= high))).detach() * A * logp
+    ),
 }
 LOSSES["gspo"] = LOSSES["ppo"]
 NORMALIZERS = ("samples", "tokens", "sequence")
@@ -77,9 +82,14 @@ class Recording:
                 number = int(samples[0]["problem"])
                 problem = self.train_problems[task][number]
                 self.groups[draw] = dict(samples=samples, task=task, number=number, problem=problem)
-                rewards = np.array([sample["reward"] for sample in samples], np.float64)
-                for sample, advantage in zip(samples, advantages(rewards)):
-                    sample["advantage"] = advantage
+                for sample in samples:
+                    sample["advantage"] = np.zeros(len(sample["part"]))
+                for part in range(1 + max(sample["part"].max() for sample in samples)):
+                    having = [sample for sample in samples if part in sample["part"]]
+                    to_go = [sample["reward_to_go"][sample["part"] == part][0] for sample in having]
+                    of_part = advantages(np.array(to_go, np.float64))
+                    for sample, advantage in zip(having, of_part):
+                        sample["advantage"][sample["part"] == part] = advantage
 
     def samples(self):
         """Return [(draw, sample)] of all groups."""
@@ -311,6 +321,8 @@ def learning_rate(run, version):
         rate = c.lr * warm_up * SCHEDULES[c.lr_schedule](version / steps)
     else:
         rate = run.steps[version + 1]["lr"]
+    if c.lr_by_ess and c.lr_schedule in SCHEDULES:
+        rate *= run.steps[version + 1]["ess_sample"] ** 0.5
     return rate * (10 if c.lora_rank else 1)
 
 
@@ -322,21 +334,26 @@ def loss_of(run, sample, positions, version):
     """
     c = run.config
     logprobs, entropy, _ = forward_segments(run, version, sample, positions)
-    log_w = logprobs - torch.as_tensor(sample["behavior_logprobs"][positions], device=run.device)
-    weights = log_w.detach().exp()
+    of_tokens = logprobs - torch.as_tensor(
+        sample["behavior_logprobs"][positions], device=run.device
+    )
+    weights = of_tokens.detach().exp()
+    log_w = of_tokens
     if c.ratio == "sequence":
         log_w = log_w.mean().expand(len(log_w))
+    elif c.ratio == "product":
+        log_w = log_w.sum().expand(len(log_w))
     w = log_w.exp()
     with torch.no_grad():
         teacher_part = c.teacher_coef * teacher_log_ratio(run, sample, positions)
-    advantages = float(sample["advantage"]) + teacher_part
+    advantages = torch.as_tensor(sample["advantage"][positions], device=run.device) + teacher_part
     loss = LOSSES[c.loss](w, logprobs, advantages, c.clip_low, c.clip_high).sum()
     if c.kl_coef:
         with torch.no_grad():
             reference_logprobs = forward_segments(run, 0, sample, positions)[0]
         d = reference_logprobs - logprobs
         loss = loss + c.kl_coef * (d.exp() - 1 - d).sum()
-    loss = loss - c.entropy_coef * entropy.sum()
+    loss = loss + c.kl_behavior_coef * (of_tokens**2).sum() - c.entropy_coef * entropy.sum()
     return loss / len(positions) if c.normalizer == "sequence" else loss, weights
 
 

@@ -1,0 +1,266 @@
+"""How stale may data be? Whole runs on data that is older and older; see docs/staleness.md.
+
+    python bench/staleness.py lags [--seeds 5] [--jobs 2] [--quick] [--plot] [--port 9000]
+    python bench/staleness.py losses
+    python bench/staleness.py tail_lags
+
+Each part is a set of settings, SETTINGS below; each setting is one run of `bash run.sh toy` a seed,
+with the real vLLM. A **pure lag** is `--late hold --max_lag N`: step v trains samples of which
+every token was sampled by version max(0, v - N). Engines and trainer take turns, so nothing depends
+on who is faster, and `--jobs` runs may share the machine. Results are kept in
+bench/results/staleness-<part>.json, so that the same command goes on after an interruption.
+
+Score: the probability that the model gives exactly the right answer at temperature 1, averaged over
+250 held-out problems, computed from checkpoints (bench/runs.py). All seeds have the base model of
+seed 0, and differ in problems and sampling.
+
+Columns of the table:
+
+    to n%       thousand samples until the score is n% of the way from where runs begin (on average)
+                to where the first setting ends (on average); median over seeds, and the range
+    end, mean   the score after the last step, and averaged over the samples of a run
+    difference  of the mean score from that of the first setting, seed by seed
+    collapsed   runs that end more than DROP below their best score, or no higher than they began
+    ESS, KL     means over the steps after the first N, in which the data has its full age: the
+                effective sample sizes of tokens and of whole samples, KL(mu || pi) a token
+
+Intervals are 95%, Student's t over seeds.
+"""
+
+import functools
+import queue
+import re
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from bench import runs
+from bench.common import ROOT, band, machine, measured, panels, result_file, table
+from bench.compare import interval_text, is_unstable, mean_score, student
+from bench.runs import column, places, scores_of
+from tasks import tail, toy
+from tools import base_model
+from tools.common import read_metrics
+
+LAGS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
+FEW_LAGS = (1, 16, 128)
+SHARES = (0.5, 0.75)
+TASKS = {"toy": toy, "tail": tail}
+# One core for each run. The learning rate was chosen at lag 0, before any other lag was tried (seed
+# 0, 160 steps: 3e-4 goes from 0.17 to 0.68, 6e-4 to 0.27). It stays constant, so that all steps of
+# a run count the same.
+COMMON = dict(engines=1, trainers=1, engine_threads=1, trainer_threads=1)
+COMMON |= dict(eval_every=0, eval_problems=1, keep_last=0, lr_schedule="constant", late="hold")
+TOY = COMMON | dict(task="toy", steps=160, batch_size=128, attempts=16, lr=3e-4, save_every=16)
+TAIL = COMMON | runs.COMMON | dict(save_every=8, concurrency=64)
+# The losses and corrections beside the three of `lags`, as knobs
+LOSSES = {
+    "cispo": dict(loss="cispo"),
+    "gspo": dict(loss="gspo"),
+    "icepop": dict(loss="icepop"),
+    "ratio sequence": dict(ratio="sequence"),
+    "ratio product": dict(ratio="product"),
+    "kl_behavior 0.1": dict(kl_behavior_coef=0.1),
+    "lr_by_ess": dict(lr_by_ess=True),
+    "max_rl": dict(advantage="max_rl"),
+    # all weights are 1
+    "no weights": dict(loss="cispo", clip_low=1 - 1e-6, clip_high=1 + 1e-6),
+}
+COLUMNS = (
+    "samples lag_mean lag_max reward signal entropy loss ess ess_sample kl_behavior clip_frac "
+    "grad_norm length_mean length_p90 cut_off"
+).split()
+
+
+def pure(base, lag, **knobs):
+    """Knobs of a run whose data has exactly this lag."""
+    return base | dict(max_lag=lag) | knobs
+
+
+def lag_settings(base, lags, losses):
+    """{setting: knobs}. At lag 0 all weights are 1, and all of these losses have one gradient."""
+    settings = {"lag 0": pure(base, 0)}
+    for lag in lags:
+        if lag:
+            settings |= {f"{loss}, lag {lag}": pure(base, lag, loss=loss) for loss in losses}
+    return settings
+
+
+def loss_settings(base, lags):
+    """{setting: knobs} of the other losses, after reinforce."""
+    settings = {"lag 0": pure(base, 0)}
+    for lag in lags:
+        for name, knobs in LOSSES.items():
+            settings[f"{name}, lag {lag}"] = pure(base, lag, **knobs)
+    return settings
+
+
+SETTINGS = {
+    "lags": lag_settings(TOY, LAGS, ("reinforce", "ppo", "dppo")),
+    "losses": loss_settings(TOY, FEW_LAGS),
+    "tail_lags": lag_settings(TAIL, (1, 4, 16, 64), ("reinforce",)),
+}
+# transformers cannot load two models at the same time in two threads: heads that are tied to the
+# embeddings came out random
+LOADING = threading.Lock()
+QUICK = dict(steps=6, save_every=2, batch_size=32, attempts=4, max_new_tokens=40)
+
+
+# ---- one run
+
+
+def model_of(task):
+    """The base model of all seeds."""
+    return ROOT / "out" / "models" / f"{task}-seed0"
+
+
+def one_run(key, knobs, port, slots, is_pinned):
+    """A run as {curve, scores}: columns of one number a step, and [[version, score]].
+
+    slots: the numbers of the cores that are free.
+    """
+    slot = slots.get()
+    try:
+        name = re.sub(r"\W+", "-", f"staleness-{knobs['task']}-{key}")[-80:]
+        core = slot if is_pinned else None
+        run_dir = runs.run_to_its_end(name, knobs, port + 100 * slot, core=core)
+    finally:
+        slots.put(slot)
+    problems = TASKS[knobs["task"]].problems("test", knobs["seed"])[: runs.PROBLEMS]
+    with LOADING:
+        run_scores = runs.scores(run_dir / "checkpoints", model_of(knobs["task"]), problems)
+    [steps] = read_metrics(run_dir, "step")
+    curve = {name: [short(line[name]) for line in steps] for name in COLUMNS}
+    curve["by_lag"] = [line["by_lag"] if len(line["by_lag"]) > 1 else {} for line in steps]
+    print(f"{key}: score {run_scores[-1][1]:.3f}", flush=True)
+    return dict(curve=curve, scores=run_scores)
+
+
+def short(value):
+    """A number with five digits."""
+    return float(f"{value:.5g}")
+
+
+# ---- the table
+
+
+def samples_to(run, level):
+    """The number of samples after which a run's score reaches a level; infinity if it does not."""
+    run_scores, samples = scores_of(run), places(run, "samples")
+    reached = np.flatnonzero(run_scores >= level)
+    if not len(reached):
+        return np.inf
+    k = reached[0]
+    if k == 0:
+        return 0.0
+    return float(np.interp(level, run_scores[k - 1 : k + 1], samples[k - 1 : k + 1]))
+
+
+def aged(run, name, knobs):
+    """The mean of a column over the steps in which the data has its full age."""
+    values = column(run, name)
+    return float(np.mean(values[min(knobs["max_lag"], len(values) - 1) :]))
+
+
+def median_text(values):
+    """Thousand samples: 12.1 (11.0 to never)."""
+    cells = ["never" if np.isinf(v) else f"{v / 1000:.1f}" for v in sorted(values)]
+    return f"{cells[len(cells) // 2]} ({cells[0]} to {cells[-1]})"
+
+
+def print_table(by_setting, settings):
+    """Print a row for each setting."""
+    first = next(iter(by_setting.values()))
+    begin = np.mean([scores_of(run)[0] for run in first])
+    end = np.mean([scores_of(run)[-1] for run in first])
+    first_means = {run["knobs"]["seed"]: mean_score(run) for run in first}
+    levels = [begin + share * (end - begin) for share in SHARES]
+    print(f"scores at {SHARES} of the gain: {', '.join(f'{level:.3f}' for level in levels)}")
+    rows = []
+    for setting, setting_runs in by_setting.items():
+        row = [setting, len(setting_runs)]
+        row += [median_text([samples_to(run, level) for run in setting_runs]) for level in levels]
+        row.append(interval_text(student([scores_of(run)[-1] for run in setting_runs]), ".3f"))
+        means = {run["knobs"]["seed"]: mean_score(run) for run in setting_runs}
+        row.append(f"{np.mean(list(means.values())):.3f}")
+        differences = [mean - first_means[seed] for seed, mean in means.items()]
+        row.append(interval_text(student(differences), "+.3f"))
+        row.append(sum(map(is_unstable, setting_runs)))
+        for name, form in (("ess", ".3f"), ("ess_sample", ".2f"), ("kl_behavior", ".1e")):
+            values = [aged(run, name, settings[setting]) for run in setting_runs]
+            row.append(format(np.mean(values), form))
+        rows.append(row)
+    header = ["", "seeds", *(f"to {share:.0%}" for share in SHARES), "end", "mean", "difference"]
+    table([*header, "collapsed", "ESS", "of samples", "KL"], rows)
+
+
+def draw(by_setting, path):
+    """Draw scores against samples, and scores at the end against the lag."""
+    lag_of = {setting: int(setting.split("lag ")[1].split()[0]) for setting in by_setting}
+    losses = {}
+    for setting in by_setting:
+        losses.setdefault(setting.rpartition(", ")[0] or "lag 0", []).append(setting)
+    figure, axes = panels(["held-out score at the end", "mean held-out score", "first loss"])
+    base = losses.pop("lag 0")
+    for i, (loss, names) in enumerate(losses.items()):
+        names = base + names
+        x = [max(lag_of[name], 0.5) for name in names]
+        for ax, value in zip(axes, (lambda run: scores_of(run)[-1], mean_score)):
+            y = [[value(run) for run in by_setting[name]] for name in names]
+            ax.plot(x, [np.mean(v) for v in y], "o-", color=f"C{i}", label=loss)
+            low, high = ([f(v) for v in y] for f in (min, max))
+            ax.fill_between(x, low, high, color=f"C{i}", alpha=0.12)
+    for ax in axes[:2]:
+        ax.set(xscale="log", xlabel="lag, optimizer steps (0 at the left)")
+        ax.legend()
+    for i, name in enumerate(base + next(iter(losses.values()), [])):
+        curves = [(places(run, "samples"), scores_of(run)) for run in by_setting[name]]
+        band(axes[2], curves, f"C{i}", name)
+    axes[2].set_xlabel("samples")
+    axes[2].legend()
+    figure.savefig(path, dpi=80)
+
+
+# ---- the command line
+
+
+def main(argv=None):
+    p = runs.run_parser(__doc__, seeds=5, port=9000)
+    p.add_argument("part", choices=SETTINGS)
+    p.add_argument("--jobs", type=int, default=2, help="runs at a time, each on a core of its own")
+    arguments = p.parse_args(argv)
+    settings = SETTINGS[arguments.part]
+    if arguments.quick:
+        arguments.seeds = 1
+        settings = {name: knobs | QUICK for name, knobs in settings.items()}
+    tasks = {knobs["task"] for knobs in settings.values()}
+    for task in tasks:
+        base_model.make_model([task], model_of(task), 0)
+    first = arguments.first_seed
+    wanted = {}
+    for seed in range(first, first + arguments.seeds):
+        for setting, knobs in settings.items():
+            model = model_of(knobs["task"]).relative_to(ROOT)
+            wanted[f"{setting}, seed {seed}"] = knobs | dict(model=str(model), seed=seed)
+    slots = queue.SimpleQueue()
+    for slot in range(arguments.jobs):
+        slots.put(slot)
+    path = result_file(arguments, f"staleness-{arguments.part}")
+    is_pinned = arguments.jobs > 1
+    measure = functools.partial(one_run, port=arguments.port, slots=slots, is_pinned=is_pinned)
+    if arguments.plot:
+        measure = None
+    results = measured(path, wanted, measure, reuse=not arguments.quick, jobs=arguments.jobs)
+    print(machine())
+    by_setting = {}
+    for key, run in results.items():
+        by_setting.setdefault(key.rpartition(", seed")[0], []).append(run)
+    print_table(by_setting, settings)
+    draw(by_setting, path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
