@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.common import WORK, copy_sources, measured, parser, result_file, table
-from tools.common import alarms, read_metrics
+from plumbing.alarms import alarms
+from tools.common import read_metrics
 
 # A preset, where all others are knobs of the preset toy
 AGENT = "agent"

@@ -26,6 +26,7 @@ Trainer: it computes the loss and sends new weights to the engines.
     lora.py          Adapters (LoRA), merged in each forward pass just as the engines get them.
     adam_8bit.py     AdamW with its two moments in 8 bits (torchao), for --adam_8bit.
     metrics.py       metrics.jsonl, the line of each step, Weights & Biases, decoded samples.
+    alarms.py        What the metrics say has gone wrong, with what to try.
     guards.py        Checks that end a run which has gone wrong, such as engines that disagree.
     checkpoints.py   Checkpoints in Hugging Face's format: written in a thread, and restored.
     weight_group.py  The list of engines, and the process group in which they receive weights.

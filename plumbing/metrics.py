@@ -16,6 +16,7 @@ import torch.distributed as dist
 from transformers import AutoTokenizer
 
 from config import OUTCOMES, task_weights
+from plumbing.alarms import Alarms
 from plumbing.problems import held_out_scores
 from plumbing.queues import read_json
 from plumbing.samples import split
@@ -189,6 +190,10 @@ class MetricsLog:
         self.pace_file = Path(run_dir, "queues", "pace.json")
         self.file = open_lines(Path(run_dir, "metrics.jsonl"), state["version"])
         self.samples_file = open_lines(Path(run_dir, "samples.jsonl"), state["version"])
+        self.alarms = Alarms()
+        # A continued run goes on where the alarms of its first part stood.
+        for line in map(json.loads, Path(run_dir, "metrics.jsonl").read_text().splitlines()):
+            self.new_alarms(line)
         self.wandb = open_wandb(config, run_dir)
         # the seconds that each of the newest steps took, for the eta
         self.seconds = deque(maxlen=10)
@@ -196,6 +201,16 @@ class MetricsLog:
         self.save_s = 0.0
         self.step_start = time.monotonic()
         self.samples_left = config.samples_logged
+
+    def new_alarms(self, line):
+        """The alarms that a line of metrics.jsonl raises."""
+        if "step" in line:
+            return self.alarms.step(line)
+        return self.alarms.evaluation(line) if "eval" in line else []
+
+    def print_alarms(self, line):
+        for text in self.new_alarms(line):
+            print(f"ALARM: version {line['version']}: {text}", flush=True)
 
     def wall_s(self):
         """The seconds that the run has taken, without the times when it was stopped."""
@@ -242,6 +257,7 @@ class MetricsLog:
             f"gen_idle {line['gen_idle']:.0%} | eta {eta / 60:.1f}m",
             flush=True,
         )
+        self.print_alarms(line)
 
     def mismatch(self, version, measured):
         """Write by how much engines and trainer differ at this version.
@@ -270,6 +286,7 @@ class MetricsLog:
                 f"{line['problems']} held-out problems",
                 flush=True,
             )
+            self.print_alarms(line)
 
     def samples(self, batch, logprobs, version):
         """Write the first `samples_logged` samples of a step, decoded, to samples.jsonl.

@@ -16,6 +16,9 @@ STEP = dict.fromkeys(
     "save_s by_task".split(),
     0.01,
 )
+STEP |= dict(length_mean=12.0, length_p90=20, lengths={"12": 256}, ess_sample=0.9)
+BUCKET = dict(tokens=30, loss=0.1, kl=1e-3, log_ratio=0.02, ess=0.98, clip_frac=0.01)
+STEP |= dict(by_lag={"0": BUCKET, "1": BUCKET | dict(tokens=10, kl=2e-3)})
 STEP |= dict(ess=0.99, lag_mean=0.6, lag_max=2, step_s=2.0, wait_data_s=0.6, gen_idle=0.1)
 
 

@@ -18,10 +18,11 @@ import pytest
 import config as cfg
 from conftest import ROOT, register
 from made_up_run import made_up_run, read_lines, write_lines
+from plumbing.alarms import WINDOW, Alarms, alarms
 from plumbing.problems import load_problems
 from plumbing.queues import publish_json
 from tools import report, report_comparison, report_panels
-from tools.common import alarms, find_run, read_metrics
+from tools.common import find_run, read_metrics
 from tools.report_panels import Panel
 from tools.status import Status
 
@@ -92,6 +93,8 @@ def opened(tmp_path_factory):
         tab.on("pageerror", lambda error: messages.append(str(error)))
         tab.on("request", lambda request: messages.append(request.url))
         tab.goto((run_dir / "report.html").resolve().as_uri())
+        # Curves are drawn when they are seen.
+        tab.locator(".panel").first.scroll_into_view_if_needed()
         tab.wait_for_selector(".panel .main-svg")
         yield tab, lines, messages
         chromium.close()
@@ -113,7 +116,7 @@ def test_page_opens_without_console_messages_or_requests(opened):
         panel.scroll_into_view_if_needed()
     condition = "[...document.querySelectorAll('.panel')].every(p => p.querySelector('.main-svg'))"
     tab.wait_for_function(condition)
-    assert tab.locator(".panel").count() == 17
+    assert tab.locator(".panel").count() == 23
     assert [x for x in messages if not x.startswith(("file:", "data:", "blob:"))] == []
     assert count(tab) == len(lines)
     text = tab.inner_text("body")
@@ -368,6 +371,78 @@ def test_alarm_is_raised_once_for_a_state_that_lasts():
         lines = [bad] * (steps - 1) + [good] + [bad] * (steps + 5)
         [(version, alarm)] = alarms([line | {"version": v} for v, line in enumerate(lines, 1)])
         assert version == 2 * steps and re.match(message, alarm)
+
+
+GOOD = dict(ess=1.0, signal=0.5, cut_off=0.0, reward=0.2, success=0.2, entropy=1.0, length_mean=9.0)
+
+
+@pytest.mark.parametrize(
+    "fallen,message",
+    [
+        (dict(signal=0.1), "signal 0.1, the mean of 14 steps, was 0.5 in the first 14, and reward"),
+        (dict(entropy=0.09), "entropy 0.09, .* stopped trying other answers: lower --lr"),
+        (dict(length_mean=2.0), "length_mean 2, .* answers have become short"),
+    ],
+)
+def test_a_metric_that_falls_while_rewards_do_not_rise_raises_an_alarm(fallen, message):
+    """The first steps are good; then the metric falls, and all else stays or rises."""
+
+    def raised(**changed):
+        lines = [GOOD] * WINDOW + [GOOD | fallen | changed] * 2 * WINDOW
+        return alarms([line | {"version": v} for v, line in enumerate(lines, 1)])
+
+    [(version, text)] = raised()
+    assert version == 2 * WINDOW and re.match(message, text)
+    assert not raised(reward=0.23) and not raised(success=0.31) and not raised(success=0.95)
+
+
+def test_a_run_with_signal_now_and_then_is_told_so():
+    """As in a run on SmolLM2 that collapsed: no signal in 12 of its last 14 steps."""
+    steps = [GOOD] * 10 + [GOOD | dict(signal=0.4)] * 4
+    steps += ([GOOD | dict(signal=0.0)] * 6 + [GOOD | dict(signal=0.3)]) * 2
+    texts = [text for _, text in alarms([x | {"version": v} for v, x in enumerate(steps, 1)])]
+    assert len(texts) == 1 and "signal 0.0429, the mean of 14 steps, was 0.471" in texts[0]
+
+
+def test_held_out_scores_surely_below_the_first_raise_an_alarm():
+    def evaluated(*scores, problems=64, attempts=1):
+        lines = []
+        for version, score in enumerate(scores):
+            line = {"eval": {"toy": score}, "problems": problems, "version": version}
+            lines.append(line | {"answers": problems * attempts})
+        return alarms([], lines)
+
+    # The intervals of 0.5 and 0.4 with 64 problems overlap, also if each was tried four times.
+    assert not evaluated(0.5, 0.4) and not evaluated(0.5, 0.4, attempts=4)
+    [(version, text)] = evaluated(0.5, 0.55, 0.2, 0.2)
+    assert version == 2
+    assert text.startswith("held-out toy 0.200 (at most 0.314, 95%) is below the first score, 0.5")
+    assert [version for version, _ in evaluated(0.5, 0.2, 0.5, 0.2)] == [1, 3]
+    assert len(evaluated(0.5, 0.4, problems=4096)) == 1
+
+
+def test_a_continued_run_does_not_raise_its_alarms_again():
+    watch = Alarms()
+    bad = GOOD | dict(signal=0.0)
+    assert sum(len(watch.step(bad)) for _ in range(10)) == 1
+    assert not any(watch.step(bad) for _ in range(10))
+
+
+def test_metrics_by_lag_are_panels_and_a_table():
+    one = dict(tokens=30, loss=0.5, kl=1e-3, log_ratio=0.01, ess=1.0, clip_frac=0.0)
+    two = one | dict(tokens=10, kl=3e-3)
+    tables = [{"0": one}, {"0": one, "16-31": two, "4-7": one}, {"0": one | dict(kl=2e-3)}]
+    steps = [{"step": i, "by_lag": table} for i, table in enumerate(tables, 1)]
+    panels = report_panels.by_lag_panels(steps)
+    assert [curve.label for curve in panels[0].curves] == ["lag 0", "lag 4-7", "lag 16-31"]
+    share = panels[0].curves[2].y
+    assert share == pytest.approx([0, 10 / 70, 0])
+    rows = report_panels.by_lag_rows(steps)
+    assert rows[0][:4] == ["0", f"{90 / 130:.1%}", "1.00e-02", "1.33e-03"]
+    assert rows[2][:4] == ["16-31", f"{10 / 130:.1%}", "1.00e-02", "3.00e-03"]
+    # A run whose tokens all have the same lag, or that has no such metric, has neither.
+    assert not report_panels.by_lag_panels(steps[:1]) and not report_panels.by_lag_rows(steps[:1])
+    assert not report_panels.by_lag_panels([{"step": 1}])
 
 
 def test_status_is_read_from_the_files_of_a_run(tmp_path):

@@ -20,13 +20,6 @@ OUT = Path("out").absolute()
 FILLING = 5
 # least factor of the throughput for which a restart with other knobs is advised
 WORTH = 1.05
-# An alarm is raised when a metric has left its range for some steps in a row:
-# (metric, lowest good value, highest good value, number of steps in a row, advice)
-ALARMS = [
-    ("ess", 0.3, 1.1, 3, "lower --max_lag or --lr"),
-    ("signal", 1e-9, 1.0, 10, "no group has two different rewards: look at samples.jsonl"),
-    ("cut_off", 0.0, 0.95, 10, "nearly all answers are cut off: raise --max_new_tokens"),
-]
 
 
 # ---- a run and its files
@@ -150,34 +143,6 @@ def ends_of_draws(steps):
 
 
 # ---- what the metrics say
-
-
-def wilson(mean, n):
-    """Return Wilson's 95% interval (low, high) for the probability of success in a trial.
-
-    mean: the share of n independent trials that succeeded. The width of the interval is never 0,
-    not even for 0 successes of 5.
-    """
-    z2 = 1.96**2 / n
-    center = mean + z2 / 2
-    half_width = (z2 * (mean * (1 - mean) + z2 / 4)) ** 0.5
-    return (center - half_width) / (1 + z2), (center + half_width) / (1 + z2)
-
-
-def alarms(steps):
-    """Return the alarms of ALARMS that these steps raise: [(version, text)], ordered by version.
-
-    steps: lines of metrics.jsonl.
-    """
-    raised = []
-    for metric, lowest, highest, limit, remedy in ALARMS:
-        in_a_row = 0
-        for line in steps:
-            in_a_row = 0 if lowest <= line[metric] <= highest else in_a_row + 1
-            if in_a_row == limit:
-                text = f"{metric} {line[metric]:.3g} for {limit} steps: {remedy}"
-                raised.append((line["version"], text))
-    return sorted(raised)
 
 
 def advice(waits, empty, dropped, serving, training, per_engine=1):

@@ -32,9 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import config as cfg
 from plumbing import checkpoints, knobs, placement, rundir
+from plumbing.alarms import wilson
 from plumbing.samples import join
 from plumbing.supervise import Engine, Process, stop
-from tools.common import wilson
 
 # ---- engines
 

@@ -21,29 +21,33 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import config as cfg
+from plumbing.alarms import alarms, wilson
 from tools import report_comparison
 from tools.common import (
     advice_on,
-    alarms,
     answer_to,
     find_run,
     read_metrics,
     read_rollouts,
     right_answers,
-    wilson,
 )
-from tools.report_panels import column, draw, run_panels, table, write_page
+from tools.report_panels import by_lag_rows, column, draw, run_panels, table, write_page
 
 # metrics of which the summary has the mean over all steps
 MEANS = ("lag_mean", "ess", "versions_2", "versions_3", "gen_tok_s", "train_tok_s", "gen_idle")
 # metrics in seconds, of which the summary has the share of the time that all steps took
 SHARES = ("pause_s", "wait_data_s", "wait_sync_s")
+# the columns of the table of metrics by lag; all but the second are means over tokens
+BY_LAG_HEADER = "lag,share of the tokens,|log ratio|,KL(mu || pi),ESS,loss,outside the clip range"
+BY_LAG_HEADER = BY_LAG_HEADER.split(",")
 # The page shows the newest rollouts: this number of bytes of samples.jsonl.
 MOST_BYTES = 20_000_000
 SUMMARY = """\
 steps          {step}, {samples} samples in {minutes:.1f} min
 {held_out}\
 reward         {first:.3f} -> {last:.3f} (mean of the first, the last {window} steps)
+answers        {first_length:.0f} -> {last_length:.0f} sampled tokens, nine tenths at most \
+{length_p90} at the end; {cut_off:.1%} cut off
 lag            mean {lag_mean:.2f}, max {lag_max} versions; ess {ess:.3f}
 versions       {versions_2:.0%} of the samples were sampled by two or more, \
 {versions_3:.1%} by three or more
@@ -104,6 +108,8 @@ def summary(steps, evals, mismatches):
     """Return the text that sums up a run. The arguments are lines of metrics.jsonl."""
     last = steps[-1]
     reward = column(steps, "reward")
+    # Runs of earlier versions of this code have no lengths.
+    length = np.array([line.get("length_mean", np.nan) for line in steps])
     # The first and the last steps, over which rewards are averaged, overlap only in a run of one.
     window = max(min(5, len(steps) // 2), 1)
     mismatch = column(steps + mismatches, "mismatch")
@@ -117,6 +123,10 @@ def summary(steps, evals, mismatches):
         held_out="".join(score_lines(evals)) if evals else "",
         first=reward[:window].mean(),
         last=reward[-window:].mean(),
+        first_length=length[:window].mean(),
+        last_length=length[-window:].mean(),
+        length_p90=last.get("length_p90", "?"),
+        cut_off=column(steps, "cut_off")[-window:].mean(),
         window=window,
         lag_max=max(line["lag_max"] for line in steps),
         measured=len(measured),
@@ -176,7 +186,7 @@ def report_run(run_dir):
     """Print the summary of a run, and write report.png and report.html into its directory."""
     config = cfg.load(run_dir)
     steps, evals, mismatches = lines_of(run_dir)
-    raised = alarms(steps)
+    raised = alarms(steps, evals)
     text = summary(steps, evals, mismatches)
     for version, alarm in raised:
         text += f"ALARM          version {version}: {alarm}\n"
@@ -184,6 +194,7 @@ def report_run(run_dir):
     panels, more_panels = run_panels(steps, evals, mismatches)
     tables = [
         table("Alarms", ["version", "what"], raised),
+        table("By lag", BY_LAG_HEADER, by_lag_rows(steps), "all tokens have the same lag"),
         table("Drops", ["reason", "samples", "first step", "last step"], drops(steps)),
         table("Stopped and continued", ["from step", "what changed"], continuations(run_dir)),
         table("Configuration", ["knob", "value"], vars(config).items(), folded=True),

@@ -26,12 +26,21 @@ KEYS = (
     ("seconds of a step, and waiting in it", (0,), "step_s wait_data_s wait_sync_s save_s"),
     ("seconds of a weight update", (0,), "gather_s send_s ready_s pause_s sync_s"),
 )
+# the quantities of by_lag, each a panel of report.html with a curve for each bucket of lags
+BY_LAG = (
+    ("share of the tokens, by lag", "share"),
+    ("KL(behaviour || trained), nats a token, by lag", "kl"),
+    ("effective sample size, by lag", "ess"),
+    ("loss, per token, by lag", "loss"),
+    ("share of tokens outside the clip range, by lag", "clip_frac"),
+)
 # the further panels of report.html
 MORE_KEYS = (
     ("share of engine slots that are empty", (0,), "gen_idle"),
     ("KL(behaviour || trained), nats a token", (), "kl_behavior"),
     ("loss, per sample", (), "loss"),
     ("entropy, nats", (), "entropy"),
+    ("sampled tokens of an attempt", (0,), "length_mean length_p90"),
     ("norm of the gradient before clipping", (), "grad_norm"),
     ("share of tokens outside the clip range", (), "clip_frac"),
     ("share of samples with an advantage", (0,), "signal"),
@@ -150,6 +159,62 @@ def plain_panel(steps, title, include, keys):
     return panel
 
 
+def by_lag(steps):
+    """Return {bucket of lags: {quantity: [number of steps]}}; NaN where a step has no such tokens.
+
+    share is that of the step's tokens. {} if the run has tokens of one bucket alone, or none of
+    this metric.
+    """
+    tables = [line.get("by_lag", {}) for line in steps]
+    buckets = sorted(
+        {name for table in tables for name in table}, key=lambda x: int(x.strip("+").split("-")[0])
+    )
+    if len(buckets) < 2:
+        return {}
+    totals = [sum(values["tokens"] for values in table.values()) for table in tables]
+    curves = {}
+    for bucket in buckets:
+        rows = [table.get(bucket, {}) for table in tables]
+        curves[bucket] = {
+            "share": np.array([row.get("tokens", 0) / max(n, 1) for row, n in zip(rows, totals)])
+        }
+        for name in ("kl", "ess", "loss", "clip_frac", "log_ratio", "tokens"):
+            curves[bucket][name] = np.array([row.get(name, np.nan) for row in rows])
+    return curves
+
+
+def by_lag_panels(steps):
+    """Return the panels of BY_LAG, if the run has tokens of several buckets."""
+    curves = by_lag(steps)
+    panels = []
+    for title, name in BY_LAG if curves else ():
+        panel = Panel(title, include=(0,))
+        for color, (bucket, values) in enumerate(curves.items()):
+            panel.add(f"lag {bucket}", column(steps, "step"), values[name], color=color)
+        panels.append(panel)
+    return panels
+
+
+def by_lag_rows(steps):
+    """Return the rows of a table: means over all tokens of each bucket of lags, as texts."""
+    rows = []
+    curves = by_lag(steps)
+    total = sum(np.nansum(values["tokens"]) for values in curves.values())
+    for bucket, values in curves.items():
+        n = np.nan_to_num(values["tokens"])
+        row = [bucket, f"{n.sum() / total:.1%}"]
+        for name, form in (
+            ("log_ratio", ".2e"),
+            ("kl", ".2e"),
+            ("ess", ".3f"),
+            ("loss", ".2e"),
+            ("clip_frac", ".2%"),
+        ):
+            row.append(format((np.nan_to_num(values[name]) * n).sum() / n.sum(), form))
+        rows.append(row)
+    return rows
+
+
 def run_panels(steps, evals, mismatches):
     """Return (panels of report.png, further panels of report.html).
 
@@ -157,7 +222,7 @@ def run_panels(steps, evals, mismatches):
     """
     panels = [*reward_panels(steps, evals), mismatch_panel(steps, mismatches)]
     panels += [plain_panel(steps, *panel) for panel in KEYS]
-    more_panels = [plain_panel(steps, *panel) for panel in MORE_KEYS]
+    more_panels = [plain_panel(steps, *panel) for panel in MORE_KEYS] + by_lag_panels(steps)
     return panels, more_panels
 
 

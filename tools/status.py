@@ -16,9 +16,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import config as cfg
 from plumbing import checkpoints, rundir
+from plumbing.alarms import alarms
 from plumbing.problems import held_out_scores
 from plumbing.queues import read_json
-from tools.common import OUT, advice_on, alarms, find_run, read_metrics
+from tools.common import OUT, advice_on, find_run, read_metrics
 
 # number of the latest steps over which means are taken
 RECENT = 10
@@ -67,7 +68,7 @@ class Status:
         if path.exists():
             self.written_at = path.stat().st_mtime
             self.lines = dict(zip(self.lines, read_metrics(run_dir, *self.lines)))
-        self.alarms = alarms(self.lines["step"])
+        self.alarms = alarms(self.lines["step"], self.lines["eval"])
         self.advice = advice_on(self.config, self.lines["step"])
         del self.lines["step"][:-RECENT]
 
