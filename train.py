@@ -258,7 +258,6 @@ def policy_loss(kind, logprobs, behavior_logprobs, advantages, sequence_ids, con
     elif config.ratio == "product":
         log_w = sequence_sum(log_w, sequence_ids)
     w = log_w.exp()
-    clipped = (w < low) | (w > high)
     if kind == "reinforce":
         loss = -w.clamp(max=high).detach() * advantages * logprobs
     elif kind in ("ppo", "gspo"):
@@ -270,11 +269,11 @@ def policy_loss(kind, logprobs, behavior_logprobs, advantages, sequence_ids, con
         loss = -kept.detach() * advantages * logprobs
     elif kind == "dppo":
         is_far = (logprobs.exp() - behavior_logprobs.exp()).abs() > high
-        clipped = is_far & (advantages * log_w > 0)
-        loss = -torch.where(clipped, 0.0, w).detach() * advantages * logprobs
+        left_out = is_far & (advantages * log_w > 0)
+        return -torch.where(left_out, 0.0, w).detach() * advantages * logprobs, left_out
     else:
         raise ValueError(f"unknown loss '{kind}'")
-    return loss, clipped
+    return loss, (w < low) | (w > high)
 
 
 def kl(logprobs, other):

@@ -141,7 +141,7 @@ def test_temperature_per_member_is_sampled_and_trained_at(tmp_path, base_model):
 
     _, record, _, _ = one_group(tmp_path, base_model, answer, attempts=5)
     assert record["temperature"].tolist() == pytest.approx([0.8, 0.9, 1.0, 1.1, 1.2])
-    record["advantage"] = np.zeros(5, np.float32)
+    record["advantage"] = np.zeros(len(record["tokens"]), np.float32)
     assert metrics_of(model, record, 5)[1]["mismatch"] < 1e-5
     record["temperature"][:] = 1.0
     assert metrics_of(model, record, 5)[1]["mismatch"] > 1e-3
@@ -154,7 +154,7 @@ def test_muon_takes_the_matrices_of_the_layers_and_adamw_the_rest():
     model = packed_model()
     # a rank of 32 needs some tokens
     record = micro_record(model, [60, 60], version=0)
-    record["advantage"][:] = [1.0, -1.0]
+    record["advantage"][:] = np.repeat([1.0, -1.0], 60)
     before = copies(model)
     _, optimizers = trained(model, record, version=0, lr=0.01)
     assert [type(x).__name__ for x in optimizers] == ["AdamW", "Muon"]
@@ -288,8 +288,36 @@ def test_rloo_by_length_by_hand(tmp_path):
     waiting = preprocess.GroupBuffer(config, rollouts, Ledger(0, []), patience)
     waiting.receive()
     [group] = waiting.groups
-    found = [sample["advantage"] for sample in group["samples"]]
+    found = [sample["advantage"][-1] for sample in group["samples"]]
     assert found == pytest.approx([1 * 4 / 2, -1 / 2, -1 / 2 * 4 / 6])
+
+
+# ---- dpo_pairs
+
+
+def test_dpo_pairs_by_hand():
+    """Samples 0 and 1 are attempts at one problem, and so are 2 and 3, with equal rewards."""
+    model = packed_model()
+    record = micro_record(model, [10, 13, 8, 9], version=6, offset=0.1)
+    record["sample_id"] = np.arange(4)
+    record["reward"][:] = [1.0, 0.0, 0.5, 0.5]
+    of_first = record["mask"] & (np.arange(40) < 10)
+    # sum of log w: 7 * 0.3 of the better one, 10 * 0.1 of the worse one
+    record["behavior_logprobs"] -= 0.2 * of_first
+    plain, _ = metrics_of(model, record, 6, attempts=2)
+    loss, _ = metrics_of(model, record, 6, attempts=2, dpo_coef=3.0, dpo_beta=0.5)
+    expected = 3.0 * math.log(1 + math.exp(-0.5 * (2.1 - 1.0))) / 2
+    assert (loss - plain).item() == pytest.approx(expected, rel=1e-3)
+    # descending makes the better one likelier than the worse one
+    (loss - plain).backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.01 * (p.grad if p.grad is not None else 0)
+    positions, ids = layout(record["lengths"])
+    logprobs = train.Policy(model, knobs()).logprobs(record["tokens"], positions, 1.0)[0]
+    log_w = (logprobs.detach().numpy() - record["behavior_logprobs"]) * record["mask"]
+    better, worse = np.bincount(ids, log_w)[:2]
+    assert better - worse > 2.1 - 1.0
 
 
 # ---- log_ratio_histogram
