@@ -32,16 +32,22 @@ These are all the names that the rest of the code looks for in a task's file:
                                           prompt. It raises plumbing.episode.CutOff if no tokens
                                           are left; unless it is caught, the outcome is "no_answer"
         model.turns, model.finished       all turns so far; whether the last one ended by itself
+        model.token_texts(turn)           the texts of the tokens of a turn, for rewards of tokens
+        model.log(name=number, ...)       numbers of its own, whose means metrics.jsonl then has
         model.base_url, model.api_key     an OpenAI endpoint for this attempt alone
         await model.call("name", ...)     calls a function of the task's file in a process of its
-                                          own, with limits as for `reward`, and returns its number
-                                          or text. It raises TimeoutError, RuntimeError, TypeError
+                                          own, with limits as for `reward`, and returns its
+                                          number, list of numbers or text. It raises TimeoutError,
+                                          RuntimeError, TypeError
         An exception makes the outcome "unparsable", and is counted. To leave the attempt out
         instead, as when a tool is out of order, raise plumbing.episode.AttemptLost("reason").
 
     A reward is a finite number (of Python, numpy, torch, Fraction or Decimal; True is 1), or an
     outcome: "correct", "wrong", "no_answer" or "unparsable". --reward_finished holds the four
     numbers that the outcomes stand for, and --reward_cut_off those for answers that were cut off.
+    A list of numbers gives each turn of the model a reward of its own, or each sampled token, turn
+    after turn. Its length must be the number of turns or that of tokens. Advantages then follow
+    from the reward to go (docs/losses.md); the sum is the attempt's reward.
 
     SUCCESS = 1.0
         A number of at least this much counts as solved. So does the outcome "correct".
