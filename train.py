@@ -39,6 +39,7 @@ from plumbing.metrics import (
     length_counts,
     length_p90,
     lengths_table,
+    oldest_lags,
     sums_by_lag,
 )
 from plumbing.model import (
@@ -345,7 +346,8 @@ def micro_batch(policy, batch, version, config, device):
         )
     arrays = {k: v for k, v in batch.items() if isinstance(v, np.ndarray) and k != "experts"}
     arrays |= dict(sequence_ids=sequence_ids, positions=positions)
-    arrays |= dict(buckets=lag_buckets(version - batch["versions"]), lengths=length_counts(batch))
+    arrays |= dict(buckets=lag_buckets(version - batch["versions"]))
+    arrays |= dict(oldest=oldest_lags(batch, version), lengths=length_counts(batch))
     tensors = to_device(device, *arrays.values())
     b = dict(zip(arrays, tensors))
 
@@ -429,6 +431,7 @@ def micro_batch(policy, batch, version, config, device):
             "mismatch": (mean_if_any, (log_w.abs() * pure).sum(), pure.sum()),
             "lag_mean": (mean, lag.sum(), tokens),
             "lag_max": (largest, lag.max()),
+            "lag_oldest": (mean, (b["oldest"] * is_sample).sum(), samples),
             "clip_frac": (mean, clipped.sum(), tokens),
             "late": (count, late.sum()),
             "by_lag": (

@@ -47,6 +47,13 @@ def lag_buckets(lags):
     return np.maximum(np.searchsorted(LAGS, lags, side="right") - 1, 0)
 
 
+def oldest_lags(batch, version):
+    """The lag of the oldest sampled token of each sample of a micro-batch: [S]."""
+    begins = np.cumsum(batch["lengths"]) - batch["lengths"]
+    versions = np.where(batch["versions"] >= 0, batch["versions"], version)
+    return version - np.minimum.reduceat(versions, begins)
+
+
 def sums_by_lag(buckets, mask, loss, kl, log_ratio, w, clipped):
     """The sums over the tokens of each bucket of lags, all [T] -> a list of [number of buckets].
 

@@ -505,6 +505,10 @@ def test_late_tokens_are_masked_and_counted(model):
     kept, m = metrics_of(model, record, 5, max_lag=3, late="keep")
     assert (m["sampled_tokens"], m["late"]) == (17, 0)
     assert m["lag_mean"] == pytest.approx((7 * 4 + 10) / 17)
+    # the oldest tokens of the two samples, one of which a newer version has ended
+    record["versions"][22] = 5
+    assert metrics_of(model, record, 5)[1]["lag_oldest"] == (4 + 1) / 2
+    record["versions"][22] = 4
     masked, m = metrics_of(model, record, 5, max_lag=3, late="mask")
     assert (m["sampled_tokens"], m["late"], m["lag_max"], m["samples"]) == (10, 7, 1, 2)
     record["mask"][:10] = False
