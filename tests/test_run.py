@@ -236,6 +236,21 @@ def test_max_lag_0_is_synchronous_on_two_fsdp_ranks(tmp_path, base_model):
     assert steps[0]["kl_ref"] < 1e-6 < steps[-1]["kl_ref"]
 
 
+@pytest.mark.slow
+def test_all_tokens_of_a_held_run_have_one_age(tmp_path, base_model):
+    """`--late hold --max_lag 2`: step v trains what version max(0, v - 2) has sampled, wholly."""
+    knobs = "--steps 6 --batch_size 64 --max_lag 2 --late hold --loss dppo --lr_by_ess True"
+    done = run(tmp_path, "h", 8720, knobs)
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps, _ = metrics(tmp_path / "h")
+    lags = [0, 1, 2, 2, 2, 2]
+    assert [x["lag_mean"] for x in steps] == [x["lag_max"] for x in steps] == lags
+    assert [list(x["by_lag"]) for x in steps] == [["0"], ["1"], *[["2-3"]] * 4]
+    assert all(x["versions_2"] == 0 for x in steps)
+    # The schedule has come down to a quarter.
+    assert steps[-1]["lr"] == pytest.approx(6e-4 / 4 * steps[-1]["ess_sample"] ** 0.5)
+
+
 def test_run_continues_after_kills_and_interrupts(tmp_path, base_model):
     # The run does not come to this number of steps: its last start sets a lower one.
     knobs = "--steps 1000 --batch_size 64 --conventional_g 2 --save_every 2"
