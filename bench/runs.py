@@ -190,7 +190,7 @@ def curve_of(steps, conventional_g):
     return curve
 
 
-def scores(folder, base_model, problems):
+def scores(folder, base_model, problems, temperature=1.0):
     """[[version, score]] of the base model and of a folder's checkpoints; deletes the folder."""
     tokenizer = AutoTokenizer.from_pretrained(base_model)
     models = {0: base_model}
@@ -202,18 +202,26 @@ def scores(folder, base_model, problems):
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation="packed"
         )
-        version_scores.append([version, success(model, tokenizer, problems)])
+        version_scores.append([version, success(model, tokenizer, problems, temperature)])
     shutil.rmtree(folder)
     return version_scores
 
 
 @torch.inference_mode()
-def success(model, tokenizer, problems):
-    """Mean probability that the model, at temperature 1, answers exactly right and ends there."""
+def success(model, tokenizer, problems, temperature=1.0):
+    """Mean probability that the model answers exactly right and ends there.
+
+    A prompt that is a list of messages goes through the chat template.
+    """
     rows = []
     prompts = []
     for problem in problems:
-        prompt = tokenizer(problem["prompt"])["input_ids"]
+        prompt = problem["prompt"]
+        if isinstance(prompt, list):
+            prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
+            prompt = prompt["input_ids"]
+        else:
+            prompt = tokenizer(prompt)["input_ids"]
         answer = tokenizer(problem["answer"])["input_ids"]
         rows.append(prompt + answer + [tokenizer.eos_token_id])
         prompts.append(len(prompt))
@@ -222,7 +230,7 @@ def success(model, tokenizer, problems):
         lengths = [len(rows[i]) for i in packed]
         ids = np.concatenate([rows[i] for i in packed])
         positions, sequence_ids = layout(lengths)
-        logprobs, _ = token_logprobs(model, ids, positions, 1.0)
+        logprobs, _ = token_logprobs(model, ids, positions, temperature)
         answered = positions >= np.array([prompts[i] for i in packed])[sequence_ids]
         of_answers = np.where(answered, logprobs.numpy(), 0.0)
         total += np.exp(np.bincount(sequence_ids, of_answers)).sum()

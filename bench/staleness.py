@@ -1,18 +1,29 @@
 """How stale may data be? Whole runs on data that is older and older; see docs/staleness.md.
 
     python bench/staleness.py lags [--seeds 5] [--jobs 2] [--quick] [--plot] [--port 9000]
-    python bench/staleness.py losses
-    python bench/staleness.py tail_lags
+    python bench/staleness.py losses | mixed | tail_lags | tail_pipeline | order
 
-Each part is a set of settings, SETTINGS below; each setting is one run of `bash run.sh toy` a seed,
-with the real vLLM. A **pure lag** is `--late hold --max_lag N`: step v trains samples of which
-every token was sampled by version max(0, v - N). Engines and trainer take turns, so nothing depends
-on who is faster, and `--jobs` runs may share the machine. Results are kept in
-bench/results/staleness-<part>.json, so that the same command goes on after an interruption.
+Each part is a set of settings, PARTS below. Each setting is one run of `bash run.sh` a seed, with
+the real vLLM. Results are kept in bench/results/staleness-<task>.json, which the parts of a task
+share, so that the same command goes on after an interruption.
 
-Score: the probability that the model gives exactly the right answer at temperature 1, averaged over
-250 held-out problems, computed from checkpoints (bench/runs.py). All seeds have the base model of
-seed 0, and differ in problems and sampling.
+lags           A **pure lag** is `--late hold --max_lag N`: step v trains samples of which every
+               token was sampled by version max(0, v - N).
+losses         The other losses and corrections, at few lags.
+mixed          Batches that mix lags (tests/edits/shuffled_window.patch) against batches of one lag
+               with the same mean; and without their oldest tokens (tokens_trained.patch).
+tail_lags      Pure lags on the task `tail`, whose answers have 5 to 397 tokens.
+tail_pipeline  The pipeline on `tail`, where updates reach long answers many times, with a stale
+               and with a recomputed KV cache.
+order          The task `countup` on SmolLM2: groups in the order in which they are complete, or in
+               that of their starts.
+
+In the first four parts engines and trainer take turns, so nothing depends on who is faster, and
+`--jobs` runs may share the machine. The last two need a machine that has nothing else to do.
+
+Score: the probability that the model gives exactly the right answer, averaged over held-out
+problems (250; 64 of countup), computed from checkpoints (bench/runs.py), at the temperature of the
+run. All seeds have the same base model, and differ in problems and sampling.
 
 Columns of the table:
 
@@ -21,6 +32,7 @@ Columns of the table:
     end, mean   the score after the last step, and averaged over the samples of a run
     difference  of the mean score from that of the first setting, seed by seed
     collapsed   runs that end more than DROP below their best score, or no higher than they began
+    lag         mean lag of the tokens, and of each sample's oldest token
     ESS, KL     means over the steps after the first N, in which the data has its full age: the
                 effective sample sizes of tokens and of whole samples, KL(mu || pi) a token
 
@@ -28,8 +40,10 @@ Intervals are 95%, Student's t over seeds.
 """
 
 import functools
+import os
 import queue
 import re
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -37,25 +51,42 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import config as cfg
 from bench import runs
-from bench.common import ROOT, band, machine, measured, panels, result_file, table
+from bench.common import (
+    ROOT,
+    WORK,
+    band,
+    copy_sources,
+    machine,
+    measured,
+    panels,
+    result_file,
+    table,
+)
 from bench.compare import interval_text, is_unstable, mean_score, student
 from bench.runs import column, places, scores_of
-from tasks import tail, toy
+from tasks import countup, tail, toy
 from tools import base_model
 from tools.common import read_metrics
 
 LAGS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 FEW_LAGS = (1, 16, 128)
 SHARES = (0.5, 0.75)
-TASKS = {"toy": toy, "tail": tail}
+TASKS = {"toy": toy, "tail": tail, "countup": countup}
 # One core for each run. The learning rate was chosen at lag 0, before any other lag was tried (seed
 # 0, 160 steps: 3e-4 goes from 0.17 to 0.68, 6e-4 to 0.27). It stays constant, so that all steps of
 # a run count the same.
 COMMON = dict(engines=1, trainers=1, engine_threads=1, trainer_threads=1)
 COMMON |= dict(eval_every=0, eval_problems=1, keep_last=0, lr_schedule="constant", late="hold")
 TOY = COMMON | dict(task="toy", steps=160, batch_size=128, attempts=16, lr=3e-4, save_every=16)
-TAIL = COMMON | runs.COMMON | dict(save_every=8, concurrency=64)
+TAIL = runs.COMMON | COMMON | dict(concurrency=64)
+# As many sequences in progress as make some twenty versions sample a long answer
+CROWDED = runs.COMMON | runs.PIPELINE | dict(concurrency=128, max_lag=4)
+COUNTUP = dict(task="countup", steps=32, save_every=8, keep_last=0, eval_every=0, eval_problems=1)
+COUNTUP |= dict(trainer_threads=2)
+# Knobs that patches of tests/edits bring
+PATCHES = {"shuffled": "shuffled_window", "tokens_trained": "tokens_trained"}
 # The losses and corrections beside the three of `lags`, as knobs
 LOSSES = {
     "cispo": dict(loss="cispo"),
@@ -69,9 +100,10 @@ LOSSES = {
     # all weights are 1
     "no weights": dict(loss="cispo", clip_low=1 - 1e-6, clip_high=1 + 1e-6),
 }
+LAG_COLUMNS = ("lag_mean", "lag_oldest")
 COLUMNS = (
-    "samples lag_mean lag_max reward signal entropy loss ess ess_sample kl_behavior clip_frac "
-    "grad_norm length_mean length_p90 cut_off"
+    "samples lag_mean lag_max lag_oldest reward signal entropy loss ess ess_sample kl_behavior "
+    "clip_frac grad_norm length_mean length_p90 cut_off"
 ).split()
 
 
@@ -98,10 +130,37 @@ def loss_settings(base, lags):
     return settings
 
 
-SETTINGS = {
+def mixed_settings(base, lags):
+    """{setting: knobs} of batches with one lag, with many lags of the same mean, and with those of
+    the many that are no older than the mean.
+    """
+    settings = {"lag 0": pure(base, 0)}
+    for lag in lags:
+        settings[f"reinforce, lag {lag}"] = pure(base, lag, loss="reinforce")
+        settings[f"mixed, lag {lag}"] = pure(base, lag, shuffled=True)
+        recent = dict(shuffled=True, tokens_trained=f"recent {lag}")
+        settings[f"mixed, recent alone, lag {lag}"] = pure(base, lag, **recent)
+    return settings
+
+
+PARTS = {
     "lags": lag_settings(TOY, LAGS, ("reinforce", "ppo", "dppo")),
     "losses": loss_settings(TOY, FEW_LAGS),
+    "mixed": mixed_settings(TOY, (16, 64)),
     "tail_lags": lag_settings(TAIL, (1, 4, 16, 64), ("reinforce",)),
+    "tail_pipeline": {
+        "lag 0": pure(TAIL, 0),
+        "stale KV, lag 4": CROWDED,
+        "recomputed KV, lag 4": CROWDED | dict(recompute_kv=True),
+        "stale KV, wait, lag 4": CROWDED | dict(late="wait"),
+    },
+    "order": {
+        "keep, lag 1": COUNTUP,
+        "wait, lag 1": COUNTUP | dict(late="wait"),
+        "hold, lag 1": COUNTUP | dict(late="hold"),
+        "keep, lag 3": COUNTUP | dict(max_lag=3),
+        "wait, lag 3": COUNTUP | dict(max_lag=3, late="wait"),
+    },
 }
 # transformers cannot load two models at the same time in two threads: heads that are tied to the
 # embeddings came out random
@@ -114,7 +173,20 @@ QUICK = dict(steps=6, save_every=2, batch_size=32, attempts=4, max_new_tokens=40
 
 def model_of(task):
     """The base model of all seeds."""
+    if task == "countup":
+        return Path(cfg.COUNTUP["model"])
     return ROOT / "out" / "models" / f"{task}-seed0"
+
+
+def patched_copy():
+    """Copy the sources to out/bench/staleness and apply PATCHES; returns that folder."""
+    folder = copy_sources(WORK / "staleness")
+    # git must not take the copy for a part of the repository around it
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    for name in PATCHES.values():
+        patch = ROOT / "tests" / "edits" / f"{name}.patch"
+        subprocess.run(["git", "apply", str(patch)], cwd=folder, env=environment, check=True)
+    return folder
 
 
 def one_run(key, knobs, port, slots, is_pinned):
@@ -122,18 +194,27 @@ def one_run(key, knobs, port, slots, is_pinned):
 
     slots: the numbers of the cores that are free.
     """
+    task = knobs["task"]
     slot = slots.get()
     try:
-        name = re.sub(r"\W+", "-", f"staleness-{knobs['task']}-{key}")[-80:]
-        core = slot if is_pinned else None
-        run_dir = runs.run_to_its_end(name, knobs, port + 100 * slot, core=core)
+        name = re.sub(r"\W+", "-", f"staleness-{task}-{key}")[-80:]
+        run_dir = runs.run_to_its_end(
+            name,
+            knobs,
+            port + 100 * slot,
+            preset="countup" if task == "countup" else "toy",
+            root=WORK / "staleness" if PATCHES.keys() & knobs.keys() else ROOT,
+            core=slot if is_pinned else None,
+        )
     finally:
         slots.put(slot)
-    problems = TASKS[knobs["task"]].problems("test", knobs["seed"])[: runs.PROBLEMS]
+    count = 64 if task == "countup" else runs.PROBLEMS
+    problems = TASKS[task].problems("test", knobs["seed"])[:count]
     with LOADING:
-        run_scores = runs.scores(run_dir / "checkpoints", model_of(knobs["task"]), problems)
+        temperature = cfg.COUNTUP["temperature"] if task == "countup" else 1.0
+        run_scores = runs.scores(run_dir / "checkpoints", model_of(task), problems, temperature)
     [steps] = read_metrics(run_dir, "step")
-    curve = {name: [short(line[name]) for line in steps] for name in COLUMNS}
+    curve = {name: [short(line[name]) for line in steps if name in line] for name in COLUMNS}
     curve["by_lag"] = [line["by_lag"] if len(line["by_lag"]) > 1 else {} for line in steps]
     print(f"{key}: score {run_scores[-1][1]:.3f}", flush=True)
     return dict(curve=curve, scores=run_scores)
@@ -162,7 +243,7 @@ def samples_to(run, level):
 def aged(run, name, knobs):
     """The mean of a column over the steps in which the data has its full age."""
     values = column(run, name)
-    return float(np.mean(values[min(knobs["max_lag"], len(values) - 1) :]))
+    return float(np.mean(values[min(knobs.get("max_lag", 1), len(values) - 1) :]))
 
 
 def median_text(values):
@@ -189,12 +270,16 @@ def print_table(by_setting, settings):
         differences = [mean - first_means[seed] for seed, mean in means.items()]
         row.append(interval_text(student(differences), "+.3f"))
         row.append(sum(map(is_unstable, setting_runs)))
+        of_lags = [
+            np.mean([np.mean(column(run, name)) for run in setting_runs]) for name in LAG_COLUMNS
+        ]
+        row.append(" ".join(f"{lag:.1f}" for lag in of_lags))
         for name, form in (("ess", ".3f"), ("ess_sample", ".2f"), ("kl_behavior", ".1e")):
             values = [aged(run, name, settings[setting]) for run in setting_runs]
             row.append(format(np.mean(values), form))
         rows.append(row)
     header = ["", "seeds", *(f"to {share:.0%}" for share in SHARES), "end", "mean", "difference"]
-    table([*header, "collapsed", "ESS", "of samples", "KL"], rows)
+    table([*header, "collapsed", "lag", "ESS", "of samples", "KL"], rows)
 
 
 def draw(by_setting, path):
@@ -229,26 +314,28 @@ def draw(by_setting, path):
 
 def main(argv=None):
     p = runs.run_parser(__doc__, seeds=5, port=9000)
-    p.add_argument("part", choices=SETTINGS)
+    p.add_argument("part", choices=PARTS)
     p.add_argument("--jobs", type=int, default=2, help="runs at a time, each on a core of its own")
     arguments = p.parse_args(argv)
-    settings = SETTINGS[arguments.part]
+    settings = PARTS[arguments.part]
     if arguments.quick:
         arguments.seeds = 1
         settings = {name: knobs | QUICK for name, knobs in settings.items()}
-    tasks = {knobs["task"] for knobs in settings.values()}
-    for task in tasks:
+    [task] = {knobs["task"] for knobs in settings.values()}
+    if not arguments.plot and task != "countup":
         base_model.make_model([task], model_of(task), 0)
+    if not arguments.plot and any(PATCHES.keys() & knobs.keys() for knobs in settings.values()):
+        patched_copy()
     first = arguments.first_seed
     wanted = {}
     for seed in range(first, first + arguments.seeds):
         for setting, knobs in settings.items():
-            model = model_of(knobs["task"]).relative_to(ROOT)
+            model = model_of(task).relative_to(ROOT)
             wanted[f"{setting}, seed {seed}"] = knobs | dict(model=str(model), seed=seed)
     slots = queue.SimpleQueue()
     for slot in range(arguments.jobs):
         slots.put(slot)
-    path = result_file(arguments, f"staleness-{arguments.part}")
+    path = result_file(arguments, f"staleness-{task}")
     is_pinned = arguments.jobs > 1
     measure = functools.partial(one_run, port=arguments.port, slots=slots, is_pinned=is_pinned)
     if arguments.plot:
@@ -259,7 +346,7 @@ def main(argv=None):
     for key, run in results.items():
         by_setting.setdefault(key.rpartition(", seed")[0], []).append(run)
     print_table(by_setting, settings)
-    draw(by_setting, path.with_suffix(".png"))
+    draw(by_setting, path.with_name(f"staleness-{arguments.part}.png"))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ import pytest
 import torch
 from aiohttp import web
 from test_actor import choice, good, one_group
+from test_preprocess import run_stage
+from test_preprocess import write_run as write_stage
 from test_ranks import resume, run_trainer, same, write_run
 from test_samples import group_record, make_sample
 from test_train import CPU, knobs, metrics_of, micro_record, one_step, packed_model
@@ -29,7 +31,7 @@ from plumbing import checkpoints, rundir
 from plumbing.guards import Guards
 from plumbing.ledger import Ledger
 from plumbing.patience import Patience
-from plumbing.queues import Queue
+from plumbing.queues import Queue, publish_json
 from plumbing.ranks import Ranks
 from plumbing.samples import Transcript, join, layout, split
 from plumbing.supervise import stop
@@ -318,6 +320,23 @@ def test_dpo_pairs_by_hand():
     log_w = (logprobs.detach().numpy() - record["behavior_logprobs"]) * record["mask"]
     better, worse = np.bincount(ids, log_w)[:2]
     assert better - worse > 2.1 - 1.0
+
+
+# ---- shuffled_window
+
+
+def test_shuffled_window_trains_every_group_once_and_not_in_order(tmp_path):
+    """A real stage with `--late hold --max_lag 11`: all twelve groups wait when it begins."""
+    held = dict(late="hold", max_lag=11, shuffled=True, steps=12, batch_size=2, attempts=2)
+    run_dir = write_stage(tmp_path, **held)
+    rollouts = Queue(run_dir / "queues" / "rollouts")
+    for draw in range(12):
+        rollouts.put(group_record(draw, [make_sample(4, reward=1.0), make_sample(5)]))
+    publish_json(run_dir / "queues" / "version.json", version=12)
+    assert run_stage(run_dir).returncode == 0
+    steps = Queue(run_dir / "queues" / "batches" / "rank_0")
+    draws = [int(draw) for _ in range(12) for draw in steps.get()[1]["problems"]]
+    assert sorted(draws) == list(range(12)) != draws
 
 
 # ---- log_ratio_histogram
