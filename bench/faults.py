@@ -359,6 +359,178 @@ ALL_FAULTS = [
         new="alpha",
         knobs="--lora_rank 8 --lora_alpha 8",
     ),
+    # ---- Fresh faults, written when losses of 2026 and rewards of turns were new, by somebody who
+    # had not read the doctor. Episodes and the agents' endpoint
+    # Later versions go on from KV caches of equal beginnings that much older weights computed.
+    Fault(
+        name="prefixes of old weights",
+        file="plumbing/episode.py",
+        old="str(self.cache_version)",
+        new="self.task",
+        knobs=GUESS,
+    ),
+    # --max_new_tokens bounds each turn, so an attempt of many turns samples far more than allowed.
+    Fault(
+        name="token limit of each turn",
+        file="plumbing/episode.py",
+        old="config.max_new_tokens - self.sampled,",
+        new="config.max_new_tokens,",
+        knobs=f"{GUESS} --max_new_tokens 30",
+    ),
+    # A client that names no limit has its turns cut off after ten tokens, long tool calls included.
+    Fault(
+        name="default limit of a request",
+        file="plumbing/endpoint.py",
+        old='body.get("max_completion_tokens", body.get("max_tokens"))',
+        new='body.get("max_completion_tokens", body.get("max_tokens", 10))',
+        knobs=AGENT,
+    ),
+    # Only an attempt's last turn gets its advantage; the tool calls before it learn nothing.
+    Fault(
+        name="credit for the last turn",
+        file="plumbing/samples.py",
+        old="part[sampled] = 0",
+        new="part[turns == turns.max()] = 0",
+        knobs=AGENT,
+    ),
+    # -- Adapters
+    # The adapter in a checkpoint, loaded with peft or vLLM, has a quarter of the trained change.
+    Fault(
+        name="alpha of the saved adapter",
+        file="plumbing/lora.py",
+        old="lora_alpha=config.lora_alpha,",
+        new="lora_alpha=config.lora_rank,",
+        knobs="--lora_rank 8",
+    ),
+    # Layers that have a bias (query, key and value of Qwen2) get no adapter and stay as they are.
+    Fault(
+        name="no adapters beside biases",
+        file="plumbing/lora.py",
+        old="if type(x) is torch.nn.Linear]",
+        new="if type(x) is torch.nn.Linear and x.bias is None]",
+        knobs="--lora_rank 8",
+    ),
+    # -- Rows and families
+    # The keys and values of a shared prompt get the gradient of the first attempt alone.
+    Fault(
+        name="prefix learns from one attempt",
+        file="plumbing/model.py",
+        old="        value = value.index_select(2, packing.computed_index)\n",
+        new=(
+            "        value = value.index_select(2, packing.computed_index)\n"
+            "        newest = packing.computed_index.cummax(0).values\n"
+            "        is_new = newest.diff(prepend=newest[:1] - 1)[:, None] > 0\n"
+            "        key, value = (torch.where(is_new, x, x.detach()) for x in (key, value))\n"
+        ),
+        knobs="--rows packed",
+    ),
+    # Logits are capped after the division by the temperature, where the engine caps them before.
+    Fault(
+        name="cap after the temperature",
+        file="train.py",
+        old="finish_logits(logits, model_config) / temperature[:, None]",
+        new="finish_logits(logits / temperature[:, None], model_config)",
+        knobs="--family gemma2 --temperature 0.8",
+    ),
+    # The experts, which are tensors of three dimensions, are in no group of the optimizer.
+    Fault(
+        name="experts not trained",
+        file="train.py",
+        old="if p.dim() > 1]",
+        new="if p.dim() == 2]",
+        knobs="--family qwen3_moe",
+    ),
+    # expert_load counts the padding of padded rows, which all goes to the same experts.
+    Fault(
+        name="padding in the expert load",
+        file="plumbing/routing.py",
+        old="to_device(device, tokens >= 0)",
+        new="to_device(device, tokens >= -1)",
+        knobs="--family qwen3_moe --rows padded",
+    ),
+    # -- Weight updates
+    # --recompute_kv True is ignored: sequences in progress keep the KV cache of older weights.
+    Fault(
+        name="KV cache kept",
+        file="plumbing/engine.py",
+        old='clear_cache=order["recompute_kv"]',
+        new="clear_cache=False",
+        knobs="--recompute_kv True",
+    ),
+    # Updates never reach the engine's vectors (norms, biases); in 16 bits no guard is so precise.
+    Fault(
+        name="vectors not swapped",
+        file="plumbing/shadow.py",
+        old="torch._foreach_copy_(old, new)",
+        new="torch._foreach_copy_(*([x for x in y if x.dim() > 1] for y in (old, new)))",
+        knobs="--dtype bfloat16",
+    ),
+    # The trained weights themselves are in bfloat16, so small steps of the optimizer are lost.
+    Fault(
+        name="weights trained in 16 bits",
+        file="train.py",
+        old="dtype = compute if config.lora_rank else torch.float32",
+        new="dtype = compute",
+        knobs="--dtype bfloat16",
+    ),
+    # -- Losses and terms
+    # dppo bounds ratios instead of differences of probabilities, so rare tokens are left out.
+    Fault(
+        name="dppo bounds the ratio",
+        file="train.py",
+        old="(logprobs.exp() - behavior_logprobs.exp()).abs() > high",
+        new="(w - 1).abs() > high",
+        knobs="--loss dppo --clip_high 0.02",
+    ),
+    # --lr_by_ess takes the ESS of tokens, so the rate hardly falls when samples are far off-policy.
+    Fault(
+        name="rate by the ESS of tokens",
+        file="train.py",
+        old='metrics["ess_sample"] ** 0.5',
+        new='metrics["ess"] ** 0.5',
+        knobs="--lr_by_ess True --max_lag 4",
+    ),
+    # --kl_behavior_coef changes the loss that is logged and has no gradient.
+    Fault(
+        name="KL to the sampler has no gradient",
+        file="train.py",
+        old="config.kl_behavior_coef * log_w**2",
+        new="config.kl_behavior_coef * log_w.detach() ** 2",
+        knobs="--kl_behavior_coef 1",
+    ),
+    # -- Metrics and staleness
+    # by_lag puts a token whose lag is the lowest of a bucket (1, 2, 4, ...) into the one below.
+    Fault(
+        name="lags in the bucket below",
+        file="plumbing/metrics.py",
+        old='np.searchsorted(LAGS, lags, side="right")',
+        new='np.searchsorted(LAGS, lags, side="left")',
+    ),
+    # With --late hold a step begins while later groups are sampled: their lag is mixed, not exact.
+    Fault(
+        name="hold begins early",
+        file="preprocess.py",
+        old="min(config.max_lag + 1, config.steps - packer.step)",
+        new="min(config.max_lag or 1, config.steps - packer.step)",
+        knobs="--late hold",
+    ),
+    # -- Elsewhere
+    # Engines report logprobs at temperature 1, whatever the temperature that they sample at.
+    Fault(
+        name="logprobs before the temperature",
+        file="plumbing/placement.py",
+        old="--logprobs-mode processed_logprobs",
+        new="--logprobs-mode raw_logprobs",
+        knobs="--temperature 0.8",
+    ),
+    # With several ranks the gradient is their mean, not their sum: it shrinks with each rank.
+    Fault(
+        name="gradients averaged over ranks",
+        file="train.py",
+        old="(loss * ranks.world).backward()",
+        new="loss.backward()",
+        knobs="--trainers 2",
+    ),
 ]
 FAULTS = {fault.name: fault for fault in ALL_FAULTS}
 
