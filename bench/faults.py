@@ -156,7 +156,7 @@ ALL_FAULTS = [
     Fault(
         name="leave-one-out without its factor",
         file="preprocess.py",
-        old="* len(r) / (len(r) - 1)",
+        old=" * n / np.maximum(n - 1, 1)",
         new="",
     ),
     Fault(
@@ -212,8 +212,8 @@ ALL_FAULTS = [
     Fault(
         name="success whatever the reward",
         file="plumbing/sandbox.py",
-        old="value >= getattr(self",
-        new="value > -1 or getattr(self",
+        old="sum(rewards) >= getattr(self",
+        new="sum(rewards) > -1 or getattr(self",
     ),
     # ---- Faults devised when the ones missed before were found
     Fault(
