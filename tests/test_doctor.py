@@ -287,10 +287,12 @@ CHANGES = [
     ("packing", "run.config.advantage = 'of a fork'", "y-"),
     ("packing", "run.steps[1]['reward'] /= 2", "ny"),
     ("packing", "run.config.batch_size = 10", "ny"),
-    ("rewards", "", "y"),
-    ("rewards", "one['reward'] += 1", "n"),
-    ("rewards", "one['outcome'] = 1 - one['outcome']", "n"),
-    ("rewards", "run.config.overlong_buffer = 0", "n"),
+    ("rewards", "", "yy"),
+    ("rewards", "one['reward'] += 1", "nn"),
+    ("rewards", "one['outcome'] = 1 - one['outcome']", "ny"),
+    ("rewards", "run.config.overlong_buffer = 0", "ny"),
+    ("rewards", "one['reward_to_go'][-1] += 1", "yn"),
+    ("rewards", "one['part'][one['mask'].argmax()] = -1", "yn"),
     ("continuation", "", "yy"),
     ("continuation", f"run.stopped['pending'] = {OTHERS}", "yn"),
     ("continuation", "[run.groups[k].update(number=k + 100) for k in range(8, 12)]", "yn"),
@@ -370,7 +372,7 @@ def test_text_check_plays_an_episode_again(run, monkeypatch):
 
     monkeypatch.setattr(toy, "episode", client)
     assert said(doctor_checks.check_texts(run)) == "y-yy-"
-    assert said(doctor_checks.check_rewards(run)) == "-"
+    assert said(doctor_checks.check_rewards(run)) == "-y"
 
 
 def test_text_check_of_a_clients_turns(run, monkeypatch):
@@ -410,6 +412,13 @@ def test_text_check_of_a_clients_turns(run, monkeypatch):
 def test_reference_advantages_equal_those_of_preprocess(kind, rewards):
     own = reference.ADVANTAGES[kind](np.array(rewards))
     assert own == pytest.approx(preprocess.advantages(rewards, kind))
+
+
+def test_reference_rewards_to_go_by_hand():
+    turns = [[7, 8], [9], [7, 7]]
+    assert reference.rewards_to_go([0.5], turns) == [0.5] * 5
+    assert reference.rewards_to_go([1.0, 2.0, 4.0], turns) == [7, 7, 6, 4, 4]
+    assert reference.rewards_to_go([1.0, 2.0, 3.0, 4.0, 5.0], turns) == [15, 14, 12, 9, 5]
 
 
 # ---- everything

@@ -332,10 +332,17 @@ def gradient_rows(run, step, adam_gradients, trained, model_state):
 
 def check_rewards(run):
     """The rewards or outcomes belong to other answers, change from one call to the next, or are not
-    those of the reward table. Or the penalty of long answers differs.
+    those of the reward table. Or the penalty of long answers differs. Or a reward does not reach
+    all of the tokens that have earned it (samples.credit).
     """
     c = run.config
-    differ = judged = 0
+    differ = judged = wrong_credit = 0
+    for _, sample in run.samples():
+        if sample["part"].max() == 0:
+            sampled = sample["mask"]
+            is_whole = (sample["part"][sampled] == 0).all()
+            has_reward = np.allclose(sample["reward_to_go"][sampled], sample["reward"])
+            wrong_credit += not (is_whole and has_reward)
     with contextlib.closing(Sandbox(run.config)) as sandbox:
         asyncio.run(sandbox.start())
         for draw, sample in run.samples()[:SCORED]:
@@ -352,13 +359,18 @@ def check_rewards(run):
             if reply is None:
                 continue
             judged += 1
-            reward, outcome = reference.verdict(c, task, reply, finished)
+            rewards, outcome = reference.verdict(c, task, reply, finished)
             # Subtract the soft penalty of DAPO (arXiv 2503.14476) eq. 13.
             excess = sample["mask"].sum() - (c.max_new_tokens - c.overlong_buffer)
-            reward -= min(max(excess, 0) / max(c.overlong_buffer, 1), 1)
+            rewards[-1] -= min(max(excess, 0) / max(c.overlong_buffer, 1), 1)
             is_same = cfg.OUTCOMES[sample["outcome"]] == outcome
-            differ += abs(reward - sample["reward"]) > 1e-5 or not is_same
+            differ += abs(sum(rewards) - sample["reward"]) > 1e-5 or not is_same
+            if len(rewards) > 1:
+                turns, _ = run.parts(sample)
+                expected = reference.rewards_to_go(rewards, turns)
+                wrong_credit += not np.allclose(sample["reward_to_go"][sample["mask"]], expected)
     yield none_differ("rewards, scored again", differ, judged)
+    yield none_differ("rewards reach the tokens that earned them", wrong_credit, len(run.samples()))
 
 
 # ---- stopping and going on

@@ -171,6 +171,7 @@ class Replayed:
     def __init__(self, run, sample):
         self.run = run
         turns, self.inputs = run.parts(sample)
+        self.turn_tokens = turns
         self.texts = [run.prompter.decode(turn) for turn in turns]
         self.finished = bool(sample["finished"])
         self.wrong = len(turns)
@@ -193,6 +194,18 @@ class Replayed:
             is_same = tokens == self.run.encode(text)
         self.wrong -= is_same
         return self.texts[turn]
+
+    @property
+    def turns(self):
+        """The turns so far."""
+        return self.texts[: self.turn]
+
+    def token_texts(self, turn):
+        """Return the texts of the tokens of a turn."""
+        return [self.run.prompter.decode([token]) for token in self.turn_tokens[turn]]
+
+    def log(self, **values):
+        """Do nothing: what an episode logs is not compared."""
 
     async def play(self, task, problem):
         """Return {"value": the result of the task's episode}.
@@ -299,13 +312,30 @@ def expected(run, sample):
 
 
 def verdict(config, task, reply, finished):
-    """Return (reward, outcome) of an attempt, from the reply of Sandbox.call or Replayed.play."""
+    """Return (rewards, outcome) of an attempt, from the reply of Sandbox.call or Replayed.play.
+
+    rewards: a list of one number, or of those of the turns or tokens.
+    """
     value = reply.get("value", "unparsable")
-    if value in cfg.OUTCOMES:
+    if isinstance(value, str):
         table = config.reward_finished if finished else config.reward_cut_off
-        return table[cfg.OUTCOMES.index(value)], value
-    value = float(value)
-    return value, "correct" if value >= getattr(task, "SUCCESS", 1.0) else "wrong"
+        return [table[cfg.OUTCOMES.index(value)]], value
+    rewards = [float(x) for x in value] if isinstance(value, (list, tuple)) else [float(value)]
+    return rewards, "correct" if sum(rewards) >= getattr(task, "SUCCESS", 1.0) else "wrong"
+
+
+def rewards_to_go(rewards, turns):
+    """Return the reward to go of each sampled token, turn after turn.
+
+    turns: lists of the turns' tokens. rewards: one, or one a turn, or one a token.
+    """
+    parts = [turns] if len(rewards) == 1 else [[turn] for turn in turns]
+    if len(rewards) not in (1, len(turns)):
+        parts = [[[token]] for turn in turns for token in turn]
+    to_go = []
+    for i, part in enumerate(parts):
+        to_go += [sum(rewards[i:])] * sum(map(len, part))
+    return to_go
 
 
 def learning_rate(run, version):
