@@ -346,8 +346,9 @@ def micro_batch(policy, batch, version, config, device):
         )
     arrays = {k: v for k, v in batch.items() if isinstance(v, np.ndarray) and k != "experts"}
     arrays |= dict(sequence_ids=sequence_ids, positions=positions)
-    arrays |= dict(buckets=lag_buckets(version - batch["versions"]))
-    arrays |= dict(oldest=oldest_lags(batch, version), lengths=length_counts(batch))
+    arrays["lag_buckets"] = lag_buckets(version - batch["versions"])
+    arrays["oldest_lags"] = oldest_lags(batch, version)
+    arrays["length_counts"] = length_counts(batch)
     tensors = to_device(device, *arrays.values())
     b = dict(zip(arrays, tensors))
 
@@ -419,8 +420,8 @@ def micro_batch(policy, batch, version, config, device):
             "signal": (mean, has_signal.sum(), samples),
             "cut_off": (mean, (~b["finished"] & is_sample).sum(), samples),
             "length_mean": (mean, ((b["versions"] >= 0) & is_real).sum(), samples),
-            "length_p90": (length_p90, b["lengths"]),
-            "lengths": (lengths_table, b["lengths"]),
+            "length_p90": (length_p90, b["length_counts"]),
+            "lengths": (lengths_table, b["length_counts"]),
             "loss": (mean, loss, samples),
             "entropy": (mean, (entropy * mask).sum(), tokens),
             "ess": (ess, w.sum(), (w * w).sum(), tokens),
@@ -431,12 +432,14 @@ def micro_batch(policy, batch, version, config, device):
             "mismatch": (mean_if_any, (log_w.abs() * pure).sum(), pure.sum()),
             "lag_mean": (mean, lag.sum(), tokens),
             "lag_max": (largest, lag.max()),
-            "lag_oldest": (mean, (b["oldest"] * is_sample).sum(), samples),
+            "lag_oldest": (mean, (b["oldest_lags"] * is_sample).sum(), samples),
             "clip_frac": (mean, clipped.sum(), tokens),
             "late": (count, late.sum()),
             "by_lag": (
                 by_lag,
-                *sums_by_lag(b["buckets"], mask, per_token, kl_behavior, log_w.abs(), w, clipped),
+                *sums_by_lag(
+                    b["lag_buckets"], mask, per_token, kl_behavior, log_w.abs(), w, clipped
+                ),
             ),
             "versions_2": (mean, (b["num_versions"] >= 2).sum(), samples),
             "versions_3": (mean, (b["num_versions"] >= 3).sum(), samples),
