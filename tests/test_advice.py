@@ -7,7 +7,7 @@ import re
 import pytest
 
 from config import Config
-from tools.common import advice, advice_on
+from tools.common import advice, advice_on, stale_advice
 
 
 @pytest.mark.parametrize(
@@ -47,3 +47,20 @@ def test_advice_on_a_run_starts_after_ten_steps_and_counts_dropped_samples():
     # Unhindered, serving is 3 / (0.667 * 4) = 1.12 times as fast with 3, training 5 / 4 with 5
     expected = "trainer .* 33% of samples dropped.*: --engines 3 --trainers 5, about 1.12"
     assert re.search(expected, advice_on(config, steps))
+
+
+def test_old_tokens_that_harm_are_named():
+    def line(**buckets):
+        table = {name: dict(tokens=n, kl=kl) for name, (n, kl) in buckets.items()}
+        return dict(by_lag={name.replace("to", "-"): values for name, values in table.items()})
+
+    fresh = {"0": (50, 0.5), "1": (40, 0.01)}
+    # The KL of lag 0 is mismatch; a tenth of the tokens must be above the limit.
+    assert stale_advice([line(**fresh)]) == ""
+    assert stale_advice([line(**fresh, **{"8to15": (9, 0.05)})]) == ""
+    advised = stale_advice([line(**fresh), line(**{"8to15": (30, 0.05), "4to7": (70, 0.02)})])
+    assert advised.startswith(
+        "16% of the tokens are so old that KL(mu || pi) is above 0.03 nats (lag 8-15: 0.050), which"
+    )
+    # runs of earlier versions of this code
+    assert stale_advice([{"step": 1}]) == ""

@@ -4,6 +4,7 @@ import difflib
 import json
 import statistics
 import sys
+from collections import Counter
 from pathlib import Path
 
 from safetensors import safe_open
@@ -20,6 +21,10 @@ OUT = Path("out").absolute()
 FILLING = 5
 # least factor of the throughput for which a restart with other knobs is advised
 WORTH = 1.05
+# Where tokens of a lag have a higher KL(behaviour || trained), nats a token, data of that age have
+# slowed learning (docs/staleness.md); and the least share of such tokens that is worth a word.
+STALE_KL = 0.03
+STALE_SHARE = 0.1
 
 
 # ---- a run and its files
@@ -178,8 +183,36 @@ def advice(waits, empty, dropped, serving, training, per_engine=1):
     return f"{shares}: raise --max_lag" if min(waits, empty) > 0.1 else ""
 
 
+def stale_advice(steps):
+    """Return a line that says that many tokens are so old that they harm, or "".
+
+    steps: lines of metrics.jsonl. It is judged by their by_lag, without lag 0, whose KL is the
+    mismatch of engines and trainer.
+    """
+    tokens = Counter()
+    kl = Counter()
+    for line in steps:
+        for bucket, values in line.get("by_lag", {}).items():
+            tokens[bucket] += values["tokens"]
+            kl[bucket] += values["tokens"] * values["kl"]
+    stale = {
+        bucket: kl[bucket] / tokens[bucket]
+        for bucket in tokens
+        if bucket != "0" and kl[bucket] > STALE_KL * tokens[bucket]
+    }
+    share = sum(tokens[bucket] for bucket in stale) / max(tokens.total(), 1)
+    if share < STALE_SHARE:
+        return ""
+    buckets = ", ".join(f"lag {bucket}: {value:.3f}" for bucket, value in stale.items())
+    return (
+        f"{share:.0%} of the tokens are so old that KL(mu || pi) is above {STALE_KL} nats "
+        f"({buckets}), which slows learning: lower --max_lag or --lr, or try --loss dppo "
+        "(docs/staleness.md)"
+    )
+
+
 def advice_on(config, steps):
-    """Return `advice` on a run's last 50 steps, or "" before its tenth step.
+    """Return `advice` and `stale_advice` on a run's last 50 steps, or "" before its tenth step.
 
     steps: lines of metrics.jsonl.
     """
@@ -190,7 +223,7 @@ def advice_on(config, steps):
     empty = statistics.mean(line["gen_idle"] for line in recent)
     dropped = sum(sum(line["drops"].get("buffer_full", {}).values()) for line in recent)
     sampled = dropped + sum(sum(line["problems"].values()) for line in recent)
-    return advice(
+    throughput = advice(
         waits=waits,
         empty=empty,
         dropped=dropped / sampled,
@@ -198,3 +231,4 @@ def advice_on(config, steps):
         training=config.trainers,
         per_engine=config.tensor_parallel,
     )
+    return "; ".join(filter(None, [throughput, stale_advice(recent)]))
