@@ -215,7 +215,8 @@ def one_run(key, knobs, port, slots, is_pinned):
         run_scores = runs.scores(run_dir / "checkpoints", model_of(task), problems, temperature)
     [steps] = read_metrics(run_dir, "step")
     curve = {name: [short(line[name]) for line in steps if name in line] for name in COLUMNS}
-    curve["by_lag"] = [line["by_lag"] if len(line["by_lag"]) > 1 else {} for line in steps]
+    if any(len(line["by_lag"]) > 1 for line in steps):
+        curve["by_lag"] = [line["by_lag"] for line in steps]
     print(f"{key}: score {run_scores[-1][1]:.3f}", flush=True)
     return dict(curve=curve, scores=run_scores)
 
@@ -270,10 +271,9 @@ def print_table(by_setting, settings):
         differences = [mean - first_means[seed] for seed, mean in means.items()]
         row.append(interval_text(student(differences), "+.3f"))
         row.append(sum(map(is_unstable, setting_runs)))
-        of_lags = [
-            np.mean([np.mean(column(run, name)) for run in setting_runs]) for name in LAG_COLUMNS
-        ]
-        row.append(" ".join(f"{lag:.1f}" for lag in of_lags))
+        lags = [np.mean([np.mean(column(run, x)) for run in setting_runs]) for x in LAG_COLUMNS]
+        # Runs whose tokens all have one lag have kept no other.
+        row.append(" ".join(f"{lag:.1f}" for lag in lags if np.isfinite(lag)))
         for name, form in (("ess", ".3f"), ("ess_sample", ".2f"), ("kl_behavior", ".1e")):
             values = [aged(run, name, settings[setting]) for run in setting_runs]
             row.append(format(np.mean(values), form))
