@@ -93,14 +93,13 @@ def draw(shape, seed):
         drawn = np.exp(rng.normal(np.log(median), sigma, GROUP)).astype(int)
         rewards = rng.integers(0, 2, GROUP).astype(float)
         for completion, advantage in zip(drawn, advantages(rewards, "loo")):
-            length = prompt + np.clip(completion, lowest, highest)
+            length = int(prompt + np.clip(completion, lowest, highest))
             mask = np.arange(length) >= prompt
-            sample = filler() | dict(outcome=0, num_versions=1, sample_id=len(samples))
+            sample = filler(length) | dict(outcome=0, num_versions=1, sample_id=len(samples))
             tokens = np.append(prompt_tokens, rng.integers(0, shape["vocab_size"], length - prompt))
             sample |= dict(tokens=tokens, mask=mask)
-            sample["segment"] = np.zeros(length)
             sample |= dict(behavior_logprobs=np.where(mask, -np.log(shape["vocab_size"]), 0))
-            sample |= dict(versions=np.where(mask, 0, -1), advantage=advantage)
+            sample |= dict(versions=np.where(mask, 0, -1), advantage=advantage * mask)
             samples.append(sample)
     return [samples[i] for i in rng.permutation(len(samples))]
 
@@ -180,7 +179,7 @@ def padded(shape, samples):
         chosen[-1].append(sample)
     batches = []
     for batch in chosen:
-        weights = [s["advantage"] * s["mask"] / len(samples) for s in batch]
+        weights = [s["advantage"] / len(samples) for s in batch]
         batches.append((pad([s["tokens"] for s in batch]), pad(weights).float()))
     return batches
 
