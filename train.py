@@ -401,11 +401,13 @@ def micro_batch(policy, batch, version, config, device):
         # [S]: the samples that have an advantage at any token.
         zeros = b["advantage"].new_zeros(len(is_sample))
         has_signal = zeros.index_add(0, b["sequence_ids"], b["advantage"].abs()) > 0
-        # [S]: the weights of whole samples, products over their tokens. In float64 the square of
-        # the largest one is finite.
+        # [S]: the weights of whole samples, products over their tokens; 0 for samples without a
+        # token in the loss. In float64 the squares of the largest and of the smallest one are numbers above 0.
         log_w_sample = log_w.new_zeros(len(is_sample), dtype=torch.float64)
         log_w_sample.index_add_(0, b["sequence_ids"], (log_w * mask).double())
-        w_sample = log_w_sample.clamp(max=300).exp() * is_sample
+        in_loss = log_w_sample.new_zeros(len(is_sample))
+        in_loss = in_loss.index_add(0, b["sequence_ids"], mask.double()) > 0
+        w_sample = log_w_sample.clamp(-300, 300).exp() * in_loss
         # A turn begins with a sampled token that follows one that was not sampled.
         turns = (b["mask"][1:] & ~b["mask"][:-1]).sum()
         segments = ((b["positions"] == 0) & is_real).sum()
@@ -425,7 +427,7 @@ def micro_batch(policy, batch, version, config, device):
             "loss": (mean, loss, samples),
             "entropy": (mean, (entropy * mask).sum(), tokens),
             "ess": (ess, w.sum(), (w * w).sum(), tokens),
-            "ess_sample": (ess, w_sample.sum(), (w_sample * w_sample).sum(), samples),
+            "ess_sample": (ess, w_sample.sum(), (w_sample * w_sample).sum(), in_loss.sum()),
             "kl_behavior": (mean, kl_behavior.sum(), tokens),
             "kl_ref": (mean, (kl_ref * mask).sum(), tokens),
             "kl_teacher": (mean, -(teacher_log_ratio * mask).sum(), tokens),

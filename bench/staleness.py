@@ -289,7 +289,7 @@ def draw(by_setting, path):
     for setting in by_setting:
         losses.setdefault(setting.rpartition(", ")[0] or "lag 0", []).append(setting)
     figure, axes = panels(["held-out score at the end", "mean held-out score", "first loss"])
-    base = losses.pop("lag 0")
+    base = losses.pop("lag 0", [])
     for i, (loss, names) in enumerate(losses.items()):
         names = base + names
         x = [max(lag_of[name], 0.5) for name in names]

@@ -117,11 +117,14 @@ class Alarms:
     def evaluation(self, line):
         """The alarms of an evaluation's line: held-out scores that are surely below the first."""
         texts = []
-        answers = line.get("answers", line["problems"]) / len(line["eval"])
+        # No problem was asked, or none was answered; or it is not known how many each set has.
+        if len(line["eval"]) != 1:
+            return []
+        answers = line.get("answers", line["problems"])
         for name, score in line["eval"].items():
             first = self.first_scores.setdefault(name, score)
             # Several attempts at a problem are not independent: one of them counts for each.
-            n = min(answers, line["problems"] / len(line["eval"]))
+            n = min(answers, line["problems"])
             if n < 1 or not 0 <= min(score, first) <= max(score, first) <= 1:
                 continue
             (_, high), (low, _) = wilson(score, n), wilson(first, n)

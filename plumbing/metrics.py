@@ -38,7 +38,7 @@ def buckets_of(lowest):
 
 # the lowest lag of each bucket of by_lag: 0, 1, 2-3, 4-7, ..., 128+
 LAGS = (0, *(2**k for k in range(8)))
-# the lowest length of each bucket of `lengths`: all lengths up to 8, then four in every doubling
+# the lowest length of each bucket of `lengths`: all lengths up to 7, then four in every doubling
 LENGTHS = (0, *sorted({round(2 ** (k / 4)) for k in range(81)}))
 
 
@@ -103,8 +103,8 @@ def lengths_table(counts):
 def length_p90(counts):
     """Nine tenths of the samples have at most this number of sampled tokens.
 
-    It is the largest length of a bucket of LENGTHS, which above 8 tokens can be up to a fifth more
-    than the exact quantile.
+    It is the largest length of a bucket of LENGTHS, which from 8 tokens on can be up to a fifth
+    more than the exact quantile.
     """
     reached = np.cumsum(counts) >= 0.9 * sum(counts)
     return int([*LENGTHS[1:], LENGTHS[-1] + 1][int(reached.argmax())] - 1)
@@ -120,7 +120,9 @@ class Sums:
         """Add the metrics of one micro-batch: {name: (function, tensor, ...)}."""
         for name, (function, *parts) in metrics.items():
             # Copies, as several metrics may hold the same count, and each is reduced in place.
-            parts = [x.detach().float().clone() for x in parts]
+            # Sums in double precision stay so.
+            parts = [x.detach().clone() for x in parts]
+            parts = [x if x.dtype == torch.float64 else x.float() for x in parts]
             if name in self.metrics:
                 add = torch.maximum if function is largest else torch.add
                 parts = [add(x, y) for x, y in zip(parts, self.metrics[name][1])]

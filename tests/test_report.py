@@ -419,6 +419,8 @@ def test_held_out_scores_surely_below_the_first_raise_an_alarm():
     assert text.startswith("held-out toy 0.200 (at most 0.314, 95%) is below the first score, 0.5")
     assert [version for version, _ in evaluated(0.5, 0.2, 0.5, 0.2)] == [1, 3]
     assert len(evaluated(0.5, 0.4, problems=4096)) == 1
+    # no problem was asked
+    assert alarms([], [{"eval": {}, "problems": 0, "version": 0}]) == []
 
 
 def test_a_continued_run_does_not_raise_its_alarms_again():

@@ -587,6 +587,19 @@ def parameters_after(batches, **changed):
     return vector(model), metrics
 
 
+@pytest.mark.parametrize("log_weights,expected", [((100, 1), 0.5), ((-60, -70), 0.5)])
+def test_effective_samples_of_extreme_weights(model, log_weights, expected):
+    record = micro_record(model, [10, 13], version=6)
+    # seven and ten sampled tokens
+    shift = np.repeat([log_weights[0] / 7, log_weights[1] / 10], [10, 13])
+    record["behavior_logprobs"] -= (shift * record["mask"]).astype(np.float32)
+    m = metrics_of(model, record, 6)[1]
+    assert m["ess_sample"] == pytest.approx(expected, rel=1e-3)
+    # a sample without a token in the loss does not count
+    record["mask"][:10] = False
+    assert metrics_of(model, record, 6)[1]["ess_sample"] == pytest.approx(1.0)
+
+
 def test_learning_rate_by_ess_is_multiplied_by_its_root(model):
     """The weights of the two samples are exp(0.7) and exp(1.0)."""
     record = micro_record(model, [10, 13], version=6, offset=0.1)
