@@ -316,9 +316,9 @@ class Actor:
         """Start as many groups as free slots and the gate allow; returns their asyncio tasks."""
         # a group that was dropped whole may be replaced by another one
         dropped = read_json(self.queues / "dropped.json").get("groups", 0)
-        credit = allowed_groups(self.config, self.version) + dropped - started
+        allowed = allowed_groups(self.config, self.version) + dropped - started
         chosen = []
-        while self.slots.taken < self.engines.capacity and len(chosen) < credit:
+        while self.slots.taken < self.engines.capacity and len(chosen) < allowed:
             chosen.append(draws.next())
             self.slots.reserve(self.config.attempts)
         if chosen:

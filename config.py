@@ -111,7 +111,7 @@ class Config:
     # leave them out of the loss; wait: train groups in the order of their starts, so that there are
     # fewer such tokens; hold: as wait, and a step begins only when every group that may be started
     # is complete, so that all of its tokens are exactly max_lag versions old, fewer in the first
-    # steps (for studies of staleness: engines and trainer take turns)
+    # steps of every start (for studies of staleness: engines and trainer take turns)
     late: Literal["keep", "mask", "wait", "hold"] = "keep"
     # groups in which every advantage is 0: train them, or drop and count them
     no_signal: Literal["keep", "drop"] = "keep"

@@ -402,7 +402,7 @@ def micro_batch(policy, batch, version, config, device):
         zeros = b["advantage"].new_zeros(len(is_sample))
         has_signal = zeros.index_add(0, b["sequence_ids"], b["advantage"].abs()) > 0
         # [S]: the weights of whole samples, products over their tokens; 0 for samples without a
-        # token in the loss. In float64 the squares of the largest and of the smallest one are numbers above 0.
+        # token in the loss. In float64 the squares of all are finite and not 0.
         log_w_sample = log_w.new_zeros(len(is_sample), dtype=torch.float64)
         log_w_sample.index_add_(0, b["sequence_ids"], (log_w * mask).double())
         in_loss = log_w_sample.new_zeros(len(is_sample))
