@@ -227,6 +227,11 @@ def sequence_sum(values, sequence_ids):
     return values.new_zeros(len(values) + 1).index_add(0, rows, values)[rows]
 
 
+def sample_sum(values, sample_ids, samples):
+    """For each of S samples the sum of the values of its tokens: [T] -> [S]."""
+    return values.new_zeros(samples).index_add(0, sample_ids, values)
+
+
 def policy_loss(kind, logprobs, behavior_logprobs, advantages, sequence_ids, config):
     """Loss per token, to be summed over sampled tokens and minimised, and the tokens whose weight
     is outside of its bounds (dppo: which are left out): [T] -> (loss [T], clipped [T] bool).
@@ -398,15 +403,13 @@ def micro_batch(policy, batch, version, config, device):
         # several versions sampled a sequence, a part of its KV cache is from an older one.
         pure = mask & (lag == 0) & (b["num_versions"] == 1)[b["sequence_ids"]]
         is_real = is_sample[b["sequence_ids"]]
-        # [S]: the samples that have an advantage at any token.
-        zeros = b["advantage"].new_zeros(len(is_sample))
-        has_signal = zeros.index_add(0, b["sequence_ids"], b["advantage"].abs()) > 0
-        # [S]: the weights of whole samples, products over their tokens; 0 for samples without a
-        # token in the loss. In float64 the squares of all are finite and not 0.
-        log_w_sample = log_w.new_zeros(len(is_sample), dtype=torch.float64)
-        log_w_sample.index_add_(0, b["sequence_ids"], (log_w * mask).double())
-        in_loss = log_w_sample.new_zeros(len(is_sample))
-        in_loss = in_loss.index_add(0, b["sequence_ids"], mask.double()) > 0
+        of_samples = (b["sequence_ids"], len(is_sample))
+        # [S]: the samples that have an advantage at any token, and those with a token in the loss.
+        has_signal = sample_sum(b["advantage"].abs(), *of_samples) > 0
+        in_loss = sample_sum(mask.float(), *of_samples) > 0
+        # [S]: the weights of whole samples, products over their tokens. In float64 the squares of
+        # all of them are finite and not 0.
+        log_w_sample = sample_sum((log_w * mask).double(), *of_samples)
         w_sample = log_w_sample.clamp(-300, 300).exp() * in_loss
         # A turn begins with a sampled token that follows one that was not sampled.
         turns = (b["mask"][1:] & ~b["mask"][:-1]).sum()
@@ -438,7 +441,7 @@ def micro_batch(policy, batch, version, config, device):
             "clip_frac": (mean, clipped.sum(), tokens),
             "late": (count, late.sum()),
             "by_lag": (
-                by_lag,
+                functools.partial(by_lag, ess),
                 *sums_by_lag(
                     b["lag_buckets"], mask, per_token, kl_behavior, log_w.abs(), w, clipped
                 ),

@@ -114,6 +114,19 @@ def copy_sources(folder):
     return folder
 
 
+def patched_copy(folder, *edits):
+    """Copy the sources to a folder, as copy_sources does, and apply edits of tests/edits, by their
+    names; returns the folder.
+    """
+    copy_sources(folder)
+    # git must not take the copy for a part of the repository around it
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    for edit in edits:
+        patch = ROOT / "tests" / "edits" / f"{edit}.patch"
+        subprocess.run(["git", "apply", str(patch)], cwd=folder, env=environment, check=True)
+    return folder
+
+
 def machine():
     """One line: processor, versions, date, commit and command of this measurement."""
     processor = platform.machine()

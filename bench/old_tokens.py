@@ -13,8 +13,6 @@ what a run and its score are.
 """
 
 import functools
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,11 +20,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import runs
-from bench.common import ROOT, WORK, band, copy_sources, panels, table
+from bench.common import ROOT, WORK, band, panels, patched_copy, table
 from bench.compare import interval_text, row_of
 from bench.runs import COMMON, PIPELINE, QUICK, conventional, places, scores_of
 
-PATCH = ROOT / "tests" / "edits" / "tokens_trained.patch"
 # the highest lag of a recent token
 AGE = 4
 # the number of tokens at the end of an answer which the twins tell from the others, so that the
@@ -42,15 +39,6 @@ SETTINGS = {
     "on-policy, end": ON_POLICY | dict(tokens_trained=f"end {AT_THE_END}"),
     "on-policy, beginning": ON_POLICY | dict(tokens_trained=f"beginning {AT_THE_END}"),
 }
-
-
-def patched_copy():
-    """Copy the sources to out/bench/old_tokens and apply the patch; returns that folder."""
-    folder = copy_sources(WORK / "old_tokens")
-    # git must not take the copy for a part of the repository around it
-    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
-    subprocess.run(["git", "apply", str(PATCH)], cwd=folder, env=environment, check=True)
-    return folder
 
 
 def share_trained(run):
@@ -100,7 +88,7 @@ def main(argv=None):
     arguments = p.parse_args(argv)
     if not arguments.plot:
         runs.make_model()
-    root = ROOT if arguments.plot else patched_copy()
+    root = ROOT if arguments.plot else patched_copy(WORK / "old_tokens", "tokens_trained")
     changes = QUICK if arguments.quick else {}
     wanted = {setting: knobs | changes for setting, knobs in SETTINGS.items()}
     start = functools.partial(runs.one_run, port=arguments.port, root=root)

@@ -40,10 +40,8 @@ Intervals are 95%, Student's t over seeds.
 """
 
 import functools
-import os
 import queue
 import re
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -57,10 +55,10 @@ from bench.common import (
     ROOT,
     WORK,
     band,
-    copy_sources,
     machine,
     measured,
     panels,
+    patched_copy,
     result_file,
     table,
 )
@@ -176,17 +174,6 @@ def model_of(task):
     if task == "countup":
         return Path(cfg.COUNTUP["model"])
     return ROOT / "out" / "models" / f"{task}-seed0"
-
-
-def patched_copy():
-    """Copy the sources to out/bench/staleness and apply PATCHES; returns that folder."""
-    folder = copy_sources(WORK / "staleness")
-    # git must not take the copy for a part of the repository around it
-    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
-    for name in PATCHES.values():
-        patch = ROOT / "tests" / "edits" / f"{name}.patch"
-        subprocess.run(["git", "apply", str(patch)], cwd=folder, env=environment, check=True)
-    return folder
 
 
 def one_run(key, knobs, port, slots, is_pinned):
@@ -325,7 +312,7 @@ def main(argv=None):
     if not arguments.plot and task != "countup":
         base_model.make_model([task], model_of(task), 0)
     if not arguments.plot and any(PATCHES.keys() & knobs.keys() for knobs in settings.values()):
-        patched_copy()
+        patched_copy(WORK / "staleness", *PATCHES.values())
     first = arguments.first_seed
     wanted = {}
     for seed in range(first, first + arguments.seeds):

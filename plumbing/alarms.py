@@ -54,7 +54,7 @@ def wilson(mean, n):
 
 
 class Alarms:
-    """Reads the lines of metrics.jsonl in their order; its methods return the texts of new alarms.
+    """Reads the lines of metrics.jsonl in their order: `of_line` returns the texts of new alarms.
 
     An alarm is raised once for a state that lasts.
     """
@@ -68,6 +68,12 @@ class Alarms:
         self.raised = set()
         # {set: its score in the first evaluation}
         self.first_scores = {}
+
+    def of_line(self, line):
+        """The alarms that a line raises."""
+        if "step" in line:
+            return self.step(line)
+        return self.evaluation(line) if "eval" in line else []
 
     def step(self, line):
         """The alarms of a step's line."""

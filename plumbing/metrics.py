@@ -47,11 +47,17 @@ def lag_buckets(lags):
     return np.maximum(np.searchsorted(LAGS, lags, side="right") - 1, 0)
 
 
+def of_each_sample(function, values, lengths):
+    """The results of a function of numpy, np.add or np.minimum, over the values of each sample:
+    [T], lengths [S] -> [S].
+    """
+    return function.reduceat(values, np.cumsum(lengths) - lengths)
+
+
 def oldest_lags(batch, version):
     """The lag of the oldest sampled token of each sample of a micro-batch: [S]."""
-    begins = np.cumsum(batch["lengths"]) - batch["lengths"]
     versions = np.where(batch["versions"] >= 0, batch["versions"], version)
-    return version - np.minimum.reduceat(versions, begins)
+    return version - of_each_sample(np.minimum, versions, batch["lengths"])
 
 
 def sums_by_lag(buckets, mask, loss, kl, log_ratio, w, clipped):
@@ -64,10 +70,11 @@ def sums_by_lag(buckets, mask, loss, kl, log_ratio, w, clipped):
     return [zeros.index_add(0, buckets, (column * mask).to(zeros.dtype)) for column in columns]
 
 
-def by_lag(tokens, loss, kl, log_ratio, w, w2, clipped):
+def by_lag(ess, tokens, loss, kl, log_ratio, w, w2, clipped):
     """{bucket of lags: {tokens, and the means of the others per token}}, for buckets with tokens.
 
-    ess is the effective sample size within the bucket.
+    ess: the function train.ess; under this name the table has the effective sample size within the
+    bucket.
     """
     table = {}
     for i, name in enumerate(buckets_of(LAGS)):
@@ -78,7 +85,7 @@ def by_lag(tokens, loss, kl, log_ratio, w, w2, clipped):
                 loss=loss[i] / n,
                 kl=kl[i] / n,
                 log_ratio=log_ratio[i] / n,
-                ess=w[i] ** 2 / (n * w2[i]) if w2[i] else 1.0,
+                ess=ess(w[i], w2[i], n),
                 clip_frac=clipped[i] / n,
             )
     return table
@@ -89,8 +96,8 @@ def length_counts(batch):
 
     batch: a record of plumbing/samples.py. Its fillers do not count.
     """
-    begins = np.cumsum(batch["lengths"]) - batch["lengths"]
-    sampled = np.add.reduceat(batch["versions"] >= 0, begins, dtype=np.int64)
+    is_sampled = (batch["versions"] >= 0).astype(np.int64)
+    sampled = of_each_sample(np.add, is_sampled, batch["lengths"])
     buckets = np.searchsorted(LENGTHS, sampled[batch["outcome"] >= 0], side="right") - 1
     return np.bincount(buckets, minlength=len(LENGTHS))
 
@@ -140,11 +147,11 @@ class Sums:
         return values
 
 
-def open_lines(path, version):
+def open_lines(path, version, read=lambda line: None):
     """Open a .jsonl file to append to.
 
     Lines that were written after the checkpoint of this version are removed: a run that continues
-    from it does those steps again.
+    from it does those steps again. read: it is called with each line that stays, in their order.
     """
     path.touch()
     kept = []
@@ -153,6 +160,7 @@ def open_lines(path, version):
         # Evaluations and the like are written after the checkpoint of their version.
         if values.get("step", values.get("version", 0) + 1) <= version:
             kept.append(line)
+            read(values)
     # A crash leaves either the old file or the new one.
     path.with_suffix(".tmp").write_text("".join(line + "\n" for line in kept))
     path.with_suffix(".tmp").replace(path)
@@ -197,12 +205,12 @@ class MetricsLog:
         self.tasks = list(task_weights(config.task))
         self.tokenizer = AutoTokenizer.from_pretrained(config.model)
         self.pace_file = Path(run_dir, "queues", "pace.json")
-        self.file = open_lines(Path(run_dir, "metrics.jsonl"), state["version"])
-        self.samples_file = open_lines(Path(run_dir, "samples.jsonl"), state["version"])
-        self.alarms = Alarms()
         # A continued run goes on where the alarms of its first part stood.
-        for line in map(json.loads, Path(run_dir, "metrics.jsonl").read_text().splitlines()):
-            self.new_alarms(line)
+        self.alarms = Alarms()
+        self.file = open_lines(
+            Path(run_dir, "metrics.jsonl"), state["version"], self.alarms.of_line
+        )
+        self.samples_file = open_lines(Path(run_dir, "samples.jsonl"), state["version"])
         self.wandb = open_wandb(config, run_dir)
         # the seconds that each of the newest steps took, for the eta
         self.seconds = deque(maxlen=10)
@@ -211,14 +219,9 @@ class MetricsLog:
         self.step_start = time.monotonic()
         self.samples_left = config.samples_logged
 
-    def new_alarms(self, line):
-        """The alarms that a line of metrics.jsonl raises."""
-        if "step" in line:
-            return self.alarms.step(line)
-        return self.alarms.evaluation(line) if "eval" in line else []
-
     def print_alarms(self, line):
-        for text in self.new_alarms(line):
+        """Print the alarms that a line of metrics.jsonl raises."""
+        for text in self.alarms.of_line(line):
             print(f"ALARM: version {line['version']}: {text}", flush=True)
 
     def wall_s(self):

@@ -439,12 +439,15 @@ def test_metrics_by_lag_are_panels_and_a_table():
     assert [curve.label for curve in panels[0].curves] == ["lag 0", "lag 4-7", "lag 16-31"]
     share = panels[0].curves[2].y
     assert share == pytest.approx([0, 10 / 70, 0])
+    assert np.isnan(panels[1].curves[2].y).tolist() == [True, False, True]
     rows = report_panels.by_lag_rows(steps)
     assert rows[0][:4] == ["0", f"{90 / 130:.1%}", "1.00e-02", "1.33e-03"]
     assert rows[2][:4] == ["16-31", f"{10 / 130:.1%}", "1.00e-02", "3.00e-03"]
-    # A run whose tokens all have the same lag, or that has no such metric, has neither.
-    assert not report_panels.by_lag_panels(steps[:1]) and not report_panels.by_lag_rows(steps[:1])
+    # Tokens that all have the same lag need no curves; a run may have no such metric.
+    assert not report_panels.by_lag_panels(steps[:1])
+    assert [row[:2] for row in report_panels.by_lag_rows(steps[:1])] == [["0", "100.0%"]]
     assert not report_panels.by_lag_panels([{"step": 1}])
+    assert not report_panels.by_lag_rows([{"step": 1}])
 
 
 def test_status_is_read_from_the_files_of_a_run(tmp_path):

@@ -183,27 +183,43 @@ def advice(waits, empty, dropped, serving, training, per_engine=1):
     return f"{shares}: raise --max_lag" if min(waits, empty) > 0.1 else ""
 
 
+def lowest_lag(bucket):
+    """Return the lowest lag of a bucket of by_lag: "4-7" -> 4, "128+" -> 128."""
+    return int(bucket.strip("+").split("-")[0])
+
+
+def by_lag_means(steps):
+    """Return {bucket of lags: {"tokens": their number, quantity: mean over these tokens}}.
+
+    The buckets are in the order of their lags. The quantities are those of by_lag, over all of
+    these lines of metrics.jsonl; lines of earlier versions of this code have none.
+    """
+    means = {}
+    for line in steps:
+        for bucket, values in line.get("by_lag", {}).items():
+            sums = means.setdefault(bucket, Counter())
+            n = values["tokens"]
+            sums.update({name: n * x for name, x in values.items() if name != "tokens"})
+            sums["tokens"] += n
+    for sums in means.values():
+        for name in sums.keys() - {"tokens"}:
+            sums[name] /= sums["tokens"]
+    return {bucket: means[bucket] for bucket in sorted(means, key=lowest_lag)}
+
+
 def stale_advice(steps):
     """Return a line that says that many tokens are so old that they harm, or "".
 
-    steps: lines of metrics.jsonl. It is judged by their by_lag, without lag 0, whose KL is the
-    mismatch of engines and trainer.
+    steps: lines of metrics.jsonl. Lag 0 is left out: its KL comes from the mismatch of engines and
+    trainer, or from a KV cache that is older than the token.
     """
-    tokens = Counter()
-    kl = Counter()
-    for line in steps:
-        for bucket, values in line.get("by_lag", {}).items():
-            tokens[bucket] += values["tokens"]
-            kl[bucket] += values["tokens"] * values["kl"]
-    stale = {
-        bucket: kl[bucket] / tokens[bucket]
-        for bucket in tokens
-        if bucket != "0" and kl[bucket] > STALE_KL * tokens[bucket]
-    }
-    share = sum(tokens[bucket] for bucket in stale) / max(tokens.total(), 1)
+    means = by_lag_means(steps)
+    stale = [lag for lag, of_lag in means.items() if lag != "0" and of_lag["kl"] > STALE_KL]
+    tokens = sum(of_lag["tokens"] for of_lag in means.values())
+    share = sum(means[lag]["tokens"] for lag in stale) / max(tokens, 1)
     if share < STALE_SHARE:
         return ""
-    buckets = ", ".join(f"lag {bucket}: {value:.3f}" for bucket, value in stale.items())
+    buckets = ", ".join(f"lag {lag}: {means[lag]['kl']:.3f}" for lag in stale)
     return (
         f"{share:.0%} of the tokens are so old that KL(mu || pi) is above {STALE_KL} nats "
         f"({buckets}), which slows learning: lower --max_lag or --lr, or try --loss dppo "

@@ -37,7 +37,7 @@ from tools.report_panels import by_lag_rows, column, draw, run_panels, table, wr
 MEANS = ("lag_mean", "ess", "versions_2", "versions_3", "gen_tok_s", "train_tok_s", "gen_idle")
 # metrics in seconds, of which the summary has the share of the time that all steps took
 SHARES = ("pause_s", "wait_data_s", "wait_sync_s")
-# the columns of the table of metrics by lag; all but the second are means over tokens
+# the columns of the table of metrics by lag; from the third on they are means over tokens
 BY_LAG_HEADER = "lag,share of the tokens,|log ratio|,KL(mu || pi),ESS,loss,outside the clip range"
 BY_LAG_HEADER = BY_LAG_HEADER.split(",")
 # The page shows the newest rollouts: this number of bytes of samples.jsonl.
@@ -194,7 +194,7 @@ def report_run(run_dir):
     panels, more_panels = run_panels(steps, evals, mismatches)
     tables = [
         table("Alarms", ["version", "what"], raised),
-        table("By lag", BY_LAG_HEADER, by_lag_rows(steps), "all tokens have the same lag"),
+        table("By lag", BY_LAG_HEADER, by_lag_rows(steps), "not measured"),
         table("Drops", ["reason", "samples", "first step", "last step"], drops(steps)),
         table("Stopped and continued", ["from step", "what changed"], continuations(run_dir)),
         table("Configuration", ["knob", "value"], vars(config).items(), folded=True),

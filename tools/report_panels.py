@@ -17,6 +17,8 @@ import numpy as np
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
+from tools.common import by_lag_means  # noqa: E402
+
 PALETTE = "#1f77b4 #ff7f0e #2ca02c #d62728 #9467bd #8c564b #e377c2 #7f7f7f #bcbd22 #17becf".split()
 # the panels of report.png: (title, values that the axis shows in any case, keys of metrics.jsonl)
 KEYS = (
@@ -34,6 +36,8 @@ BY_LAG = (
     ("loss, per token, by lag", "loss"),
     ("share of tokens outside the clip range, by lag", "clip_frac"),
 )
+# the quantities in the table of report.html, in the order of report.BY_LAG_HEADER
+BY_LAG_FORMATS = dict(log_ratio=".2e", kl=".2e", ess=".3f", loss=".2e", clip_frac=".2%")
 # the further panels of report.html
 MORE_KEYS = (
     ("share of engine slots that are empty", (0,), "gen_idle"),
@@ -159,60 +163,33 @@ def plain_panel(steps, title, include, keys):
     return panel
 
 
-def by_lag(steps):
-    """Return {bucket of lags: {quantity: [number of steps]}}; NaN where a step has no such tokens.
-
-    share is that of the step's tokens. {} if the run has tokens of one bucket alone, or none of
-    this metric.
-    """
-    tables = [line.get("by_lag", {}) for line in steps]
-    buckets = sorted(
-        {name for table in tables for name in table}, key=lambda x: int(x.strip("+").split("-")[0])
-    )
-    if len(buckets) < 2:
-        return {}
-    totals = [sum(values["tokens"] for values in table.values()) for table in tables]
-    curves = {}
-    for bucket in buckets:
-        rows = [table.get(bucket, {}) for table in tables]
-        curves[bucket] = {
-            "share": np.array([row.get("tokens", 0) / max(n, 1) for row, n in zip(rows, totals)])
-        }
-        for name in ("kl", "ess", "loss", "clip_frac", "log_ratio", "tokens"):
-            curves[bucket][name] = np.array([row.get(name, np.nan) for row in rows])
-    return curves
-
-
 def by_lag_panels(steps):
-    """Return the panels of BY_LAG, if the run has tokens of several buckets."""
-    curves = by_lag(steps)
+    """Return the panels of BY_LAG, if the run has tokens of several buckets of lags."""
+    tables = [line.get("by_lag", {}) for line in steps]
+    totals = [sum(values["tokens"] for values in table.values()) for table in tables]
+    buckets = list(by_lag_means(steps))
     panels = []
-    for title, name in BY_LAG if curves else ():
+    for title, name in BY_LAG if len(buckets) > 1 else ():
         panel = Panel(title, include=(0,))
-        for color, (bucket, values) in enumerate(curves.items()):
-            panel.add(f"lag {bucket}", column(steps, "step"), values[name], color=color)
+        for color, bucket in enumerate(buckets):
+            rows = [table.get(bucket, {}) for table in tables]
+            y = [row.get(name, np.nan) for row in rows]
+            if name == "share":
+                y = [row.get("tokens", 0) / max(n, 1) for row, n in zip(rows, totals)]
+            panel.add(f"lag {bucket}", column(steps, "step"), y, color=color)
         panels.append(panel)
     return panels
 
 
 def by_lag_rows(steps):
-    """Return the rows of a table: means over all tokens of each bucket of lags, as texts."""
-    rows = []
-    curves = by_lag(steps)
-    total = sum(np.nansum(values["tokens"]) for values in curves.values())
-    for bucket, values in curves.items():
-        n = np.nan_to_num(values["tokens"])
-        row = [bucket, f"{n.sum() / total:.1%}"]
-        for name, form in (
-            ("log_ratio", ".2e"),
-            ("kl", ".2e"),
-            ("ess", ".3f"),
-            ("loss", ".2e"),
-            ("clip_frac", ".2%"),
-        ):
-            row.append(format((np.nan_to_num(values[name]) * n).sum() / n.sum(), form))
-        rows.append(row)
-    return rows
+    """Return the rows of a table: means over the tokens of each bucket of lags, as texts."""
+    means = by_lag_means(steps)
+    total = sum(of_lag["tokens"] for of_lag in means.values())
+    return [
+        [bucket, f"{of_lag['tokens'] / total:.1%}"]
+        + [format(of_lag[name], form) for name, form in BY_LAG_FORMATS.items()]
+        for bucket, of_lag in means.items()
+    ]
 
 
 def run_panels(steps, evals, mismatches):
