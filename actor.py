@@ -188,7 +188,7 @@ class Actor:
         penalty = overlong_penalty(attempt.sampled, self.config)
         fields = attempt.fields()
         try:
-            fields |= credit(fields["turns"], reward, penalty)
+            fields |= credit(fields["turn_ids"], reward, penalty)
         except ValueError as e:
             raise RuntimeError(f"actor: tasks/{task}.py: {e}") from None
         return fields | dict(

@@ -111,7 +111,8 @@ class Config:
     # leave them out of the loss; wait: train groups in the order of their starts, so that there are
     # fewer such tokens; hold: as wait, and a step begins only when every group that may be started
     # is complete, so that all of its tokens are exactly max_lag versions old, fewer in the first
-    # steps of every start (for studies of staleness: engines and trainer take turns)
+    # steps of every start (for studies of staleness: engines and trainer take turns; sampling
+    # max_lag + 1 steps' worth of groups must take less than stall_timeout)
     late: Literal["keep", "mask", "wait", "hold"] = "keep"
     # groups in which every advantage is 0: train them, or drop and count them
     no_signal: Literal["keep", "drop"] = "keep"
@@ -625,7 +626,10 @@ def check(c: Config) -> Config:
         "--max_new_tokens must be below --max_model_len": c.max_new_tokens < c.max_model_len,
         "--row_tokens must hold a sample of --max_model_len": c.max_model_len <= c.row_tokens,
         "--overlong_buffer must not exceed --max_new_tokens": c.overlong_buffer <= c.max_new_tokens,
-        "--clip_low must be below --clip_high": c.clip_low < c.clip_high,
+        "--clip_low must be below --clip_high": c.loss == "dppo" or c.clip_low < c.clip_high,
+        "--loss dppo bounds a difference of probabilities: --clip_high must be below 1": (
+            c.loss != "dppo" or c.clip_high < 1
+        ),
         "--teacher needs --temperature 1": not c.teacher or c.temperature == 1,
         "--teacher needs --no_signal keep": not c.teacher or c.no_signal == "keep",
         "--loss reinforce and dppo have no lower bound of weights: leave out --clip_low": (

@@ -373,7 +373,10 @@ class GroupBuffer:
         draw = record["draw"]
         samples = split(record)
         if samples:
-            add_advantages(samples, config.advantage)
+            try:
+                add_advantages(samples, config.advantage)
+            except ValueError as e:
+                raise cfg.ConfigError(f"draw {draw}: {e}") from None
         has_signal = any(np.abs(sample["advantage"]).max() > 1e-6 for sample in samples)
         for sample in samples:
             # This is the over-length filtering of DAPO (arXiv 2503.14476) section 3.4.
@@ -453,6 +456,9 @@ def main(run_dir):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         emit_steps(config, waiting, packer, drops, rng, version_file)
+    # Rewards that the knobs do not allow are said in one line, without a traceback.
+    except cfg.ConfigError as e:
+        sys.exit(f"preprocess: {e}")
     finally:
         print(
             f"preprocess: {packer.step} of {config.steps} steps emitted, samples dropped: {drops}",

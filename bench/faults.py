@@ -390,7 +390,7 @@ ALL_FAULTS = [
         name="credit for the last turn",
         file="plumbing/samples.py",
         old="part[sampled] = 0",
-        new="part[turns == turns.max()] = 0",
+        new="part[turn_ids == turn_ids.max()] = 0",
         knobs=AGENT,
     ),
     # -- Adapters

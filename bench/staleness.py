@@ -78,7 +78,8 @@ TASKS = {"toy": toy, "tail": tail, "countup": countup}
 COMMON = dict(engines=1, trainers=1, engine_threads=1, trainer_threads=1)
 COMMON |= dict(eval_every=0, eval_problems=1, keep_last=0, lr_schedule="constant", late="hold")
 TOY = COMMON | dict(task="toy", steps=160, batch_size=128, attempts=16, lr=3e-4, save_every=16)
-TAIL = runs.COMMON | COMMON | dict(concurrency=64)
+# Before its first step a run of lag 64 samples 65 steps' worth of long answers.
+TAIL = runs.COMMON | COMMON | dict(concurrency=64, stall_timeout=3000)
 # As many sequences in progress as make some twenty versions sample a long answer
 CROWDED = runs.COMMON | runs.PIPELINE | dict(concurrency=128, max_lag=4)
 COUNTUP = dict(task="countup", steps=32, save_every=8, keep_last=0, eval_every=0, eval_problems=1)

@@ -5,12 +5,13 @@ endpoint (plumbing/endpoint.py).
 
 Tokens are kept exactly as the engines sampled them. The tokens of an attempt are one segment, or
 several if a prompt does not continue the tokens so far: there are other conversations, branches, or
-chat templates that drop old thinking. The attempt stays one sample with one reward. Deliberately
-absent: the state of an environment, which belongs to the episode.
+chat templates that drop old thinking. The attempt stays one sample. Deliberately absent: the
+state of an environment, which belongs to the episode.
 """
 
 import asyncio
 import contextlib
+import math
 import secrets
 from dataclasses import dataclass
 
@@ -155,9 +156,13 @@ class Attempt:
     def log(self, **values):
         """Note numbers of the episode's own, by name; metrics.jsonl has their means over a step.
 
-        Raises TypeError or ValueError if a value is no number.
+        Raises TypeError, ValueError or OverflowError if a value is no finite number.
         """
-        self.logged |= {name: number(value) for name, value in values.items()}
+        numbers = {name: number(value) for name, value in values.items()}
+        for name, value in numbers.items():
+            if not math.isfinite(value):
+                raise ValueError(f"{name} is {value}, it must be a finite number")
+        self.logged |= numbers
 
     def token_texts(self, turn):
         """The text of each token of a turn, for rewards of tokens."""
@@ -270,7 +275,7 @@ class Attempt:
 
     def fields(self):
         """The per-token fields of a sample, its segments one after the other, with the turn of each
-        token as `turns` [T], and num_versions.
+        token as `turn_ids` [T], and num_versions.
         """
         parts = [segment.fields() for segment in self.segments]
         for k, part in enumerate(parts):

@@ -24,7 +24,7 @@ TOKEN_FIELDS = {
     # the token, -1 where this is not known; otherwise [T, 0]
     "experts": np.int16,
     # the number, from 0 on, of the part of the attempt that the token belongs to, -1 if it was not
-    # sampled. Parts are what has rewards of its own: the attempt, its turns, or its tokens
+    # sampled. A part is what has a reward of its own: the attempt, a turn, or a token
     "part": np.int32,
     # the sum of the rewards from the token's part on; 0 if it was not sampled
     "reward_to_go": np.float32,
@@ -164,7 +164,7 @@ class Transcript:
         self.behavior_logprobs = []
         self.versions = []
         # the number of the turn that each token belongs to; -1 if it was not sampled
-        self.turns = []
+        self.turn_ids = []
         # [n, layers * k] arrays, for the first tokens of the conversation
         self.experts = []
         self.append(prompt)
@@ -181,7 +181,7 @@ class Transcript:
         self.tokens += tokens
         self.behavior_logprobs += [0.0] * n if behavior_logprobs is None else behavior_logprobs
         self.versions += [-1] * n if versions is None else list(map(int, versions))
-        self.turns += [-1 if versions is None else turn] * n
+        self.turn_ids += [-1 if versions is None else turn] * n
         if experts is not None:
             first, rows = experts
             known = self.known_experts
@@ -201,7 +201,7 @@ class Transcript:
         return sum(version >= 0 for version in self.versions)
 
     def fields(self):
-        """The per-token fields of a sample with these tokens, and `turns`, see `credit`."""
+        """The per-token fields of a sample with these tokens, and `turn_ids`, see `credit`."""
         versions = np.array(self.versions)
         known = np.concatenate(self.experts or [np.empty((0, 0))])
         experts = np.full((len(versions), known.shape[1]), -1, np.int16)
@@ -213,29 +213,29 @@ class Transcript:
             versions=versions,
             segment=np.zeros(len(versions), np.int16),
             experts=experts,
-            turns=np.array(self.turns),
+            turn_ids=np.array(self.turn_ids),
         )
 
 
-def credit(turns, rewards, penalty=0.0):
+def credit(turn_ids, rewards, penalty=0.0):
     """The per-token fields part and reward_to_go of an attempt: {name: [T]}.
 
-    turns [T]: the number of the turn that each token belongs to, -1 if it was not sampled. rewards:
-    a number for the attempt, or a list with one for each turn, or with one for each sampled token,
-    turn after turn. penalty: a number that is added to the last reward. Turns [-1, 0, 0, 1],
-    rewards [1, 2] -> part [-1, 0, 0, 1], reward_to_go [0, 3, 3, 2].
+    turn_ids [T]: the number of the turn that each token belongs to, -1 if it was not sampled.
+    rewards: a number for the attempt, or a list with one for each turn, or with one for each
+    sampled token, turn after turn. penalty: a number that is added to the last reward. turn_ids
+    [-1, 0, 0, 1], rewards [1, 2] -> part [-1, 0, 0, 1], reward_to_go [0, 3, 3, 2].
 
     Raises ValueError if there are neither as many rewards as turns nor as many as sampled tokens.
     """
-    sampled = np.flatnonzero(turns >= 0)
+    sampled = np.flatnonzero(turn_ids >= 0)
     # turn after turn, and in each turn token after token
-    in_order = sampled[np.argsort(turns[sampled], kind="stable")]
-    number_of_turns = len(np.unique(turns[sampled]))
-    part = np.full(len(turns), -1)
+    in_order = sampled[np.argsort(turn_ids[sampled], kind="stable")]
+    number_of_turns = len(np.unique(turn_ids[sampled]))
+    part = np.full(len(turn_ids), -1)
     if np.ndim(rewards) == 0:
         part[sampled] = 0
     elif len(rewards) == number_of_turns:
-        part[sampled] = turns[sampled]
+        part[sampled] = turn_ids[sampled]
     elif len(rewards) == len(sampled):
         part[in_order] = np.arange(len(sampled))
     else:

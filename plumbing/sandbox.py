@@ -185,7 +185,8 @@ def returned(value) -> dict:
     """The reply for the value that a function or an episode returned.
 
     {"value": a float, a list of floats, a text or None}, or {"refused": its type, the value, and
-    the reason}. Lists, tuples and arrays of one dimension become lists; one element is a number.
+    the reason}. Lists, tuples and arrays of one dimension become lists; an array of one element is
+    a number.
     """
     if value is None:
         return {"value": None}

@@ -13,7 +13,8 @@ import random
 
 # the first number is at most this
 HIGHEST_START = 50
-# amount of numbers: its least and largest value, and the median and sigma of its log-normal law
+# amount of numbers: its least and largest value; the median and sigma of its log-normal law, from
+# which amounts outside of these values are drawn again
 SHORTEST = 2
 LONGEST = 40
 MEDIAN = 4
@@ -22,6 +23,9 @@ SIGMA = 1.0
 EXAMPLES = ((3, 6), (10, 12))
 # one range in so many is held out
 HELD_OUT = 5
+# number of held-out problems, which all differ, and of training problems, which repeat ranges
+TEST_PROBLEMS = 128
+TRAIN_PROBLEMS = 20000
 # no text can keep this task's functions busy
 INSTANT = True
 
@@ -55,15 +59,14 @@ def problems(split, seed=0):
     """Dicts with prompt (messages) and answer. No range of "test" is among those of "train"."""
     rng = random.Random(f"{split}{seed}")
     is_test = split == "test"
-    count = 500 if is_test else 20000
-    drawn = []
-    while len(drawn) < count:
+    ranges = []
+    while len(ranges) < (TEST_PROBLEMS if is_test else TRAIN_PROBLEMS):
         first = rng.randint(1, HIGHEST_START)
         last = first + _amount(rng) - 1
         is_held_out = (first + last) % HELD_OUT == 0
-        if is_held_out == is_test:
-            drawn.append({"prompt": _messages(first, last), "answer": _answer(first, last)})
-    return drawn
+        if is_held_out == is_test and not (is_test and (first, last) in ranges):
+            ranges.append((first, last))
+    return [{"prompt": _messages(*pair), "answer": _answer(*pair)} for pair in ranges]
 
 
 def reward(problem, completion, finished):

@@ -234,6 +234,7 @@ def one_group(run_dir, model, answer, problem=PROBLEM, attempts=4, **knobs):
 
     actor, calls = with_fake_engine(run_dir, model, answer, work, attempts=attempts, **knobs)
     record = Queue(run_dir / "queues" / "rollouts").get(0)[1]
+    assert len(record["logged"]) == len(record["lengths"])
     return actor, record, calls, updates
 
 

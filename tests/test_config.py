@@ -78,6 +78,10 @@ from tools import run
         ),
         ("toy --ratio product --loss ppo", "--ratio product needs a --loss that does not"),
         ("toy --loss dppo --ratio sequence", "it needs --ratio token; now loss dppo, ratio seq"),
+        (
+            "toy --loss dppo --clip_high 5",
+            "--clip_high must be below 1; now loss dppo, clip_high 5",
+        ),
         ("toy --loss dppo --clip_low 0.1", "--loss reinforce and dppo have no lower bound of"),
         ("toy --advantage max_rl --overlong_buffer 3", "no reward may be negative: it needs"),
         ("toy --advantage max_rl --reward_cut_off 0 -1 0 0", "no reward may be negative"),
@@ -133,6 +137,7 @@ def test_a_loss_brings_its_own_clip_range_unless_one_is_given():
     assert resolved("toy").clip_high == 5.0
     # A continued run that changes the loss gets the range of the new loss.
     assert resolved("toy", "--loss", "icepop").clip_low == 0.5
+    assert resolved(*"toy --loss dppo --clip_high 0".split()).clip_high == 0
 
 
 def call(command_line, **environment):

@@ -97,7 +97,7 @@ class Run(reference.Recording):
         right = toy.reward(problem, self.prompter.decode(tokens), finished)
         reward = np.float32(right + overlong_penalty(len(tokens), self.config))
         sample = transcript.fields()
-        sample |= credit(sample["turns"], reward)
+        sample |= credit(sample["turn_ids"], reward)
         sample |= dict(task=0, temperature=np.float32(0.7), reward=reward, finished=finished)
         sample |= dict(num_versions=1, outcome=int(right < 1))
         sample["behavior_logprobs"][sample["mask"]] = reference.expected(self, sample)[0]
@@ -183,6 +183,9 @@ def trained_rows(run, monkeypatch):
         (dict(loss="ppo", normalizer="sequence"), {}, "yyyyyyy"),
         (dict(loss="icepop", clip_low=0.9, clip_high=1.1), {}, "yyyyyyy"),
         (dict(loss="cispo", ratio="sequence", clip_low=0.9, clip_high=1.1), {}, "yyyyyyy"),
+        (dict(loss="dppo", clip_high=0.01), {}, "yyyyyyy"),
+        (dict(ratio="product", kl_behavior_coef=0.3), {}, "yyyyyyy"),
+        (dict(advantage="max_rl", lr_by_ess=True), {}, "yyyyyyy"),
         (dict(late="mask", max_lag=0), {}, "yyyyyyy"),
         # Adapters, also with another scale or learning rate in the trainer
         (dict(lora_rank=4, weight_decay=0.1), {}, "yyyyyyy"),
@@ -255,6 +258,7 @@ CHANGES = [
     ("trainer", f"[x['exp_avg'].zero_() for x in {MOMENTS}]", "yyynyyy"),
     ("trainer", "run.batches[4]['versions'][run.batches[4]['mask']] = 3", "yyyyy--"),
     ("trainer", "run.steps[1]['grad_norm'] *= 2", "ynyyyyy"),
+    ("trainer", "run.steps[4]['ess_sample'] -= 0.1", "yyyyyny"),
     ("trainer", "run.steps[4]['ess'] -= 0.01", "yyyyyny"),
     ("trainer", "run.config.loss = 'of a fork'", "y-yy-"),
     ("trainer", "run.config.lr_schedule = 'of a fork'", "yyyyyyy"),

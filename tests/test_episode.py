@@ -723,10 +723,12 @@ def test_what_an_episode_logs_must_be_numbers(tmp_path):
         await model(problem["prompt"])
         with pytest.raises(TypeError, match="no number"):
             model.log(text="abc")
+        with pytest.raises(ValueError, match="x is nan, it must be a finite number"):
+            model.log(y=1.0, x=float("nan"))
         return 1.0
 
     [sample], _, _ = play(tmp_path, ["A"], episode)
-    assert sample["reward"] == 1.0
+    assert (sample["reward"], sample["logged"]) == (1.0, {})
 
 
 def test_a_function_that_an_episode_calls_returns_a_number_or_a_text(tmp_path, monkeypatch):

@@ -503,6 +503,17 @@ def test_a_step_of_a_held_run_waits_for_all_groups_that_may_start(tmp_path):
     assert [list(record["problems"]) for record in steps] == [["0"], ["1"], ["2"], ["3"]]
 
 
+def test_rewards_that_the_advantage_does_not_allow_are_one_line(tmp_path):
+    """The real stage."""
+    run_dir = write_run(tmp_path, steps=1, advantage="max_rl")
+    two = [make_sample(4, reward=1.0), make_sample(5, reward=-0.5)]
+    Queue(run_dir / "queues" / "rollouts").put(group_record(3, two))
+    done = run_stage(run_dir)
+    assert done.returncode == 1
+    line = "preprocess: draw 3: --advantage max_rl divides by the mean reward: a reward of -0.5 is"
+    assert done.stderr.startswith(line) and done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("case", ["another run", "damaged"])
 def test_a_record_that_the_actor_does_not_write_ends_the_stage_by_name(tmp_path, case):
     """The real stage; test_samples.py has what else is refused."""

@@ -18,7 +18,7 @@ import config as cfg
 import tasks
 from conftest import ROOT
 from plumbing.problems import Prompter, load_problems
-from tasks import _data, guess, maths, tail, toy
+from tasks import _data, countup, guess, maths, tail, toy
 from tools import base_model
 
 MATHS = ROOT / "tests" / "maths.jsonl"
@@ -30,6 +30,21 @@ def test_no_test_problem_is_a_train_problem_and_the_given_answers_are_right():
     assert len(train) > 10000 and len(test) > 100
     assert {toy.reward(p, p["answer"], True) for p in train[:300] + test} <= {1.0, "correct"}
     assert toy.problems("test", 3) == test and toy.problems("test", 4) != test
+
+
+def test_countup_asks_different_ranges_and_wants_all_numbers():
+    train, test = countup.problems("train", 3), countup.problems("test", 3)
+    answers = [p["answer"] for p in test]
+    assert len(set(answers)) == len(test) == 128
+    assert not set(answers) & {p["answer"] for p in train}
+    assert countup.problems("test", 3) == test and countup.problems("test", 4) != test
+    for problem in test[:20]:
+        first, last = map(int, problem["prompt"][-1]["content"].split(" to "))
+        numbers = list(map(int, problem["answer"].split()))
+        assert numbers == list(range(first, last + 1)) and 2 <= len(numbers) <= 40
+        assert countup.reward(problem, problem["answer"] + "\n", True) == 1.0
+        assert countup.reward(problem, problem["answer"], False) == 0.0
+        assert countup.reward(problem, problem["answer"].rpartition(" ")[0], True) == 0.0
 
 
 def test_a_task_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch):

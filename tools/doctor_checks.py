@@ -303,18 +303,22 @@ def gradient_rows(run, step, adam_gradients, trained, model_state):
     if c.loss not in reference.LOSSES or c.normalizer not in reference.NORMALIZERS:
         yield name, None, f"--loss {c.loss} --normalizer {c.normalizer}: not known to the doctor"
         return
-    gradients, older, ess = reference.gradient(run, step, trained, model_state)
+    gradients, older, *own_ess = reference.gradient(run, step, trained, model_state)
     norm = float(get_total_norm(gradients.values()))
     logged_norm = run.steps[step]["grad_norm"]
-    logged_ess = run.steps[step]["ess"]
+    logged_ess = [run.steps[step][name] for name in ("ess", "ess_sample")]
     limit = RELATIVE[c.dtype]
     # A gradient of 0 shows no faults. Nor do importance weights that are all 1, because a step that
     # could have tokens of older versions has none.
     on_policy = step == 1 or (c.conventional_g or c.max_lag + 1) == 1
     shows_faults = norm > 0 and (older > 0 or on_policy)
-    is_same = abs(logged_norm - norm) <= limit * norm and abs(logged_ess - ess) <= limit
+    is_same = abs(logged_norm - norm) <= limit * norm
+    is_same &= abs(logged_ess[0] - own_ess[0]) <= limit
+    # The weight of a sample is a product, so that its error is that of all of its tokens.
+    is_same &= abs(logged_ess[1] - own_ess[1]) <= WIDER * limit
     figure = (
-        f"{logged_norm:.5g}, plain {norm:.5g}, ESS {logged_ess:.5f}, {ess:.5f}, "
+        f"{logged_norm:.5g}, plain {norm:.5g}, ESS {logged_ess[0]:.5f}, {own_ess[0]:.5f}, of "
+        f"samples {logged_ess[1]:.4f}, {own_ess[1]:.4f}, "
         f"{older:.0%} of tokens older"
     )
     yield f"{name}: norm, ESS (limit {limit:.2%})", is_same and (shows_faults or None), figure

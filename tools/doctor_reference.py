@@ -140,6 +140,8 @@ class Recording:
             return self.prompter.tokenizer(system + problem["prompt"])["input_ids"]
         texts = [("system", system), ("user", problem["prompt"])]
         messages = [{"role": role, "content": text} for role, text in texts if text]
+        if isinstance(problem["prompt"], list):
+            messages = messages[:-1] + problem["prompt"]
         return self.encode(self.prompter.render(messages))
 
     def separator(self):
@@ -320,7 +322,7 @@ def verdict(config, task, reply, finished):
     if isinstance(value, str):
         table = config.reward_finished if finished else config.reward_cut_off
         return [table[cfg.OUTCOMES.index(value)]], value
-    rewards = [float(x) for x in value] if isinstance(value, (list, tuple)) else [float(value)]
+    rewards = [float(x) for x in np.atleast_1d(value)]
     return rewards, "correct" if sum(rewards) >= getattr(task, "SUCCESS", 1.0) else "wrong"
 
 
@@ -411,11 +413,12 @@ def adapter_gradients(config, weight_gradients, state):
 
 
 def gradient(run, step, trained, state):
-    """Return (gradients, older, ess) of the step that made version `step`.
+    """Return (gradients, older, ess, ess_sample) of the step that made version `step`.
 
     gradients: {parameter: gradient}. older: the share of the step's tokens that older versions have
-    sampled. ess: the effective sample size. trained: the names of the parameters that were trained.
-    state: {name: tensor} of the model before the step.
+    sampled. ess, ess_sample: the effective sample sizes of tokens and of whole samples. trained:
+    the names of the parameters that were trained. state: {name: tensor} of the model before the
+    step.
     """
     c = run.config
     samples = run.trained(step)
@@ -437,9 +440,12 @@ def gradient(run, step, trained, state):
     model.zero_grad()
     gradients |= adapter_gradients(c, gradients, state)
     gradients = {name: gradients[name] for name in trained}
-    w = torch.cat(weights or [torch.ones(1)])
-    ess = float(w.sum() ** 2 / (w**2).sum() / len(w))
-    return gradients, older / max(tokens, 1), ess
+    of_samples = [w.double().log().sum().exp().reshape(1) for w in weights]
+    ess, ess_sample = (
+        float(w.sum() ** 2 / (w**2).sum() / len(w))
+        for w in (torch.cat(parts or [torch.ones(1)]) for parts in (weights, of_samples))
+    )
+    return gradients, older / max(tokens, 1), ess, ess_sample
 
 
 def adam_steps(run, version, before, after):

@@ -34,6 +34,7 @@ import config as cfg
 from plumbing import checkpoints, knobs, placement, rundir
 from plumbing.alarms import wilson
 from plumbing.samples import join
+from plumbing.sandbox import shown
 from plumbing.supervise import Engine, Process, stop
 
 # ---- engines
@@ -204,12 +205,14 @@ async def attempt(actor, task, source, number, problem, k):
     answer = str(sample["completion"]).strip()
     if hasattr(actor.sandbox.tasks[task], "answer"):
         reply = await actor.sandbox.call(task, "answer", problem, sample["completion"])
-        if "refused" in reply:
+        answer = reply.get("value")
+        # A list may be a reward, and is no vote.
+        refused = shown(answer) if isinstance(answer, list) else reply.get("refused")
+        if refused:
             raise RuntimeError(
-                f"evaluate: tasks/{task}.py: answer returned {reply['refused']}; "
+                f"evaluate: tasks/{task}.py: answer returned {refused}; "
                 "it must return a number, a text or None"
             )
-        answer = reply.get("value")
     return dict(
         source=source,
         problem=number,
