@@ -185,7 +185,7 @@ def trained_rows(run, monkeypatch):
         (dict(loss="cispo", ratio="sequence", clip_low=0.9, clip_high=1.1), {}, "yyyyyyy"),
         (dict(loss="dppo", clip_high=0.01), {}, "yyyyyyy"),
         (dict(ratio="product", kl_behavior_coef=0.3), {}, "yyyyyyy"),
-        (dict(advantage="max_rl", lr_by_ess=True), {}, "yyyyyyy"),
+        (dict(lr_by_ess=True), {}, "yyyyyyy"),
         (dict(late="mask", max_lag=0), {}, "yyyyyyy"),
         # Adapters, also with another scale or learning rate in the trainer
         (dict(lora_rank=4, weight_decay=0.1), {}, "yyyyyyy"),
