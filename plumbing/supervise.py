@@ -39,6 +39,9 @@ RESTART_INTERVAL = 10.0
 GRACE_PERIOD = 4.0
 # signals that end a run
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# The signals of SIGNALS that this process has received. Each of them raises Ended, too, but Python
+# drops an exception that is raised in a callback, as in those that it calls at a fork.
+received = []
 LIBC = ctypes.CDLL(None)
 # prctl's option, from linux/prctl.h
 PR_SET_PDEATHSIG = 1
@@ -298,16 +301,19 @@ def end_at_signals():
 
 
 def _raise_ended(number, frame):
+    received.append(number)
     raise Ended("interrupted" if number == signal.SIGINT else "terminated", 128 + number)
 
 
 def watch(processes, is_over):
     """Wait until the trainer has ended with exit code 0, or until is_over().
 
-    Raises Ended if a process dies.
+    Raises Ended if a process dies, or if there was a signal.
     """
     running = list(processes)
     while not is_over():
+        if received:
+            _raise_ended(received[0], None)
         for process in list(running):
             code = process.poll()
             if code == 0:

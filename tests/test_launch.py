@@ -10,6 +10,7 @@ import os
 import pty
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -260,6 +261,26 @@ def test_everything_stops_however_the_launcher_ends(tmp_path, ending):
         assert f"run.sh: {word}, stopping" in output() and code == number
         assert "run.sh: stopped; the same command starts anew: there is no checkpoint" in output()
         assert "\nsaved\n" in log(tmp_path, "train")
+
+
+# A launcher that receives Ctrl-C while it makes a process, in a callback of the fork
+CTRL_C_IN_A_FORK = """
+import os, signal, sys
+from pathlib import Path
+from plumbing import supervise
+os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
+process = supervise.Process(Path(sys.argv[1]), "actor", {}, ["sleep", "1000"])
+sys.exit(supervise.run([process], 1, lambda: False).code)
+"""
+
+
+def test_a_signal_during_a_fork_is_not_lost(tmp_path):
+    (tmp_path / "logs").mkdir()
+    command = [sys.executable, "-c", CTRL_C_IN_A_FORK, str(tmp_path)]
+    launcher = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    # Python drops the exception of the callback
+    assert "Exception ignored in" in launcher.stderr
+    assert "interrupted, stopping" in launcher.stdout and launcher.returncode == 130
 
 
 def test_death_of_a_process_ends_the_run_with_its_last_error(tmp_path):
