@@ -31,7 +31,7 @@ from plumbing.ledger import InFlight
 from plumbing.patience import Patience, longest_wait
 from plumbing.problems import Prompter, load_problems
 from plumbing.queues import Queue, publish_json, read_json
-from plumbing.samples import credit, join
+from plumbing.samples import credit, join, same_kind_of_rewards
 from plumbing.sandbox import Sandbox
 
 
@@ -220,6 +220,11 @@ class Actor:
         failed = c.attempts - len(samples)
         if failed:
             print(f"actor: draw {draw}: {failed} of {c.attempts} attempts failed", flush=True)
+        cfg.require(
+            same_kind_of_rewards(samples),
+            f"tasks/{task}.py: of the attempts at problem {i} some returned a reward for each turn "
+            "and some one for each token, which cannot be compared: return the same kind",
+        )
         record = join(samples) | dict(run_id=c.run_id, draw=draw, failed=failed)
         record["logged"] = [sample["logged"] for sample in samples]
         await asyncio.to_thread(self.rollouts.put, record)

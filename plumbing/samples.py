@@ -245,3 +245,19 @@ def credit(turn_ids, rewards, penalty=0.0):
         )
     to_go = np.cumsum(np.atleast_1d(rewards)[::-1])[::-1] + penalty
     return {"part": part, "reward_to_go": np.where(part >= 0, to_go[part], 0.0)}
+
+
+def same_kind_of_rewards(samples):
+    """Can the rewards of these attempts be compared: are they all of turns, or all of tokens?
+
+    samples: dicts with `part` and `turn_ids` [T]. An attempt with one reward for all its tokens can
+    be compared with each kind.
+    """
+    all_of_turns = all_of_tokens = True
+    for sample in samples:
+        sampled = sample["part"] >= 0
+        parts = sample["part"][sampled]
+        if parts.any():
+            all_of_turns &= bool(np.all(parts == sample["turn_ids"][sampled]))
+            all_of_tokens &= len(np.unique(parts)) == len(parts)
+    return all_of_turns or all_of_tokens

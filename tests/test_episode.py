@@ -22,6 +22,7 @@ from test_actor import FakeEngine, choice, with_fake_engine
 from test_tasks import prompter
 
 import config as cfg
+from actor import Sampler
 from plumbing import client
 from plumbing.episode import AttemptLost
 from tasks import guess as task
@@ -110,8 +111,11 @@ def user(text):
     return dict(role="user", content=text)
 
 
-def play(tmp_path, says, episode, template=TOOLS, attempts=1, seed=None, **knobs):
-    """Make attempts in which the model says these texts; return (samples, prompts, actor)."""
+def play(tmp_path, says, episode, template=TOOLS, attempts=1, seed=None, as_group=False, **knobs):
+    """Make attempts in which the model says these texts; return (samples, prompts, actor).
+
+    as_group: they go into queues/rollouts instead, and no samples are returned.
+    """
     p = prompter(tmp_path / "model", template, merges=[("s", "o")])
 
     def answer(n, body):
@@ -125,11 +129,16 @@ def play(tmp_path, says, episode, template=TOOLS, attempts=1, seed=None, **knobs
 
     async def work(actor):
         problem = dict(prompt="Go.")
+        if as_group:
+            return await actor.group(
+                0, "guess", 0, problem, Sampler({"guess": [0]}, {"guess": 1.0}, 0)
+            )
         tries = [actor.attempt("guess", problem, 1.0, seed=seed) for _ in range(attempts)]
         samples.extend(await asyncio.gather(*tries))
 
     task_episode, task.episode = task.episode, episode
     limits = dict(task="guess", max_model_len=2000, max_new_tokens=200, row_tokens=4096)
+    limits |= dict(attempts=attempts)
     try:
         engine = ChatEngine(answer, p.tokenizer)
         actor, calls = with_fake_engine(
@@ -680,9 +689,20 @@ def test_episode_that_returns_no_reward_ends_the_run_by_name(tmp_path, value, sh
         play(tmp_path, ["A"], episode)
 
 
-def test_turns_and_tokens_may_have_rewards_of_their_own(tmp_path):
+@pytest.mark.parametrize(
+    "values,parts,to_go",
+    [
+        ([[1.0, 2.0], 5.0], [[0, 0, 1, 1], [0, 0, 0, 0]], [[3, 3, 2, 2], [5, 5, 5, 5]]),
+        (
+            [[1.0, 2.0, 3.0, 4.0], [0.5, 0.25, 0.0, 0.0]],
+            [[0, 1, 2, 3], [0, 1, 2, 3]],
+            [[10, 9, 7, 4], [0.75, 0.25, 0, 0]],
+        ),
+    ],
+    ids=["turns", "tokens"],
+)
+def test_turns_and_tokens_may_have_rewards_of_their_own(tmp_path, values, parts, to_go):
     """Two turns of two sampled tokens, the second one the stop token."""
-    values = [[1.0, 2.0], [1.0, 2.0, 3.0, 4.0], 5.0, [0.5, 0.25, 0.0, 0.0]]
     returned = iter(values)
 
     async def episode(problem, model):
@@ -693,9 +713,7 @@ def test_turns_and_tokens_may_have_rewards_of_their_own(tmp_path):
         model.log(guesses=2, first=np.float32(0.5))
         return next(returned)
 
-    samples, _, actor = play(tmp_path, ["A"] * 8, episode, attempts=4, overlong_buffer=0)
-    parts = [[0, 0, 1, 1], [0, 1, 2, 3], [0, 0, 0, 0], [0, 1, 2, 3]]
-    to_go = [[3, 3, 2, 2], [10, 9, 7, 4], [5, 5, 5, 5], [0.75, 0.25, 0, 0]]
+    samples, _, actor = play(tmp_path, ["A"] * 4, episode, attempts=2, overlong_buffer=0)
     # Attempts run at once, so any of them may get any of the values.
     found = []
     for sample in samples:
@@ -716,6 +734,19 @@ def test_rewards_that_are_neither_of_turns_nor_of_tokens_end_the_run(tmp_path):
     message = "tasks/guess.py: 3 rewards for an attempt of 2 turns and 4 sampled tokens: return one"
     with pytest.raises(RuntimeError, match=message):
         play(tmp_path, ["A"] * 2, episode)
+
+
+def test_rewards_of_turns_and_of_tokens_in_one_group_end_the_run(tmp_path):
+    returned = iter([[1.0, 2.0], [1.0, 2.0, 3.0, 4.0]])
+
+    async def episode(problem, model):
+        await model(problem["prompt"])
+        await model("higher\n")
+        return next(returned)
+
+    message = "some returned a reward for each turn and some one for each token"
+    with pytest.raises(cfg.ConfigError, match=message):
+        play(tmp_path, ["A"] * 4, episode, attempts=2, as_group=True)
 
 
 def test_what_an_episode_logs_must_be_numbers(tmp_path):

@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 
 from plumbing import samples as schema
-from plumbing.samples import check_record, credit, filler, join, layout, share, split
+from plumbing.samples import (
+    check_record,
+    credit,
+    filler,
+    join,
+    layout,
+    same_kind_of_rewards,
+    share,
+    split,
+)
 
 
 def make_sample(n=5, reward=0.0, version=0, prompt=2, **changed):
@@ -136,3 +145,21 @@ def test_rewards_go_to_the_attempt_its_turns_or_its_tokens():
     for wrong in ([1.0], [1.0, 2.0], [1.0] * 8):
         with pytest.raises(ValueError, match=f"{len(wrong)} rewards for an attempt of 3 turns and"):
             credit(turns, wrong)
+
+
+@pytest.mark.parametrize(
+    "rewards_of_attempts,expected",
+    [
+        ([[1, 2, 4], [0, 0, 0], 0.5], True),
+        ([[1, 2, 3, 4, 5], 0.5, [0, 0, 0, 0, 0]], True),
+        ([[1, 2, 4], 0.5, [1, 2, 3, 4, 5]], False),
+        ([0.5, 1.0], True),
+    ],
+)
+def test_rewards_of_turns_are_not_compared_with_rewards_of_tokens(rewards_of_attempts, expected):
+    turns = np.array([-1, 0, 0, -1, 2, -1, 1, 1])
+    samples = [credit(turns, rewards) | {"turn_ids": turns} for rewards in rewards_of_attempts]
+    # Its two turns have a token each, so that its rewards may be of both kinds.
+    short = np.array([-1, 0, -1, 1])
+    samples.append(credit(short, [1.0, 2.0]) | {"turn_ids": short})
+    assert same_kind_of_rewards(samples) == expected
