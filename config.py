@@ -168,7 +168,8 @@ class Config:
     loss: Literal["reinforce", "ppo", "cispo", "gspo", "icepop", "dppo"] = "reinforce"
     # token: each token has its own importance weight; sequence: all tokens of a sequence have the
     # geometric mean of their weights; product: all have the product of their weights, which is the
-    # weight of the whole sequence; "": the loss's own choice (config.LOSSES)
+    # weight of the whole sequence; "": the loss's own choice (config.LOSSES). A sequence is an
+    # attempt here, with all its segments
     ratio: Literal["", "token", "sequence", "product"] = ""
     # lower bound of the importance weight; negative: the loss's own bound
     clip_low: float = -1.0

@@ -40,6 +40,7 @@ Intervals are 95%, Student's t over seeds.
 """
 
 import functools
+import json
 import queue
 import re
 import sys
@@ -66,7 +67,7 @@ from bench.compare import interval_text, is_unstable, mean_score, student
 from bench.runs import column, places, scores_of
 from tasks import countup, tail, toy
 from tools import base_model
-from tools.common import read_metrics
+from tools.common import by_lag_means, lowest_lag, read_metrics
 
 LAGS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 FEW_LAGS = (1, 16, 128)
@@ -270,6 +271,40 @@ def print_table(by_setting, settings):
     table([*header, "collapsed", "lag", "ESS", "of samples", "KL"], rows)
 
 
+def print_by_lag(by_setting, path):
+    """Print what by_lag says of runs whose batches mix lags, beside runs that have one lag.
+
+    If `by_lag` can tell, within one run, which tokens are too old, then the KL of a bucket is that
+    of a run that has this lag alone, and it is high where such a run learns less. path: the kept
+    results, of which those of the part `lags` are taken.
+    """
+    of_one_lag = {}
+    for key, run in json.loads(path.read_text()).items():
+        if match := re.fullmatch(r"(?:reinforce, )?lag (\d+), seed (\d+)", key):
+            of_one_lag.setdefault(int(match[1]), {})[int(match[2])] = run
+    rows = []
+    for setting, setting_runs in by_setting.items():
+        steps = [{"by_lag": x} for run in setting_runs for x in run["curve"].get("by_lag", [])]
+        means = by_lag_means(steps)
+        tokens = sum(of_lag["tokens"] for of_lag in means.values())
+        for bucket, of_lag in means.items():
+            row = [setting, bucket, f"{of_lag['tokens'] / tokens:.0%}"]
+            row += [f"{of_lag['kl']:.4f}", f"{of_lag['ess']:.3f}"]
+            # The lowest lag of each bucket is one of LAGS.
+            same_lag = of_one_lag.get(lowest_lag(bucket), {})
+            kls = [aged(run, "kl_behavior", run["knobs"]) for run in same_lag.values()]
+            at_lag_0 = of_one_lag.get(0, {})
+            seeds = same_lag.keys() & at_lag_0.keys()
+            lost = [mean_score(same_lag[seed]) - mean_score(at_lag_0[seed]) for seed in seeds]
+            if lost:
+                row += [f"{np.mean(kls):.4f}", interval_text(student(lost), "+.3f")]
+            else:
+                row += ["", ""]
+            rows.append(row)
+    header = ["", "lags", "tokens", "KL", "ESS", "KL of that lag alone", "its difference"]
+    table(header, rows)
+
+
 def draw(by_setting, path):
     """Draw scores against samples, and scores at the end against the lag."""
     lag_of = {setting: int(setting.split("lag ")[1].split()[0]) for setting in by_setting}
@@ -334,6 +369,8 @@ def main(argv=None):
     for key, run in results.items():
         by_setting.setdefault(key.rpartition(", seed")[0], []).append(run)
     print_table(by_setting, settings)
+    if arguments.part == "mixed":
+        print_by_lag(by_setting, path)
     draw(by_setting, path.with_name(f"staleness-{arguments.part}.png"))
 
 
