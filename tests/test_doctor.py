@@ -250,6 +250,9 @@ def test_trainer_check_of_other_optimizers(optimizers_of, expected, base_model, 
 
 DROP = "run.config.no_signal = 'drop'"
 MOMENTS = "run.states[2]['optimizer']['state'].values()"
+HOLD = "run.config.late = 'hold'"
+# Every step trains samples of the version before the one that it begins with.
+ALL_OLDER = "[x['versions'].__setitem__(x['mask'], max(k - 2, 0)) for k, x in run.batches.items()]"
 OTHERS = "{str(k): ['toy', k] for k in range(100, 104)}"
 # (check, change of the run, letters of the rows); `one` is the first sample
 CHANGES = [
@@ -291,6 +294,22 @@ CHANGES = [
     ("packing", "run.config.advantage = 'of a fork'", "y-"),
     ("packing", "run.steps[1]['reward'] /= 2", "ny"),
     ("packing", "run.config.batch_size = 10", "ny"),
+    ("draws", f"{HOLD}; {ALL_OLDER}", "yyyyyy"),
+    (
+        "draws",
+        f"{HOLD}; {ALL_OLDER}; run.batches[4]['versions'][run.batches[4]['mask']] = 3",
+        "ynyyyy",
+    ),
+    ("parameters", "", "y"),
+    ("parameters", "del run.states[3]['optimizer']['state']['model.norm.weight']", "n"),
+    ("parameters", "run.states[3]['optimizer']['state'].clear()", "-"),
+    ("metrics", "", "y"),
+    ("metrics", "run.steps[4]['lag_mean'] += 0.1", "n"),
+    ("metrics", "run.steps[4]['length_mean'] += 1", "n"),
+    ("metrics", "run.steps[4]['signal'] -= 0.1", "n"),
+    ("metrics", "run.steps[1]['by_lag'] = {'1': run.steps[1]['by_lag']['0']}", "n"),
+    ("metrics", "run.steps[1]['lengths'] = {'20+': 8}", "n"),
+    ("metrics", "del run.steps[1]['lengths'], run.steps[1]['late']", "y"),
     ("rewards", "", "yy"),
     ("rewards", "one['reward'] += 1", "nn"),
     ("rewards", "one['outcome'] = 1 - one['outcome']", "ny"),
@@ -344,6 +363,25 @@ def test_evaluation_check_repeats_an_evaluation(change, expected, run, monkeypat
     monkeypatch.setattr(doctor_checks.subprocess, "run", lambda *_, **__: done)
     exec(change, dict(run=run, done=done))
     assert said(doctor_checks.check_evaluation(run)) == expected
+
+
+def test_parameter_check_finds_wrong_and_missing_adapters(base_model, monkeypatch, tmp_path):
+    run = Run(base_model, dict(lora_rank=4, lora_alpha=8.0), {})
+    monkeypatch.setattr(reference, "trainer_state", lambda run, version: run.states[version])
+    adapters = lora.split(run.policy.model, dict(run.states[3]["model"]))
+    monkeypatch.setattr(run, "folder", lambda version: tmp_path / "right")
+    (tmp_path / "right").mkdir()
+    lora.save(tmp_path / "right" / "adapter", adapters, run.config)
+    assert said(doctor_checks.check_parameters(run)) == "yy"
+    (tmp_path / "wrong").mkdir()
+    monkeypatch.setattr(run, "folder", lambda version: tmp_path / "wrong")
+    lora.save(
+        tmp_path / "wrong" / "adapter", adapters, dataclasses.replace(run.config, lora_alpha=4.0)
+    )
+    assert said(doctor_checks.check_parameters(run)) == "yn"
+    trained = run.states[3]["optimizer"]["state"]
+    del trained["model.layers.0.self_attn.q_proj.lora_A"]
+    assert said(doctor_checks.check_parameters(run)) == "nn"
 
 
 def test_stale_and_recomputed_caches_differ_only_after_an_update(run):

@@ -40,6 +40,8 @@ SCORES = {"float32": 1e-6, "bfloat16": 0.3}
 # The logprobs of a single sequence, and a gradient as a vector, may differ by this many times the
 # limits above.
 WIDER = 10
+# highest relative difference of a change of the weights from what an adapter says
+ADAPTER = 0.05
 # highest distance from an expected value, in standard deviations
 UNLIKELY = 5.0
 # fields that must be the same before and after packing
@@ -135,7 +137,8 @@ def check_texts(run):
     """The tokens of a sample are not those that they should be. A prompt is not that of the problem
     that is scored, in the form of the chat template; a reply is not the environment's; the
     template's separator between two turns is lost. Stop tokens are not trained, or there are too
-    many of them; an answer ends for another reason than it says. A turn of an attempt is there
+    many of them; an answer ends for another reason than it says, or goes on after it has all of
+    --max_new_tokens. A turn of an attempt is there
     twice: a client's request was sampled again, or branches both have a turn that they share.
     """
     samples = run.samples()
@@ -167,6 +170,9 @@ def check_texts(run):
                 turn_ends += len(ends)
                 lost_separators += sum(tokens[k + 1] != separator for k in ends)
         contexts_seen += len(contexts)
+        # Turns that are sampled at the same time can exceed the limit together.
+        is_branched = sample["segment"].any()
+        wrong_ends += not is_branched and sample["mask"].sum() > run.config.max_new_tokens
         repeated_turns += len(contexts) - len(set(contexts))
         if has_client:
             continue
@@ -209,6 +215,13 @@ def check_draws(run):
             wrong_drops += must_be_dropped != ("no_signal" in ends[draw])
             judged += 1
     yield none_differ("groups start when --max_lag lets them", early, len(run.groups))
+    if c.late == "hold":
+        lags = {}
+        for step in run.steps:
+            trained_lags, _ = reference.lags_and_lengths(run, step)
+            lags[step] = set(trained_lags) - {min(step - 1, c.max_lag)}
+        early = sum(map(bool, lags.values()))
+        yield none_differ("steps with the lag of --late hold alone", early, len(lags))
     yield none_differ(f"--no_signal {c.no_signal}", wrong_drops, judged)
     failed = sum(sum(line["drops"].get("failed", {}).values()) for line in run.steps.values())
     yield "no attempt failed", failed == 0, f"{failed} failed"
@@ -329,6 +342,48 @@ def gradient_rows(run, step, adam_gradients, trained, model_state):
     name += ", clipped," if scale < 1 else ""
     figure = f"{distance:.1e} of it differs"
     yield f"{name} as AdamW has it", is_same and (shows_faults or None), figure
+
+
+def check_parameters(run):
+    """A parameter of the model is not trained, though the loss depends on it: it is frozen, or in
+    no group of the optimizer, or its layer has no adapter. Or the saved adapter is not the change
+    that was trained.
+    """
+    version = run.continued + 1
+    state = reference.trainer_state(run, version)
+    wanted = reference.parameters_to_train(run, state["model"])
+    missing = sorted(wanted - state["optimizer"]["state"].keys())
+    # An optimizer of a fork may keep no state of its parameters.
+    ok = not missing if state["optimizer"]["state"] else None
+    figure = f"{len(missing)} of {len(wanted)} are not {' '.join(missing[:2])}"
+    yield "all parameters are trained", ok, figure
+    if run.config.lora_rank:
+        share = reference.share_of_adapter(run, version)
+        figure = f"the weights change by {share:.3f} of the adapter (limit {ADAPTER:.0%})"
+        yield "base model + saved adapter = checkpoint", abs(share - 1) < ADAPTER, figure
+
+
+def check_metrics(run):
+    """A number in metrics.jsonl is not that of the samples that the step trained: a lag, a length,
+    a share of samples, or a count of tokens; or tokens are in a wrong bucket of by_lag or lengths.
+    """
+    seen = 0
+    differ = []
+    for step, line in run.steps.items():
+        expected, lags, lengths = reference.metrics_of(run, step)
+        # A fork may have removed a metric.
+        logged = {name: line[name] for name in expected if name in line}
+        for metric, values in (("by_lag", lags), ("lengths", lengths)):
+            for bucket, count in line.get(metric, {}).items():
+                name = f"{metric} {bucket}"
+                logged[name] = count["tokens"] if metric == "by_lag" else count
+                expected[name] = reference.count_within(bucket, values)
+        for name, value in logged.items():
+            seen += 1
+            if not np.isclose(value, expected[name], rtol=1e-4, atol=1e-6):
+                differ.append(f"step {step}: {name} {value:.5g}, plain {expected[name]:.5g}")
+    name, ok, figure = none_differ("metrics are those of the samples", len(differ), seen)
+    yield name, ok, "; ".join([figure, *differ[:2]])
 
 
 # ---- rewards

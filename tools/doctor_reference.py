@@ -7,11 +7,13 @@ schedules that it names. Deliberately absent: packing, speed.
 """
 
 import functools
+import json
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -446,6 +448,103 @@ def gradient(run, step, trained, state):
         for w in (torch.cat(parts or [torch.ones(1)]) for parts in (weights, of_samples))
     )
     return gradients, older / max(tokens, 1), ess, ess_sample
+
+
+def parameters_to_train(run, state):
+    """Return the names of the parameters of which a few samples of the last steps need a gradient.
+
+    state: {name: tensor} of the model, with the names of adapters. With --lora_rank they are those
+    of all linear layers but the output head, whatever layers have adapters.
+    """
+    model = run.model(run.continued)
+    for sample in run.trained(run.continued + 1)[:8]:
+        positions = np.flatnonzero(sample["mask"])
+        if len(positions):
+            forward_segments(run, run.continued, sample, positions)[0].sum().backward()
+    names = {n for n, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+    model.zero_grad()
+    if not run.config.lora_rank:
+        return names
+    head = model.get_output_embeddings()
+    layers = [n for n, x in model.named_modules() if type(x) is torch.nn.Linear and x is not head]
+    return {f"{n}.lora_{k}" for n in layers if f"{n}.weight" in names for k in "AB"}
+
+
+def share_of_adapter(run, version):
+    """Return by how much the matrices of a checkpoint differ from the base model's, as a multiple
+    of what its adapter says, which is read as peft and vLLM read it; 1 if they are the same.
+    """
+    folder = Path(run.folder(version))
+    about = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    adapters = load_file(folder / "adapter" / "adapter_model.safetensors")
+    base, saved = (dict(run.model(v).named_parameters()) for v in (0, version))
+    product = square = 0.0
+    for name in [name for name in adapters if ".lora_A." in name]:
+        layer = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        if layer.rpartition(".")[2] not in about["target_modules"]:
+            continue
+        B = adapters[name.replace(".lora_A.", ".lora_B.")]
+        change = about["lora_alpha"] / about["r"] * (B @ adapters[name])
+        weight = f"{layer}.weight"
+        difference = (saved[weight].detach().float() - base[weight].detach().float()).cpu()
+        product += float((difference * change).sum())
+        square += float((change**2).sum())
+    return product / square if square else float("nan")
+
+
+def lags_and_lengths(run, step):
+    """Return ([the lag of each token in the loss], [the number of sampled tokens of each sample])
+    of the step that made version `step`.
+    """
+    c = run.config
+    lags = []
+    lengths = []
+    for sample in run.trained(step):
+        lag = step - 1 - sample["versions"][sample["mask"]]
+        if c.late == "mask":
+            lag = lag[lag <= c.max_lag]
+        lags += lag.tolist()
+        lengths.append(int((sample["versions"] >= 0).sum()))
+    return lags, lengths
+
+
+def metrics_of(run, step):
+    """Return ({metric: value}, lags, lengths) of the step that made version `step`.
+
+    The metrics are those that can be counted from the samples alone. lags, lengths: see
+    `lags_and_lengths`.
+    """
+    samples = run.trained(step)
+    lags, lengths = lags_and_lengths(run, step)
+    oldest = [
+        step - 1 - sample["versions"][sample["versions"] >= 0].min()
+        for sample in samples
+        if (sample["versions"] >= 0).any()
+    ]
+    turns = [(np.diff(sample["mask"].astype(int)) == 1).sum() for sample in samples]
+    values = dict(
+        sampled_tokens=len(lags),
+        late=sum(int(sample["mask"].sum()) for sample in samples) - len(lags),
+        success=np.mean([sample["outcome"] == 0 for sample in samples]),
+        signal=np.mean([bool(sample["advantage"].any()) for sample in samples]),
+        cut_off=np.mean([not sample["finished"] for sample in samples]),
+        length_mean=np.mean(lengths),
+        lag_mean=np.mean(lags or [0]),
+        lag_max=max(lags, default=0),
+        lag_oldest=sum(oldest) / len(samples),
+        turns=np.mean(turns),
+        segments=np.mean([len(segments(sample)) for sample in samples]),
+        versions_2=np.mean([sample["num_versions"] >= 2 for sample in samples]),
+        versions_3=np.mean([sample["num_versions"] >= 3 for sample in samples]),
+    )
+    return values, lags, lengths
+
+
+def count_within(bucket, values):
+    """Return the number of values in a bucket of metrics.jsonl, such as "3", "4-7" or "128+"."""
+    low, _, high = bucket.rstrip("+").partition("-")
+    highest = np.inf if bucket.endswith("+") else float(high or low)
+    return sum(float(low) <= value <= highest for value in values)
 
 
 def adam_steps(run, version, before, after):
