@@ -15,12 +15,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import config as cfg
 import preprocess
 import train
 from actor import overlong_penalty
-from bench import faults
+from bench import families, faults
 from plumbing import lora
 from plumbing.metrics import Sums
 from plumbing.problems import Prompter, load_problems
@@ -384,6 +385,28 @@ def test_parameter_check_finds_wrong_and_missing_adapters(base_model, monkeypatc
     assert said(doctor_checks.check_parameters(run)) == "nn"
 
 
+@pytest.mark.parametrize("rows,index", [("packed", 0), ("padded", 1)])
+def test_expert_load_is_counted_with_plain_routers(rows, index, tmp_path, monkeypatch):
+    """Two of three sequences begin with the same five tokens; packed rows compute them once."""
+    families.make_model("qwen3_moe", tmp_path, torch.float32)
+    knobs = dict(model=str(tmp_path), dtype="float32", rows=rows)
+    policy = train.build(cfg.Config(**knobs), torch.device("cpu"), 1)[0]
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(2, 100, n) for n in (3, 9, 30)]
+    sequences[2][:5] = sequences[1][:5]
+    lengths = np.array([3, 9, 30])
+    tokens = np.concatenate(sequences)
+    policy.logprobs(tokens, np.concatenate([np.arange(n) for n in lengths]), 1.0)
+    load, n = policy.routing.sums()["expert_load"]
+    record = dict(lengths=lengths, tokens=tokens, segment=np.zeros(42, np.int16))
+    monkeypatch.setattr(reference, "kept_batches", lambda run_dir, step: [record])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    run = SimpleNamespace(model=lambda version: model, run_dir=tmp_path, device="cpu")
+    loads = reference.expert_loads(run, 1)
+    assert loads[0] != pytest.approx(loads[1], rel=1e-3)
+    assert loads[index] == pytest.approx(float(load / n), rel=1e-6)
+
+
 def test_stale_and_recomputed_caches_differ_only_after_an_update(run):
     one = run.groups[0]["samples"][0]
     one["versions"][-4:] = 2
@@ -447,6 +470,8 @@ def test_text_check_of_a_clients_turns(run, monkeypatch):
     assert letters_of([[b], [b, end]], [[b, b, end, a], [b, end]]) == "y-"
     assert letters_of([[b], [b, end]], [[b], [a, end]]) == "n-"
     assert letters_of([[b], [b, end]], [[b], [b, end], [a, b], [b, end]]) == "ny"
+    # A turn in the middle has no stop token.
+    assert letters_of([[b], [b], [a, b], [b, end]]) == "y--"
 
 
 @pytest.mark.parametrize("kind", ["loo", "mean", "mean_std", "none"])

@@ -92,18 +92,26 @@ def run_twice(c, arguments):
     run_dir = Path(c.out, c.run)
     # The config.json of an earlier run may still be there.
     earlier_config = read_json(run_dir / "config.json")
-    deadline = time.monotonic() + 2 * c.start_timeout
+    seconds = 2 * c.start_timeout
     version = -1
     with start([*arguments, "--fresh", "True"]) as first:
+        # Before it writes config.json, run.sh makes or fetches the model, however long that takes.
+        while first.poll() is None and read_json(run_dir / "config.json") == earlier_config:
+            time.sleep(1)
+        deadline = time.monotonic() + seconds
         while version < FIRST_STEPS:
             time.sleep(1)
-            if first.poll() is not None or time.monotonic() > deadline:
+            if first.poll() is not None:
                 raise RuntimeError(
-                    f"doctor: the first run did not reach version {FIRST_STEPS} (exit code "
-                    f"{first.poll()}): see {run_dir}/logs"
+                    f"doctor: the first run ended with exit code {first.returncode} before it had "
+                    f"version {FIRST_STEPS}: see {run_dir}/logs"
                 )
-            if read_json(run_dir / "config.json") != earlier_config:
-                version = read_json(run_dir / "queues" / "version.json").get("version", -1)
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"doctor: the first run has version {version} after {seconds:.0f} s, version "
+                    f"{FIRST_STEPS} was expected: see {run_dir}/logs"
+                )
+            version = read_json(run_dir / "queues" / "version.json").get("version", -1)
     # A run that is continued begins with empty queues; tools/common.py reads both folders.
     (run_dir / "queues").rename(run_dir / "first_queues")
     continued = checkpoints.last_state(run_dir)["version"]

@@ -42,6 +42,8 @@ SCORES = {"float32": 1e-6, "bfloat16": 0.3}
 WIDER = 10
 # highest relative difference of a change of the weights from what an adapter says
 ADAPTER = 0.05
+# highest relative difference of expert_load: with rounding a few tokens choose other experts
+EXPERT_LOAD = 0.02
 # highest distance from an expected value, in standard deviations
 UNLIKELY = 5.0
 # fields that must be the same before and after packing
@@ -146,6 +148,7 @@ def check_texts(run):
     separator = run.separator()
     replies = contexts_seen = turn_ends = 0
     wrong_prompts = wrong_replies = wrong_ends = repeated_turns = lost_separators = 0
+    cut_turns = client_turns = 0
     for draw, sample in samples:
         group = run.groups[draw]
         turns, (prompt, *later_inputs) = run.parts(sample)
@@ -175,6 +178,8 @@ def check_texts(run):
         wrong_ends += not is_branched and sample["mask"].sum() > run.config.max_new_tokens
         repeated_turns += len(contexts) - len(set(contexts))
         if has_client:
+            client_turns += len(turns)
+            cut_turns += sum(turn[-1] not in stop_tokens for turn in turns[:-1])
             continue
         wrong_prompts += prompt != run.prompt(group["problem"])
         has_stop = int(sample["tokens"][-1]) in stop_tokens and sample["mask"][-1]
@@ -187,6 +192,10 @@ def check_texts(run):
     yield none_differ("answers end as they say, and the end is trained", wrong_ends, len(samples))
     yield none_differ("turns are sampled once in an attempt", repeated_turns, contexts_seen)
     yield none_differ("turns end as the template ends them", lost_separators, turn_ends)
+    if cut_turns:
+        # The doctor does not know what the clients asked for.
+        figure = f"{cut_turns} of {client_turns} turns end before, if their clients limit them"
+        yield "turns of clients end by themselves", None, figure
 
 
 def check_draws(run):
@@ -384,6 +393,12 @@ def check_metrics(run):
                 differ.append(f"step {step}: {name} {value:.5g}, plain {expected[name]:.5g}")
     name, ok, figure = none_differ("metrics are those of the samples", len(differ), seen)
     yield name, ok, "; ".join([figure, *differ[:2]])
+    if "expert_load" in run.steps[1]:
+        load = run.steps[1]["expert_load"]
+        plain = reference.expert_loads(run, 1)
+        ok = any(abs(load - x) < EXPERT_LOAD * x for x in plain) if plain else None
+        figure = f"{load:.4f}, plain {' or '.join(f'{x:.4f}' for x in plain)}"
+        yield f"expert_load of step 1 (limit {EXPERT_LOAD:.0%})", ok, figure
 
 
 # ---- rewards

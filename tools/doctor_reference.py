@@ -540,6 +540,57 @@ def metrics_of(run, step):
     return values, lags, lengths
 
 
+@torch.no_grad()
+def expert_loads(run, step):
+    """Return what the metric expert_load of the step that made version `step` may be, two numbers.
+
+    For the first one, tokens that begin a sequence as its neighbour in the micro-batch begins count
+    once, as packed rows compute them; for the second one, all tokens count. Returns [] if
+    transformers does not show what the routers choose, or if they choose by more than their logits.
+    """
+    model = run.model(step - 1)
+    k = getattr(model.config, "num_experts_per_tok", None)
+    names = [name for name, _ in model.named_buffers()] + list(model.state_dict())
+    if not k or any("correction_bias" in name for name in names):
+        return []
+    # of both ways to count: the sums over layers and micro-batches
+    loads = np.zeros(2)
+    tokens = np.zeros(2)
+    for batch in kept_batches(run.run_dir, step):
+        counts = [0, 0]
+        numbers = [0, 0]
+        previous = np.array([], int)
+        for sample in split(batch):
+            for segment in segments(sample):
+                ids = segment["tokens"]
+                output = model(
+                    input_ids=torch.as_tensor(ids, device=run.device)[None],
+                    output_router_logits=True,
+                )
+                logits = getattr(output, "router_logits", None)
+                if not logits:
+                    return []
+                n = min(len(ids), len(previous))
+                is_same = ids[:n] == previous[:n]
+                shared = n if is_same.all() else int(is_same.argmin())
+                previous = ids
+                for way, first in enumerate((shared, 0)):
+                    # [layers, experts]
+                    counts[way] += torch.stack(
+                        [
+                            x[first:].topk(k)[1].flatten().bincount(minlength=x.shape[1])
+                            for x in logits
+                        ]
+                    )
+                    numbers[way] += len(ids) - first
+        for way in range(2):
+            of_layers = counts[way].float()
+            load = float((of_layers.amax(1) / of_layers.mean(1)).mean())
+            loads[way] += load * numbers[way]
+            tokens[way] += numbers[way]
+    return (loads / tokens).tolist()
+
+
 def count_within(bucket, values):
     """Return the number of values in a bucket of metrics.jsonl, such as "3", "4-7" or "128+"."""
     low, _, high = bucket.rstrip("+").partition("-")
