@@ -14,8 +14,9 @@ from test_config import call
 from test_edits import copy_of_the_repository, run_in
 
 import config as cfg
-from conftest import ROOT
+from conftest import ROOT, resolved
 from fake_engine import fake_vllm
+from plumbing import rundir
 from test_run import leftovers, metrics, run
 from tools import base_model, evaluate
 
@@ -140,6 +141,15 @@ def test_knobs_may_be_written_with_dashes(tmp_path, base_model):
     config = evaluate.configure([*argv, "--run=mine"], 0)
     assert (config.run, config.gpu_memory_utilization) == ("mine", 0.5)
     assert evaluate.configure([*argv, "--gpu_memory_utilization=0.4"], 0).run.startswith("eval-")
+
+
+def test_a_checkpoint_of_a_run_with_family_is_evaluated(tmp_path):
+    config = resolved("toy", "--family", "qwen3_moe", "--out", tmp_path)
+    checkpoint = rundir.write(config) / "checkpoints" / "step_000004"
+    checkpoint.mkdir(parents=True)
+    assert evaluate.configure([str(checkpoint)], 0).model == str(checkpoint)
+    with pytest.raises(cfg.ConfigError, match="--family gemma2 is for the tiny base model"):
+        evaluate.configure([str(checkpoint), "--family", "gemma2"], 0)
 
 
 def test_mistakes_end_an_evaluation_in_one_line(tmp_path):

@@ -171,6 +171,8 @@ def configure(argv, gpus):
         run=f"eval-{name}",
         engines=gpus // c.tensor_parallel or 1,
         gpu_memory_utilization=0,
+        # It made the run's base model; the model to evaluate is there.
+        family=cfg.Config.family,
     )
     set_knobs = knobs.read(argv[1:], knobs.knobs_of(cfg.Config))
     unset_knobs = {knob: x for knob, x in defaults.items() if knob not in set_knobs}
