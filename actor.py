@@ -6,8 +6,9 @@ happens here when weights are updated in the middle of a sequence: the engine's 
 version sampled which tokens. One function, `allowed_groups`, decides how far ahead of the trainer
 groups may be started; one class, `Sampler`, decides which problem comes next.
 
-Alone, with engines and a trainer running: `python actor.py out/toy`. Deliberately absent:
-streaming, threads, several actors (one actor can serve 32 H100s and more, see bench/pace.py).
+To start it alone, with engines and a trainer running: `python actor.py out/toy`. Deliberately
+absent: streaming, several actors (bench/pace.py: one actor kept 32 simulated H100s busy). Only
+records are written in a thread.
 """
 
 import asyncio
@@ -38,10 +39,11 @@ from plumbing.sandbox import Sandbox
 def allowed_groups(config, version):
     """The gate: how many groups may have been started, in all, when the trainer is at `version`.
 
-    PipelineRL at version v: the groups of v + max_lag + 1 steps. With max_lag = 0 these are the
-    groups of the steps trained so far and of the next one. Conventional RL with G steps per
-    generation phase: the groups of v // G * G + G steps. Never more groups than the run trains. The
-    result depends on v alone, so it does not matter whether the actor sees every version.
+    In the pipeline they are the groups of the first version + max_lag + 1 steps: with max_lag = 0
+    of the steps trained so far and of the next one. In conventional RL with G steps per generation
+    phase they are the groups of the first version // G * G + G steps. They are never more than the
+    run trains. For each group that was dropped whole, `start_groups` allows one more. The result
+    depends on the version alone, so it does not matter whether the actor sees every version.
     """
     g = config.conventional_g
     steps = version // g * g + g if g else version + config.max_lag + 1
@@ -52,8 +54,9 @@ class Sampler:
     """The order of the problems: each task's problems once per epoch, shuffled anew every time.
 
     indices: {task: indices of the problems that it may draw}. shares: {task: its share of all
-    problems}, in percent; each cycle of 100 problems keeps the shares. state: the result of
-    `state()` when the run stopped. To write a curriculum, edit this class.
+    problems}, fractions that add up to 1 (config.task_weights). Problems are drawn in cycles of
+    100, in which every task has its share, rounded to whole problems, but at least one problem.
+    state: the result of `state()` when the run stopped. To write a curriculum, edit this class.
     """
 
     def __init__(self, indices, shares, seed, state=None):
@@ -63,7 +66,7 @@ class Sampler:
         self.orders = {}
         # the number of problems drawn so far
         self.drawn = (state or {}).get("drawn", 0)
-        # the tasks of a cycle, which is 100 problems in a row, before they are shuffled
+        # the task of each problem of a cycle, before the cycle is shuffled
         count = {task: max(int(100 * share), 1) for task, share in shares.items()}
         by_remainder = sorted(shares, key=lambda task: count[task] - 100 * shares[task])
         for task in by_remainder[: max(100 - sum(count.values()), 0)]:
@@ -87,7 +90,7 @@ class Sampler:
     def update(self, task, problem, rewards, successes):
         """A group is done: a curriculum may learn from it.
 
-        rewards, successes (0 or 1): those of its G attempts, G >= 1.
+        rewards, successes (0 or 1): one for each attempt that did not fail, at least one.
         """
 
     def state(self):
@@ -178,8 +181,8 @@ class Actor:
                 print(f"actor: tasks/{task}.py: an attempt failed: {reply}", flush=True)
             cfg.require(
                 self.failures_in_a_row < 100,
-                f"tasks/{task}.py: 100 attempts in a row failed, the last one with: {reply}; "
-                "the first error is printed above",
+                f"100 attempts in a row failed, the last one in tasks/{task}.py with: {reply}; see "
+                "the first error above and logs/engine*.log",
             )
             return None
         self.failures_in_a_row = 0
@@ -222,8 +225,8 @@ class Actor:
             print(f"actor: draw {draw}: {failed} of {c.attempts} attempts failed", flush=True)
         cfg.require(
             same_kind_of_rewards(samples),
-            f"tasks/{task}.py: of the attempts at problem {i} some returned a reward for each turn "
-            "and some one for each token, which cannot be compared: return the same kind",
+            f"tasks/{task}.py: problem {i}: some attempts returned one reward for each turn, and "
+            "others one for each token, which cannot be compared: return the same kind",
         )
         record = join(samples) | dict(run_id=c.run_id, draw=draw, failed=failed)
         record["logged"] = [sample["logged"] for sample in samples]
@@ -355,8 +358,8 @@ class Actor:
         seen = self.version
         evaluated = self.version
         patience = Patience(c, self.run_dir)
-        # The number of groups started since the run began. A continued run counts those that were
-        # trained before.
+        # The number of groups started, for the gate. Of the time before the run was continued only
+        # the groups that were trained count.
         started = state["version"] * c.groups_per_step
         evaluations = {asyncio.create_task(self.evaluate(self.version))}
         groups = set()

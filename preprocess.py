@@ -2,7 +2,7 @@
 
 It reads queues/rollouts (from actor.py) and writes queues/batches/rank_<r> (for train.py). A step
 is `groups_per_step` groups, however many of their attempts came back. Micro-batches are put as soon
-as they are full. Groups that arrive early wait in a buffer.
+as every rank can get a full one. Groups that arrive early wait in a buffer.
 
 Dropped samples are counted by reason. An attempt that is dropped makes its group smaller. Groups
 that are dropped whole are announced in queues/dropped.json, so that the actor's gate lets others
@@ -38,14 +38,15 @@ from plumbing.samples import (
     split,
 )
 
-# A row that is filled to this share of its capacity goes to the trainer at once. Others wait, as
-# more samples of the same step may fill them.
+# Until a step is complete, only rows that are filled to this share of their capacity are put, and
+# only in whole rounds. The samples of other rows wait for more samples of the same step.
 ROW_IS_FULL = 0.95
-# A bundle of attempts at one problem takes at most this share of a row. Small bundles fill the
-# rest of a row better than large ones.
+# A bundle of several attempts at one problem takes at most this share of a row. Small bundles fill
+# the rest of a row better than large ones.
 BUNDLE_SHARE = 0.25
-# The time to attend to one earlier token, divided by the time of all other work on a token. It is
-# about 1 / (12 * hidden size); this value is for a hidden size of 2500.
+# The time to attend to one earlier token, divided by the time of all other work on a token. In
+# operations it is 4 D / (24 D^2) = 1 / (6 D), where a layer of hidden size D has 12 D^2 parameters:
+# this value is for D = 5000.
 ATTENTION_COST = 1 / 30000
 
 
@@ -62,9 +63,9 @@ def advantages(rewards, kind):
     A group of one has no baseline: its advantage is 0, except with `none`.
     Rewards [1, 0, 0, 0], loo -> [1, -1/3, -1/3, -1/3].
 
-    Where turns or tokens have rewards of their own, rewards [G, P] are the sums of the rewards from
-    each part on, NaN where an attempt has fewer parts. Each part is compared with the same part of
-    the attempts that have it.
+    Where turns or tokens have rewards of their own, rewards are [G, P]: the reward to go of each
+    of P parts (samples.credit), NaN where an attempt has fewer parts. Each part is compared with
+    the same part of the attempts that have it. Raises ValueError if max_rl gets a negative reward.
     """
     r = np.asarray(rewards, dtype=np.float64)
     if kind == "none":
@@ -83,15 +84,15 @@ def advantages(rewards, kind):
     if kind == "max_rl":
         if np.nanmin(r) < 0:
             raise ValueError(
-                f"--advantage max_rl divides by the mean reward: a reward of {np.nanmin(r):g} is "
-                "negative; choose another --advantage, or rewards of at least 0"
+                f"--advantage max_rl divides by the mean reward: a reward (to go) of "
+                f"{np.nanmin(r):g} is negative; choose another --advantage, or rewards >= 0"
             )
         return centred / np.where(mean > 0, mean, 1.0)
     raise ValueError(f"unknown advantage '{kind}'")
 
 
 def add_advantages(samples, kind):
-    """Add the field `advantage` to the samples of one group, at least one."""
+    """Add the field `advantage` [T] to each sample of a group, which has at least one sample."""
     parts = 1 + max(int(sample["part"].max()) for sample in samples)
     rewards = np.full((len(samples), parts), np.nan)
     for row, sample in zip(rewards, samples):
@@ -212,7 +213,7 @@ class Packer:
         self.logged = {}
 
     def add(self, group):
-        """Add a group to the current step; put the rows that are full, or all if it is complete."""
+        """Add a group to the step, and put full rows; if the step is complete now, put all rows."""
         samples = group["samples"]
         if self.config.rows in ("auto", "packed"):
             self.pending += keep_together(samples, BUNDLE_SHARE * self.config.row_tokens)
@@ -260,7 +261,7 @@ class Packer:
             self.logged = {}
 
     def filled(self, row):
-        """The tokens that a packed row takes; without padding as `pack` counts them."""
+        """The number of tokens of a packed row: with its padding, or else as `pack` counts them."""
         if self.config.rows == "padded":
             return padded_size(self.samples_of(row))
         return sum(self.pending[i][0] for i in row)
@@ -309,9 +310,9 @@ class Packer:
 class GroupBuffer:
     """Groups that wait to be trained, oldest first, with their advantages.
 
-    It takes everything that has arrived in queues/rollouts, as far as there is room. With
-    `--late wait` and `--late hold` groups are taken in the order in which they were started,
-    whatever the order in which they were finished.
+    It takes records from queues/rollouts while it has room; with --on_full drop_oldest it takes
+    all of them, and drops its oldest groups. With --late wait and --late hold the groups enter the
+    buffer in the order in which they were started, not in that in which they were finished.
     """
 
     def __init__(self, config, rollouts, ledger, patience):
@@ -322,13 +323,11 @@ class GroupBuffer:
         steps = config.max_lag + 1 if config.late == "hold" else config.conventional_g
         self.room = max(2, steps) * config.groups_per_step
         self.is_ordered = config.late in ("wait", "hold")
-        # in the order of the starts: the records of groups that came before their turn, by draw
-        self.early = {}
-        # in the order of the starts: the draw whose turn it is
-        self.turn = ledger.next
-        # in the order of the starts: draws to skip, which were trained or dropped before the run
-        # was continued
-        self.never = set(ledger.ahead)
+        # {draw: record} of the groups that `in_order` cannot pass on yet. None stands for a draw
+        # that was trained or dropped before the run was continued
+        self.early = dict.fromkeys(ledger.ahead)
+        # the draw that is passed on next
+        self.next_draw = ledger.next
         self.patience = patience
 
     def receive(self):
@@ -356,16 +355,15 @@ class GroupBuffer:
         self.patience.check(f"preprocess: actor.py put no rollouts into {self.rollouts.path}")
 
     def in_order(self, record):
-        """The records whose turn it is, now that this one has arrived."""
+        """The records that can be passed on, now that this one has arrived."""
         if not self.is_ordered:
             return [record]
         self.early[record["draw"]] = record
         records = []
-        while self.turn in self.early or self.turn in self.never:
-            if self.turn in self.early:
-                records.append(self.early.pop(self.turn))
-            self.turn += 1
-        return records
+        while self.next_draw in self.early:
+            records.append(self.early.pop(self.next_draw))
+            self.next_draw += 1
+        return [record for record in records if record is not None]
 
     def take(self, record):
         """Put a group with its advantages into the buffer, or drop it."""
@@ -421,7 +419,7 @@ class Drops:
 
     def announce(self):
         """Tell the actor of every dropped group. Print a line when the number of dropped samples
-        is twice that of the last line.
+        is at least twice that of the last line.
         """
         if self.ledger.dropped_groups > self.groups:
             self.groups = self.ledger.dropped_groups
@@ -466,6 +464,23 @@ def main(run_dir):
         )
 
 
+def groups_needed(config, packer, in_phase):
+    """The number of groups that must wait in the buffer before the next one is packed.
+
+    in_phase: the number of groups left in the generation phase of conventional RL.
+    """
+    steps_left = config.steps - packer.step
+    g = config.conventional_g
+    if config.late == "hold" and not packer.groups:
+        # A step begins once all groups are complete that the gate lets start: until the trainer
+        # makes it, no other group can start, and no weights change.
+        return min(config.max_lag + 1, steps_left) * config.groups_per_step
+    if g and not in_phase:
+        # A training phase begins once all of its groups are complete.
+        return min(g - packer.step % g, steps_left) * config.groups_per_step
+    return 1
+
+
 def emit_steps(config, waiting, packer, drops, rng, version_file):
     """Receive groups and put their micro-batches, until the last step is emitted."""
     # the number of shuffled groups left in the generation phase (conventional RL only)
@@ -475,22 +490,13 @@ def emit_steps(config, waiting, packer, drops, rng, version_file):
         drops.announce()
         # Stay at most one step ahead of the trainer. While the trainer is busy, groups wait in the
         # buffer, where newer groups may still replace them.
-        if not waiting.groups or packer.step > read_json(version_file).get("version", 0) + 1:
+        is_ahead = packer.step > read_json(version_file).get("version", 0) + 1
+        needed = groups_needed(config, packer, in_phase)
+        if is_ahead or len(waiting.groups) < needed:
             time.sleep(0.005)
             continue
-        if config.late == "hold" and not packer.groups:
-            # Until the trainer makes this step, no other group can start, and no weights change.
-            steps = min(config.max_lag + 1, config.steps - packer.step)
-            if len(waiting.groups) < steps * config.groups_per_step:
-                time.sleep(0.005)
-                continue
-        g = config.conventional_g
-        if g and not in_phase:
-            steps = min(g - packer.step % g, config.steps - packer.step)
-            if len(waiting.groups) < steps * config.groups_per_step:
-                time.sleep(0.005)
-                continue
-            in_phase = steps * config.groups_per_step
+        if config.conventional_g and not in_phase:
+            in_phase = needed
             waiting.shuffle_phase(in_phase, rng)
         packer.add(waiting.groups.popleft())
         in_phase = max(in_phase - 1, 0)

@@ -82,8 +82,9 @@ def head_chunk(vocabulary, width):
 def head_logprobs(hidden, targets, temperature, head, model_config, entropy_grad):
     """Logprobs and entropy of one chunk of C tokens, in float32.
 
-    hidden [C, D], targets [C], temperature [C], head: (function to logits, weight [V, D], bias [V]
-    or None) -> (logprobs [C], entropy [C])
+    hidden [C, D], targets [C], temperature [C], head: (to_logits, weight [V, D], bias [V] or None),
+    where to_logits(hidden, weight) -> logits [C, V]. Returns (logprobs [C], entropy [C]). Only with
+    entropy_grad has the entropy a gradient.
     """
     to_logits, weight, bias = head
     logits = to_logits(hidden, weight)  # [C, V]
@@ -124,8 +125,8 @@ def token_logprobs(
     temperature: a number, or one per token [T]. wanted [T] bool: the tokens whose values are asked
     for (None: all of them). entropy_grad: the entropy has a gradient, too. to_logits: the product
     of hidden states and the head's weight; chunk_logprobs: head_logprobs, perhaps compiled. rows:
-    how the model computes a row, see plumbing/model.py; None: as its attention is made for it.
-    routing, experts [T, layers * k]: see last_hidden_states.
+    "packed", "native" or "padded", see plumbing/model.py; None: "packed" if the model was loaded
+    with our attention, else "native". routing, experts [T, layers * k]: see last_hidden_states.
 
     Both values are 0 at the row's first token and at tokens that are not wanted, which the head
     does not see. The first token of any other sequence has no context: the caller must mask its
@@ -216,53 +217,55 @@ class Policy(torch.nn.Module):
 # ---------------------------------------------------------------------------- the loss
 
 
-def sequence_sum(values, sequence_ids):
-    """For each token the sum of the values of all sampled tokens of its sequence: [T] -> [T].
+def sum_for_each_token(values, sample_index):
+    """For each token the sum of the values of all tokens in the loss of its sample: [T] -> [T].
 
-    sequence_ids [T] are negative where the token was not sampled. Such tokens take no part, and the
-    result means nothing for them.
+    sample_index [T]: the index of each token's sample; -1 for a token that is not in the loss. Such
+    tokens take no part, and the result means nothing for them.
     """
-    # Row 0 collects the tokens that were not sampled.
-    rows = sequence_ids + 1
+    # Row 0 collects the tokens that are not in the loss.
+    rows = sample_index + 1
     return values.new_zeros(len(values) + 1).index_add(0, rows, values)[rows]
 
 
-def sample_sum(values, sample_ids, samples):
+def sum_for_each_sample(values, sample_index, samples):
     """For each of S samples the sum of the values of its tokens: [T] -> [S]."""
-    return values.new_zeros(samples).index_add(0, sample_ids, values)
+    return values.new_zeros(samples).index_add(0, sample_index, values)
 
 
-def policy_loss(kind, logprobs, behavior_logprobs, advantages, sequence_ids, config):
-    """Loss per token, to be summed over sampled tokens and minimised, and the tokens whose weight
-    is outside of its bounds (dppo: which are left out): [T] -> (loss [T], clipped [T] bool).
+def policy_loss(kind, logprobs, behavior_logprobs, advantages, sample_index, config):
+    """Loss per token, to be summed over sampled tokens and minimised: [T] -> (loss [T], clipped [T]
+    bool). clipped: tokens whose weight is outside of its bounds; with dppo, tokens that are left
+    out.
 
     logprobs are log pi, pi the policy being trained; behavior_logprobs are log mu, as the engine
-    reported them when it sampled the tokens; sequence_ids are >= 0 for sampled tokens. w = pi/mu is
+    reported them when it sampled the tokens; sample_index: see `sum_for_each_token`. w = pi/mu is
     the importance weight, [low, high] are the knobs clip_low and clip_high, A is the advantage;
     sg() stops the gradient, so that w weighs the gradient of log pi and is not differentiated
     itself. With --ratio sequence all tokens of a sequence have the geometric mean of their weights,
-    with --ratio product the product of them: the weight of the sequence as a whole.
+    with --ratio product the product of them: the weight of the sequence as a whole. A sequence is a
+    whole sample here, with all its segments.
 
     reinforce  -sg(min(w, high)) A log pi; truncated importance sampling, PipelineRL eq. 5
                (arXiv 2509.19128), token by token; the paper subtracts a learned baseline, here A
                is that of preprocess.advantages
     ppo        -min(w A, clip(w, low, high) A); Schulman et al. 2017 (arXiv 1707.06347) eq. 7
     cispo      -sg(clip(w, low, high)) A log pi; MiniMax-M1 2025 (arXiv 2506.13585) eq. 4
-    gspo       ppo with --ratio sequence and --normalizer sequence, so that the terms of a sequence
-               add up to one; GSPO 2025 (arXiv 2507.18071) eq. 5
-    icepop     -sg(w 1[low <= w <= high]) A log pi; tokens outside are left out; IcePop 2025
+    gspo       ppo with --ratio sequence and --normalizer sequence: the terms of a sequence, which
+               have one common weight, are averaged; GSPO 2025 (arXiv 2507.18071) eq. 5
+    icepop     -sg(w 1[low <= w <= high]) A log pi; tokens outside have no gradient; IcePop 2025
     dppo       -sg(w m) A log pi; m = 0 where |pi - mu| > high and the gradient leads further away
-               (A > 0 and w > 1, or A < 0 and w < 1), else 1; the trust region is one of total
-               variation, so rare tokens are free; DPPO 2026 (arXiv 2602.04879)
+               (A > 0 and w > 1, or A < 0 and w < 1), else 1. The bound is one of total variation:
+               a rare token is kept, however large its w is; DPPO 2026 (arXiv 2602.04879)
     """
     low = config.clip_low
     high = config.clip_high
     log_w = logprobs - behavior_logprobs
     if config.ratio == "sequence":
-        lengths = sequence_sum(torch.ones_like(log_w), sequence_ids)
-        log_w = sequence_sum(log_w, sequence_ids) / lengths
+        lengths = sum_for_each_token(torch.ones_like(log_w), sample_index)
+        log_w = sum_for_each_token(log_w, sample_index) / lengths
     elif config.ratio == "product":
-        log_w = sequence_sum(log_w, sequence_ids)
+        log_w = sum_for_each_token(log_w, sample_index)
     w = log_w.exp()
     if kind == "reinforce":
         loss = -w.clamp(max=high).detach() * advantages * logprobs
@@ -282,14 +285,14 @@ def policy_loss(kind, logprobs, behavior_logprobs, advantages, sequence_ids, con
     return loss, (w < low) | (w > high)
 
 
-def kl(logprobs, other):
-    """KL(p || q) per token of a sample of p by the k3 estimator, exp(d) - 1 - d with
-    d = log q - log p, which is >= 0: log p [T], log q [T] -> [T].
+def kl(log_p, log_q):
+    """Estimate KL(p || q) at each token: log p [T], log q [T] -> [T], all >= 0.
 
-    Schulman, "Approximating KL divergence" 2020; as a penalty with p the policy, q the reference:
-    GRPO (arXiv 2402.03300) eq. 4.
+    This is the k3 estimator exp(d) - 1 - d with d = log q - log p; its mean over tokens that p
+    sampled is the KL (Schulman, "Approximating KL divergence", 2020). As a penalty p is the policy
+    and q the reference, GRPO (arXiv 2402.03300) eq. 4, though mu has sampled the tokens.
     """
-    d = other - logprobs
+    d = log_q - log_p
     return d.exp() - 1 - d
 
 
@@ -337,8 +340,8 @@ def micro_batch(policy, batch, version, config, device):
     plumbing.metrics.Sums adds up over the step, and the logprobs [T] of the trained policy. Nothing
     here waits for the device.
     """
-    positions, sequence_ids = layout(batch["lengths"], batch["segment"])
-    inputs = (batch["tokens"], positions, batch["temperature"][sequence_ids], batch["mask"])
+    positions, sample_index = layout(batch["lengths"], batch["segment"])
+    inputs = (batch["tokens"], positions, batch["temperature"][sample_index], batch["mask"])
     # The frozen models come first: much memory of the policy's forward pass is kept until backward.
     ref_logprobs = policy.reference_logprobs(*inputs) if config.kl_coef else None
     teacher_logprobs = policy.teacher_logprobs(*inputs) if config.teacher else None
@@ -350,7 +353,7 @@ def micro_batch(policy, batch, version, config, device):
             *inputs, entropy_grad=config.entropy_coef > 0, experts=experts
         )
     arrays = {k: v for k, v in batch.items() if isinstance(v, np.ndarray) and k != "experts"}
-    arrays |= dict(sequence_ids=sequence_ids, positions=positions)
+    arrays |= dict(sample_index=sample_index, positions=positions)
     arrays["lag_buckets"] = lag_buckets(version - batch["versions"])
     arrays["oldest_lags"] = oldest_lags(batch, version)
     arrays["length_counts"] = length_counts(batch)
@@ -364,7 +367,7 @@ def micro_batch(policy, batch, version, config, device):
     # [T] bool: the tokens that an engine sampled, and recently enough.
     mask = b["mask"] & ~late
     lag = lag * mask
-    sampled_ids = torch.where(mask, b["sequence_ids"], -1)
+    masked_sample_index = torch.where(mask, b["sample_index"], -1)
     behavior_logprobs = torch.where(mask, b["behavior_logprobs"], logprobs.detach())
     # log teacher - log mu of each sampled token; its mean over tokens estimates -KL(mu || teacher).
     teacher_log_ratio = torch.zeros_like(logprobs)
@@ -373,7 +376,7 @@ def micro_batch(policy, batch, version, config, device):
     advantages = b["advantage"] + config.teacher_coef * teacher_log_ratio
 
     per_token, clipped = policy_loss(
-        config.loss, logprobs, behavior_logprobs, advantages, sampled_ids, config
+        config.loss, logprobs, behavior_logprobs, advantages, masked_sample_index, config
     )
     kl_ref = torch.zeros_like(logprobs)
     if config.kl_coef:
@@ -386,7 +389,7 @@ def micro_batch(policy, batch, version, config, device):
     if config.entropy_coef:
         per_token = per_token - config.entropy_coef * entropy
     if config.normalizer == "sequence":
-        per_token = per_token / sequence_sum(torch.ones_like(per_token), sampled_ids)
+        per_token = per_token / sum_for_each_token(torch.ones_like(per_token), masked_sample_index)
     per_token = torch.where(mask, per_token, 0.0)
     loss = per_token.sum()
 
@@ -395,24 +398,27 @@ def micro_batch(policy, batch, version, config, device):
         w = log_w.exp() * mask
         kl_behavior = kl(behavior_logprobs, logprobs) * mask
         clipped = clipped & mask
-        # [S] bool: False for a filler, which keeps a rank in step.
+        # [S] bool: False for a filler, the micro-batch of a rank for which no samples are left.
         is_sample = b["outcome"] >= 0
         samples = is_sample.sum()
+        # the number of tokens in the loss
         tokens = mask.sum()
         # The tokens whose logprobs the engine computed with the very version that is trained. If
         # several versions sampled a sequence, a part of its KV cache is from an older one.
-        pure = mask & (lag == 0) & (b["num_versions"] == 1)[b["sequence_ids"]]
-        is_real = is_sample[b["sequence_ids"]]
-        of_samples = (b["sequence_ids"], len(is_sample))
+        pure = mask & (lag == 0) & (b["num_versions"] == 1)[b["sample_index"]]
+        is_real = is_sample[b["sample_index"]]
+        by_sample = (b["sample_index"], len(is_sample))
         # [S]: the samples that have an advantage at any token, and those with a token in the loss.
-        has_signal = sample_sum(b["advantage"].abs(), *of_samples) > 0
-        in_loss = sample_sum(mask.float(), *of_samples) > 0
-        # [S]: the weights of whole samples, products over their tokens. In float64 the squares of
-        # all of them are finite and not 0.
-        log_w_sample = sample_sum((log_w * mask).double(), *of_samples)
+        has_signal = sum_for_each_sample(b["advantage"].abs(), *by_sample) > 0
+        in_loss = sum_for_each_sample(mask.float(), *by_sample) > 0
+        # [S]: the weights of whole samples, products over their tokens. The clamp keeps them and
+        # their squares finite and above 0 in float64. Samples without a token in the loss have 0.
+        log_w_sample = sum_for_each_sample((log_w * mask).double(), *by_sample)
         w_sample = log_w_sample.clamp(-300, 300).exp() * in_loss
+        # The tokens that an engine sampled, also those of attempts that --overlong_mask leaves out
+        is_sampled = (b["versions"] >= 0) & is_real
         # A turn begins with a sampled token that follows one that was not sampled.
-        turns = (b["mask"][1:] & ~b["mask"][:-1]).sum()
+        turns = (is_sampled[1:] & ~is_sampled[:-1]).sum()
         segments = ((b["positions"] == 0) & is_real).sum()
         metrics = {
             "samples": (count, samples),
@@ -424,7 +430,7 @@ def micro_batch(policy, batch, version, config, device):
             "success": (mean, (b["outcome"] == 0).sum(), samples),
             "signal": (mean, has_signal.sum(), samples),
             "cut_off": (mean, (~b["finished"] & is_sample).sum(), samples),
-            "length_mean": (mean, ((b["versions"] >= 0) & is_real).sum(), samples),
+            "length_mean": (mean, is_sampled.sum(), samples),
             "length_p90": (length_p90, b["length_counts"]),
             "lengths": (lengths_table, b["length_counts"]),
             "loss": (mean, loss, samples),
@@ -471,7 +477,8 @@ def optimizer_step(model, optimizers, sums, version, config):
     grad_norm = whole(grad_norm)
     lr = learning_rate(config, version)
     if config.lr_by_ess:
-        # VCPO 2026 (arXiv 2602.17616): the root, because AdamW's steps do not grow with gradients.
+        # VCPO 2026 (arXiv 2602.17616) scales the rate with the effective sample size. With AdamW
+        # it takes the square root, because AdamW's steps do not grow with the gradient.
         lr *= metrics["ess_sample"] ** 0.5
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -578,8 +585,8 @@ def publish_position(run_dir, state, ranks):
         publish_json(Path(run_dir, "queues", "position.json"), **state["position"])
 
 
-def start_engines(policy, state, sender, ranks):
-    """Put the run's weights into the engines, which start from the base model."""
+def send_first_weights(policy, state, sender, ranks):
+    """Send the run's weights to the engines, which have started from the base model, and wait."""
     if ranks.rank == 0:
         size = sum(p.numel() for p in policy.parameters()) / 1e6
         print(
@@ -607,7 +614,7 @@ def train(config, run_dir, ranks):
     reader = Reader(config, run_dir, ranks)
     guards = Guards(config, run_dir, ranks)
     publish_position(run_dir, state, ranks)
-    start_engines(policy, state, sender, ranks)
+    send_first_weights(policy, state, sender, ranks)
     log = MetricsLog(config, run_dir, state, ranks.rank)
     ranks.listen_for_stop()
     version = first = state["version"]

@@ -49,7 +49,7 @@ from plumbing.weight_group import EngineRegistry, WeightGroup, WrongWeights
 TIMES = ("sync_s", "gather_s", "wait_sync_s", "send_s", "ready_s", "pause_s")
 
 
-class Sent:
+class SentParameter:
     """A parameter that is sent, under the names and in the pieces that it has on disk.
 
     function(*tensors) is its value. Vectors travel in float32, whatever the compute dtype: engines
@@ -62,7 +62,7 @@ class Sent:
         self.tensors = tensors
         self.dtype = config.dtype if tensors[0].dim() > 1 else "float32"
         self.size = padded_bytes(tensors[0].shape, self.dtype)
-        # Is it on disk as it is in the model? Known from tensors_on_disk on.
+        # True if a checkpoint holds it under this name, in this shape; tensors_on_disk sets it
         self.is_as_on_disk = False
 
     def tensors_on_disk(self, model):
@@ -75,7 +75,7 @@ class Sent:
         return [(name, list(x.shape), self.dtype) for name, x in saved.items()]
 
     def gather(self):
-        """The tensors that `function` takes, whole. Collective."""
+        """The arguments of `function`, with the shards of all ranks put together. Collective."""
         return [whole(x.to(getattr(torch, self.dtype))) for x in self.tensors]
 
     def values_on_disk(self, model, tensors):
@@ -97,7 +97,9 @@ class Sender:
         self.config = config
         self.ranks = ranks
         self.version_file = Path(run_dir, "queues", "version.json")
-        self.parameters = [Sent(name, *x, config) for name, x in lora.served(model).items()]
+        self.parameters = [
+            SentParameter(name, *x, config) for name, x in lora.served(model).items()
+        ]
         sizes = [parameter.size for parameter in self.parameters]
         self.ranges = bucket_ranges(sizes, config.bucket_mb << 20)
         self.timing = dict.fromkeys(TIMES, 0.0)
@@ -211,9 +213,10 @@ class Sender:
     # ---- the thread of rank 0
 
     def _publish(self, **values):
-        """Update queues/version.json.
+        """Update queues/version.json: {version, served, engines, done}.
 
-        {version: the trainer's, served: the engines', engines: the urls that serve it, done}
+        version: that of the trainer. served: the version that engines serve. engines: the URLs of
+        these engines. done: True once the run has made its last step.
         """
         with self.status_lock:
             if values["version"] < self.status["version"]:
@@ -246,8 +249,8 @@ class Sender:
         Returns the times of the update. Raises RuntimeError if it reaches no engine.
         """
         self.engines.failing.clear()
-        attempts = 3 + len(self.engines.listed())
-        for _ in range(attempts):
+        tries = 3 + len(self.engines.listed())
+        for _ in range(tries):
             engines = self._healthy_engines()
             self.tried = [*engines, *self.engines.failing]
             try:
@@ -273,7 +276,8 @@ class Sender:
                     flush=True,
                 )
         raise RuntimeError(
-            f"version {self.version} reached no engine in {attempts} attempts; {self.engines.error}"
+            f"version {self.version} reached no engine in {tries} tries "
+            f"({self.engines.error or 'no engine was dropped'}): see logs/engine*.log"
         )
 
     def _healthy_engines(self):
@@ -308,7 +312,9 @@ class Sender:
         if self.group and self.group.members == engines:
             return
         self._leave_group()
-        # A run begins with the weights that the engines have loaded from disk, too.
+        # At version 0 the engines have loaded the same weights from disk. The first two updates of
+        # such a group prove that an update reaches every tensor (Receiver in plumbing/engine.py):
+        # the first one is sent below, the second one by `_deliver`.
         self.group = WeightGroup(
             self.config,
             self.engines,

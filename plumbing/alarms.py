@@ -1,4 +1,4 @@
-"""Alarms: what the metrics of a run say has gone wrong, with what to try.
+"""Alarms: each one names a metric of a run that has gone wrong, and says what to try.
 
 An alarm ends nothing. It is printed when it is raised, `bash run.sh status` shows it, and so does
 the summary at the end. The checks that end a run are in plumbing/guards.py.
@@ -35,9 +35,10 @@ FALLS = [
 ]
 # the number of the newest and of the first steps that are compared
 WINDOW = 14
-# Rewards have risen if their mean is larger by this share, or if this share more is solved.
+# Rewards have risen if their mean has grown by this fraction of its first value, or if the share of
+# solved samples has grown by this difference.
 RISE = 0.1
-# Where this share is solved, a loss of signal is no fault.
+# Where more than this share of the samples is solved, no metric of FALLS raises an alarm.
 SOLVED = 0.9
 
 
@@ -54,7 +55,7 @@ def wilson(mean, n):
 
 
 class Alarms:
-    """Reads the lines of metrics.jsonl in their order: `of_line` returns the texts of new alarms.
+    """Reads the lines of metrics.jsonl in their order: `read` returns the texts of new alarms.
 
     An alarm is raised once for a state that lasts.
     """
@@ -69,7 +70,7 @@ class Alarms:
         # {set: its score in the first evaluation}
         self.first_scores = {}
 
-    def of_line(self, line):
+    def read(self, line):
         """The alarms that a line raises."""
         if "step" in line:
             return self.step(line)
@@ -121,15 +122,16 @@ class Alarms:
         return more_reward or solved[1] - solved[0] > RISE or solved[1] > SOLVED
 
     def evaluation(self, line):
-        """The alarms of an evaluation's line: held-out scores that are surely below the first."""
+        """The alarms of an evaluation: scores whose 95% interval is below that of the first one."""
         texts = []
-        # No problem was asked, or none was answered; or it is not known how many each set has.
+        # {} if no problem was asked or answered. With several sets the line has only the sum of
+        # their problems, so that no interval can be computed.
         if len(line["eval"]) != 1:
             return []
         answers = line.get("answers", line["problems"])
         for name, score in line["eval"].items():
             first = self.first_scores.setdefault(name, score)
-            # Several attempts at a problem are not independent: one of them counts for each.
+            # Several attempts at a problem are not independent, so each problem counts only once.
             n = min(answers, line["problems"])
             if n < 1 or not 0 <= min(score, first) <= max(score, first) <= 1:
                 continue
@@ -141,7 +143,7 @@ class Alarms:
                 self.raised.add(key)
                 texts.append(
                     f"held-out {name} {score:.3f} (at most {high:.3f}, 95%) is below the first "
-                    f"score, {first:.3f} (at least {low:.3f}): the training harms; lower --lr or "
+                    f"score, {first:.3f} (at least {low:.3f}): the model got worse; lower --lr or "
                     "--max_lag, or continue from an earlier checkpoint"
                 )
         return texts

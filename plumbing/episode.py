@@ -1,12 +1,12 @@
-"""One attempt at a problem, which its episode is given as `model`.
+"""One attempt at a problem: the object that an episode receives as `model`.
 
 An episode calls `await model(text)`, or lets clients of any kind talk to the attempt's OpenAI
 endpoint (plumbing/endpoint.py).
 
 Tokens are kept exactly as the engines sampled them. The tokens of an attempt are one segment, or
-several if a prompt does not continue the tokens so far: there are other conversations, branches, or
-chat templates that drop old thinking. The attempt stays one sample. Deliberately absent: the
-state of an environment, which belongs to the episode.
+several if a prompt does not continue the tokens so far, because the episode has several
+conversations or branches, or because the chat template drops old thinking. The attempt stays one
+sample. Deliberately absent: the state of an environment, which belongs to the episode.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ class AttemptLost(Exception):
 
 
 class EngineUnavailable(AttemptLost):
-    """No engine has answered, however often the client tried."""
+    """No engine gives an answer: all retries failed, or engines refuse the prompt or die of it."""
 
 
 class Slots:
@@ -76,12 +76,13 @@ class Services:
 
 
 class Attempt:
-    """One attempt, which an episode is given as `model`.
+    """One attempt, which an episode receives as `model`.
 
     version: the trainer's version at the start. engine: URL of the engine that is asked first, if
-    it has a free slot. seed: the seed of the first turn, which only evaluations have.
+    it has a free slot. seed: the seed of the first turn, for an evaluation; None in training.
     turns: the texts of the model's turns. turn_tokens: their token ids, a list for each turn.
-    finished: True if the last turn ended by itself. logged: the numbers of `log`.
+    finished: True if the last turn ended by itself. failed: True if it is to be left out and
+    counted. logged: the numbers of `log`.
     """
 
     def __init__(self, services, task, temperature, version, engine=None, seed=None):
@@ -107,10 +108,10 @@ class Attempt:
         self.turns_begun = 0
         # token ids of the conversation that __call__ continues
         self.conversation = []
-        # evaluations use slots that training does not count
-        self.uses_slots = seed is None
+        # Evaluations have a seed, are not trained, and use slots that training does not count.
+        self.is_evaluation = seed is not None
         # True until a turn uses the slot that was reserved when the problem was chosen
-        self.has_slot = self.uses_slots
+        self.has_slot = not self.is_evaluation
         # these are used by plumbing/endpoint.py: exchanges of messages, texts that were completed,
         # and the turns that each request asked for
         self.base_url = services.endpoint.url
@@ -137,15 +138,15 @@ class Attempt:
     async def call(self, function, *args):
         """Call a function of the task's file in another process, with limits.
 
-        Returns the number, list of numbers or text that the function returned. Raises TimeoutError
-        if it took too much time or memory, RuntimeError if it raised, TypeError if it returned
-        something else.
+        Returns what the function returned: a number, a list of numbers, a text or None. Raises
+        TimeoutError if it took too much time or memory, RuntimeError if it raised, TypeError if it
+        returned something else.
         """
         reply = await self.services.sandbox.call(self.task, function, *args)
         if "refused" in reply:
             raise TypeError(
                 f"{function} returned {reply['refused']}; it must return a number, a list of "
-                "numbers or a text"
+                "numbers, a text or None"
             )
         if "limit" in reply:
             raise TimeoutError(f"{function}: {reply['limit']}")
@@ -183,15 +184,14 @@ class Attempt:
         room = min(
             config.max_new_tokens - self.sampled,
             config.max_model_len - len(prompt),
-            self.longest_segment(self.find_segment(prompt)) - len(prompt),
+            self.segment_limit(self.find_segment(prompt)) - len(prompt),
         )
         if room <= 0:
             raise self.cut()
         if limit and limit > 0:
             room = min(room, limit)
         seed = None if self.seed is None else self.seed + self.turns_begun
-        # Evaluations are not trained.
-        needs_experts = config.replay_routing and self.seed is None
+        needs_experts = config.replay_routing and not self.is_evaluation
         experts_from = self.find_segment(prompt).known_experts if needs_experts else None
         self.turns_begun += 1
         self.unanswered_turns += 1
@@ -208,10 +208,10 @@ class Attempt:
         self.unanswered_turns -= 1
         if answer is None:
             self.failed = True
-            raise EngineUnavailable("no engine has answered, see the actor's log")
+            raise EngineUnavailable("no engine answers this prompt: the actor's log says why")
         segment = self.find_segment(prompt)
         # other turns of this attempt may have been sampled meanwhile
-        if len(prompt) + len(answer["tokens"]) > self.longest_segment(segment):
+        if len(prompt) + len(answer["tokens"]) > self.segment_limit(segment):
             raise self.cut()
         self.engine = answer["engine"]
         if not segment.tokens:
@@ -237,7 +237,7 @@ class Attempt:
         The first turn uses the slot that was reserved for the attempt; turns that are sampled at
         the same time take further ones. The slot is free while the attempt awaits something else.
         """
-        if not self.uses_slots:
+        if self.is_evaluation:
             yield
             return
         if not self.has_slot:
@@ -252,18 +252,21 @@ class Attempt:
         """Note that the attempt has no room for another turn; returns a CutOff to raise."""
         self.finished = False
         self.cut_off = True
-        return CutOff(f"no tokens left after {self.sampled} sampled ones")
+        return CutOff(
+            f"no tokens left after {self.sampled} sampled ones: --max_new_tokens, --max_model_len "
+            "or --row_tokens is reached"
+        )
 
     def find_segment(self, prompt):
         """The longest segment that a prompt continues; without one, a new and empty segment.
 
-        Sampled tokens of another segment that are repeated in it are context there: they are
-        trained only where they were sampled.
+        If a prompt repeats sampled tokens of another segment, they are context in the new one: they
+        are trained only where they were sampled.
         """
         continued = [x for x in self.segments if x.tokens == prompt[: len(x.tokens)]]
         return max(continued, key=lambda x: len(x.tokens), default=Transcript())
 
-    def longest_segment(self, segment):
+    def segment_limit(self, segment):
         """The number of tokens that this segment may have, so that all fit into one row."""
         config = self.services.config
         others = [len(x.tokens) for x in self.segments if x is not segment]
@@ -289,8 +292,9 @@ class Attempt:
     async def play(self, problem):
         """Play the episode; returns a reply as Sandbox.call does.
 
-        It is {"value": number or outcome}, or "limit", "error" or "refused" with a text. A task
-        that has `reward` instead of `episode` gets one turn, which that function scores.
+        The reply is {"value": a number, a list of numbers or an outcome}, or it has a text under
+        "limit", "error" or "refused". A task that has `reward` instead of `episode` gets one turn,
+        which that function scores.
         """
         sandbox = self.services.sandbox
         module = sandbox.tasks[self.task]

@@ -47,17 +47,18 @@ def lag_buckets(lags):
     return np.maximum(np.searchsorted(LAGS, lags, side="right") - 1, 0)
 
 
-def of_each_sample(function, values, lengths):
-    """The results of a function of numpy, np.add or np.minimum, over the values of each sample:
-    [T], lengths [S] -> [S].
+def reduce_samples(ufunc, values, lengths):
+    """Reduce the values [T] of each sample by a ufunc of numpy: lengths [S] -> results [S].
+
+    ufunc: np.add or np.minimum. Every sample has at least one token.
     """
-    return function.reduceat(values, np.cumsum(lengths) - lengths)
+    return ufunc.reduceat(values, np.cumsum(lengths) - lengths)
 
 
 def oldest_lags(batch, version):
     """The lag of the oldest sampled token of each sample of a micro-batch: [S]."""
     versions = np.where(batch["versions"] >= 0, batch["versions"], version)
-    return version - of_each_sample(np.minimum, versions, batch["lengths"])
+    return version - reduce_samples(np.minimum, versions, batch["lengths"])
 
 
 def sums_by_lag(buckets, mask, loss, kl, log_ratio, w, clipped):
@@ -97,7 +98,7 @@ def length_counts(batch):
     batch: a record of plumbing/samples.py. Its fillers do not count.
     """
     is_sampled = (batch["versions"] >= 0).astype(np.int64)
-    sampled = of_each_sample(np.add, is_sampled, batch["lengths"])
+    sampled = reduce_samples(np.add, is_sampled, batch["lengths"])
     buckets = np.searchsorted(LENGTHS, sampled[batch["outcome"] >= 0], side="right") - 1
     return np.bincount(buckets, minlength=len(LENGTHS))
 
@@ -113,8 +114,9 @@ def length_p90(counts):
     It is the largest length of a bucket of LENGTHS, which from 8 tokens on can be up to a fifth
     more than the exact quantile.
     """
+    highest = [following - 1 for following in LENGTHS[1:]] + [LENGTHS[-1]]
     reached = np.cumsum(counts) >= 0.9 * sum(counts)
-    return int([*LENGTHS[1:], LENGTHS[-1] + 1][int(reached.argmax())] - 1)
+    return highest[int(reached.argmax())]
 
 
 class Sums:
@@ -126,8 +128,8 @@ class Sums:
     def add(self, metrics):
         """Add the metrics of one micro-batch: {name: (function, tensor, ...)}."""
         for name, (function, *parts) in metrics.items():
-            # Copies, as several metrics may hold the same count, and each is reduced in place.
-            # Sums in double precision stay so.
+            # They are copied, as several metrics may hold the same count, and each is reduced in
+            # place. Sums in float64 stay in float64.
             parts = [x.detach().clone() for x in parts]
             parts = [x if x.dtype == torch.float64 else x.float() for x in parts]
             if name in self.metrics:
@@ -151,13 +153,15 @@ def open_lines(path, version, read=lambda line: None):
     """Open a .jsonl file to append to.
 
     Lines that were written after the checkpoint of this version are removed: a run that continues
-    from it does those steps again. read: it is called with each line that stays, in their order.
+    from it does those steps again. So is a last line that is not whole. read: it is called with
+    each line that stays, as a dict, in their order.
     """
     path.touch()
     kept = []
     for line in path.read_text().splitlines():
         values = json.loads(line) if line.endswith("}") else {"step": float("inf")}
-        # Evaluations and the like are written after the checkpoint of their version.
+        # An evaluation or a mismatch is written after the checkpoint of its version, so its line
+        # is treated as one of the next step.
         if values.get("step", values.get("version", 0) + 1) <= version:
             kept.append(line)
             read(values)
@@ -205,11 +209,9 @@ class MetricsLog:
         self.tasks = list(task_weights(config.task))
         self.tokenizer = AutoTokenizer.from_pretrained(config.model)
         self.pace_file = Path(run_dir, "queues", "pace.json")
-        # A continued run goes on where the alarms of its first part stood.
+        # In a continued run the alarms go on from where they stood.
         self.alarms = Alarms()
-        self.file = open_lines(
-            Path(run_dir, "metrics.jsonl"), state["version"], self.alarms.of_line
-        )
+        self.file = open_lines(Path(run_dir, "metrics.jsonl"), state["version"], self.alarms.read)
         self.samples_file = open_lines(Path(run_dir, "samples.jsonl"), state["version"])
         self.wandb = open_wandb(config, run_dir)
         # the seconds that each of the newest steps took, for the eta
@@ -221,7 +223,7 @@ class MetricsLog:
 
     def print_alarms(self, line):
         """Print the alarms that a line of metrics.jsonl raises."""
-        for text in self.alarms.of_line(line):
+        for text in self.alarms.read(line):
             print(f"ALARM: version {line['version']}: {text}", flush=True)
 
     def wall_s(self):

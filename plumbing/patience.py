@@ -1,8 +1,8 @@
 """The time that a stage waits for another one before the run counts as stalled.
 
 --stall_timeout limits only the time in which engines answer. While engines are started, at first or
-after they have died, the stage waits on: a start may take --start_timeout seconds, and the launcher
-ends the run if it fails (plumbing/supervise.py).
+after they have died, the stage goes on waiting: a start may take --start_timeout seconds, and the
+launcher ends the run if it fails (plumbing/supervise.py).
 """
 
 import time
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from plumbing.supervise import RESTARTS
 
-# seconds between two looks whether an engine answers
+# seconds between two looks at the folder of the engines that answer
 LOOK_INTERVAL = 1.0
 
 

@@ -12,7 +12,8 @@ import numpy as np
 TOKEN_FIELDS = {
     # the prompt, the sampled tokens, and an environment's texts between them, never re-tokenised
     "tokens": np.int64,
-    # True if the token was sampled; only sampled tokens are trained
+    # True if the token may be trained: it was sampled, and --overlong_mask does not leave its
+    # attempt out. Whether a token was sampled is told by `versions`
     "mask": np.bool_,
     # log mu: the engine's logprob of the token when it sampled it; 0 if it was not sampled
     "behavior_logprobs": np.float32,
@@ -40,7 +41,7 @@ SAMPLE_FIELDS = {
     "temperature": np.float32,
     # the sum of its rewards
     "reward": np.float32,
-    # index in config.OUTCOMES; -1: a filler, which keeps ranks in step and is not trained
+    # index in config.OUTCOMES; -1: a filler, which completes a round of micro-batches, untrained
     "outcome": np.int8,
     # True if the answer ended by itself, False if it was cut off
     "finished": np.bool_,
@@ -129,7 +130,9 @@ def padded_size(samples):
 
 
 def filler(length=1):
-    """A sample without weight in the loss, of one token for ranks that have no micro-batch left."""
+    """A sample of `length` tokens that adds nothing to the loss: the micro-batch of a rank that has
+    no samples left, while other ranks have some.
+    """
     sample = {name: np.zeros(length, dtype) for name, dtype in TOKEN_FIELDS.items()}
     sample["experts"] = np.zeros((length, 0), TOKEN_FIELDS["experts"])
     sample |= {name: dtype(0) for name, dtype in SAMPLE_FIELDS.items()}
@@ -173,9 +176,10 @@ class Transcript:
         """Append tokens that an engine sampled, with the values that EngineClient.generate returns.
 
         Without versions they are a prompt's or an environment's tokens, which are not trained.
-        turn: the number of the attempt's turn that sampled them, from 0 on. experts: (n, those of
-        all tokens of the conversation from token n on, but the last one), or None. Where experts
-        are known already, they are those of the turn that sampled what comes next.
+        turn: the number of the attempt's turn that sampled them, from 0 on. experts: None, or
+        (n, array [N, layers * k]): the experts of the conversation's tokens from number n on, but
+        for the last token, which no engine has computed. Experts that are known already are kept,
+        as the tokens after them were sampled with these; a gap before n is filled with -1.
         """
         n = len(tokens)
         self.tokens += tokens

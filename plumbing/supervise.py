@@ -39,8 +39,8 @@ RESTART_INTERVAL = 10.0
 GRACE_PERIOD = 4.0
 # signals that end a run
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# The signals of SIGNALS that this process has received. Each of them raises Ended, too, but Python
-# drops an exception that is raised in a callback, as in those that it calls at a fork.
+# The signals of SIGNALS that this process has received. Each of them raises Ended, too, but if the
+# signal arrives while Python runs a callback (it runs some at a fork), the exception is lost.
 received = []
 LIBC = ctypes.CDLL(None)
 # prctl's option, from linux/prctl.h
@@ -73,13 +73,20 @@ def claim_port(host, first):
     While the socket is open no other run can reserve the port, but a server that we start can
     listen on it. Raises OSError if no port is free.
     """
+    error = None
     for port in range(first, 65536):
         claim = socket.socket()
-        with contextlib.suppress(OSError):
+        try:
             claim.bind((host, port))
-            claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            return claim
-    raise OSError(f"--port {first}: no port of {host} is free from there on")
+        except OSError as e:
+            claim.close()
+            error = e
+            continue
+        # It is set after bind: another claim of the port binds without this option and fails, and a
+        # server binds with it.
+        claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return claim
+    raise OSError(f"no port of {host} from {first} on can be taken ({error}): change --port")
 
 
 def is_healthy(url, timeout=HEALTH_TIMEOUT):
@@ -181,7 +188,9 @@ class Process:
         return 128 - code if code and code < 0 else code
 
     def last_errors(self):
-        """The last three lines that it has logged of errors since this start, or of anything."""
+        """The last three lines with errors that it has logged since this start, or, if there are
+        none, its last three lines.
+        """
         lines = self.log.read_bytes()[self.begin :].decode(errors="replace").splitlines()
         lines = [line for line in lines if line.strip() and not line.startswith("nanobind: ")]
         # the line in which a stage says why it ends; libraries may print errors before it
@@ -194,8 +203,8 @@ class Process:
 class Engine(Process):
     """An engine, which is started again when it dies or hangs.
 
-    It listens on the first free port from the one in its command on. start_timeout: seconds until
-    an engine that has not answered yet counts as hanging.
+    It listens on the first free port that is not below the --port of its command. start_timeout:
+    seconds until an engine that has not answered yet counts as hanging.
     """
 
     is_shown = False

@@ -744,7 +744,7 @@ def test_rewards_of_turns_and_of_tokens_in_one_group_end_the_run(tmp_path):
         await model("higher\n")
         return next(returned)
 
-    message = "some returned a reward for each turn and some one for each token"
+    message = "some attempts returned one reward for each turn, and others one for each token"
     with pytest.raises(cfg.ConfigError, match=message):
         play(tmp_path, ["A"] * 4, episode, attempts=2, as_group=True)
 

@@ -42,7 +42,7 @@ def test_advantages_by_hand():
     # The mean reward is a quarter; a mean of 0 has no advantages.
     assert advantages([1, 0, 0, 0], "max_rl") == pytest.approx([3, -1, -1, -1])
     assert advantages([0, 0], "max_rl").tolist() == [0, 0]
-    with pytest.raises(ValueError, match="a reward of -0.5 is negative; choose another --adv"):
+    with pytest.raises(ValueError, match=r"a reward \(to go\) of -0.5 is negative; choose"):
         advantages([1, -0.5], "max_rl")
     assert advantages([2, 4, 9], "loo") == pytest.approx([2 - 6.5, 4 - 5.5, 9 - 3])
     with pytest.raises(ValueError, match="unknown advantage 'median'"):
@@ -298,7 +298,7 @@ def test_attempts_that_failed_make_their_group_smaller(tmp_path):
 
 def test_groups_wait_for_their_turn_with_late_wait(tmp_path):
     waiting, rollouts = make_buffer(tmp_path, late="wait", no_signal="drop")
-    waiting.never = {1}
+    waiting.early = {1: None}
     two = [make_sample(4, reward=1.0), make_sample(5)]
     for index in (2, 3):
         rollouts.put(group_record(index, two))
@@ -510,7 +510,7 @@ def test_rewards_that_the_advantage_does_not_allow_are_one_line(tmp_path):
     Queue(run_dir / "queues" / "rollouts").put(group_record(3, two))
     done = run_stage(run_dir)
     assert done.returncode == 1
-    line = "preprocess: draw 3: --advantage max_rl divides by the mean reward: a reward of -0.5 is"
+    line = "preprocess: draw 3: --advantage max_rl divides by the mean reward: a reward (to go) of "
     assert done.stderr.startswith(line) and done.stderr.count("\n") == 1
 
 

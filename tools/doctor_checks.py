@@ -26,26 +26,26 @@ from tools import doctor_reference as reference
 from tools.common import ends_of_draws
 
 # highest number of answers that are scored again
-SCORED = 200
-# number of tokens, about, of all sequences that are computed again
-RECOMPUTED = 20_000
+MAX_SCORED = 200
+# approximate number of tokens in all sequences that are computed again
+TOKENS_RECOMPUTED = 20_000
 # highest mean difference of logprobs that are computed in two ways, in nats a token
-NATS = {"float32": 1e-4, "bfloat16": 0.1}
+LOGPROB_LIMIT = {"float32": 1e-4, "bfloat16": 0.1}
 # highest relative difference of a gradient's norm that is computed in two ways, and highest
 # difference of the effective sample size
-RELATIVE = {"float32": 3e-4, "bfloat16": 0.05}
+GRADIENT_LIMIT = {"float32": 3e-4, "bfloat16": 0.05}
 # highest difference of two scores of the same weights and seeds: rounding changes a few of the 16
 # answers
-SCORES = {"float32": 1e-6, "bfloat16": 0.3}
+SCORE_LIMIT = {"float32": 1e-6, "bfloat16": 0.3}
 # The logprobs of a single sequence, and a gradient as a vector, may differ by this many times the
 # limits above.
-WIDER = 10
+WIDER_FACTOR = 10
 # highest relative difference of a change of the weights from what an adapter says
-ADAPTER = 0.05
+ADAPTER_LIMIT = 0.05
 # highest relative difference of expert_load: with rounding a few tokens choose other experts
-EXPERT_LOAD = 0.02
+EXPERT_LOAD_LIMIT = 0.02
 # highest distance from an expected value, in standard deviations
-UNLIKELY = 5.0
+MAX_DEVIATIONS = 5.0
 # fields that must be the same before and after packing
 KEPT = "tokens mask behavior_logprobs versions temperature reward part reward_to_go".split()
 
@@ -83,13 +83,13 @@ def logprob_rows(run, source, origins, samples):
     source: the word with which the rows begin. origins: the row of such an origin fails if there
     are no sequences to look at.
     """
-    limit = NATS[run.config.dtype]
-    stride = 1 + sum(len(sample["tokens"]) for sample in samples) // RECOMPUTED
+    limit = LOGPROB_LIMIT[run.config.dtype]
+    stride = 1 + sum(len(sample["tokens"]) for sample in samples) // TOKENS_RECOMPUTED
     indices = np.random.default_rng(0).permutation(len(samples))[::stride]
     segments = [segment for i in indices for segment in reference.segments(samples[i])]
     by_origin = {origin: [] for origin in origins}
     tokens = surprise = variance = 0
-    # Only two models stay in memory, so the segments of a version are computed one after the other.
+    # Recording.model keeps few models, so all segments of one version are computed in a row.
     for segment in sorted(segments, key=lambda segment: segment["versions"].max()):
         origin = origin_of(segment)
         if origin:
@@ -101,34 +101,41 @@ def logprob_rows(run, source, origins, samples):
             surprise += (-logprobs - entropy).sum()
             variance += token_variance.sum()
     for origin, sequences in by_origin.items():
-        name = f"{source} = plain logprobs, {origin}"
+        name = f"{source} = recomputed logprobs, {origin}"
         if not sequences:
             yield name, False, "no such sequence was seen: raise --batch_size"
             continue
         nats = np.concatenate(sequences).mean()
         worst = max(distances.mean() for distances in sequences)
-        figure = f"{nats:.1e} nats (limit {limit:.0e}), worst of {len(sequences)} {worst:.1e}"
-        yield name, nats <= limit and worst <= WIDER * limit, figure
+        figure = f"{nats:.1e} nats (limit {limit:.0e}), {worst:.1e} in the worst of "
+        figure += f"{len(sequences)} sequences"
+        yield name, nats <= limit and worst <= WIDER_FACTOR * limit, figure
         if origin == "version 0":
             # Rounding alone causes the difference of version 0: updates must add little to it.
-            limit = min(limit, 3 * max(nats, NATS["float32"]))
+            limit = min(limit, 3 * max(nats, LOGPROB_LIMIT["float32"]))
     z = surprise / max(variance, 1e-9) ** 0.5
-    figure = f"{z:+.1f} standard deviations (limit {UNLIKELY:g}), {tokens} tokens"
-    yield f"{source}: sampled = plain distribution", abs(z) < UNLIKELY if tokens else None, figure
+    figure = f"{z:+.1f} standard deviations (limit {MAX_DEVIATIONS:g}), {tokens} tokens"
+    yield (
+        f"{source}: sampled = recomputed distribution",
+        abs(z) < MAX_DEVIATIONS if tokens else None,
+        figure,
+    )
 
 
 def check_engines(run):
     """The engines do not sample as they report. They use other weights, temperatures or filters, or
     report other versions or logprobs: an update was skipped, perhaps in one worker alone; a tied
-    head is not updated; the prefix cache is stale. If the distribution differs, tokens are drawn
-    from another one than is reported: more (-) or less (+) likely tokens. If the temperature
-    differs, actor.py asks for another one than --temperature.
+    head is not updated; the prefix cache is stale. If the distribution differs, the tokens are not
+    drawn from the reported one: they are more (-) or less (+) likely than they should be. If the
+    temperature differs, actor.py asks for another one than --temperature.
     """
     samples = [sample for _, sample in run.samples()]
     yield from logprob_rows(run, "engine", ("version 0", "after updates"), samples)
     temperatures = sorted({float(sample["temperature"]) for sample in samples})
     # A fork may sample at several temperatures on purpose.
-    ok = None if temperatures[1:] else np.isclose(*temperatures, run.config.temperature)
+    ok = None
+    if len(temperatures) == 1:
+        ok = np.isclose(temperatures[0], run.config.temperature)
     yield f"sampled at --temperature {run.config.temperature:g}", ok, f"{temperatures}"
 
 
@@ -153,7 +160,7 @@ def check_texts(run):
         group = run.groups[draw]
         turns, (prompt, *later_inputs) = run.parts(sample)
         task = sys.modules[f"tasks.{group['task']}"]
-        # Of an episode that starts a client only the tokens are known.
+        # If the episode starts a client, only the tokens are known.
         has_client = False
         if hasattr(task, "episode"):
             replayed = reference.Replayed(run, sample)
@@ -194,7 +201,7 @@ def check_texts(run):
     yield none_differ("turns end as the template ends them", lost_separators, turn_ends)
     if cut_turns:
         # The doctor does not know what the clients asked for.
-        figure = f"{cut_turns} of {client_turns} turns end before, if their clients limit them"
+        figure = f"{cut_turns} of {client_turns} turns have no stop token: do clients limit them?"
         yield "turns of clients end by themselves", None, figure
 
 
@@ -230,7 +237,7 @@ def check_draws(run):
             trained_lags, _ = reference.lags_and_lengths(run, step)
             lags[step] = set(trained_lags) - {min(step - 1, c.max_lag)}
         early = sum(map(bool, lags.values()))
-        yield none_differ("steps with the lag of --late hold alone", early, len(lags))
+        yield none_differ("all tokens of a step have the lag of --late hold", early, len(lags))
     yield none_differ(f"--no_signal {c.no_signal}", wrong_drops, judged)
     failed = sum(sum(line["drops"].get("failed", {}).values()) for line in run.steps.values())
     yield "no attempt failed", failed == 0, f"{failed} failed"
@@ -240,7 +247,7 @@ def check_draws(run):
         most = min(len(drawn), len(problems))
         # A curriculum may draw some problems again.
         ok = different > 0.8 * most and (different == most or None) if drawn else None
-        yield f"different problems of {task}", ok, f"{different} of {most} that could be"
+        yield f"different problems of {task}", ok, f"{different} of {most} possible ones"
         held_out = run.test_problems[task]
         shared = in_both(problems, held_out)
         # A game has few different problems, so both sets have the same ones.
@@ -329,17 +336,17 @@ def gradient_rows(run, step, adam_gradients, trained, model_state):
     norm = float(get_total_norm(gradients.values()))
     logged_norm = run.steps[step]["grad_norm"]
     logged_ess = [run.steps[step][name] for name in ("ess", "ess_sample")]
-    limit = RELATIVE[c.dtype]
-    # A gradient of 0 shows no faults. Nor do importance weights that are all 1, because a step that
-    # could have tokens of older versions has none.
+    limit = GRADIENT_LIMIT[c.dtype]
+    # A gradient of 0 shows no faults. Where tokens of older versions are possible but the step has
+    # none, all importance weights are 1, which shows no faults of the weights.
     on_policy = step == 1 or (c.conventional_g or c.max_lag + 1) == 1
     shows_faults = norm > 0 and (older > 0 or on_policy)
     is_same = abs(logged_norm - norm) <= limit * norm
     is_same &= abs(logged_ess[0] - own_ess[0]) <= limit
     # The weight of a sample is a product, so that its error is that of all of its tokens.
-    is_same &= abs(logged_ess[1] - own_ess[1]) <= WIDER * limit
+    is_same &= abs(logged_ess[1] - own_ess[1]) <= WIDER_FACTOR * limit
     figure = (
-        f"{logged_norm:.5g}, plain {norm:.5g}, ESS {logged_ess[0]:.5f}, {own_ess[0]:.5f}, of "
+        f"{logged_norm:.5g}, recomputed {norm:.5g}, ESS {logged_ess[0]:.5f}, {own_ess[0]:.5f}, of "
         f"samples {logged_ess[1]:.4f}, {own_ess[1]:.4f}, "
         f"{older:.0%} of tokens older"
     )
@@ -347,9 +354,9 @@ def gradient_rows(run, step, adam_gradients, trained, model_state):
     scale = min(1.0, c.max_grad_norm / max(norm, 1e-9))
     differences = [g - scale * gradients[key] for key, g in adam_gradients.items()]
     distance = float(get_total_norm(differences)) / max(scale * norm, 1e-9)
-    is_same = distance <= WIDER * limit
+    is_same = distance <= WIDER_FACTOR * limit
     name += ", clipped," if scale < 1 else ""
-    figure = f"{distance:.1e} of it differs"
+    figure = f"relative distance {distance:.1e} (limit {WIDER_FACTOR * limit:.1e})"
     yield f"{name} as AdamW has it", is_same and (shows_faults or None), figure
 
 
@@ -364,12 +371,14 @@ def check_parameters(run):
     missing = sorted(wanted - state["optimizer"]["state"].keys())
     # An optimizer of a fork may keep no state of its parameters.
     ok = not missing if state["optimizer"]["state"] else None
-    figure = f"{len(missing)} of {len(wanted)} are not {' '.join(missing[:2])}"
+    figure = f"{len(missing)} of {len(wanted)} are not trained"
+    if missing:
+        figure += f": {', '.join(missing[:2])}"
     yield "all parameters are trained", ok, figure
     if run.config.lora_rank:
         share = reference.share_of_adapter(run, version)
-        figure = f"the weights change by {share:.3f} of the adapter (limit {ADAPTER:.0%})"
-        yield "base model + saved adapter = checkpoint", abs(share - 1) < ADAPTER, figure
+        figure = f"the weights change by {share:.3f} of the adapter (limit {ADAPTER_LIMIT:.0%})"
+        yield "base model + saved adapter = checkpoint", abs(share - 1) < ADAPTER_LIMIT, figure
 
 
 def check_metrics(run):
@@ -390,15 +399,15 @@ def check_metrics(run):
         for name, value in logged.items():
             seen += 1
             if not np.isclose(value, expected[name], rtol=1e-4, atol=1e-6):
-                differ.append(f"step {step}: {name} {value:.5g}, plain {expected[name]:.5g}")
+                differ.append(f"step {step}: {name} {value:.5g}, recomputed {expected[name]:.5g}")
     name, ok, figure = none_differ("metrics are those of the samples", len(differ), seen)
     yield name, ok, "; ".join([figure, *differ[:2]])
     if "expert_load" in run.steps[1]:
         load = run.steps[1]["expert_load"]
         plain = reference.expert_loads(run, 1)
-        ok = any(abs(load - x) < EXPERT_LOAD * x for x in plain) if plain else None
-        figure = f"{load:.4f}, plain {' or '.join(f'{x:.4f}' for x in plain)}"
-        yield f"expert_load of step 1 (limit {EXPERT_LOAD:.0%})", ok, figure
+        ok = any(abs(load - x) < EXPERT_LOAD_LIMIT * x for x in plain) if plain else None
+        figure = f"{load:.4f}, recomputed {' or '.join(f'{x:.4f}' for x in plain)}"
+        yield f"expert_load of step 1 (limit {EXPERT_LOAD_LIMIT:.0%})", ok, figure
 
 
 # ---- rewards
@@ -419,7 +428,7 @@ def check_rewards(run):
             wrong_credit += not (is_whole and has_reward)
     with contextlib.closing(Sandbox(run.config)) as sandbox:
         asyncio.run(sandbox.start())
-        for draw, sample in run.samples()[:SCORED]:
+        for draw, sample in run.samples()[:MAX_SCORED]:
             group = run.groups[draw]
             task = sandbox.tasks[group["task"]]
             finished = bool(sample["finished"])
@@ -517,5 +526,5 @@ def check_evaluation(run):
     asked = {line["problems"] for line in run.evaluations}
     yield "held-out problems asked", asked == {wanted}, f"{asked}, --eval_problems: {wanted}"
     distances = [abs(scores.get(source, np.inf) - score) for source, score in new_scores.items()]
-    ok = max(distances) <= SCORES[c.dtype]
+    ok = max(distances) <= SCORE_LIMIT[c.dtype]
     yield "the run's last scores, again", ok, f"{scores}, {new_scores}"

@@ -1,9 +1,10 @@
 """What a run should have computed, in the plainest way.
 
 One sequence at a time is computed by Hugging Face's own model, with all its logits, and
-tools/doctor_checks.py compares a run with the results. This file shares no code with what is
-checked, except the tokenizer and the tasks. It knows only the advantages, losses, normalisers and
-schedules that it names. Deliberately absent: packing, speed.
+tools/doctor_checks.py compares a run with the results. Of the code that is checked it uses the
+tasks, load_problems, samples.split, and Prompter's tokenizer, `render` and `decode`: faults in
+these are not found. It knows only the advantages, losses, normalisers and schedules that it names.
+Deliberately absent: packing, speed.
 """
 
 import functools
@@ -89,8 +90,8 @@ class Recording:
                 for part in range(1 + max(sample["part"].max() for sample in samples)):
                     having = [sample for sample in samples if part in sample["part"]]
                     to_go = [sample["reward_to_go"][sample["part"] == part][0] for sample in having]
-                    of_part = advantages(np.array(to_go, np.float64))
-                    for sample, advantage in zip(having, of_part):
+                    part_advantages = advantages(np.array(to_go, np.float64))
+                    for sample, advantage in zip(having, part_advantages):
                         sample["advantage"][sample["part"] == part] = advantage
 
     def samples(self):
@@ -136,7 +137,7 @@ class Recording:
         return parts[1::2], parts[::2]
 
     def prompt(self, problem):
-        """Return the token ids of a problem's prompt, from the tokenizer alone."""
+        """Return the token ids of a problem's prompt, from the tokenizer and its chat template."""
         system = self.config.system_prompt
         if not self.config.chat:
             return self.prompter.tokenizer(system + problem["prompt"])["input_ids"]
@@ -168,8 +169,8 @@ class Recording:
 class Replayed:
     """A model for an episode to talk to, whose turns are those of a sample, in the same order.
 
-    texts: the turns. wrong: the number of turns before which the episode does not send the input
-    that the sample has; a turn that the sample does not have counts, too.
+    texts: the turns. wrong: the number of turns whose input differs from what the episode sends. A
+    further turn counts, too, if the episode asks for one that the sample does not have.
     """
 
     def __init__(self, run, sample):
@@ -214,8 +215,8 @@ class Replayed:
     async def play(self, task, problem):
         """Return {"value": the result of the task's episode}.
 
-        Returns None, and sets `wrong` to 0, if the episode uses more of the model than its turns,
-        as one does that starts a client.
+        Returns None, and sets `wrong` to 0, if the episode raises AttributeError: it uses something
+        of the model that this class lacks, such as base_url or `call`.
         """
         try:
             return {"value": await task.episode(problem, self)}
@@ -292,7 +293,9 @@ def forward_segments(run, version, sample, positions):
 
 @torch.no_grad()
 def expected(run, sample):
-    """Return what engines should report of the sampled tokens of a segment: `forward`, in numpy.
+    """Return (logprobs, entropies, variances) [N] that engines should report for a segment.
+
+    They are those of `forward` for its N sampled tokens, as numpy arrays.
 
     Each token is computed by the version that the engine says sampled it. An update in the middle
     of a sequence leaves the KV cache of the tokens so far as it is or, with --recompute_kv, has it
@@ -349,14 +352,15 @@ def learning_rate(run, version):
     is ten times as high.
     """
     c = run.config
-    steps = c.steps if version >= run.continued else PLANNED
-    warm_up = min(1.0, (version + 1) / max(c.warmup_steps, 1))
-    if c.lr_schedule in SCHEDULES:
-        rate = c.lr * warm_up * SCHEDULES[c.lr_schedule](version / steps)
-    else:
+    if c.lr_schedule not in SCHEDULES:
+        # The logged rate includes the factor of --lr_by_ess.
         rate = run.steps[version + 1]["lr"]
-    if c.lr_by_ess and c.lr_schedule in SCHEDULES:
-        rate *= run.steps[version + 1]["ess_sample"] ** 0.5
+    else:
+        steps = c.steps if version >= run.continued else PLANNED
+        warm_up = min(1.0, (version + 1) / max(c.warmup_steps, 1))
+        rate = c.lr * warm_up * SCHEDULES[c.lr_schedule](version / steps)
+        if c.lr_by_ess:
+            rate *= run.steps[version + 1]["ess_sample"] ** 0.5
     return rate * (10 if c.lora_rank else 1)
 
 
@@ -368,11 +372,11 @@ def loss_of(run, sample, positions, version):
     """
     c = run.config
     logprobs, entropy, _ = forward_segments(run, version, sample, positions)
-    of_tokens = logprobs - torch.as_tensor(
+    log_ratios = logprobs - torch.as_tensor(
         sample["behavior_logprobs"][positions], device=run.device
     )
-    weights = of_tokens.detach().exp()
-    log_w = of_tokens
+    weights = log_ratios.detach().exp()
+    log_w = log_ratios
     if c.ratio == "sequence":
         log_w = log_w.mean().expand(len(log_w))
     elif c.ratio == "product":
@@ -387,7 +391,7 @@ def loss_of(run, sample, positions, version):
             reference_logprobs = forward_segments(run, 0, sample, positions)[0]
         d = reference_logprobs - logprobs
         loss = loss + c.kl_coef * (d.exp() - 1 - d).sum()
-    loss = loss + c.kl_behavior_coef * (of_tokens**2).sum() - c.entropy_coef * entropy.sum()
+    loss = loss + c.kl_behavior_coef * (log_ratios**2).sum() - c.entropy_coef * entropy.sum()
     return loss / len(positions) if c.normalizer == "sequence" else loss, weights
 
 
@@ -442,19 +446,22 @@ def gradient(run, step, trained, state):
     model.zero_grad()
     gradients |= adapter_gradients(c, gradients, state)
     gradients = {name: gradients[name] for name in trained}
-    of_samples = [w.double().log().sum().exp().reshape(1) for w in weights]
+    sample_weights_product = [w.double().log().sum().exp().reshape(1) for w in weights]
     ess, ess_sample = (
         float(w.sum() ** 2 / (w**2).sum() / len(w))
-        for w in (torch.cat(parts or [torch.ones(1)]) for parts in (weights, of_samples))
+        for w in (
+            torch.cat(parts or [torch.ones(1)]) for parts in (weights, sample_weights_product)
+        )
     )
     return gradients, older / max(tokens, 1), ess, ess_sample
 
 
 def parameters_to_train(run, state):
-    """Return the names of the parameters of which a few samples of the last steps need a gradient.
+    """Return the names of the parameters that have a gradient in the logprobs of a few samples.
 
-    state: {name: tensor} of the model, with the names of adapters. With --lora_rank they are those
-    of all linear layers but the output head, whatever layers have adapters.
+    The samples are the first eight that the second run trained. state: {name: tensor} of the model,
+    with the names of adapters. With --lora_rank the names are those of the adapters of all linear
+    layers but the output head, whatever layers have adapters.
     """
     model = run.model(run.continued)
     for sample in run.trained(run.continued + 1)[:8]:
@@ -471,8 +478,9 @@ def parameters_to_train(run, state):
 
 
 def share_of_adapter(run, version):
-    """Return by how much the matrices of a checkpoint differ from the base model's, as a multiple
-    of what its adapter says, which is read as peft and vLLM read it; 1 if they are the same.
+    """Return how much of an adapter is in a checkpoint: the projection of its change from the base
+    model on scale B A, as a multiple of scale B A. It is 1 if change and adapter agree. The adapter
+    is read as peft and vLLM read it.
     """
     folder = Path(run.folder(version))
     about = json.loads((folder / "adapter" / "adapter_config.json").read_text())
@@ -521,7 +529,7 @@ def metrics_of(run, step):
         for sample in samples
         if (sample["versions"] >= 0).any()
     ]
-    turns = [(np.diff(sample["mask"].astype(int)) == 1).sum() for sample in samples]
+    turns = [(np.diff((sample["versions"] >= 0).astype(int)) == 1).sum() for sample in samples]
     values = dict(
         sampled_tokens=len(lags),
         late=sum(int(sample["mask"].sum()) for sample in samples) - len(lags),
@@ -544,9 +552,9 @@ def metrics_of(run, step):
 def expert_loads(run, step):
     """Return what the metric expert_load of the step that made version `step` may be, two numbers.
 
-    For the first one, tokens that begin a sequence as its neighbour in the micro-batch begins count
-    once, as packed rows compute them; for the second one, all tokens count. Returns [] if
-    transformers does not show what the routers choose, or if they choose by more than their logits.
+    For the first one, a beginning that two neighbours in a micro-batch share counts once, as in
+    packed rows; for the second one, all tokens count. Returns [] if transformers does not show what
+    the routers choose, or if they choose by more than their logits.
     """
     model = run.model(step - 1)
     k = getattr(model.config, "num_experts_per_tok", None)
@@ -584,8 +592,8 @@ def expert_loads(run, step):
                     )
                     numbers[way] += len(ids) - first
         for way in range(2):
-            of_layers = counts[way].float()
-            load = float((of_layers.amax(1) / of_layers.mean(1)).mean())
+            layer_counts = counts[way].float()
+            load = float((layer_counts.amax(1) / layer_counts.mean(1)).mean())
             loads[way] += load * numbers[way]
             tokens[way] += numbers[way]
     return (loads / tokens).tolist()
