@@ -367,7 +367,7 @@ def micro_batch(policy, batch, version, config, device):
     # [T] bool: the tokens that an engine sampled, and recently enough.
     mask = b["mask"] & ~late
     lag = lag * mask
-    masked_sample_index = torch.where(mask, b["sample_index"], -1)
+    loss_sample_index = torch.where(mask, b["sample_index"], -1)
     behavior_logprobs = torch.where(mask, b["behavior_logprobs"], logprobs.detach())
     # log teacher - log mu of each sampled token; its mean over tokens estimates -KL(mu || teacher).
     teacher_log_ratio = torch.zeros_like(logprobs)
@@ -376,7 +376,7 @@ def micro_batch(policy, batch, version, config, device):
     advantages = b["advantage"] + config.teacher_coef * teacher_log_ratio
 
     per_token, clipped = policy_loss(
-        config.loss, logprobs, behavior_logprobs, advantages, masked_sample_index, config
+        config.loss, logprobs, behavior_logprobs, advantages, loss_sample_index, config
     )
     kl_ref = torch.zeros_like(logprobs)
     if config.kl_coef:
@@ -389,7 +389,7 @@ def micro_batch(policy, batch, version, config, device):
     if config.entropy_coef:
         per_token = per_token - config.entropy_coef * entropy
     if config.normalizer == "sequence":
-        per_token = per_token / sum_for_each_token(torch.ones_like(per_token), masked_sample_index)
+        per_token = per_token / sum_for_each_token(torch.ones_like(per_token), loss_sample_index)
     per_token = torch.where(mask, per_token, 0.0)
     loss = per_token.sum()
 

@@ -510,8 +510,8 @@ ALL_FAULTS = [
     Fault(
         name="hold begins early",
         file="preprocess.py",
-        old="min(config.max_lag + 1, config.steps - packer.step)",
-        new="min(config.max_lag or 1, config.steps - packer.step)",
+        old="min(config.max_lag + 1, steps_left)",
+        new="min(config.max_lag or 1, steps_left)",
         knobs="--late hold",
     ),
     # -- Elsewhere
