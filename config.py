@@ -1,9 +1,9 @@
 """Every knob, in one dataclass; the presets; and the checks that need no hardware.
 
 `bash run.sh toy --steps 50 --dry_run True` checks a configuration and prints what would be started.
-Nothing here imports torch: a wrong flag must be reported at once. Deliberately absent: config
-files, nesting, interpolation. A preset is a dict below, a new knob is one line in `Config`, and
-every process reads the one `out/<run>/config.json`.
+Nothing here imports torch: a wrong flag must be reported at once. Deliberately absent: config files
+to write, nesting, interpolation. A preset is a dict below, a new knob is one line in `Config`. A
+run writes its knobs to out/<run>/config.json, which all of its processes read.
 """
 
 import contextlib
@@ -28,7 +28,10 @@ class ConfigError(Exception):
 
 
 class Bounds(NamedTuple):
-    """What a number may be, both ends included. The default: it is finite."""
+    """The smallest and the largest value that a number may have.
+
+    The defaults refuse infinity, nan and what is beyond 1e30.
+    """
 
     least: float = -1e30
     most: float = 1e30
@@ -45,165 +48,217 @@ Seconds = Annotated[float, Bounds(0.01, 1e8)]
 class Config:
     # ---- run
 
-    # name of the run directory under `out`
+    # name of the run, and of its directory under `out`; it is the preset's name unless you set it
     run: str = ""
-    # where run directories live; shared by all nodes
+    # directory with the directories of all runs; if there are several nodes, all of them must
+    # see it
     out: str = "out"
-    # print the placement and every process's exact command, and stop
+    # check the configuration, show the first problem and every process's exact command, start
+    # nothing
     dry_run: bool = False
-    # start over: an existing run directory of this name is moved aside, never deleted
+    # begin a new run, even if one of this name could be continued; its directory is renamed to
+    # NAME.1, NAME.2, ..., never deleted
     fresh: bool = False
     # set by the launcher: an id that tells this run's records from another's; a continued run keeps
     # it
     run_id: str = ""
-    # seeds the problem order, the sampling, the shuffling and the tiny base model
+    # seed of all random choices: the problems of a task that makes its own (toy, guess, ...; the
+    # held-out ones, too), the order of problems, sampling, the tiny base model, new adapters, and
+    # the order of groups in conventional RL
     seed: Annotated[int, Bounds(0, 2**31 - 1)] = 0
-    # log the same metrics to Weights & Biases
+    # send the metrics of metrics.jsonl to Weights & Biases, too; offline: write them in the run
+    # directory
     wandb: Literal["off", "offline", "online"] = "off"
 
     # ---- task and model
 
     # name of a file under tasks/, or a mixture of several: maths:0.7,toy:0.3
     task: str = "toy"
-    # problems to train on, for tasks that read them: files, directories or data sets of the hub,
-    # with commas between them; docs/data.md says what is understood
+    # problems to train on, for tasks that read data (toy makes its own): files, directories or
+    # data sets of the Hugging Face hub, with commas between them (docs/data.md). The task gym
+    # takes data sets of reasoning-gym (tasks/gym.py)
     train_data: str = ""
-    # held-out problems, for tasks that read them, in the same form
+    # held-out problems, for tasks that read data; write them as in train_data
     eval_data: str = ""
-    # share of a task's problems that may be left out, and counted, because the model cannot take
-    # their prompts (too long, or with a token that it lacks); if there are more, the run is refused
+    # share of a task's problems that may have a prompt that the model cannot take: empty, longer
+    # than max_model_len - 1 tokens, or with a token that the model lacks. They are left out and
+    # counted; if there are more, the run is refused
     max_left_out: Annotated[float, Bounds(0, 1)] = 0.05
-    # HF model directory or hub name; empty: the tiny base model that the task's demonstrations make
+    # model to train: a Hugging Face directory, or a name on the hub. Empty: a tiny model, which is
+    # made once from the examples of the task's function `demonstration`
     model: str = ""
-    # family of that tiny base model, a model type of transformers: qwen2, qwen3_moe, gpt_oss, ...
+    # family of the tiny model that is made if model is empty, a model type of transformers: qwen2,
+    # qwen3_moe, gpt_oss, ...
     family: str = "qwen2"
     # prompts go through the model's chat template; False: raw text, for base models
     chat: bool = False
-    # system message of the chat template; prepended to raw prompts
+    # system message, if chat is True; else a text that is put before every prompt, as it is
     system_prompt: str = ""
     # the value of enable_thinking for chat templates that know it; auto: the template's own default
     thinking: Literal["auto", "on", "off"] = "auto"
-    # compute dtype of engine and trainer; auto: float32 on CPU, bfloat16 on GPU
+    # dtype in which engine and trainer compute, and of the weights in checkpoints; auto: float32
+    # on CPU, bfloat16 on GPU. The trainer keeps what it trains in float32
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    # output head in float32 on both sides when dtype is bfloat16: less mismatch, slower head
+    # compute the logits in float32, in engine and trainer, when dtype is bfloat16: the mismatch is
+    # smaller, the output head slower
     head_float32: bool = False
 
     # ---- batch
 
     # optimizer steps of the whole run
     steps: Count = 200
-    # B: samples per optimizer step, if no attempt fails; a multiple of `attempts`
+    # samples per optimizer step, fewer if attempts fail; a multiple of attempts
     batch_size: Count = 256
-    # attempts at each problem: the group that advantages are computed over
+    # number of attempts at each problem; together they are a group, in which advantages are
+    # computed
     attempts: Count = 16
-    # the gate: groups are started at most this many steps ahead of the trainer; 0: synchronous.
-    # This limits when a group may start: a long sequence may be older when it is trained (see
-    # `late`)
+    # work on a group may begin at most this many steps before the step that it is meant for; 0:
+    # the engines wait until the step before is made. This limits when a group starts, not how old
+    # it gets: if its answers take longer than that, its tokens are older when they are trained
+    # (see late)
     max_lag: CountOr0 = 1
-    # 0: pipeline; G > 0: conventional RL, for comparison: generate for G optimizer steps, then
-    # train them. max_lag then has no effect on when problems start; --late mask still uses it
+    # 0: the pipeline. G > 0: conventional RL, for comparison: the engines generate the data
+    # of G steps, then the trainer makes these G steps, on tokens that are up to G - 1 versions
+    # old. max_lag then does not limit when groups start; with late mask it still counts, so set it
+    # to G - 1
     conventional_g: CountOr0 = 0
-    # what happens when the trainer is slower than the engines: block: the engines wait;
-    # drop_oldest: only the newest groups are kept, enough for two steps (in conventional RL: for a
-    # phase of G steps)
+    # what happens to groups that wait because the trainer is slower than the engines. block: all
+    # of them wait, on disk, and the engines stop only at the limit that max_lag sets; drop_oldest:
+    # the newest ones are kept, enough for two steps (in conventional RL for G steps, if that is
+    # more), older ones are dropped and counted, and others start in their place
     on_full: Literal["block", "drop_oldest"] = "block"
-    # tokens that are older than max_lag when they are trained. keep: train them (the paper); mask:
-    # leave them out of the loss; wait: train groups in the order of their starts, so that there are
-    # fewer such tokens; hold: as wait, and a step begins only when every group that may be started
-    # is complete, so that all of its tokens are exactly max_lag versions old, fewer in the first
-    # steps of every start (for studies of staleness: engines and trainer take turns; sampling
-    # max_lag + 1 steps' worth of groups must take less than stall_timeout)
+    # what to do with tokens that are more than max_lag versions old when they are trained. keep:
+    # train them, as PipelineRL does; mask: leave them out of the loss; wait: train groups in the
+    # order in which they were started, so that there are fewer such tokens; hold: as wait, and a
+    # step begins only when all groups are complete that max_lag lets start. With hold, engines and
+    # trainer take turns, and every token is exactly max_lag versions old, or as old as is possible
+    # in the first steps after a start. It is for studies of staleness. Sampling max_lag + 1 steps'
+    # worth of groups must then take less than stall_timeout
     late: Literal["keep", "mask", "wait", "hold"] = "keep"
-    # groups in which every advantage is 0: train them, or drop and count them
+    # groups in which every advantage is 0. keep: train them; drop: count them and sample others
+    # instead
     no_signal: Literal["keep", "drop"] = "keep"
 
     # ---- generation
 
-    # number of vLLM servers; 0: three of every eight GPUs serve; without GPUs, every node that does
-    # not train has one server
+    # number of vLLM servers of the whole run. 0: with GPUs, three of every eight GPUs serve, or
+    # all that the trainers leave if you set trainers; without GPUs, one server for each node that
+    # does not train, but at least one
     engines: CountOr0 = 0
     # GPUs per engine
     tensor_parallel: Count = 1
-    # sequences in progress per engine
+    # most sequences that an engine generates at the same time
     concurrency: Count = 64
     # sampling temperature; the trainer computes its logprobs at the same one
     temperature: Annotated[float, Bounds(0.01, 100)] = 1.0
-    # longest completion, tokens; longer ones are cut off
+    # most tokens that the model may write in one attempt, in all of its turns together; an attempt
+    # that needs more is cut off
     max_new_tokens: Count = 1024
-    # longest prompt + completion the engine accepts, tokens
+    # longest sequence, tokens: the prompt, what the model writes and, between turns, texts of the
+    # environment. An attempt that reaches it is cut off; a prompt must leave room for a token
     max_model_len: Count = 2048
-    # KV cache per engine, GB; 0: vLLM decides (GPU); the CPU build needs a number
+    # size of the KV cache on each GPU of an engine, GB. 0: what gpu_memory_utilization leaves;
+    # with any other value vLLM ignores that knob. Without GPUs: the KV cache of an engine, rounded
+    # to whole GiB, at least 1
     kv_cache_gb: Annotated[float, Bounds(0, 1000)] = 0.0
     # share of a GPU's memory that the engine takes; 0: 0.7, or 0.3 on a GPU shared with the trainer
     gpu_memory_utilization: Annotated[float, Bounds(0, 1)] = 0.0
-    # vLLM's prefix caching, within one weight version; it pays off for long prompts and many turns
+    # vLLM computes only once what prompts have in common at the beginning: the prompt of
+    # all attempts at a problem, which then go to the same engine, and earlier turns of an
+    # attempt. Different versions of the weights share nothing. Worth it for long prompts and many
+    # turns
     prefix_caching: Literal["on", "off"] = "off"
-    # vLLM's --tool-call-parser and --reasoning-parser, for agents' own clients: hermes, qwen3, ...;
-    # empty: for tool calls hermes, or that of gpt-oss for this model; none for reasoning
+    # vLLM's --tool-call-parser (hermes, qwen3_coder, ...), which finds the tool calls in what the
+    # model writes, for agents that use the OpenAI endpoint; empty: openai for a gpt_oss model,
+    # else hermes
     tool_parser: str = ""
+    # vLLM's --reasoning-parser (qwen3, ...), which separates thinking from answers for these
+    # agents; empty: none
     reasoning_parser: str = ""
     # run vLLM without CUDA graphs: it starts sooner and samples more slowly
     enforce_eager: bool = False
 
     # ---- rewards
 
-    # rewards of the outcomes correct, wrong, no_answer, unparsable, for tasks that return outcomes
+    # rewards for the outcomes correct, wrong, no_answer and unparsable, in this order, of attempts
+    # that ended by themselves. A task may return an outcome instead of a number; if its reward
+    # function or its episode fails or takes too long, the outcome is unparsable
     reward_finished: tuple[float, float, float, float] = (1.0, 0.0, 0.0, 0.0)
-    # the same table for completions cut off at max_new_tokens
+    # the same four rewards as in reward_finished, for attempts that were cut off at a limit, such
+    # as max_new_tokens or max_model_len
     reward_cut_off: tuple[float, float, float, float] = (1.0, 0.0, 0.0, 0.0)
-    # time limit of the reward function for one answer, wall-clock seconds
+    # time limit of one call of a task's reward function, or of a function that an episode calls,
+    # wall-clock seconds. Beyond it the outcome of an answer is unparsable. Tasks with INSTANT =
+    # True have no limit
     reward_timeout: Seconds = 5.0
-    # time limit of an episode, wall-clock seconds
+    # time limit of an episode (an attempt of several turns, in a task that defines `episode`),
+    # wall-clock seconds. Beyond it the outcome is unparsable; if it was waiting for an engine, the
+    # attempt is left out instead
     episode_timeout: Seconds = 600.0
-    # soft penalty: rewards fall by up to 1 over the last so many tokens before max_new_tokens
+    # soft penalty on length: over the last overlong_buffer tokens before max_new_tokens the reward
+    # falls evenly, by 1 in all; 0: no penalty
     overlong_buffer: CountOr0 = 0
-    # leave cut off samples out of the loss (they still count as samples)
+    # leave attempts that did not end by themselves out of the loss; they still count in the number
+    # of samples and in the mean reward of their group
     overlong_mask: bool = False
 
     # ---- loss
 
-    # how advantages follow from the rewards of a group, see preprocess.advantages
+    # how the advantage of an attempt follows from its reward r and the rewards of its group. loo:
+    # r - mean of the others; mean: r - mean; mean_std: (r - mean) / standard deviation; max_rl:
+    # (r - mean) / mean; none: r (docs/losses.md)
     advantage: Literal["loo", "mean", "mean_std", "max_rl", "none"] = "loo"
-    # policy-gradient loss, see train.policy_loss
+    # policy-gradient loss; docs/losses.md has the formulas and their sources
     loss: Literal["reinforce", "ppo", "cispo", "gspo", "icepop", "dppo"] = "reinforce"
-    # token: each token has its own importance weight; sequence: all tokens of a sequence have the
-    # geometric mean of their weights; product: all have the product of their weights, which is the
-    # weight of the whole sequence; "": the loss's own choice (config.LOSSES). A sequence is an
-    # attempt here, with all its segments
+    # how the importance weight w of a token is computed: its probability under the trained policy,
+    # divided by its probability in the engine when it was sampled. token: from this token alone;
+    # sequence: the geometric mean of the weights of all sampled tokens of its attempt; product:
+    # their product, which is the weight of the attempt as a whole; empty: the usual one of the
+    # loss (docs/losses.md)
     ratio: Literal["", "token", "sequence", "product"] = ""
-    # lower bound of the importance weight; negative: the loss's own bound
+    # lower bound of the importance weight (see ratio); reinforce and dppo have none, and refuse
+    # it. Negative: the default of the loss (docs/losses.md)
     clip_low: float = -1.0
-    # upper bound of the importance weight (reinforce: c, ppo: 1 + epsilon); dppo: the largest
-    # difference of the token's two probabilities; negative: the loss's own
+    # upper bound of the importance weight: c in reinforce, 1 + epsilon in ppo. In dppo: the
+    # largest difference of a token's probabilities in trainer and engine, less than 1. Negative:
+    # the default of the loss (docs/losses.md)
     clip_high: float = -1.0
-    # what the loss is divided by. samples: sum over tokens / samples (the paper); tokens: sum over
-    # tokens / tokens; sequence: sum of the sequences' means / samples; "": samples, but sequence
-    # with --ratio sequence
+    # what the loss, summed over the sampled tokens of a step, is divided by. samples: the number
+    # of samples, as in PipelineRL; tokens: the number of sampled tokens in the loss; sequence:
+    # the terms of each attempt by its number of sampled tokens, then their sum by the number of
+    # samples; empty: sequence if ratio is sequence, else samples
     normalizer: Literal["", "samples", "tokens", "sequence"] = ""
-    # on-policy distillation from this model, a directory or hub name, which has the same vocabulary
+    # on-policy distillation: the name of a teacher, a directory or hub name, with the same
+    # vocabulary as the model. The policy follows it and the rewards; with attempts 1 it follows
+    # the teacher alone. Needs temperature 1 and no_signal keep. Empty: no teacher
     teacher: str = ""
-    # a sampled token's advantage gets this times (log teacher - log mu)
+    # this times (log p of the teacher - log p of the engine) is added to the advantage of a
+    # sampled token
     teacher_coef: NotNegative = 1.0
-    # weight of KL(policy || frozen base model) in the loss; above 0 the ranks hold that model, too
+    # weight in the loss of KL(policy || base), where base is the model that the knob model names,
+    # before training. Above 0 the trainer holds base as a second, frozen model; not so with
+    # lora_rank, where base is the policy without its adapters
     kl_coef: NotNegative = 0.0
     # weight of (log w)^2 of each token in the loss, w its importance weight: holds the policy near
     # the one that sampled the data
     kl_behavior_coef: NotNegative = 0.0
-    # bonus on the entropy of each sampled token's distribution
+    # weight of a bonus on the entropy of the distribution that each sampled token came from
     entropy_coef: NotNegative = 0.0
-    # mean |trainer - engine logprob|, nats a token, above which the run ends; it is measured before
-    # the first step, after it, and at every 20th update from there on. 0: 1e-3 in float32, 0.2 in
-    # bfloat16 (on a CPU it is 0.05 to 0.09; on a GPU it has not been measured yet)
+    # the run ends if the mismatch is above this, nats per token. The mismatch is the mean of
+    # |logprob of the trainer - logprob of the engine| for the same weights; it is measured before
+    # the first step of every start, after the first update, and after every 20th update from then
+    # on. 0: 1e-3 in float32 and 0.2 in bfloat16, where 0.05 to 0.09 is usual on CPUs (on GPUs it
+    # has not been measured yet)
     mismatch_limit: NotNegative = 0.0
 
     # ---- optimizer
 
-    # peak learning rate (AdamW)
+    # peak learning rate of AdamW; with lora_rank, adapters have ten times this rate
     lr: Positive = 1e-06
     # linear warm-up of the learning rate, steps
     warmup_steps: CountOr0 = 0
-    # constant after the warm-up; or linear: the rate is also multiplied by a factor that falls
-    # from 1 at the first step to 0.1 at the last one
+    # constant: after the warm-up the rate stays at lr; linear: it is also multiplied by a factor
+    # that falls evenly from 1 at the first step to 0.1 at the last one
     lr_schedule: Literal["constant", "linear"] = "constant"
     # multiply the rate of each step by the square root of the effective sample size of its samples
     # (metric ess_sample): steps on data that is far off-policy are small
@@ -214,64 +269,74 @@ class Config:
     weight_decay: NotNegative = 0.0
     # the gradient's norm is clipped to this value
     max_grad_norm: Positive = 1.0
-    # tokens of a row, which is a micro-batch; with padding, its padding counts, too
+    # most tokens of a row, at least max_model_len. A row is a micro-batch: the trainer computes it
+    # in one forward pass. A beginning that neighbouring attempts share counts once in packed rows;
+    # in padded rows (see rows) padding counts
     row_tokens: Count = 4096
-    # how the trainer computes a row. packed: sequences end to end, with our attention; native: the
-    # same with transformers' own attention and kernels; padded: a padded batch; auto: the first of
-    # these that computes what transformers does with one sequence at a time, which is measured at
-    # the start (plumbing/model.py, tools/model_check.py)
+    # how the trainer computes the sequences of a row. packed: end to end, with the attention of
+    # plumbing/model.py; native: end to end, with transformers' own attention and kernels; padded:
+    # as a batch, shorter ones padded; auto: the first of these three that gives the results of
+    # transformers for one sequence at a time, as a test before the start finds. If you choose one
+    # yourself, there is no such test
     rows: Literal["auto", "packed", "native", "padded"] = "auto"
     # mixtures of experts: the trainer sends each token to the experts that the engine chose for it;
     # needs engines on GPUs and --prefix_caching on
     replay_routing: bool = False
     # trainer ranks (FSDP2 when more than one); 0: the GPUs that do not serve, or 1 without GPUs
     trainers: CountOr0 = 0
-    # number of layers, counted from the first, whose activations are recomputed in the backward
-    # pass: less memory; with all layers a step takes some 30% longer
+    # recompute the activations of this many layers, counted from the first, in the backward pass:
+    # less memory; with all layers (any larger number) a step takes some 30% longer
     checkpointed_layers: CountOr0 = 0
     # keep activations for the backward pass in host memory; best with all layers checkpointed
     offload_activations: bool = False
     # compile the trainer's layers and head with torch.compile: less memory traffic, minutes more to
     # start
     compile: bool = False
-
     # keep AdamW's two moments in 8 bits (torchao): 2 bytes a parameter instead of 8
     adam_8bit: bool = False
-    # train adapters of this rank (LoRA) of all linear layers but the head; 0: all of the weights
+    # train adapters (LoRA) of this rank, in all linear layers but the output head; 0: train all
+    # weights
     lora_rank: CountOr0 = 0
     # adapters are scaled by lora_alpha / lora_rank; their learning rate is ten times --lr
     lora_alpha: Positive = 32.0
 
     # ---- weight updates
 
-    # False: requests in progress keep the KV cache that older weights computed (the paper); True:
-    # it is recomputed at each update
+    # False: requests in progress keep the KV cache that older weights computed (as in PipelineRL);
+    # True: it is recomputed at each update
     recompute_kv: bool = False
-    # auto: nccl between GPUs; gloo on CPU, and on one shared GPU, where NCCL refuses two ranks
+    # library that sends the weights from trainer to engines; auto: nccl if the run has two GPUs or
+    # more, else gloo (NCCL refuses two ranks on one GPU)
     weight_backend: Literal["auto", "nccl", "gloo"] = "auto"
-    # size of one broadcast, MB
+    # weights are sent in several broadcasts, each of at most this size, MiB; a larger parameter
+    # has one to itself
     bucket_mb: Count = 256
     # deadline of each call and broadcast of a weight update, seconds
     sync_timeout: Seconds = 60.0
 
     # ---- evaluation, checkpoints, logs
 
-    # evaluate every so many versions, and always before training and at the end; 0: only then
+    # evaluate every so many steps, and always at a start of the run, before training, and at the
+    # end; 0: only then
     eval_every: CountOr0 = 50
-    # held-out problems per evaluation, of each set
+    # number of held-out problems in an evaluation, for each set of eval_data: the first ones;
+    # 0: none
     eval_problems: CountOr0 = 256
     # attempts at each held-out problem
     eval_attempts: Count = 1
     # sampling temperature of evaluations; 0: greedy
     eval_temperature: Annotated[float, Bounds(0, 100)] = 1.0
-    # write a checkpoint every so many steps, and always at the end; 0: only at the end
+    # write a checkpoint every so many steps, and always at the end and when the run is stopped; 0:
+    # only then
     save_every: CountOr0 = 100
     # number of checkpoints that are kept; 0: all
     keep_last: CountOr0 = 2
-    # number of decoded samples per step in samples.jsonl and report.html, all from rank 0
+    # number of attempts per step that are written to samples.jsonl, as text; report.html shows the
+    # newest ones. They are the first ones of trainer rank 0
     samples_logged: CountOr0 = 2
-    # keep the data of the last so many steps, until the run is continued, for tools/replay.py; as
-    # it starts from a checkpoint, keep no fewer than save_every
+    # keep the data of this many newest steps, so that tools/replay.py can compute a step again;
+    # 0: none. It begins at a checkpoint, so use at least save_every. The data can be replayed only
+    # until the run is continued
     keep_steps: CountOr0 = 0
 
     # ---- machine
@@ -282,33 +347,39 @@ class Config:
     nnodes: Count = 1
     # set by the launcher: address of node 0
     master_addr: str = ""
-    # set by the launcher: port of node 0 where trainer ranks meet
+    # port of node 0 at which trainer ranks find each other, or the next one that is free; 0: port
+    # + engines
     master_port: CountOr0 = 0
     # deadline for an engine's start, seconds
     start_timeout: Seconds = 900.0
-    # longest wait of any stage for another one, seconds. The time in which engines start does not
-    # count. A request that takes more than a third of this is sent again, to another engine.
+    # the run ends if a stage waits for another one longer than this, seconds; the time in which
+    # engines start does not count. A request to an engine (one turn of an attempt) may take a
+    # third of this: then it is sent again, if possible to another engine, at most three times, and
+    # then the attempt is left out
     stall_timeout: Seconds = 1800.0
-    # time that a stop leaves the trainer to save, seconds
+    # time that the trainer has to save a checkpoint when the run is stopped, seconds; then it
+    # is killed
     stop_timeout: Seconds = 120.0
-    # CPU threads per engine, without GPUs; 0: half of the cores, shared out
+    # CPU threads per engine if there are no GPUs; 0: half of the node's cores (all of them if no
+    # trainer rank runs there), divided among its engines
     engine_threads: CountOr0 = 0
-    # CPU threads per trainer rank; 0: the cores the engines leave, shared out
+    # CPU threads per trainer rank, also if there are GPUs; 0: the node's cores without those for
+    # its engines, divided among its ranks, at least 1
     trainer_threads: CountOr0 = 0
 
     @property
     def groups_per_step(self) -> int:
-        """Groups, all attempts at one problem, that a step trains."""
+        """The number of groups that a step trains; a group is all attempts at one problem."""
         return self.batch_size // self.attempts
 
     @property
     def highest_mismatch(self) -> float:
-        """The knob mismatch_limit, or its default by dtype, once that is resolved."""
+        """mismatch_limit, or its default if that is 0. dtype must not be "auto" any more."""
         return self.mismatch_limit or {"float32": 1e-3, "bfloat16": 0.2}[self.dtype]
 
 
-# Of each loss: the level of its importance weights (--ratio), and their bounds clip_low and
-# clip_high (dppo: the bound of another quantity). train.policy_loss says what it does with them.
+# The defaults of each loss: ratio, clip_low and clip_high. With dppo, clip_high bounds |pi - mu|
+# instead of the importance weight. train.policy_loss has the formulas.
 LOSSES = {
     "reinforce": ("token", 0.0, 5.0),
     "ppo": ("token", 0.8, 1.2),
@@ -399,7 +470,8 @@ GUESS = TOY | dict(
     row_tokens=1024,
     eval_every=20,
 )
-# Any client of an OpenAI endpoint, see tasks/agent.py; the model is examples/agents/directory.py's.
+# Agents that use an OpenAI endpoint, see tasks/agent.py. examples/agents/directory.py makes the
+# model, and says what the agent does.
 AGENT = TOY | dict(
     task="agent",
     model=str(ROOT / "out" / "models" / "agent"),
@@ -410,8 +482,9 @@ AGENT = TOY | dict(
     row_tokens=1024,
     eval_every=20,
 )
-# The paper's headline run (arXiv 2509.19128, section 5), on 8 GPUs of 80 GB or more.
-# max_new_tokens, attempts and overlong_buffer are our choice: the paper does not say them.
+# Modelled on the main run of the PipelineRL paper (arXiv 2509.19128, section 5), which used 128
+# GPUs; here for 8 GPUs of 80 GB or more. max_new_tokens, attempts and overlong_buffer are our
+# choice, as the paper does not state them.
 MATH = dict(
     task="maths",
     train_data="orz57k",
@@ -459,14 +532,15 @@ PRESETS = {
     "guess": GUESS,
     # agents that use a tool through an OpenAI endpoint: a tiny model that is made here
     "agent": AGENT,
-    # mathematics, the paper's headline run: Qwen2.5-7B, all weights, 8 GPUs of 80 GB
+    # mathematics, after the PipelineRL paper: Qwen2.5-7B, all weights, 8 GPUs of 80 GB; not run
+    # yet
     "math": MATH,
-    # the same with adapters on one GPU of 80 GB
+    # the same with adapters (LoRA), one GPU of 80 GB; not run yet
     "math-1x80": MATH_1X80,
-    # Qwen2.5-1.5B with adapters on one GPU of 24 GB
+    # the same with Qwen2.5-1.5B and adapters (LoRA), one GPU of 24 GB; not run yet
     "math-1x24": MATH_1X24,
 }
-# first arguments of `bash run.sh` that are no presets
+# first words after `bash run.sh` that are commands and not presets
 COMMANDS = ("serve", "status", "doctor", "setup", "help")
 
 
@@ -480,7 +554,7 @@ def task_weights(task: str) -> dict[str, float]:
         weights = {name.strip(): float(share or 1) for name, _, share in parts}
     require(
         len(weights) == len(parts) and all(0 < x < 1e30 for x in weights.values()),
-        f"--task {task}: write a task, or several different ones with shares above 0, as "
+        f"--task {task}: must be a task, or several different ones with shares above 0, such as "
         "maths:0.7,toy:0.3",
     )
     total = sum(weights.values())
@@ -496,14 +570,14 @@ def load_task(name):
         here = sorted(p.stem for p in (ROOT / "tasks").glob("[!_]*.py"))
         guess = difflib.get_close_matches(name, here, 1, 0.7) if name not in here else []
         raise ConfigError(
-            f"tasks/{name}.py: {type(e).__name__}: {e}; "
+            f"--task {name}: tasks/{name}.py cannot be imported: {type(e).__name__}: {e}; "
             f"{f'did you mean {guess[0]}? ' if guess else ''}tasks here: {', '.join(here)}"
         ) from None
     is_task = hasattr(task, "problems") and (hasattr(task, "reward") or hasattr(task, "episode"))
     require(
         is_task,
-        f"tasks/{name}.py: has no function problems, or neither reward nor episode: "
-        "tasks/__init__.py says what a task is",
+        f"--task {name}: tasks/{name}.py must define problems, and reward or episode: see "
+        "tasks/__init__.py",
     )
     return task
 
@@ -531,8 +605,8 @@ def parse(argv: list[str], default: Config | None = None, about: str = "") -> Co
     for word in argv:
         require(
             word.partition("=")[0].replace("-", "_") not in DISTRIBUTION_OPTIONS,
-            f"{word}: sampling from a part of the distribution is not supported: importance "
-            "weights would lack the mass that is left out",
+            f"{word}: tokens must be sampled from the very distribution that is trained, so top_p, "
+            "top_k, min_p and penalties are refused: leave it out; --temperature may be set",
         )
     try:
         c = replace(default, **knobs.read(argv[has_name:], knobs.knobs_of(Config)))
@@ -541,8 +615,8 @@ def parse(argv: list[str], default: Config | None = None, about: str = "") -> Co
     # It is the name of a directory in --out, and must not lead out of there.
     require(
         re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", c.run),
-        f"--run {c.run[:120]!r}: a name has up to 100 letters, digits, '.', '-' and '_', the first "
-        "one a letter or digit",
+        f"--run {c.run[:120]!r}: must be 1 to 100 letters, digits, '.', '-' or '_', and begin with "
+        "a letter or digit",
     )
     # Paths are relative to the caller's directory; the stages run in that of the repository.
     c.out = os.path.abspath(os.path.expanduser(c.out))
@@ -554,7 +628,10 @@ def parse(argv: list[str], default: Config | None = None, about: str = "") -> Co
 
 
 def _absolute(names):
-    """Make the paths absolute in a text of names with commas between them; other names stay."""
+    """Make the paths among names absolute; names have commas between them, a path may have @SPLIT.
+
+    Other names stay as they are.
+    """
     absolute = []
     for name in names.split(","):
         name = name.strip()
@@ -597,9 +674,10 @@ def require(ok, message):
 
 
 def check(c: Config) -> Config:
-    """What can be checked without looking at hardware or files; fills in the loss's own clip range.
+    """Check all that needs neither hardware nor files, and fill in the defaults of the loss.
 
-    Raises ConfigError naming the knob and what to do.
+    These are ratio, normalizer, clip_low and clip_high. Returns the same object. Raises ConfigError
+    that names the knob and says what to do.
     """
     for name, hint in get_type_hints(Config, include_extras=True).items():
         value = getattr(c, name)
@@ -611,8 +689,8 @@ def check(c: Config) -> Config:
             )
     require(
         c.loss in LOSSES,
-        f"--loss {c.loss}: add its row to LOSSES in config.py: the level of its importance "
-        "weights, token or sequence, and their lowest and highest value",
+        f"--loss {c.loss}: add its row to LOSSES in config.py: its default --ratio, --clip_low and "
+        "--clip_high",
     )
     ratio, low, high = LOSSES[c.loss]
     c.ratio = c.ratio or ratio
@@ -620,12 +698,15 @@ def check(c: Config) -> Config:
     c.clip_low = low if c.clip_low < 0 else c.clip_low
     c.clip_high = high if c.clip_high < 0 else c.clip_high
     relations = {
-        "--attempts must be 2 or more for this --advantage, which compares attempts": (
+        "--attempts must be 2 or more: this --advantage compares the attempts at a problem. With "
+        "one attempt choose none, or learn from a teacher": (
             c.attempts > 1 or c.advantage == "none" or c.teacher
         ),
         "--batch_size must be a multiple of --attempts": c.batch_size % c.attempts == 0,
         "--max_new_tokens must be below --max_model_len": c.max_new_tokens < c.max_model_len,
-        "--row_tokens must hold a sample of --max_model_len": c.max_model_len <= c.row_tokens,
+        "--row_tokens must be at least --max_model_len: a row must hold the longest attempt": (
+            c.max_model_len <= c.row_tokens
+        ),
         "--overlong_buffer must not exceed --max_new_tokens": c.overlong_buffer <= c.max_new_tokens,
         "--clip_low must be below --clip_high": c.loss == "dppo" or c.clip_low < c.clip_high,
         "--loss dppo bounds a difference of probabilities: --clip_high must be below 1": (
@@ -636,8 +717,8 @@ def check(c: Config) -> Config:
         "--loss reinforce and dppo have no lower bound of weights: leave out --clip_low": (
             c.loss not in ("reinforce", "dppo") or c.clip_low == 0
         ),
-        "--ratio product needs a --loss that does not differentiate its weights (reinforce, "
-        "cispo, icepop): the terms of a sequence would add up to its length times the gradient": (
+        "--ratio product with this --loss would multiply the gradient of a sequence by its length: "
+        "choose reinforce, cispo or icepop, which do not differentiate their weights": (
             c.ratio != "product" or c.loss in ("reinforce", "cispo", "icepop")
         ),
         "--loss dppo compares the probabilities of tokens: it needs --ratio token": (
@@ -651,7 +732,7 @@ def check(c: Config) -> Config:
         "--late wait and hold need --on_full block": (
             c.late not in ("wait", "hold") or c.on_full == "block"
         ),
-        "--late hold is the pipeline's: it needs --conventional_g 0": (
+        "--late hold works in the pipeline alone: it needs --conventional_g 0": (
             c.late != "hold" or not c.conventional_g
         ),
         "--replay_routing needs --prefix_caching on": (
@@ -660,8 +741,8 @@ def check(c: Config) -> Config:
     }
     for relation, holds in relations.items():
         names = re.findall(r"--(\w+)", relation)
-        values = ", ".join(f"{name} {getattr(c, name)}" for name in names)
-        require(holds, f"{relation}; now {values}")
+        values = ", ".join(f"--{name} {getattr(c, name)}" for name in names)
+        require(holds, f"{relation}; the values are {values}")
     return c
 
 
@@ -671,13 +752,15 @@ def from_json(values: dict) -> Config:
 
 
 def load(run_dir: str) -> Config:
-    """The Config that out/<run>/config.json holds; ConfigError if it is torn, or of another
-    version.
+    """The Config in out/<run>/config.json.
+
+    Raises ConfigError if the file is damaged or comes from another version of this code.
     """
     path = Path(run_dir, "config.json")
     try:
         return from_json(json.loads(path.read_text())["config"])
     except (ValueError, TypeError, KeyError) as e:
         raise ConfigError(
-            f"{path} cannot be read ({e}): --fresh True moves the run aside and begins anew"
+            f"{path} is damaged, or from another version of this code ({type(e).__name__}: {e}): "
+            "--fresh True moves the run aside and begins anew"
         ) from e

@@ -305,14 +305,24 @@ def print_by_lag(by_setting, path):
     table(header, rows)
 
 
-def draw(by_setting, path):
-    """Draw scores against samples, and scores at the end against the lag."""
+def draw(by_setting, path, curves_of_a_lag):
+    """Draw scores against the lag, at the end and on average, and some curves against samples.
+
+    curves_of_a_lag: the curves are those of all settings with the smallest lag above 0; otherwise
+    they are those of the first loss with all lags.
+    """
     lag_of = {setting: int(setting.split("lag ")[1].split()[0]) for setting in by_setting}
     losses = {}
     for setting in by_setting:
         losses.setdefault(setting.rpartition(", ")[0] or "lag 0", []).append(setting)
-    figure, axes = panels(["held-out score at the end", "mean held-out score", "first loss"])
     base = losses.pop("lag 0", [])
+    shown = base + next(iter(losses.values()), [])
+    title = f"{next(iter(losses), '')}, held-out score"
+    if curves_of_a_lag:
+        smallest = min(lag for lag in lag_of.values() if lag)
+        shown = base + [setting for setting in by_setting if lag_of[setting] == smallest]
+        title = f"lag {smallest}, held-out score"
+    figure, axes = panels(["held-out score at the end", "mean held-out score", title])
     for i, (loss, names) in enumerate(losses.items()):
         names = base + names
         x = [max(lag_of[name], 0.5) for name in names]
@@ -321,10 +331,13 @@ def draw(by_setting, path):
             ax.plot(x, [np.mean(v) for v in y], "o-", color=f"C{i}", label=loss)
             low, high = ([f(v) for v in y] for f in (min, max))
             ax.fill_between(x, low, high, color=f"C{i}", alpha=0.12)
+    lags = sorted(set(lag_of.values()))
     for ax in axes[:2]:
-        ax.set(xscale="log", xlabel="lag, optimizer steps (0 at the left)")
+        ax.set(xscale="log", xlabel="lag, optimizer steps")
+        ax.set_xticks([max(lag, 0.5) for lag in lags], [str(lag) for lag in lags], minor=False)
+        ax.minorticks_off()
         ax.legend()
-    for i, name in enumerate(base + next(iter(losses.values()), [])):
+    for i, name in enumerate(shown):
         curves = [(places(run, "samples"), scores_of(run)) for run in by_setting[name]]
         band(axes[2], curves, f"C{i}", name)
     axes[2].set_xlabel("samples")
@@ -371,7 +384,8 @@ def main(argv=None):
     print_table(by_setting, settings)
     if arguments.part == "mixed":
         print_by_lag(by_setting, path)
-    draw(by_setting, path.with_name(f"staleness-{arguments.part}.png"))
+    picture = path.with_name(f"staleness-{arguments.part}.png")
+    draw(by_setting, picture, curves_of_a_lag=arguments.part != "lags")
 
 
 if __name__ == "__main__":

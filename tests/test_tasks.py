@@ -56,9 +56,11 @@ def test_a_task_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch):
     for name, words in [
         ("lacking", f"ModuleNotFoundError: No module named 'no_such_package'; {tasks_here}"),
         ("unfinished", rf"SyntaxError: .*\(unfinished.py, line 2\); {tasks_here}"),
-        ("halved", "has no function problems, or neither reward nor episode"),
+        ("halved", "must define problems, and reward or episode"),
     ]:
-        with pytest.raises(cfg.ConfigError, match=f"^tasks/{name}.py: {words}"):
+        with pytest.raises(
+            cfg.ConfigError, match=f"^--task {name}: tasks/{name}.py (cannot be imported: )?{words}"
+        ):
             cfg.load_task(name)
 
 
