@@ -189,6 +189,21 @@ def test_a_worker_gets_its_shards_bucket_by_bucket(kind, rank, buckets):
     assert memory == {name: x.data_ptr() for name, x in vars(model).items() if torch.is_tensor(x)}
 
 
+def test_a_swap_that_leaves_vectors_out_is_found(monkeypatch):
+    model = loaded(Shard, 0)
+    layout = layout_of(2)
+    shadow = shadow_of(model, layout)
+    receive(shadow, Update(layout, 0))
+    copy = torch._foreach_copy_
+
+    def of_matrices(old, new):
+        copy(*([x for x in tensors if x.dim() > 1] for tensors in (old, new)))
+
+    monkeypatch.setattr(torch, "_foreach_copy_", of_matrices)
+    with pytest.raises(RuntimeError, match="norm is not what was sent, and 0 others"):
+        shadow.swap()
+
+
 def as_sent(model, layout):
     """An Update with the weights that this worker, the only one, has loaded."""
     update = Update(layout, 0)
