@@ -1,8 +1,8 @@
 """Stage 2: groups of samples -> advantages -> packed micro-batches for the trainer's ranks.
 
 It reads queues/rollouts (from actor.py) and writes queues/batches/rank_<r> (for train.py). A step
-is `groups_per_step` groups, however many of their attempts came back. Micro-batches are put as soon
-as every rank can get a full one. Groups that arrive early wait in a buffer.
+is `groups_per_step` groups, however many of their attempts came back. Full micro-batches are put
+before a step is complete, one for each rank at a time. Groups that arrive early wait in a buffer.
 
 Dropped samples are counted by reason. An attempt that is dropped makes its group smaller. Groups
 that are dropped whole are announced in queues/dropped.json, so that the actor's gate lets others
@@ -286,7 +286,7 @@ class Packer:
         sums = self.by_task.setdefault(task, Counter())
         sums["samples"] += 1
         sums["reward"] += float(sample["reward"])
-        sums["tokens"] += int(sample["mask"].sum())
+        sums["tokens"] += int((sample["versions"] >= 0).sum())
         sums[cfg.OUTCOMES[sample["outcome"]]] += 1
         for name, value in logged.items():
             self.logged.setdefault(task, {}).setdefault(name, []).append(value)

@@ -457,7 +457,7 @@ ALL_FAULTS = [
         new="clear_cache=False",
         knobs="--recompute_kv True",
     ),
-    # Updates never reach the engine's vectors (norms, biases); in 16 bits no guard is so precise.
+    # Updates never reach the engine's vectors (norms, biases): 16-bit logprobs change little by it.
     Fault(
         name="vectors not swapped",
         file="plumbing/shadow.py",

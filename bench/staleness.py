@@ -319,7 +319,7 @@ def draw(by_setting, path, curves_of_a_lag):
     shown = base + next(iter(losses.values()), [])
     title = f"{next(iter(losses), '')}, held-out score"
     if curves_of_a_lag:
-        smallest = min(lag for lag in lag_of.values() if lag)
+        smallest = min((lag for lag in lag_of.values() if lag), default=0)
         shown = base + [setting for setting in by_setting if lag_of[setting] == smallest]
         title = f"lag {smallest}, held-out score"
     figure, axes = panels(["held-out score at the end", "mean held-out score", title])
@@ -385,7 +385,7 @@ def main(argv=None):
     if arguments.part == "mixed":
         print_by_lag(by_setting, path)
     picture = path.with_name(f"staleness-{arguments.part}.png")
-    draw(by_setting, picture, curves_of_a_lag=arguments.part != "lags")
+    draw(by_setting, picture, curves_of_a_lag=arguments.part not in ("lags", "tail_lags"))
 
 
 if __name__ == "__main__":

@@ -267,8 +267,9 @@ class Shadow:
     def swap(self):
         """Copy the new weights into the first model, which the caller has paused.
 
-        The first time it checks what it has copied: in 16 bits no later measurement is so precise
-        that it would find a vector that is left out. Raises RuntimeError if a tensor is wrong.
+        The first time it checks all tensors that it has copied: in 16 bits no later measurement is
+        so precise that it would find a vector that is left out. Raises RuntimeError if one is
+        wrong.
         """
         old = [pair[1].data for pair in self.pairs]
         new = [pair[2].data for pair in self.pairs]

@@ -7,6 +7,7 @@ listed there. Deliberately absent: which processes there are, and where they run
 
 import contextlib
 import ctypes
+import errno
 import os
 import re
 import resource
@@ -80,6 +81,8 @@ def claim_port(host, first):
             claim.bind((host, port))
         except OSError as e:
             claim.close()
+            if e.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise OSError(f"{host} is no address that this machine can use: {e}") from None
             error = e
             continue
         # It is set after bind: another claim of the port binds without this option and fails, and a
@@ -284,6 +287,7 @@ def run(processes, stop_timeout, is_over):
     end_at_signals()
     try:
         for process in processes:
+            check_signals()
             process.start()
         watch(processes, is_over)
     except OSError as e:
@@ -309,6 +313,12 @@ def end_at_signals():
         signal.signal(number, _raise_ended)
 
 
+def check_signals():
+    """Raise Ended if there was a signal whose exception was lost."""
+    if received:
+        _raise_ended(received[0], None)
+
+
 def _raise_ended(number, frame):
     received.append(number)
     raise Ended("interrupted" if number == signal.SIGINT else "terminated", 128 + number)
@@ -321,8 +331,7 @@ def watch(processes, is_over):
     """
     running = list(processes)
     while not is_over():
-        if received:
-            _raise_ended(received[0], None)
+        check_signals()
         for process in list(running):
             code = process.poll()
             if code == 0:

@@ -252,8 +252,12 @@ def test_trainer_check_of_other_optimizers(optimizers_of, expected, base_model, 
 DROP = "run.config.no_signal = 'drop'"
 MOMENTS = "run.states[2]['optimizer']['state'].values()"
 HOLD = "run.config.late = 'hold'"
-# Every step trains samples of the version before the one that it begins with.
-ALL_OLDER = "[x['versions'].__setitem__(x['mask'], max(k - 2, 0)) for k, x in run.batches.items()]"
+# Every step trains samples of the version before the one that it begins with; the first step after
+# a start, samples of the version that it begins with.
+ALL_OLDER = """
+for k, versions in enumerate((0, 0, 2, 2), 1):
+    run.batches[k]['versions'][run.batches[k]['mask']] = versions
+"""
 OTHERS = "{str(k): ['toy', k] for k in range(100, 104)}"
 # (check, change of the run, letters of the rows); `one` is the first sample
 CHANGES = [
@@ -295,14 +299,15 @@ CHANGES = [
     ("packing", "run.config.advantage = 'of a fork'", "y-"),
     ("packing", "run.steps[1]['reward'] /= 2", "ny"),
     ("packing", "run.config.batch_size = 10", "ny"),
-    ("draws", f"{HOLD}; {ALL_OLDER}", "yyyyyy"),
+    ("draws", f"{HOLD}\n{ALL_OLDER}", "yyyyyy"),
     (
         "draws",
-        f"{HOLD}; {ALL_OLDER}; run.batches[4]['versions'][run.batches[4]['mask']] = 3",
+        f"{HOLD}\n{ALL_OLDER}\nrun.batches[4]['versions'][run.batches[4]['mask']] = 3",
         "ynyyyy",
     ),
     ("parameters", "", "y"),
-    ("parameters", "del run.states[3]['optimizer']['state']['model.norm.weight']", "n"),
+    ("parameters", "del run.states[3]['optimizer']['state']['model.norm.weight']", "-"),
+    ("parameters", "run.config.adam_8bit = True", "-"),
     ("parameters", "run.states[3]['optimizer']['state'].clear()", "-"),
     ("metrics", "", "y"),
     ("metrics", "run.steps[4]['lag_mean'] += 0.1", "n"),
@@ -310,6 +315,8 @@ CHANGES = [
     ("metrics", "run.steps[4]['signal'] -= 0.1", "n"),
     ("metrics", "run.steps[1]['by_lag'] = {'1': run.steps[1]['by_lag']['0']}", "n"),
     ("metrics", "run.steps[1]['lengths'] = {'20+': 8}", "n"),
+    ("metrics", "run.steps[1]['lengths'].popitem()", "n"),
+    ("metrics", "run.steps[4]['by_lag'].popitem()", "n"),
     ("metrics", "del run.steps[1]['lengths'], run.steps[1]['late']", "y"),
     ("rewards", "", "yy"),
     ("rewards", "one['reward'] += 1", "nn"),
@@ -383,22 +390,29 @@ def test_parameter_check_finds_wrong_and_missing_adapters(base_model, monkeypatc
     trained = run.states[3]["optimizer"]["state"]
     del trained["model.layers.0.self_attn.q_proj.lora_A"]
     assert said(doctor_checks.check_parameters(run)) == "nn"
+    # An adapter that changes nothing says nothing.
+    (tmp_path / "zero").mkdir()
+    monkeypatch.setattr(run, "folder", lambda version: tmp_path / "zero")
+    zeros = {name: 0 * x for name, x in adapters.items()}
+    lora.save(tmp_path / "zero" / "adapter", zeros, run.config)
+    assert said(doctor_checks.check_parameters(run)) == "n-"
 
 
 @pytest.mark.parametrize("rows,index", [("packed", 0), ("padded", 1)])
 def test_expert_load_is_counted_with_plain_routers(rows, index, tmp_path, monkeypatch):
-    """Two of three sequences begin with the same five tokens; packed rows compute them once."""
+    """Packed rows compute once what neighbours share: five tokens, or all but the last one."""
     families.make_model("qwen3_moe", tmp_path, torch.float32)
     knobs = dict(model=str(tmp_path), dtype="float32", rows=rows)
     policy = train.build(cfg.Config(**knobs), torch.device("cpu"), 1)[0]
     rng = np.random.default_rng(0)
-    sequences = [rng.integers(2, 100, n) for n in (3, 9, 30)]
+    sequences = [rng.integers(2, 100, n) for n in (3, 9, 30, 30)]
     sequences[2][:5] = sequences[1][:5]
-    lengths = np.array([3, 9, 30])
+    sequences[3] = sequences[2]
+    lengths = np.array([3, 9, 30, 30])
     tokens = np.concatenate(sequences)
     policy.logprobs(tokens, np.concatenate([np.arange(n) for n in lengths]), 1.0)
     load, n = policy.routing.sums()["expert_load"]
-    record = dict(lengths=lengths, tokens=tokens, segment=np.zeros(42, np.int16))
+    record = dict(lengths=lengths, tokens=tokens, segment=np.zeros(72, np.int16))
     monkeypatch.setattr(reference, "kept_batches", lambda run_dir, step: [record])
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     run = SimpleNamespace(model=lambda version: model, run_dir=tmp_path, device="cpu")

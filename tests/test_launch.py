@@ -137,6 +137,11 @@ def test_an_engine_takes_the_next_free_port(supervised):
     socket.create_server(("127.0.0.1", claimed_port)).close()
 
 
+def test_an_address_of_another_machine_is_named():
+    with pytest.raises(OSError, match="203.0.113.9 is no address that this machine can use"):
+        supervise.claim_port("203.0.113.9", 9460)
+
+
 # ---- a launcher with shell programs in place of a run's processes
 
 LAUNCH = """

@@ -147,8 +147,8 @@ def check_texts(run):
     that is scored, in the form of the chat template; a reply is not the environment's; the
     template's separator between two turns is lost. Stop tokens are not trained, or there are too
     many of them; an answer ends for another reason than it says, or goes on after it has all of
-    --max_new_tokens. A turn of an attempt is there
-    twice: a client's request was sampled again, or branches both have a turn that they share.
+    --max_new_tokens. A turn of an attempt is there twice: a client's request was sampled again, or
+    branches both have a turn that they share.
     """
     samples = run.samples()
     stop_tokens = run.stop_tokens()
@@ -235,7 +235,9 @@ def check_draws(run):
         lags = {}
         for step in run.steps:
             trained_lags, _ = reference.lags_and_lengths(run, step)
-            lags[step] = set(trained_lags) - {min(step - 1, c.max_lag)}
+            # After a start, the first steps train samples of the version that it began with.
+            first = run.continued if step > run.continued else 0
+            lags[step] = set(trained_lags) - {min(step - 1 - first, c.max_lag)}
         early = sum(map(bool, lags.values()))
         yield none_differ("all tokens of a step have the lag of --late hold", early, len(lags))
     yield none_differ(f"--no_signal {c.no_signal}", wrong_drops, judged)
@@ -361,24 +363,30 @@ def gradient_rows(run, step, adam_gradients, trained, model_state):
 
 
 def check_parameters(run):
-    """A parameter of the model is not trained, though the loss depends on it: it is frozen, or in
-    no group of the optimizer, or its layer has no adapter. Or the saved adapter is not the change
-    that was trained.
+    """A layer has no adapter, or the saved adapter is not the change that was trained. Without
+    adapters, parameters that are not trained are only shown, as a fork may choose what it trains;
+    a parameter that is in no group of the optimizer makes the rows of the gradient FAIL.
     """
+    c = run.config
     version = run.continued + 1
-    state = reference.trainer_state(run, version)
-    wanted = reference.parameters_to_train(run, state["model"])
-    missing = sorted(wanted - state["optimizer"]["state"].keys())
-    # An optimizer of a fork may keep no state of its parameters.
-    ok = not missing if state["optimizer"]["state"] else None
-    figure = f"{len(missing)} of {len(wanted)} are not trained"
-    if missing:
-        figure += f": {', '.join(missing[:2])}"
-    yield "all parameters are trained", ok, figure
-    if run.config.lora_rank:
+    name = "all layers have adapters" if c.lora_rank else "all parameters are trained"
+    if c.adam_8bit:
+        yield name, None, "--adam_8bit: not known to the doctor"
+    else:
+        trained = reference.trainer_state(run, version)["optimizer"]["state"].keys()
+        wanted = reference.parameters_to_train(run)
+        missing = sorted(wanted - trained)
+        figure = f"{len(missing)} of {len(wanted)} are not trained"
+        if missing:
+            figure += f": {', '.join(missing[:2])}"
+        # An optimizer of a fork may keep no state of its parameters.
+        is_known = trained and wanted and (c.lora_rank or not missing)
+        yield name, not missing if is_known else None, figure
+    if c.lora_rank:
         share = reference.share_of_adapter(run, version)
+        ok = None if np.isnan(share) else abs(share - 1) < ADAPTER_LIMIT
         figure = f"the weights change by {share:.3f} of the adapter (limit {ADAPTER_LIMIT:.0%})"
-        yield "base model + saved adapter = checkpoint", abs(share - 1) < ADAPTER_LIMIT, figure
+        yield "base model + saved adapter = checkpoint", ok, figure
 
 
 def check_metrics(run):
@@ -396,6 +404,15 @@ def check_metrics(run):
                 name = f"{metric} {bucket}"
                 logged[name] = count["tokens"] if metric == "by_lag" else count
                 expected[name] = reference.count_within(bucket, values)
+        # No bucket may be missing.
+        logged |= {
+            "tokens of by_lag": sum(x["tokens"] for x in line.get("by_lag", {}).values()),
+            "samples of lengths": sum(line.get("lengths", {}).values()),
+        }
+        expected |= {
+            "tokens of by_lag": len(lags) if "by_lag" in line else 0,
+            "samples of lengths": len(lengths) if "lengths" in line else 0,
+        }
         for name, value in logged.items():
             seen += 1
             if not np.isclose(value, expected[name], rtol=1e-4, atol=1e-6):

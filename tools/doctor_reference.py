@@ -456,12 +456,11 @@ def gradient(run, step, trained, state):
     return gradients, older / max(tokens, 1), ess, ess_sample
 
 
-def parameters_to_train(run, state):
+def parameters_to_train(run):
     """Return the names of the parameters that have a gradient in the logprobs of a few samples.
 
-    The samples are the first eight that the second run trained. state: {name: tensor} of the model,
-    with the names of adapters. With --lora_rank the names are those of the adapters of all linear
-    layers but the output head, whatever layers have adapters.
+    The samples are the first eight that the second run trained. With --lora_rank the names are
+    those of the adapters of all linear layers but the output head, whatever layers have adapters.
     """
     model = run.model(run.continued)
     for sample in run.trained(run.continued + 1)[:8]:
@@ -479,8 +478,9 @@ def parameters_to_train(run, state):
 
 def share_of_adapter(run, version):
     """Return how much of an adapter is in a checkpoint: the projection of its change from the base
-    model on scale B A, as a multiple of scale B A. It is 1 if change and adapter agree. The adapter
-    is read as peft and vLLM read it.
+    model W on the change by scale B A, rounded as W is, as a multiple of this change. It is 1 if
+    both agree, and nan if the adapter changes nothing. The adapter is read as peft and vLLM read
+    it.
     """
     folder = Path(run.folder(version))
     about = json.loads((folder / "adapter" / "adapter_config.json").read_text())
@@ -491,10 +491,13 @@ def share_of_adapter(run, version):
         layer = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
         if layer.rpartition(".")[2] not in about["target_modules"]:
             continue
-        B = adapters[name.replace(".lora_A.", ".lora_B.")]
-        change = about["lora_alpha"] / about["r"] * (B @ adapters[name])
-        weight = f"{layer}.weight"
-        difference = (saved[weight].detach().float() - base[weight].detach().float()).cpu()
+        weight = base[f"{layer}.weight"].detach().cpu()
+        A, B = (
+            adapters[name.replace(".lora_A.", f".lora_{k}.")].to(weight.dtype).float() for k in "AB"
+        )
+        merged = (weight + about["lora_alpha"] / about["r"] * (B @ A)).to(weight.dtype)
+        change = merged.float() - weight.float()
+        difference = saved[f"{layer}.weight"].detach().cpu().float() - weight.float()
         product += float((difference * change).sum())
         square += float((change**2).sum())
     return product / square if square else float("nan")
@@ -559,7 +562,9 @@ def expert_loads(run, step):
     model = run.model(step - 1)
     k = getattr(model.config, "num_experts_per_tok", None)
     names = [name for name, _ in model.named_buffers()] + list(model.state_dict())
-    if not k or any("correction_bias" in name for name in names):
+    has_bias = any("correction_bias" in name or "expert_bias" in name for name in names)
+    has_groups = (getattr(model.config, "n_group", None) or 1) > 1
+    if not k or has_bias or has_groups:
         return []
     # of both ways to count: the sums over layers and micro-batches
     loads = np.zeros(2)
@@ -578,7 +583,8 @@ def expert_loads(run, step):
                 logits = getattr(output, "router_logits", None)
                 if not logits:
                     return []
-                n = min(len(ids), len(previous))
+                # The last token of a sequence is always computed.
+                n = min(len(ids) - 1, len(previous))
                 is_same = ids[:n] == previous[:n]
                 shared = n if is_same.all() else int(is_same.argmin())
                 previous = ids

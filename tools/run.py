@@ -40,6 +40,7 @@ def train(argv) -> int:
     summary = "dry run, nothing is started"
     if node == 0 and c.dry_run:
         placement.prepare(c, ["train", "test"])
+        supervise.check_signals()
     elif node == 0:
         lock, start = rundir.hold(c)
         opening = begin(c, start)
@@ -70,6 +71,7 @@ def begin(c: cfg.Config, start: str) -> rundir.Opening:
     """
     opening = rundir.Opening(c)
     placement.prepare(c, ["train", "test"])
+    supervise.check_signals()
     if c.trainers > 1:
         claim = supervise.claim_port(c.master_addr, c.master_port)
         c.master_port = claim.getsockname()[1]
