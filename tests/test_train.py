@@ -411,6 +411,14 @@ def test_metrics_by_hand(model):
     assert m["mismatch"] is None
 
 
+def test_attempts_that_overlong_mask_leaves_out_count_as_sampled(model):
+    """Of the second attempt no token is trained; it has a turn and a length all the same."""
+    record = micro_record(model, [10, 13], version=6)
+    record["mask"][10:] = False
+    m = metrics_of(model, record, 6)[1]
+    assert (m["turns"], m["length_mean"], m["sampled_tokens"]) == (1, (7 + 10) / 2, 7)
+
+
 def test_kl_to_the_behaviour_policy_by_hand(model):
     """Every sampled token adds coefficient * (log w)^2 with log w = 0.5, and the gradient of it."""
     record = micro_record(model, [10, 13], version=6, offset=0.5)
