@@ -52,6 +52,9 @@ ALL_FAULTS = [
     Fault(name="clean guess", file="", old="", new="", knobs=GUESS),
     Fault(name="clean two engines", file="", old="", new="", knobs="--engines 2"),
     Fault(name="clean agent", file="", old="", new="", knobs=AGENT),
+    Fault(name="clean hold", file="", old="", new="", knobs="--late hold"),
+    Fault(name="clean adapters", file="", old="", new="", knobs="--lora_rank 8"),
+    Fault(name="clean experts", file="", old="", new="", knobs="--family qwen3_moe --rows padded"),
     # ---- The faults of an audit
     Fault(
         name="weights of 1",
