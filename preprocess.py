@@ -490,9 +490,9 @@ def emit_steps(config, waiting, packer, drops, rng, version_file):
         drops.announce()
         # Stay at most one step ahead of the trainer. While the trainer is busy, groups wait in the
         # buffer, where newer groups may still replace them.
-        is_ahead = packer.step > read_json(version_file).get("version", 0) + 1
         needed = groups_needed(config, packer, in_phase)
-        if is_ahead or len(waiting.groups) < needed:
+        has_groups = len(waiting.groups) >= needed
+        if not has_groups or packer.step > read_json(version_file).get("version", 0) + 1:
             time.sleep(0.005)
             continue
         if config.conventional_g and not in_phase:

@@ -255,13 +255,17 @@ class Shadow:
 
         Empty tensors are left out. Packed matrices are compared by a product with `probe`.
         """
-        result = {name: torch.equal(old, new) for name, old, new in self.pairs if old.numel()}
+        result = self.equal_pairs()
         for module, old, new in self.products:
             x = module.probe()
             product = old(x, module.live.weight, getattr(module.live, "bias", None))
             other = new(x, module.shadow.weight, getattr(module.shadow, "bias", None))
             result[f"{module.name}.weight"] = torch.equal(product, other)
         return result
+
+    def equal_pairs(self):
+        """`equal` without the packed matrices."""
+        return {name: torch.equal(old, new) for name, old, new in self.pairs if old.numel()}
 
     @torch.no_grad()
     def swap(self):
@@ -278,9 +282,11 @@ class Shadow:
             module.live.cpu_linear = product
         self.swaps += 1
         if self.swaps <= 2:
-            wrong = [name for name, a, b in self.pairs if a.numel() and not torch.equal(a, b)]
+            wrong = [name for name, is_equal in self.equal_pairs().items() if not is_equal]
             if wrong:
-                raise RuntimeError(f"{wrong[0]} is not what was sent, and {len(wrong) - 1} others")
+                raise RuntimeError(
+                    f"{wrong[0]} is not what was sent ({len(wrong)} tensors are wrong)"
+                )
 
 
 def is_wanted(record):

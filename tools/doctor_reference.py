@@ -446,12 +446,10 @@ def gradient(run, step, trained, state):
     model.zero_grad()
     gradients |= adapter_gradients(c, gradients, state)
     gradients = {name: gradients[name] for name in trained}
-    sample_weights_product = [w.double().log().sum().exp().reshape(1) for w in weights]
+    weights_of_samples = [w.double().log().sum().exp().reshape(1) for w in weights]
     ess, ess_sample = (
         float(w.sum() ** 2 / (w**2).sum() / len(w))
-        for w in (
-            torch.cat(parts or [torch.ones(1)]) for parts in (weights, sample_weights_product)
-        )
+        for w in (torch.cat(parts or [torch.ones(1)]) for parts in (weights, weights_of_samples))
     )
     return gradients, older / max(tokens, 1), ess, ess_sample
 
@@ -503,14 +501,14 @@ def share_of_adapter(run, version):
     return product / square if square else float("nan")
 
 
-def lags_and_lengths(run, step):
-    """Return ([the lag of each token in the loss], [the number of sampled tokens of each sample])
-    of the step that made version `step`.
+def lags_and_lengths(c, step, samples):
+    """Return ([the lag of each token in the loss], [the number of sampled tokens of each sample]).
+
+    c: the Config. samples: those of the step that made version `step`.
     """
-    c = run.config
     lags = []
     lengths = []
-    for sample in run.trained(step):
+    for sample in samples:
         lag = step - 1 - sample["versions"][sample["mask"]]
         if c.late == "mask":
             lag = lag[lag <= c.max_lag]
@@ -526,7 +524,7 @@ def metrics_of(run, step):
     `lags_and_lengths`.
     """
     samples = run.trained(step)
-    lags, lengths = lags_and_lengths(run, step)
+    lags, lengths = lags_and_lengths(run.config, step, samples)
     oldest = [
         step - 1 - sample["versions"][sample["versions"] >= 0].min()
         for sample in samples
