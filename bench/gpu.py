@@ -1,19 +1,21 @@
-"""Checks that one GPU can make in ten minutes: parity, gradients, MFU, weight updates.
+"""Checks that one GPU can make in ten minutes: parity, gradients, MFU, updates, checkpoints.
 
     bash bench/gpu.sh [--only parity mfu-1.5b-16k ...] [--minutes 9.5] [--rehearse] [--out DIR]
 
 Each check is a function below whose docstring says what it proves. It has a process of its own, so
 that a crash or a lack of memory costs the others nothing and its memory peak is its own, and it
 has a time limit. gpu.json is written after each check; messages of a check are in
-out/bench/gpu-<check>.log. All weights are random; torch, transformers and this checkout are enough,
-and no network is needed. `--rehearse` runs the same lines on the CPU with tiny shapes; its times
-mean nothing. Deliberately absent: vLLM (`bash run.sh doctor` checks it), several GPUs.
+out/bench/gpu-<check>.log. All weights are random; torch, transformers, psutil and this checkout
+are enough, and no network is needed. `--rehearse` runs the same lines on the CPU with tiny shapes;
+its times mean nothing. Deliberately absent: vLLM (`bash run.sh doctor` checks it), several GPUs.
 """
 
 import functools
 import json
 import multiprocessing
 import os
+import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -28,8 +30,12 @@ if "--rehearse" in sys.argv:
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as torch_profile
 
+import config as cfg
 from bench.common import WORK, keep, machine, parser, result_file
 from bench.one_gpu import (
     OneRank,
@@ -44,10 +50,22 @@ from bench.one_gpu import (
     skipped,
     whole,
 )
-from bench.train import CUDA, DEVICE, PEAK_FLOPS, SMALL, WIDE, flops, one_step
-from plumbing import transport
+from bench.train import (
+    CUDA,
+    DEVICE,
+    PEAK_FLOPS,
+    SMALL,
+    WIDE,
+    flops,
+    model_config,
+    one_step,
+)
+from plumbing import checkpoints, transport
+from plumbing.metrics import Sums
 from plumbing.model import Packing, flash_runs_on, packed_attention
-from train import micro_batch
+from plumbing.placement import ONE_HEAP
+from tools import memory
+from train import micro_batch, optimizer_step
 from weights import Sender
 
 TINY = SMALL | dict(vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2)
@@ -191,49 +209,106 @@ def gradients():
 # ---- MFU and memory
 
 
-def mfu(size, row_tokens, gradient_checkpointing, goal=None):
-    """The share of the GPU's peak that a step of 64k tokens uses, by the formula of bench/train.py
-    and on its samples (median 600 tokens, mean some 900, up to 8k).
+def computed_gb(size, without_adamw, **knobs):
+    """The GB that tools/memory.py computes for a trainer on one GPU, at the peak of a step."""
+    model = f"Qwen2.5-{size.upper()}"
+    parts = memory.trainer_gb(cfg.Config(model=model, dtype="bfloat16", trainers=1, **knobs))
+    return sum(parts.values()) - parts["optimizer"] * without_adamw
 
-    7B: forward, backward and clipping without AdamW, whose state does not fit beside the rest.
+
+def mfu(size, row_tokens, goal=None, **knobs):
+    """The share of the GPU's peak that a step of 64k tokens uses, by the formula of bench/train.py
+    and on its samples (median 600 tokens, mean some 900, up to 8k), and whether tools/memory.py
+    knows the memory that it takes. knobs: those of config.py.
+
+    7B, all weights: forward, backward and clipping without AdamW, whose state does not fit beside
+    the rest. With adapters the formula counts gradients of all weights, though two thirds of the
+    FLOPs are enough. tools/memory.py expects the gradients of an earlier row, which a step of one
+    row does not have. What needs far more memory than the GPU has is not tried.
     """
+    without_adamw = size == "7b" and "lora_rank" not in knobs
+    case = "without AdamW: " * without_adamw
+    computed = computed_gb(size, without_adamw, row_tokens=row_tokens, **knobs)
+    why = f"out of memory; {computed:.1f} GB computed"
+    if CUDA and computed > 1.1 * torch.cuda.mem_get_info()[1] / 1e9:
+        yield skipped(f"{case}MFU", why)
+        return
     shape = on_gpu(WIDE if size == "1.5b" else SEVEN, TINY)
     row_tokens = on_gpu(row_tokens, row_tokens // 32)
     rows = on_gpu(65536, 2048) // row_tokens
     records = [row(shape, row_tokens, seed) for seed in range(rows)]
-    case = f"{size}, rows of {row_tokens}" + ", checkpointing" * gradient_checkpointing
-    changed = {}
-    if size == "7b":
-        case += ", without AdamW"
-        changed = dict(tie_word_embeddings=False)
+    changed = dict(tie_word_embeddings=size == "1.5b")
     try:
-        config, model, optimizers = build(
-            shape, "bfloat16", changed, checkpointed_layers=1000 * gradient_checkpointing
-        )
-        if size == "7b":
+        config, model, optimizers = build(shape, "bfloat16", changed, **knobs)
+        if without_adamw:
             optimizers = []
         step = functools.partial(one_step, model, optimizers, config, DEVICE, records)
-        seconds, peak = measure(step, repeats=on_gpu(2, 1))
+        seconds, first, peak = measure(step, repeats=on_gpu(2, 1))
     except torch.OutOfMemoryError:
-        yield skipped(case, "out of memory")
+        yield skipped(f"{case}MFU", why)
         return
     lengths = np.concatenate([record["lengths"] for record in records])
     share = flops(shape, lengths) / seconds / PEAK_FLOPS
-    yield figure(case, ": MFU", share, least=on_gpu(goal, None))
-    yield figure(case, ": tokens/s", rows * row_tokens / seconds)
-    yield figure(case, ": peak", peak / 1e9, "GB")
+    yield figure(case, "MFU", share, least=on_gpu(goal, None))
+    yield figure(case, "tokens/s", rows * row_tokens / seconds)
+    yield figure(case, "the first step", first, "s")
+    yield figure(case, "peak", peak / 1e9, "GB")
+    yield figure(case, "peak / computed by tools/memory.py", peak / 1e9 / computed)
 
 
-# ---- weight updates, and two processes on one GPU
+# Kinds of kernels by their names, the first that matches
+KERNELS = {
+    "attention": r"flash|fmha|attention",
+    "matrix products": r"gemm|nvjet|cutlass|xmma|cublas|_mm\b|addmm|bmm",
+    "copies": r"memcpy|memset|copy|_cat|CatArray",
+    "optimizer and clipping": r"multi_tensor|foreach|adam",
+    "reductions": r"reduce|softmax|logsumexp|norm|sum|mean",
+    "elementwise": r"elementwise|mul|add|silu|where|pow|exp|neg",
+}
+
+
+def profile():
+    """Which kinds of kernels a step of 1.5B parameters spends its time in, rows of 16k tokens.
+
+    The shares are those of the time of a step without the profiler; what is left is the time in
+    which the GPU has nothing to do. The kernels that take longest go to the log of this check.
+    """
+    shape = on_gpu(WIDE, TINY)
+    config, model, optimizers = build(shape, "bfloat16", {})
+    records = [row(shape, on_gpu(16384, 512))]
+    step = functools.partial(one_step, model, optimizers, config, DEVICE, records)
+    seconds, *_ = measure(step)
+    activity = on_gpu(ProfilerActivity.CUDA, ProfilerActivity.CPU)
+    with torch_profile(activities=[activity]) as profiler:
+        step()
+        torch.get_device_module(DEVICE).synchronize()
+    taken = dict.fromkeys([*KERNELS, "others"], 0.0)
+    events = profiler.key_averages()
+    for event in events:
+        kinds = [kind for kind, names in KERNELS.items() if re.search(names, event.key, re.I)]
+        taken[[*kinds, "others"][0]] += on_gpu(
+            event.self_device_time_total, event.self_cpu_time_total
+        )
+    for kind, microseconds in taken.items():
+        yield figure("", f"{kind}, share of the step", microseconds / 1e6 / seconds)
+    busy = sum(taken.values()) / 1e6 / seconds
+    yield figure("", "kernels in all, share of the step", busy)
+    order = on_gpu("self_device_time_total", "self_cpu_time_total")
+    print(events.table(sort_by=order, row_limit=40, max_name_column_width=90), file=sys.stderr)
+
+
+# ---- weight updates, checkpoints, and two processes on one GPU
 
 
 def groups():
-    """A weight group of one process, NCCL's on a GPU, is made, used and aborted 50 times and leaves
+    """A weight group of one process, NCCL's on a GPU, is made, used and aborted 24 times and leaves
     nothing behind: one thread, file or MB for each group would be over the limit.
+
+    On an H200 50 groups of NCCL took more than a minute.
     """
     samples = []
     start = time.perf_counter()
-    for _ in range(50):
+    for _ in range(24):
         store = transport.open_store("127.0.0.1", 0, 60, server=True)
         group = transport.join_group(on_gpu("nccl", "gloo"), store, 0, 1, 60.0, DEVICE)
         sent = torch.ones(1024, device=DEVICE)
@@ -242,11 +317,11 @@ def groups():
         transport.abort_group(group)
         del group, store
         samples.append(resources())
-    yield figure("", "a group", (time.perf_counter() - start) / 50, "s")
+    yield figure("", "a group", (time.perf_counter() - start) / len(samples), "s")
     # The first groups load libraries
     for resource in samples[0]:
-        growth = samples[-1][resource] - samples[9][resource]
-        yield figure(resource, ", more after 40 more", growth, most=20)
+        growth = samples[-1][resource] - samples[3][resource]
+        yield figure(resource, ", more after 20 more", growth, most=10)
 
 
 @torch.no_grad()
@@ -286,6 +361,64 @@ def updates():
     yield figure("", "the whole update", times["sync_s"], "s")
 
 
+def trained(model, optimizers, config, record, gradients=()):
+    """Make a step of train.py; returns its gradients. gradients: those that it takes instead."""
+    loss, metrics, _ = micro_batch(model, record, 0, config, DEVICE)
+    loss.backward()
+    for p, gradient in zip(model.parameters(), gradients):
+        p.grad.copy_(gradient)
+    taken = [p.grad.clone() for p in model.parameters()]
+    sums = Sums()
+    sums.add(metrics)
+    optimizer_step(model, optimizers, sums, 0, config)
+    return taken
+
+
+def save():
+    """A checkpoint that is written and read on the device continues the run bit by bit: a step
+    after it gives the same parameters and the same state of AdamW in a model that is newly built.
+
+    On a GPU no two backward passes are equal bit by bit, as atomic additions have no fixed order.
+    So the second model computes its gradients, and then takes those of the first one.
+    """
+    shape = on_gpu(WIDE | dict(num_hidden_layers=2), TINY)
+    record = row(shape, on_gpu(4096, 512))
+    run_dir = WORK / "gpu-save"
+    shutil.rmtree(run_dir, ignore_errors=True)
+    model_config(shape).save_pretrained(run_dir / "model_files")
+    config, model, optimizers = build(shape, "bfloat16", {})
+    ranks = OneRank()
+    ranks.saving = dist.new_group(backend="gloo")
+    state = checkpoints.NEW_RUN
+    saver = checkpoints.Saver(config, run_dir, model.model, optimizers, ranks, state)
+    trained(model, optimizers, config, record)
+    start = time.perf_counter()
+    paused = saver.save(state | {"version": 1})
+    saver.finish()
+    yield figure("", "save: training waits", paused, "s")
+    yield figure("", "save: until all is on disk", time.perf_counter() - start, "s")
+    saved = [whole(p).clone() for p in model.parameters()]
+    gradients = trained(model, optimizers, config, record)
+    _, again, new_optimizers = build(shape, "bfloat16", {})
+    start = time.perf_counter()
+    restored = checkpoints.restore(checkpoints.newest(run_dir), again.model, new_optimizers)
+    yield figure("", "restore", time.perf_counter() - start, "s")
+    assert restored["version"] == 1
+    shutil.rmtree(run_dir)
+    wrong = sum(not torch.equal(a, whole(p)) for a, p in zip(saved, again.parameters()))
+    yield figure("", "parameters that differ after restoring", wrong, most=0)
+    trained(again, new_optimizers, config, record, gradients)
+    wrong = different = changed = 0
+    for a, p, q in zip(saved, model.parameters(), again.parameters(), strict=True):
+        wrong += not torch.equal(whole(p), whole(q))
+        changed += not torch.equal(a, whole(p))
+        for name, value in optimizers[0].state[p].items():
+            different += not torch.equal(whole(value), whole(new_optimizers[0].state[q][name]))
+    yield figure("", "parameters that a step changes", changed, least=1)
+    yield figure("", "parameters that differ after one more step", wrong, most=0)
+    yield figure("", "tensors of AdamW that differ then", different, most=0)
+
+
 def forwards(count):
     """Run and count forward passes, in place of an engine, until the parent process ends."""
     shape = on_gpu(WIDE, TINY)
@@ -312,7 +445,7 @@ def sharing():
     config, model, optimizers = build(shape, "bfloat16", {}, checkpointed_layers=1000)
     records = [row(shape, on_gpu(16384, 512))]
     step = functools.partial(one_step, model, optimizers, config, DEVICE, records)
-    alone, _ = measure(step)
+    alone, *_ = measure(step)
     spawn = multiprocessing.get_context("spawn")
     count = spawn.Value("q", 0)
     other = spawn.Process(target=forwards, args=(count,), daemon=True)
@@ -321,7 +454,7 @@ def sharing():
     while count.value < 2 and other.is_alive() and time.monotonic() < deadline:
         time.sleep(0.1)
     _, passes_alone = counted(count, time.sleep, on_gpu(3, 1))
-    (together, _), passes_together = counted(count, measure, step)
+    (together, *_), passes_together = counted(count, measure, step)
     used = resources()["MB of the GPU"]
     other.kill()
     yield figure("", "a step beside forward passes / alone", together / alone, most=on_gpu(4, None))
@@ -333,20 +466,27 @@ def sharing():
 
 # ---- running them
 
-# {name: (seconds it may take, function, *arguments)}, the most important check first
+CHECKPOINTING = dict(checkpointed_layers=1000)
+# {name: (seconds it may take, function, its arguments)}, the most important check first
 CHECKS = {
-    "attention": (90, attentions),
-    "parity": (90, parity),
-    "gradients": (90, gradients),
-    "mfu-1.5b-16k": (90, mfu, "1.5b", 16384, False, 0.45),
-    "groups": (60, groups),
-    "updates": (60, updates),
-    "sharing": (90, sharing),
-    "mfu-1.5b-64k": (90, mfu, "1.5b", 65536, True),
-    "mfu-7b-16k": (120, mfu, "7b", 16384, True),
-    "mfu-7b-64k": (120, mfu, "7b", 65536, True),
-    "mfu-1.5b-16k-checkpointing": (60, mfu, "1.5b", 16384, True),
-    "mfu-7b-16k-keeping": (60, mfu, "7b", 16384, False),
+    "attention": (90, attentions, {}),
+    "parity": (90, parity, {}),
+    "gradients": (90, gradients, {}),
+    "mfu-1.5b-16k": (90, mfu, dict(size="1.5b", row_tokens=16384, goal=0.45)),
+    "profile": (90, profile, {}),
+    "groups": (120, groups, {}),
+    "updates": (60, updates, {}),
+    "save": (120, save, {}),
+    "sharing": (90, sharing, {}),
+    "mfu-7b-16k": (120, mfu, dict(size="7b", row_tokens=16384) | CHECKPOINTING),
+    "mfu-1.5b-16k-compile": (120, mfu, dict(size="1.5b", row_tokens=16384, compile=True)),
+    "mfu-7b-lora-16k": (120, mfu, dict(size="7b", row_tokens=16384, lora_rank=32) | CHECKPOINTING),
+    "mfu-7b-16k-20": (120, mfu, dict(size="7b", row_tokens=16384, checkpointed_layers=20)),
+    "mfu-1.5b-64k": (90, mfu, dict(size="1.5b", row_tokens=65536) | CHECKPOINTING),
+    "mfu-1.5b-16k-head": (90, mfu, dict(size="1.5b", row_tokens=16384, head_float32=True)),
+    "mfu-7b-64k": (120, mfu, dict(size="7b", row_tokens=65536) | CHECKPOINTING),
+    "mfu-1.5b-16k-checkpointing": (60, mfu, dict(size="1.5b", row_tokens=16384) | CHECKPOINTING),
+    "mfu-7b-16k-keeping": (60, mfu, dict(size="7b", row_tokens=16384)),
 }
 
 
@@ -355,8 +495,12 @@ def run(name, limit, rehearse):
     command = [sys.executable, __file__, "--check", name, *["--rehearse"] * rehearse]
     WORK.mkdir(parents=True, exist_ok=True)
     log = WORK / f"gpu-{name}.log"
+    # The memory of the MFU checks is to be that of a trainer, which has this environment on a GPU
+    env = os.environ | (ONE_HEAP if name.startswith(("mfu", "profile")) else {})
     with open(log, "w") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        process = subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
         # Its lines come as they are measured
         timer = threading.Timer(limit, process.kill)
         timer.start()
@@ -383,8 +527,8 @@ def main(argv=None):
     if not CUDA and not a.rehearse:
         sys.exit("bench/gpu.py: torch sees no GPU; add --rehearse to run on the CPU")
     if a.check:
-        _, function, *arguments = CHECKS[a.check]
-        for line in function(*arguments):
+        _, function, arguments = CHECKS[a.check]
+        for line in function(**arguments):
             print(json.dumps(line), flush=True)
         # As train.py ends: threads of gloo and NCCL may still be at work
         os._exit(0)

@@ -64,19 +64,21 @@ def relative(a, b):
 
 
 def measure(function, repeats=3):
-    """(median seconds of a call, after one to warm up; peak bytes of this process's tensors on the
-    GPU, 0 on a CPU).
+    """(median seconds of a call after the first one; seconds of the first one, which warms up; peak
+    bytes of this process's tensors on the GPU in these calls, 0 on a CPU).
     """
     device = torch.get_device_module(DEVICE)
-    function()
+    if CUDA:
+        # A model of random weights may have taken more while it was made
+        torch.cuda.reset_peak_memory_stats()
     times = []
-    for _ in range(repeats):
+    for _ in range(1 + repeats):
         device.synchronize()
         start = time.perf_counter()
         function()
         device.synchronize()
         times.append(time.perf_counter() - start)
-    return float(np.median(times)), torch.cuda.max_memory_allocated()
+    return float(np.median(times[1:])), times[0], torch.cuda.max_memory_allocated()
 
 
 # ---- models and rows
@@ -120,11 +122,14 @@ def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-# ---- around weights.Sender
+# ---- around weights.Sender and checkpoints.Saver
 
 
 class OneRank:
-    """The part of plumbing.ranks.Ranks that weights.Sender uses, without accelerate."""
+    """The part of plumbing.ranks.Ranks that Sender and Saver use, without accelerate.
+
+    `saving`, the group of Saver's thread, is made by who needs it.
+    """
 
     rank = 0
     device = DEVICE

@@ -61,6 +61,8 @@ QUIET = SLEEP_SOON | {
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 62), "MALLOC_MMAP_MAX_": "0"}
 # On a GPU rows have many sizes: with one heap that grows, the memory of one row fits the next.
 ONE_HEAP = {"PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")}
+# On a GPU the broadcasts of weights must not queue up behind a process's own kernels.
+MANY_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 NICE = ["nice", "-n", "10"]
 
 
@@ -119,7 +121,8 @@ def _network(address):
     """Environment that makes gloo and NCCL use this address's interface; else they guess one."""
     for name, addresses in psutil.net_if_addrs().items():
         if address in [known.address for known in addresses]:
-            env = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+            # NCCL takes a bare name as a prefix: eth1 would also be eth10
+            env = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
             return {k: v for k, v in env.items() if k not in os.environ}
     return {}
 
@@ -256,8 +259,9 @@ def engine_commands(c: Config, gpus: int, node=0, host="") -> list[tuple[str, di
             options["--hf-overrides"] = '{"head_dtype": "float32"}'
         if gpus:
             env = {"CUDA_VISIBLE_DEVICES": ",".join(devices[gpu] for gpu in engine_gpus)}
-            # the broadcasts of weights must not queue up behind the engine's own work
-            env["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
+            env |= MANY_QUEUES
+            # FlashInfer's sampler would be compiled at an engine's start, which takes minutes
+            env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
             options["--gpu-memory-utilization"] = c.gpu_memory_utilization
             if c.kv_cache_gb:
                 options["--kv-cache-memory-bytes"] = round(c.kv_cache_gb * 1e9)
@@ -333,7 +337,7 @@ def commands(c: Config, gpus: int, node=0, host="") -> list[tuple[str, dict, lis
             continue
         env = QUIET | _network(host) | {"OMP_NUM_THREADS": str(threads)}
         if gpus:
-            env |= ONE_HEAP
+            env |= ONE_HEAP | MANY_QUEUES
             env["CUDA_VISIBLE_DEVICES"] = names[rank_gpus[0]]
         else:
             env |= KEEP_MEMORY

@@ -18,7 +18,8 @@ from bench import gpu
 
 # {check: how many figures it gives}: one of each kind, and with and without checkpointing
 REHEARSED = {"attention": 15, "parity": 9, "gradients": 14, "groups": 5, "updates": 5, "sharing": 4}
-REHEARSED |= {"mfu-1.5b-16k": 3, "mfu-1.5b-64k": 3, "mfu-7b-16k": 3}
+REHEARSED |= {"save": 7, "profile": 8, "mfu-1.5b-16k": 5, "mfu-1.5b-64k": 5, "mfu-7b-16k": 5}
+REHEARSED |= {"mfu-7b-lora-16k": 5, "mfu-1.5b-16k-head": 5}
 # what a machine may lack that lends its GPU
 HIDDEN = "msgspec pydantic vllm aiohttp requests accelerate pebble wandb datasets"
 HIDE = f"import sys\nsys.modules |= dict.fromkeys({HIDDEN.split()})\nsys.stderr.write('hidden ')"
@@ -78,8 +79,9 @@ def test_a_model_that_does_not_fit_is_skipped_by_name(monkeypatch):
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(gpu, "build", out_of_memory)
-    [line] = gpu.mfu("7b", 16384, False)
-    assert line["status"] == "skipped (out of memory)" and line["what"].startswith("7b, rows of ")
+    [line] = gpu.mfu("7b", 16384, checkpointed_layers=20)
+    assert line["status"].startswith("skipped (out of memory; ")
+    assert line["what"] == "without AdamW: MFU"
 
 
 def test_check_that_crashes_fails_alone():
