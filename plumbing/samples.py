@@ -156,7 +156,10 @@ def check_record(record, file, lacks=(), **expected):
         if n != tokens:
             problems.append(f"{name} has {n} values for {tokens} tokens")
     if problems:
-        raise RuntimeError(f"{file}: {problems[0]}; the same command continues the run")
+        raise RuntimeError(
+            f"{file}: {problems[0]}; the same command continues the run, unless another version of "
+            "this code wrote the file: then --fresh True begins anew"
+        )
 
 
 class Transcript:

@@ -30,6 +30,7 @@ from plumbing.metrics import Sums
 from plumbing.model import whole
 from plumbing.placement import gpu_count, share_cores
 from plumbing.ranks import Ranks
+from plumbing.samples import check_record
 from tools.common import find_run, kept_batches, read_metrics
 
 # the metrics that are printed and compared
@@ -68,17 +69,29 @@ def train_step(policy, optimizers, batches, version, config, ranks):
     return metrics
 
 
+def read_batches(run_dir, step):
+    """Return the micro-batches of a step, rank by rank.
+
+    Raises FileNotFoundError if they are not kept, and RuntimeError if other code has written them.
+    """
+    batches = kept_batches(run_dir, step)
+    for batch in batches:
+        check_record(batch, f"{run_dir}: a micro-batch of step {step}")
+    return batches
+
+
 def train_until(run_dir, step, config, ranks):
     """Return (policy, optimizers) as they were before `step`.
 
     The newest checkpoint before the step is loaded, and the steps between them are trained again.
-    Raises FileNotFoundError if the micro-batches of one of them are not kept.
+    Raises FileNotFoundError if the micro-batches of one of them are not kept, and RuntimeError if
+    other code has written them.
     """
     saved = {int(path.name.removeprefix("step_")): path for path in checkpoints.all_of(run_dir)}
     version = max((version for version in saved if version < step), default=0)
     path = saved.get(version)
     # All steps are read before one is computed, so that a missing step is reported at once.
-    batches = {k: kept_batches(run_dir, k) for k in range(version + 1, step)}
+    batches = {k: read_batches(run_dir, k) for k in range(version + 1, step)}
     policy, optimizers = train.build(config, ranks.device, 1)
     checkpoints.restore(path, policy.model, optimizers)
     print(f"replay: from {path or config.model}", flush=True)
@@ -150,13 +163,13 @@ def main(argv=None):
     config = cfg.load(run_dir)
     try:
         other = with_knobs(config, knobs)
-        batches = kept_batches(run_dir, step)
+        batches = read_batches(run_dir, step)
         if not gpu_count():
             # Sums have the same bits only with as many threads as the run had.
             torch.set_num_threads(share_cores(config, 0, 0)[1])
         ranks = Ranks(config)
         policy, optimizers = train_until(run_dir, step, config, ranks)
-    except (cfg.ConfigError, FileNotFoundError) as e:
+    except (cfg.ConfigError, FileNotFoundError, RuntimeError) as e:
         sys.exit(f"replay: {e}")
     [lines] = read_metrics(run_dir, "step")
     run_metrics = {line["step"]: line for line in lines}.get(step, {})
