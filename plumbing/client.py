@@ -230,11 +230,17 @@ class EngineClient:
         self.reserved = None
         # how often each event happened that is no error but worth a line: retried, moved, ...
         self.counts = Counter()
+        # {url: its number of sequences in progress, summed over time up to `occupied_at`}, in
+        # sequences x seconds
+        self.occupied = Counter()
+        self.occupied_at = Counter()
+        # see `_note_duration`
+        self.durations = np.zeros((3, 4))
         # the number of tokens sampled since the pace was measured
         self.tokens = 0
         self.measured_at = time.monotonic()
-        # sampled tokens per second, and the share of the engines' slots that is empty: means over
-        # some 10 s
+        # sampled tokens per second and the share of the engines' slots that is empty, both as means
+        # over some 10 s; and `durations`
         self.pace = dict(gen_tok_s=0.0, gen_idle=0.0)
 
     @property
@@ -330,9 +336,12 @@ class EngineClient:
         while tries <= RETRIES:
             try:
                 async with self._engine_for(key, self.config.concurrency, engine) as url:
+                    began = self._occupied(url)
                     content = await self._post(url, "/inference/v1/generate", body)
                     answer = read_answer(content, max_tokens, self.stop, self.vocabulary, context)
+                    ended = self._occupied(url)
                 self.tokens += len(answer["tokens"])
+                self._note_duration(len(answer["tokens"]), *(ended - began))
                 self.losses.pop(key, None)
                 self.losses_in_a_row.clear()
                 return answer | dict(engine=url)
@@ -425,6 +434,7 @@ class EngineClient:
         """Count a request to this engine as in progress within this context."""
         request = Request(prompt, url, self.lives[url])
         self.in_progress.add(request)
+        self._occupied(url)
         self.load[url] += 1
         try:
             yield
@@ -434,6 +444,7 @@ class EngineClient:
                 self._note_loss(url, request.life)
             raise
         finally:
+            self._occupied(url)
             self.load[url] -= 1
             self.in_progress.remove(request)
 
@@ -475,6 +486,26 @@ class EngineClient:
                 flush=True,
             )
 
+    # ---- the engines' pace
+
+    def _occupied(self, url):
+        """[the time, the sum over time up to now of an engine's sequences in progress], seconds."""
+        now = time.monotonic()
+        since = self.occupied_at[url] or now
+        self.occupied[url] += self.load[url] * (now - since)
+        self.occupied_at[url] = now
+        return np.array([now, self.occupied[url]])
+
+    def _note_duration(self, tokens, seconds, occupied):
+        """Note how long a request took, from which the speed of the engines can be computed.
+
+        With h sequences in progress on average, a request of n tokens takes about
+        c + n (a + b h) seconds. `durations` has the sums over all requests of the products of
+        (1, n, n h) with (1, n, n h, seconds): least squares for c, a and b need no more.
+        """
+        x = np.array([1.0, tokens, tokens * occupied / max(seconds, 1e-9), seconds])
+        self.durations += np.outer(x[:3], x)
+
     def measure_pace(self):
         """Update `pace` with the time since the last measurement."""
         now = time.monotonic()
@@ -483,5 +514,6 @@ class EngineClient:
         newest = dict(gen_tok_s=self.tokens / seconds, gen_idle=max(idle, 0.0))
         for name, value in newest.items():
             self.pace[name] += min(seconds / 10, 1) * (value - self.pace[name])
+        self.pace["durations"] = self.durations.tolist()
         self.measured_at = now
         self.tokens = 0

@@ -418,7 +418,7 @@ def test_pace_of_the_engines_is_published_once_a_second(tmp_path, base_model):
     async def work(actor):
         # with_fake_engine has read the trainer's version, which publishes the pace at once
         first = read_json(pace_file)
-        assert set(first) == {"gen_tok_s", "gen_idle"}
+        assert set(first) == {"gen_tok_s", "gen_idle", "durations"}
         actor.engines.tokens = 1000
         actor.read_trainer()
         assert read_json(pace_file) == first

@@ -9,6 +9,7 @@ import json
 from collections import Counter
 
 import aiohttp
+import numpy as np
 import pytest
 from aiohttp import web
 from test_actor import FakeEngine
@@ -190,6 +191,32 @@ def test_an_engine_whose_every_answer_is_an_error_loses_no_attempt(monkeypatch):
     engines = engines_of(["broken", "well"], post, monkeypatch)
     assert asyncio.run(ask(engines, 40)) == {"well": 40}
     assert engines.counts["failed"] == 0 and 0 < engines.counts["retried"] <= 40
+
+
+def test_durations_of_requests_are_summed_for_least_squares(monkeypatch):
+    """Two requests to one engine: one of 4 s, and one of 2 s in the middle of it."""
+
+    async def run():
+        now = 100.0
+        monkeypatch.setattr(client.time, "monotonic", lambda: now)
+        engines = EngineClient(cfg.Config(concurrency=2), STOP, VOCABULARY)
+        with engines._request("a", "url"):
+            began = engines._occupied("url")
+            now = 101.0
+            with engines._request("b", "url"):
+                other_began = engines._occupied("url")
+                now = 103.0
+                ended = engines._occupied("url")
+                engines._note_duration(2, *(ended - other_began))
+            now = 104.0
+            engines._note_duration(4, *(engines._occupied("url") - began))
+        # (1, tokens, tokens x sequences in progress, seconds) of both requests
+        requests = np.array([[1, 2, 2 * 2, 2.0], [1, 4, 4 * 1.5, 4.0]])
+        np.testing.assert_allclose(engines.durations, requests[:, :3].T @ requests)
+        engines.measure_pace()
+        assert engines.pace["durations"] == engines.durations.tolist()
+
+    asyncio.run(run())
 
 
 def test_requests_of_a_dropped_engine_wait_and_move_to_the_next_one():

@@ -1,4 +1,9 @@
-"""The throughput model of the PipelineRL paper: the pipeline against conventional RL.
+"""How fast would it be? A simulation of your run, and the throughput model of the PipelineRL paper.
+
+    python tools/simulate.py out/RUN [out/RUN2 ...] [--like out/OTHER] [--knob value ...]
+
+simulates a run event by event with the speeds that it has had, see tools/simulate_run.py. Without a
+run the rest of this text holds: the pipeline against conventional RL, by the paper's model.
 
     python tools/simulate.py [--gpus 128] [--batch 128] [--longest 2048] [--tau 4.92]
                              [--lengths uniform|equal|FILE] [--concurrency 1024] [--max_lag 132]
@@ -33,8 +38,12 @@ cache, weight updates.
 """
 
 import argparse
+import sys
+from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 LINE = (
     "{max_lag:>7} | {G:>14} {conventional:>7.4g} | "
@@ -141,6 +150,13 @@ def best(max_lag, gpus, concurrency, **case):
 
 
 def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and not argv[0].startswith("-"):
+        # It imports the stages, and with them torch.
+        from tools import simulate_run
+
+        simulate_run.main(argv)
+        return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpus", type=int, default=128, help="number of GPUs, at least 2")
     parser.add_argument("--batch", type=int, default=128, help="samples per optimizer step")
