@@ -16,14 +16,16 @@ Programs to be called by hand, in the environment that run.sh sets up:
     evaluate.py  It measures a model on held-out problems: python tools/evaluate.py MODEL [--knob v]
     replay.py    It trains one step of a run again: python tools/replay.py out/toy --step 137
     memory.py    It estimates the GPU memory of a run: python tools/memory.py [preset] --gpus 8
-    simulate.py  It computes the throughput model of the PipelineRL paper:
-                 python tools/simulate.py [--gpus 128] [--max_lag 132]
+    simulate.py  It predicts how fast a run would be with other knobs:
+                 python tools/simulate.py out/toy --max_lag 4
+                 Without a run it computes the throughput model of the PipelineRL paper.
 
 Libraries:
     common.py             What several programs share: find a run, read its files, judge them.
     base_model.py         Tiny base models, warmed up on the demonstrations of a task.
     doctor_checks.py      The checks of the doctor, each of which gives rows of its table.
     doctor_reference.py   What a run should have computed, in the plainest way.
+    simulate_run.py       The simulation of a run, event by event.
     report_panels.py      Curves as a picture and as a page.
     report_comparison.py  Several runs beside each other: settings, seeds, differences.
     report_page.html      The page, into which report_panels.py puts the data of a run.

@@ -610,8 +610,10 @@ def main(argv=None):
                 "earlier version of this code has made the run"
             )
     speeds = measure_speeds([run[:3] for run in runs])
-    config, lines, _, samples = read_run(find_run(arguments.like)) if arguments.like else runs[0]
+    config, lines, _, samples = runs[0]
     lengths = measure_lengths(lines[FILLING:], samples)
+    if arguments.like:
+        config, lines, _, _ = read_run(find_run(arguments.like))
     columns = {"measured": observed(lines)}
     columns["simulated"] = simulate(config, speeds, lengths)
     if knobs:
