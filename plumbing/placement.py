@@ -260,7 +260,7 @@ def engine_commands(c: Config, gpus: int, node=0, host="") -> list[tuple[str, di
         if gpus:
             env = {"CUDA_VISIBLE_DEVICES": ",".join(devices[gpu] for gpu in engine_gpus)}
             env |= MANY_QUEUES
-            # FlashInfer's sampler would be compiled at an engine's start, which takes minutes
+            # FlashInfer's kernels would be compiled and tuned at an engine's start, for minutes
             env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
             options["--gpu-memory-utilization"] = c.gpu_memory_utilization
             if c.kv_cache_gb:
@@ -273,6 +273,8 @@ def engine_commands(c: Config, gpus: int, node=0, host="") -> list[tuple[str, di
         for option, value in options.items():
             command += [option, str(value)]
         command.append("--enable-prefix-caching" if caching else "--no-enable-prefix-caching")
+        if gpus:
+            command.append("--no-enable-flashinfer-autotune")
         if c.enforce_eager:
             command.append("--enforce-eager")
         if c.replay_routing:
