@@ -518,8 +518,8 @@ MATH = dict(
 # would waste it.
 MATH_1X80 = MATH | dict(lora_rank=32, batch_size=256, max_lag=2, on_full="block")
 MATH_1X80 |= dict(concurrency=96, kv_cache_gb=10.0)
-# A request may take a third of this. While the trainer computes on the same GPU, an answer of 8192
-# tokens may take longer than the default allows.
+# One request may take a third of stall_timeout. While the trainer uses the same GPU, an answer of
+# 8192 tokens may take longer than a third of the default, which is 600 s.
 MATH_1X80 |= dict(stall_timeout=7200.0)
 MATH_1X24 = MATH_1X80 | dict(model="Qwen/Qwen2.5-1.5B", row_tokens=10240)
 MATH_1X24 |= dict(concurrency=32, kv_cache_gb=2.0)

@@ -64,8 +64,10 @@ def relative(a, b):
 
 
 def measure(function, repeats=3):
-    """(median seconds of a call after the first one; seconds of the first one, which warms up; peak
-    bytes of this process's tensors on the GPU in these calls, 0 on a CPU).
+    """Call the function 1 + repeats times.
+
+    Returns (median seconds without the first call; seconds of the first call, which also warms up;
+    peak bytes of this process's tensors on the GPU in these calls, 0 on a CPU).
     """
     device = torch.get_device_module(DEVICE)
     if CUDA:
@@ -128,7 +130,7 @@ def whole(tensor):
 class OneRank:
     """The part of plumbing.ranks.Ranks that Sender and Saver use, without accelerate.
 
-    `saving`, the group of Saver's thread, is made by who needs it.
+    The check that needs `saving`, the group of Saver's thread, sets it.
     """
 
     rank = 0

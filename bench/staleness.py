@@ -345,6 +345,19 @@ def draw(by_setting, path, curves_of_a_lag):
     figure.savefig(path, dpi=80)
 
 
+def draw_runs(by_setting, path):
+    """Draw the curve of every run, a panel for each setting, and their mean."""
+    figure, axes = panels([f"{setting}: held-out score" for setting in by_setting])
+    for ax, setting_runs in zip(np.atleast_1d(axes), by_setting.values()):
+        curves = [(places(run, "samples"), scores_of(run)) for run in setting_runs]
+        for run, (samples, run_scores) in zip(setting_runs, curves):
+            ax.plot(samples, run_scores, "o-", alpha=0.5, label=f"seed {run['knobs']['seed']}")
+        ax.plot(curves[0][0], np.mean([y for _, y in curves], axis=0), "k-", lw=3, label="mean")
+        ax.set(xlabel="samples", ylim=(0, 1))
+        ax.legend()
+    figure.savefig(path, dpi=80)
+
+
 # ---- the command line
 
 
@@ -385,6 +398,9 @@ def main(argv=None):
     if arguments.part == "mixed":
         print_by_lag(by_setting, path)
     picture = path.with_name(f"staleness-{arguments.part}.png")
+    if arguments.part == "order":
+        draw_runs(by_setting, picture)
+        return
     draw(by_setting, picture, curves_of_a_lag=arguments.part not in ("lags", "tail_lags"))
 
 

@@ -21,7 +21,7 @@ import contextlib
 import math
 import random
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 
 import aiohttp
@@ -218,6 +218,8 @@ class EngineClient:
         self.sessions = {}
         # every Request in progress
         self.in_progress = set()
+        # futures of the requests that wait for a slot, the one that has waited longest first
+        self.waiting = deque()
         # {url: how often the engine was lost}: in all, and since a request to any engine finished
         self.lives = Counter()
         self.losses_in_a_row = Counter()
@@ -416,9 +418,20 @@ class EngineClient:
                             yield url
                         return
                 continue
-            # nobody tells when a slot becomes free, or an engine comes or is well again
-            await asyncio.sleep(0.3)
+            await self._slot_becomes_free()
         raise KillsEngines("engines died of this prompt each time, also one that did nothing else")
+
+    async def _slot_becomes_free(self):
+        """Wait for a free slot, or a moment: nobody tells when an engine comes or is well again."""
+        freed = asyncio.get_running_loop().create_future()
+        self.waiting.append(freed)
+        try:
+            await asyncio.wait_for(freed, 0.3)
+        except TimeoutError:
+            pass
+        finally:
+            if freed in self.waiting:
+                self.waiting.remove(freed)
 
     async def _empty_engine(self):
         """Wait for an engine that has nothing to do; returns its URL. It gets no other work."""
@@ -447,6 +460,12 @@ class EngineClient:
             self._occupied(url)
             self.load[url] -= 1
             self.in_progress.remove(request)
+            while self.waiting:
+                freed = self.waiting.popleft()
+                # its request may have been given up just now
+                if not freed.done():
+                    freed.set_result(None)
+                    break
 
     def _note_loss(self, url, life):
         """Note, once for all its requests in progress, that an engine is lost in this life."""

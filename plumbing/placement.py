@@ -121,7 +121,7 @@ def _network(address):
     """Environment that makes gloo and NCCL use this address's interface; else they guess one."""
     for name, addresses in psutil.net_if_addrs().items():
         if address in [known.address for known in addresses]:
-            # NCCL takes a bare name as a prefix: eth1 would also be eth10
+            # NCCL takes a bare name as a prefix: eth1 would also match eth10.
             env = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
             return {k: v for k, v in env.items() if k not in os.environ}
     return {}
@@ -260,8 +260,9 @@ def engine_commands(c: Config, gpus: int, node=0, host="") -> list[tuple[str, di
         if gpus:
             env = {"CUDA_VISIBLE_DEVICES": ",".join(devices[gpu] for gpu in engine_gpus)}
             env |= MANY_QUEUES
-            # FlashInfer's kernels would be compiled and tuned at an engine's start, for minutes
-            env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+            # Otherwise FlashInfer's sampler is compiled when an engine starts, and its kernels are
+            # tuned (--no-enable-flashinfer-autotune below).
+            env["VLLM_USE_FLASHINFER_SAMPLER"] = os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0")
             options["--gpu-memory-utilization"] = c.gpu_memory_utilization
             if c.kv_cache_gb:
                 options["--kv-cache-memory-bytes"] = round(c.kv_cache_gb * 1e9)

@@ -157,8 +157,9 @@ def check_record(record, file, lacks=(), **expected):
             problems.append(f"{name} has {n} values for {tokens} tokens")
     if problems:
         raise RuntimeError(
-            f"{file}: {problems[0]}; the same command continues the run, unless another version of "
-            "this code wrote the file: then --fresh True begins anew"
+            f"{file}: {problems[0]}; the same command continues the run. If another version of "
+            "this code has written the file, add --fresh True: it moves the run aside, and begins "
+            "anew"
         )
 
 

@@ -193,6 +193,41 @@ def test_an_engine_whose_every_answer_is_an_error_loses_no_attempt(monkeypatch):
     assert engines.counts["failed"] == 0 and 0 < engines.counts["retried"] <= 40
 
 
+def test_a_free_slot_goes_to_the_request_that_has_waited_longest():
+    """The clock of the event loop decides nothing: no request waits for the next look."""
+
+    async def run():
+        engines = EngineClient(cfg.Config(concurrency=1), STOP, VOCABULARY)
+        engines.set_engines(["url"])
+        order = []
+        ends = {name: asyncio.Event() for name in "abc"}
+
+        async def request(name):
+            async with engines._engine_for(name.encode(), 1):
+                order.append(name)
+                await ends[name].wait()
+
+        requests = []
+        for name in "abc":
+            requests.append(asyncio.create_task(request(name)))
+            await asyncio.sleep(0)
+        assert (order, len(engines.waiting)) == (["a"], 2)
+        ends["a"].set()
+        # far fewer turns of the loop than 0.3 s take
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert (order, len(engines.waiting)) == (["a", "b"], 1)
+        # One that is given up leaves the others in their places
+        requests[2].cancel()
+        await asyncio.wait([requests[2]])
+        assert not engines.waiting
+        ends["b"].set()
+        await asyncio.gather(*requests, return_exceptions=True)
+        assert order == ["a", "b"] and not engines.load["url"]
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
 def test_durations_of_requests_are_summed_for_least_squares(monkeypatch):
     """Two requests to one engine: one of 4 s, and one of 2 s in the middle of it."""
 

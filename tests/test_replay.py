@@ -65,15 +65,15 @@ def test_replay_of_a_step_that_was_not_kept_is_refused(kept_run):
         replay.main([str(kept_run), "--step", "2"])
 
 
-@pytest.mark.slow
 def test_micro_batches_of_other_code_are_named(kept_run, monkeypatch):
-    [batch] = common.kept_batches(kept_run, 4)[:1]
+    batch = common.kept_batches(kept_run, 4)[0]
     older = batch | dict(advantage=batch["advantage"][: len(batch["lengths"])])
     monkeypatch.setattr(replay, "kept_batches", lambda run_dir, step: [older])
-    with pytest.raises(SystemExit, match="replay: .*step 4: advantage has .*another version of"):
+    with pytest.raises(SystemExit, match=r"another version .*\(step 4: advantage has \d+ values"):
         replay.main([str(kept_run), "--step", "4"])
 
 
+@pytest.mark.slow
 def test_replay_of_two_ranks_equals_the_run(tmp_path, base_model):
     run_dir = write_run(tmp_path, "two", base_model, 2, keep_steps=9, **ALONE)
     run_trainer(run_dir, ranks=2)

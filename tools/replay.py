@@ -72,11 +72,19 @@ def train_step(policy, optimizers, batches, version, config, ranks):
 def read_batches(run_dir, step):
     """Return the micro-batches of a step, rank by rank.
 
-    Raises FileNotFoundError if they are not kept, and RuntimeError if other code has written them.
+    Raises FileNotFoundError if they are not kept, and ConfigError if another version of this code
+    has written them.
     """
     batches = kept_batches(run_dir, step)
     for batch in batches:
-        check_record(batch, f"{run_dir}: a micro-batch of step {step}")
+        try:
+            check_record(batch, f"step {step}")
+        except RuntimeError as e:
+            raise cfg.ConfigError(
+                f"{run_dir}: another version of this code has written these micro-batches "
+                f"({str(e).partition(';')[0]}): replay them with the commit that is in "
+                f"{run_dir}/config.json"
+            ) from None
     return batches
 
 
@@ -84,8 +92,8 @@ def train_until(run_dir, step, config, ranks):
     """Return (policy, optimizers) as they were before `step`.
 
     The newest checkpoint before the step is loaded, and the steps between them are trained again.
-    Raises FileNotFoundError if the micro-batches of one of them are not kept, and RuntimeError if
-    other code has written them.
+    Raises FileNotFoundError if the micro-batches of one of them are not kept, and ConfigError if
+    another version of this code has written them.
     """
     saved = {int(path.name.removeprefix("step_")): path for path in checkpoints.all_of(run_dir)}
     version = max((version for version in saved if version < step), default=0)
@@ -169,7 +177,7 @@ def main(argv=None):
             torch.set_num_threads(share_cores(config, 0, 0)[1])
         ranks = Ranks(config)
         policy, optimizers = train_until(run_dir, step, config, ranks)
-    except (cfg.ConfigError, FileNotFoundError, RuntimeError) as e:
+    except (cfg.ConfigError, FileNotFoundError) as e:
         sys.exit(f"replay: {e}")
     [lines] = read_metrics(run_dir, "step")
     run_metrics = {line["step"]: line for line in lines}.get(step, {})
