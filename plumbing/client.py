@@ -460,12 +460,17 @@ class EngineClient:
             self._occupied(url)
             self.load[url] -= 1
             self.in_progress.remove(request)
-            while self.waiting:
-                freed = self.waiting.popleft()
-                # its request may have been given up just now
-                if not freed.done():
-                    freed.set_result(None)
-                    break
+        # An engine that has just failed gets no work for a moment: then nobody is called.
+        self._call_next()
+
+    def _call_next(self):
+        """Tell the request that has waited longest that a slot is free."""
+        while self.waiting:
+            freed = self.waiting.popleft()
+            # A request that is given up just now has a future that is done.
+            if not freed.done():
+                freed.set_result(None)
+                return
 
     def _note_loss(self, url, life):
         """Note, once for all its requests in progress, that an engine is lost in this life."""
