@@ -3,12 +3,13 @@
     python bench/simulator.py [toy|tail|countup] [--seeds 1] [--quick] [--plot]
 
 Each setting is a short run of `bash run.sh` with the real vLLM. The speeds of the engine and of the
-trainer, and the lengths of answers, are measured in the run `base` alone. With these the simulator
-predicts all settings; the row of `base` says how well it fits, the others whether it predicts.
+trainer are measured in the runs `base` and `half batches`, which differ in the number of tokens of
+a step; the lengths of answers are those of `base`. With these the simulator predicts all settings.
+The rows of the two runs say how well it fits, the other rows whether it predicts.
 
 Columns: for each quantity, measured -> simulated, as means over a run without its first steps.
 step_s is followed by the error of the simulation; waiting and idle are shares of the time. The last
-line has the mean and the largest error of step_s over the settings other than `base`.
+line has the mean and the largest error of step_s over the settings that were not measured.
 
 Nothing else may run on the machine meanwhile.
 """
@@ -26,7 +27,8 @@ from bench import runs
 from bench.common import measured, result_file, table
 from tools import simulate_run as sim
 
-# One engine and one rank of one thread each: what one of them does takes no time from the other
+# One engine and one rank of one thread each. The engine's server, the actor and preprocess.py share
+# the cores with them, so speeds depend a little on who else is at work
 COMMON = dict(engines=1, trainers=1, engine_threads=1, trainer_threads=1, eval_every=0)
 COMMON |= dict(eval_problems=1, save_every=0)
 TOY = COMMON | dict(task="toy", steps=60)
@@ -38,7 +40,8 @@ SETTINGS = {
         "max_lag 0": TOY | dict(max_lag=0),
         "max_lag 4": TOY | dict(max_lag=4),
         "64 sequences": TOY | dict(concurrency=64),
-        "batches of 112": TOY | dict(batch_size=112, steps=120),
+        "half batches": TOY | dict(batch_size=224),
+        "quarter batches": TOY | dict(batch_size=112, steps=120),
         "4 attempts": TOY | dict(attempts=4),
         "wait": TOY | dict(late="wait"),
         "hold": TOY | dict(late="hold"),
@@ -48,6 +51,7 @@ SETTINGS = {
     },
     "tail": {
         "base": TAIL,
+        "half batches": TAIL | dict(batch_size=32),
         "max_lag 0": TAIL | dict(max_lag=0),
         "max_lag 4": TAIL | dict(max_lag=4),
         "16 sequences": TAIL | dict(concurrency=16),
@@ -58,49 +62,55 @@ SETTINGS = {
     },
     "countup": {
         "base": COUNTUP,
+        "half batches": COUNTUP | dict(batch_size=32),
         "max_lag 3": COUNTUP | dict(max_lag=3),
         "wait": COUNTUP | dict(late="wait"),
         "G = 4": COUNTUP | dict(conventional_g=4, concurrency=256),
     },
 }
+# The settings in which speeds are measured
+BASES = ("base", "half batches")
 # What the simulator reads of a line of metrics.jsonl
-KEPT = "tokens sampled_tokens lengths step_s wait_data_s wait_sync_s gather_s sync_s pause_s save_s"
-KEPT = [*KEPT.split(), *sim.QUANTITIES[2:]]
-# Quantities of the table beside step_s
+KEPT = "step tokens length_mean lengths problems turns step_s wait_data_s wait_sync_s gather_s"
+KEPT = [*KEPT.split(), "sync_s", "save_s", *sim.QUANTITIES[2:]]
+# The quantities of the table beside step_s
 SHOWN = sim.QUANTITIES[1:]
+# Simulated runs with other random numbers, whose means are compared
+REPEATS = 5
 
 
 def one_run(task, key, knobs, port):
     """A run as {config, durations, correlation, lines}, all that the simulator needs."""
     name = f"simulator-{task}-{key}".replace(" ", "-").replace("=", "").replace(",", "")
     preset = "countup" if task == "countup" else "toy"
-    run_dir = runs.run_to_its_end(name, knobs, port, preset=preset)
-    config, lines, durations, samples = sim.read_run(run_dir)
-    kept = []
-    for line in lines:
-        kept.append({name: line[name] for name in KEPT} | {"problems": {"all": 0}})
-        kept[-1]["problems"]["all"] = sum(line["problems"].values())
-    print(f"{key}: {sim.observed(lines)['step_s']:.3f} s a step", flush=True)
+    run = sim.read_run(runs.run_to_its_end(name, knobs, port, preset=preset))
+    print(f"{key}: {sim.observed(run.lines)['step_s']:.3f} s a step", flush=True)
     return dict(
-        config=asdict(config),
-        durations=durations,
-        correlation=sim.correlation_of_neighbours(samples),
-        lines=kept,
+        config=asdict(run.config),
+        durations=run.durations,
+        correlation=sim.correlation_of_neighbours(run.rollouts),
+        lines=[{name: line[name] for name in KEPT} for line in run.lines],
     )
 
 
-def predictions(results):
-    """{setting: (measured, simulated)} of the runs {setting: result of one_run}."""
-    base = results["base"]
-    config = cfg.from_json(base["config"])
-    speeds = sim.measure_speeds([(config, base["lines"], base["durations"])])
-    lengths = sim.measure_lengths(base["lines"][sim.FILLING :], [])
-    lengths.correlation = base["correlation"]
-    print(speeds)
-    both = {}
+def predictions(results, bases):
+    """{setting: (measured, simulated)} of the runs {setting: result of one_run}.
+
+    bases: the settings whose speeds are taken; lengths are those of the first one.
+    """
+    kept = {}
     for setting, result in results.items():
         config = cfg.from_json(result["config"])
-        both[setting] = (sim.observed(result["lines"]), sim.simulate(config, speeds, lengths))
+        kept[setting] = sim.Run(config, result["lines"], result["durations"], [])
+    speeds = sim.measure_speeds([kept[setting] for setting in bases])
+    lengths = sim.measure_lengths(kept[bases[0]])
+    lengths.correlation = results[bases[0]]["correlation"]
+    sim.print_speeds(speeds, lengths)
+    both = {}
+    for setting, run in kept.items():
+        repeats = [sim.simulate(run.config, speeds, lengths, seed) for seed in range(REPEATS)]
+        simulated = {name: np.mean([x[name] for x in repeats]) for name in sim.QUANTITIES}
+        both[setting] = (sim.observed(run.lines), simulated)
     return both
 
 
@@ -126,11 +136,14 @@ def main(argv=None):
         measure = None if a.plot else lambda key, knobs: one_run(a.task, key, knobs, a.port)
         results = measured(path, wanted, measure, reuse=not a.quick or a.plot)
         results = {key.rpartition(",")[0]: result for key, result in results.items()}
-        both = predictions(results)
+        bases = [setting for setting in BASES if setting in results]
+        if not bases:
+            sys.exit(f"{path} has no run `{BASES[0]}` of seed {seed}")
+        both = predictions(results, bases)
         header = ["", "step_s", "error", *SHOWN]
         table(header, [row_of(setting, *pair) for setting, pair in both.items()])
-        others = [pair for setting, pair in both.items() if setting != "base"]
-        errors = [abs(b["step_s"] / a["step_s"] - 1) for a, b in others]
+        others = [pair for setting, pair in both.items() if setting not in BASES]
+        errors = [abs(after["step_s"] / seen["step_s"] - 1) for seen, after in others]
         if errors:
             print(f"error of step_s: mean {np.mean(errors):.1%}, largest {max(errors):.1%}")
 

@@ -1,15 +1,16 @@
-"""A run, simulated event by event with the speeds that other runs have had.
+"""A run, simulated event by event with the speeds that real runs have had.
 
-tools/simulate.py has the command line. What is simulated: the gate of actor.py, the places of the
-engines, groups that wait for their longest attempt, the order of groups and the rows of
-preprocess.py, the trainer, weight updates that arrive while sequences are in progress, evaluations.
-What is taken from the metrics of real runs: the lengths of answers, and the speeds below. So the
-simulation knows nothing of a machine, and predicts other knobs on the machine of these runs.
+tools/simulate.py has the command line. The simulation has the gate of actor.py, the engines' slots,
+groups that wait for their longest attempt, the order of groups and the rows of preprocess.py, the
+trainer, weight updates that arrive while sequences are in progress, and evaluations. The lengths of
+answers and the speeds are taken from the metrics of real runs. So a prediction holds for the model
+of these runs, on the machine that made them.
 
-An engine that has h sequences in progress makes one token for each of them in decode_s(h) seconds,
-which is a straight line in h. A trainer rank trains a token in a constant time, and makes an
-optimizer step in another constant time. Deliberately absent: prompts in the engines' time, failed
-attempts, episodes of several turns, --no_signal drop, engines that come and go.
+An engine that has h sequences in progress makes one token for each of them in a + b h seconds. A
+trainer rank needs a constant time for a token, and another one for an optimizer step. Attempts at
+one problem share the computation of their prompt. Deliberately absent: the time of prompts in the
+engines, failed attempts, episodes of several turns, padded rows, the traffic between ranks, engines
+that come and go. `SIMULATED` has the knobs that may be changed.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import json
 import math
 import sys
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import NormalDist
 
@@ -32,50 +33,64 @@ import config as cfg
 from actor import allowed_groups
 from plumbing.queues import read_json
 from preprocess import ROW_IS_FULL, groups_needed
-from tools.common import FILLING, find_run, read_metrics
+from tools.common import FILLING, find_run, read_metrics, read_rollouts
 from train import updates_engines
 
 # the quantities that are predicted, and compared with those of a real run
 QUANTITIES = "step_s wait_data gen_idle gen_tok_s lag_mean lag_oldest lag_max".split()
+# the knobs that the simulation understands
+SIMULATED = set(
+    "steps batch_size attempts max_lag conventional_g late on_full concurrency engines trainers "
+    "eval_every eval_problems eval_attempts save_every".split()
+)
+# the knobs that all runs must share, because speeds and lengths depend on them
+SHARED = (
+    "task model dtype rows row_tokens max_new_tokens lora_rank tensor_parallel engine_threads "
+    "trainer_threads"
+).split()
 # quantiles of the lengths that are kept
 QUANTILES = 1000
+# the least number of steps of a run from which anything is measured
+LEAST_STEPS = 4 * FILLING
+# seconds over which gen_idle and gen_tok_s of metrics.jsonl are means (plumbing/client.py)
+PACE_S = 10.0
+# An assumption: seconds from the end of a group until preprocess.py has its record.
+LATENCY_S = 0.02
 
 
 @dataclass
 class Speeds:
-    """What a machine needs for its work on a model; all values but the tokens are seconds."""
+    """What a machine needs for its work on a model, in seconds where nothing else is said."""
 
-    # one step of decoding with h sequences takes decode_base + decode_each * h; a request takes
-    # `request` beside the steps of its tokens
+    # a request beside the steps in which its tokens are decoded
     request: float
+    # a decoding step with h sequences in progress: decode_base + decode_each * h
     decode_base: float
     decode_each: float
-    # for one token on one rank; for an optimizer step beside its tokens
+    # a token on one rank of the trainer
     train_token: float
+    # an optimizer step beside its tokens
     train_step: float
-    # the trainer's part of a weight update; all of it, until the engines serve the new weights; the
-    # part of it in which engines do not decode
-    gather: float
+    # a weight update, until the engines serve it; and the first part of it, in which the trainer
+    # waits
     update: float
-    pause: float
-    # the trainer's part of a checkpoint
+    gather: float
+    # a checkpoint, until the trainer goes on
     save: float
-    # tokens of a prompt
+    # the number of tokens of a prompt
     prompt_tokens: float
-    # from the end of a group until preprocess.py has it
-    latency: float = 0.02
 
     def decode_s(self, sequences):
-        """The seconds of a step of decoding."""
+        """The seconds of a decoding step."""
         return self.decode_base + self.decode_each * sequences
 
 
 @dataclass
 class Lengths:
-    """The law of the sampled tokens of an attempt.
+    """The distribution of the number of sampled tokens of an attempt.
 
     quantiles [QUANTILES]: the lengths in ascending order. correlation: that of two attempts at one
-    problem, between normal scores.
+    problem, between their normal scores.
     """
 
     quantiles: np.ndarray
@@ -83,116 +98,174 @@ class Lengths:
 
     def draw(self, rng, attempts):
         """The lengths of the attempts at one problem, [attempts]."""
-        shared = math.sqrt(self.correlation) * rng.standard_normal()
+        common = math.sqrt(self.correlation) * rng.standard_normal()
         own = math.sqrt(1 - self.correlation) * rng.standard_normal(attempts)
-        ranks = [NormalDist().cdf(score) for score in shared + own]
+        ranks = [NormalDist().cdf(score) for score in common + own]
         return [int(self.quantiles[int(rank * (QUANTILES - 1e-6))]) for rank in ranks]
 
 
 # ---- what the metrics of runs say
 
 
+@dataclass
+class Run:
+    """What is read of a run: its Config, and since it was last continued its steps (the lines of
+    metrics.jsonl), the durations of requests (EngineClient.durations) and its logged rollouts.
+    """
+
+    config: cfg.Config
+    lines: list
+    durations: list
+    rollouts: list
+
+
+def read_run(run_dir):
+    """The Run in a directory. Raises ConfigError if nothing can be measured from it."""
+    config = cfg.load(run_dir)
+    [lines] = read_metrics(run_dir, "step")
+    continued = Path(run_dir, "continued.jsonl")
+    if continued.exists():
+        newest = json.loads(continued.read_text().splitlines()[-1])
+        lines = [line for line in lines if line["step"] > newest["step"]]
+    cfg.require(
+        len(lines) >= LEAST_STEPS,
+        f"{run_dir} has {len(lines)} steps since its start: {LEAST_STEPS} are needed",
+    )
+    turns = max(line["turns"] for line in lines)
+    cfg.require(
+        turns <= 1, f"{run_dir}: attempts have up to {turns:.1f} turns: only one is simulated"
+    )
+    for knob, wanted in (("no_signal", "keep"), ("late", ("keep", "wait", "hold"))):
+        value = getattr(config, knob)
+        cfg.require(value in wanted, f"{run_dir} has --{knob} {value}, which is not simulated")
+    durations = read_json(Path(run_dir, "queues", "pace.json")).get("durations")
+    cfg.require(
+        durations and durations[0][0] >= 100,
+        f"{run_dir}/queues/pace.json has the durations of no 100 requests: let the run go on, or "
+        "make another one if an earlier version of this code has made it",
+    )
+    path = Path(run_dir, "samples.jsonl")
+    rollouts = []
+    if path.exists():
+        with open(path, "rb") as file:
+            rollouts = list(read_rollouts(file))
+    return Run(config, lines, durations, rollouts)
+
+
 def least_squares(normal, right):
     """The x >= 0 with the least x' normal x - 2 right' x. normal [n, n], right [n], n small."""
+    # Columns of very different sizes, such as 1 and thousands of tokens, are scaled to one size.
+    scale = np.sqrt(np.diag(normal))
+    scale[scale == 0] = 1.0
+    normal = normal / np.outer(scale, scale)
+    right = right / scale
     best = np.zeros(len(right))
     least = 0.0
     for chosen in itertools.product([False, True], repeat=len(right)):
         k = np.flatnonzero(chosen)
         x = np.zeros(len(right))
-        x[k] = np.linalg.lstsq(normal[np.ix_(k, k)], right[k], rcond=1e-9)[0]
+        x[k] = np.linalg.lstsq(normal[np.ix_(k, k)], right[k], rcond=1e-12)[0]
         value = x @ normal @ x - 2 * right @ x
         if x.min() >= 0 and value < least:
             best = x
             least = value
-    return [float(value) for value in best]
+    return [float(value) for value in best / scale]
 
 
 def measure_speeds(runs):
-    """The Speeds of these runs of one model on one machine.
+    """The Speeds of these Runs of one model on one machine; their first FILLING steps do not count.
 
-    runs: [(config, lines, durations)]. lines: the steps of metrics.jsonl, of which the first
-    FILLING are left out. durations: those of plumbing.client.EngineClient.
+    Of the steps' times, only as much can be told apart as they differ in: a run whose steps have
+    nearly equal numbers of tokens says little of train_step. A second run with another --batch_size
+    does.
     """
-    durations = sum(np.array(durations) for _, _, durations in runs)
+    durations = sum(np.array(run.durations) for run in runs)
     request, decode_base, decode_each = least_squares(durations[:, :3], durations[:, 3])
     normal = np.zeros((2, 2))
     right = np.zeros(2)
-    others = {name: [] for name in ("gather_s", "sync_s", "pause_s", "save_s")}
-    prompt_tokens = []
-    for config, lines, _ in runs:
-        for line in lines[FILLING:]:
+    updates = []
+    gathers = []
+    saves = []
+    prompts = []
+    for run in runs:
+        for line in run.lines[FILLING:]:
+            samples = sum(line["problems"].values())
+            prompt = line["tokens"] / samples - line["length_mean"]
+            prompts.append(prompt)
+            computed = line["tokens"]
+            if run.config.rows in ("auto", "packed"):
+                computed -= prompt * (samples - len(line["problems"]))
             waits = line["wait_data_s"] + line["wait_sync_s"] + line["save_s"]
-            x = np.array([1.0, line["tokens"] / config.trainers])
+            x = np.array([1.0, computed / run.config.trainers])
             normal += np.outer(x, x)
             right += x * (line["step_s"] - waits)
-            prompt = (line["tokens"] - line["sampled_tokens"]) / sum(line["problems"].values())
-            prompt_tokens.append(prompt)
-            for name, values in others.items():
-                if line[name] > 0:
-                    values.append(line[name])
+            if line["sync_s"]:
+                # sync_s begins with the wait for the update before.
+                updates.append(line["sync_s"] - line["wait_sync_s"] + line["gather_s"])
+                gathers.append(line["gather_s"])
+            if line["save_s"]:
+                saves.append(line["save_s"])
     train_step, train_token = least_squares(normal, right)
-    gather, update, pause, save = (float(np.median(x)) if x else 0.0 for x in others.values())
+    update, gather, save = (float(np.median(x)) if x else 0.0 for x in (updates, gathers, saves))
     return Speeds(
-        request,
-        decode_base,
-        decode_each,
-        train_token,
-        train_step,
-        gather,
-        update,
-        pause,
-        save,
-        float(np.mean(prompt_tokens)),
+        request=request,
+        decode_base=decode_base,
+        decode_each=decode_each,
+        train_token=train_token,
+        train_step=train_step,
+        update=update,
+        gather=gather,
+        save=save,
+        prompt_tokens=float(np.mean(prompts)),
     )
 
 
-def measure_lengths(lines, samples):
-    """The Lengths of the attempts of these steps.
-
-    samples: lines of samples.jsonl; the correlation is that of neighbours with the same problem.
-    """
+def measure_lengths(run):
+    """The Lengths of the attempts of a Run, without its first FILLING steps."""
     counts = Counter()
-    for line in lines:
+    total = 0.0
+    for line in run.lines[FILLING:]:
         for bucket, count in line["lengths"].items():
             lowest, _, highest = bucket.partition("-")
             values = range(int(lowest), int(highest or lowest) + 1)
-            counts.update({value: count / len(values) for value in values})
+            for value in values:
+                counts[min(value, run.config.max_new_tokens)] += count / len(values)
+        total += line["length_mean"] * sum(line["lengths"].values())
     values = np.array(sorted(counts))
     shares = np.cumsum([counts[value] for value in values]) / sum(counts.values())
-    places = (np.arange(QUANTILES) + 0.5) / QUANTILES
-    quantiles = values[np.searchsorted(shares, places).clip(max=len(values) - 1)]
-    return Lengths(quantiles, correlation_of_neighbours(samples))
+    quantiles = values[
+        np.searchsorted(shares, (np.arange(QUANTILES) + 0.5) / QUANTILES).clip(max=len(values) - 1)
+    ]
+    # The exact mean is known; within a bucket lengths are not.
+    exact = total / sum(counts.values())
+    scaled = np.rint(quantiles * exact / quantiles.mean()).clip(1, run.config.max_new_tokens)
+    return Lengths(scaled.astype(int), correlation_of_neighbours(run.rollouts))
 
 
-def correlation_of_neighbours(samples):
-    """The rank correlation of the lengths of two attempts at one problem, between 0 and 1."""
+def correlation_of_neighbours(rollouts):
+    """The correlation of the lengths of two attempts at one problem, between normal scores, 0 to 1.
+
+    rollouts: lines of samples.jsonl, of which neighbours with the same problem are taken. It is
+    computed from the correlation of their ranks, where equal lengths share a mean rank.
+    """
     pairs = []
-    for a, b in itertools.pairwise(samples):
+    for a, b in itertools.pairwise(rollouts):
         if (a["step"], a["task"], a["problem"]) == (b["step"], b["task"], b["problem"]):
-            pairs.append([len(a["behavior_logprobs"]), len(b["behavior_logprobs"])])
+            pairs.append([sampled_tokens(a), sampled_tokens(b)])
     if len(pairs) < 10:
         return 0.0
-    both = np.array(pairs + [pair[::-1] for pair in pairs], float)
-    if not both.std():
+    lengths = np.array(pairs + [pair[::-1] for pair in pairs])
+    _, places, counts = np.unique(lengths, return_inverse=True, return_counts=True)
+    if len(counts) == 1:
         return 0.0
-    ranks = both.argsort(0).argsort(0)
-    return float(np.clip(np.corrcoef(ranks.T)[0, 1], 0.0, 0.99))
+    ranks = (np.cumsum(counts) - counts / 2)[places].reshape(lengths.shape)
+    of_ranks = np.corrcoef(ranks.T)[0, 1]
+    return float(np.clip(2 * np.sin(np.pi / 6 * of_ranks), 0.0, 0.99))
 
 
-def read_run(run_dir):
-    """(Config, lines of steps, durations of requests, lines of samples.jsonl) of a run."""
-    [lines] = read_metrics(run_dir, "step")
-    path = Path(run_dir, "samples.jsonl")
-    samples = []
-    if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                samples.append(json.loads(line))
-            # the last line of a run in progress may not be whole
-            except ValueError:
-                break
-    durations = read_json(Path(run_dir, "queues", "pace.json")).get("durations")
-    return cfg.load(run_dir), lines, durations, samples
+def sampled_tokens(rollout):
+    """The number of sampled tokens of a line of samples.jsonl."""
+    return sum(len(texts) for version, texts, *_ in rollout["spans"] if version >= 0)
 
 
 def observed(lines):
@@ -215,73 +288,66 @@ class Attempt:
 
     length: int
     group: "Group" = None
-    # value of the engine's counter at its first step
+    # value of the engine's counter at its first decoding step
     start: float = 0.0
-    # {version: tokens that it has sampled}
+    # {version: number of tokens that it has sampled}
     versions: dict = field(default_factory=dict)
 
 
 @dataclass
 class Group:
+    """The attempts at one problem. left: the number of attempts that have not ended."""
+
     draw: int
     attempts: list
     left: int
 
 
 class Engine:
-    """An engine. Its counter is the number of steps of decoding that it has made.
+    """An engine. Its counter is the number of decoding steps that it has made.
 
     With every step each sequence in progress gets a token, so a sequence of n tokens that begins at
     counter c ends at c + n. The counter is a float: between two events time passes evenly.
     """
 
-    def __init__(self, places, speeds):
-        self.places = places
+    def __init__(self, speeds):
         self.speeds = speeds
         self.time = 0.0
         self.counter = 0.0
-        # heap of (counter at its end, number, attempt)
+        # heap of (value of the counter at its end, number, attempt)
         self.running = []
-        self.waiting = deque()
-        # the number of attempts whose answers are on their way
-        self.ending = 0
         self.numbers = itertools.count()
+        # the number of attempts whose tokens are there, but whose requests have not ended
+        self.ending = 0
         # values of the counter at which weights were swapped, and the versions from there on
         self.swapped_at = [0.0]
         self.served = [0]
 
     @property
     def load(self):
-        """The number of attempts in progress, ending, and waiting."""
-        return len(self.running) + self.ending + len(self.waiting)
+        """The number of requests in progress."""
+        return len(self.running) + self.ending
 
     def advance(self, now):
         """Decode until `now`."""
-        if self.running and now > self.time:
-            self.counter += (now - self.time) / self.speeds.decode_s(len(self.running))
-        self.time = max(self.time, now)
+        if self.running:
+            self.counter += (now - self.time) / self.speeds.decode_s(self.load)
+        self.time = now
 
     def next_end(self):
         """The time at which the next attempt ends."""
         if not self.running:
             return math.inf
         steps = max(self.running[0][0] - self.counter, 0.0)
-        return self.time + steps * self.speeds.decode_s(len(self.running))
+        return self.time + steps * self.speeds.decode_s(self.load)
 
     def add(self, attempt):
-        self.waiting.append(attempt)
-        self.fill()
-
-    def fill(self):
-        """Give free places to attempts that wait."""
-        while self.waiting and len(self.running) < self.places:
-            attempt = self.waiting.popleft()
-            attempt.start = self.counter
-            end = self.counter + attempt.length
-            heapq.heappush(self.running, (end, next(self.numbers), attempt))
+        attempt.start = self.counter
+        end = self.counter + attempt.length
+        heapq.heappush(self.running, (end, next(self.numbers), attempt))
 
     def pop_ended(self):
-        """Take away the attempt that ends now, and note the versions of its tokens."""
+        """Take away the attempt whose last token is there now, and note its tokens' versions."""
         end, _, attempt = heapq.heappop(self.running)
         self.ending += 1
         self.counter = max(self.counter, end)
@@ -294,36 +360,38 @@ class Engine:
             if tokens > done:
                 attempt.versions[self.served[k]] = tokens - done
             done = max(done, tokens)
-        self.fill()
         return attempt
 
-    def swap(self, version, pause):
-        """Serve other weights from now on, after a pause."""
+    def swap(self, version):
+        """Serve other weights from now on."""
         self.swapped_at.append(self.counter)
         self.served.append(version)
-        self.time += pause
 
 
 class Simulation:
-    """A run of `config`, with these Speeds and Lengths. `lines` gets a dict for each step."""
+    """A run of `config` with these Speeds and Lengths. `lines` gets a dict for each step."""
 
     def __init__(self, config, speeds, lengths, seed=0):
         self.config = config
         self.speeds = speeds
         self.lengths = lengths
         self.rng = np.random.default_rng(seed)
-        self.engines = [Engine(config.concurrency, speeds) for _ in range(config.engines)]
+        self.engines = [Engine(speeds) for _ in range(config.engines)]
         self.now = 0.0
         # heap of (time, number, function, its arguments)
         self.events = []
         self.numbers = itertools.count()
         self.lines = []
-        # actor: groups started, slots taken, version of the newest evaluation, groups dropped
+        # The actor: attempts that wait for a slot of an engine, the numbers of groups started and
+        # dropped and of slots taken, the version of the newest evaluation.
+        self.waiting = deque()
         self.started = 0
+        self.dropped = 0
         self.taken = 0
         self.evaluated = 0
-        self.dropped = 0
-        # preprocess: groups that wait for earlier draws, groups that wait, and the step in progress
+        # preprocess: groups that wait for earlier draws, and the draw that they wait for; groups
+        # that wait for the trainer; those left in a generation phase. Of the step in progress: its
+        # number, its groups, and the attempts that are not yet in a row.
         self.early = {}
         self.next_draw = 0
         self.groups = deque()
@@ -331,43 +399,46 @@ class Simulation:
         self.step = 0
         self.packed_groups = 0
         self.pending = []
-        # trainer: rows that wait, what it does, its version, and that which the others know
-        self.rows = deque()
+        # The trainer: rounds of rows that wait; whether it is at work, and since when it is not;
+        # its version, and the version that actor and preprocess know.
+        self.rounds = deque()
         self.is_busy = False
         self.idle_since = 0.0
         self.version = 0
         self.known_version = 0
+        # whether an update is on its way, and whether the next one waits for it
         self.is_sending = False
-        # whether the weights of this version wait until the update before is delivered
         self.pushes_next = False
-        # the seconds that the trainer needs for a checkpoint, before its next step
+        # the seconds of a checkpoint that the trainer writes before its next step
         self.save_s = 0.0
+        # Of the trainer's step in progress: its begin, seconds waited for data, attempts trained,
+        # and over its time slots in use x seconds and tokens sampled.
         self.step_start = 0.0
         self.waited = 0.0
         self.trained = []
-        # sums over the time of the step in progress: places in use x seconds, tokens
-        self.used = 0.0
+        self.occupied = 0.0
         self.sampled = 0
+        # as in the metrics: means over some ten seconds
+        self.pace = dict(gen_idle=1.0, gen_tok_s=0.0)
 
     def run(self):
         """Simulate to the end of the last step; returns `lines`."""
-        self.start_evaluation()
+        self.evaluate()
         self.act()
         while self.version < self.config.steps:
             ends = [engine.next_end() for engine in self.engines]
             first = int(np.argmin(ends))
-            at = self.events[0][0] if self.events else math.inf
-            if min(ends[first], at) == math.inf:
-                raise RuntimeError(
-                    "the simulated run stands still: this is a fault of simulate_run"
-                )
-            if ends[first] <= at:
+            next_event = self.events[0][0] if self.events else math.inf
+            if min(ends[first], next_event) == math.inf:
+                raise RuntimeError("nothing happens any more: a fault of tools/simulate_run.py")
+            if ends[first] <= next_event:
+                engine = self.engines[first]
                 self.advance(ends[first])
-                attempt = self.engines[first].pop_ended()
-                self.after(self.speeds.request, self.end_attempt, attempt, self.engines[first])
+                attempt = engine.pop_ended()
+                self.after(self.speeds.request, self.end_request, attempt, engine)
             else:
                 _, _, function, arguments = heapq.heappop(self.events)
-                self.advance(at)
+                self.advance(next_event)
                 function(*arguments)
             self.act()
         return self.lines
@@ -378,10 +449,9 @@ class Simulation:
 
     def advance(self, now):
         for engine in self.engines:
-            in_use = min(engine.load, engine.places)
-            self.used += in_use * max(now - self.now, 0.0)
+            self.occupied += engine.load * (now - self.now)
             engine.advance(now)
-        self.now = max(self.now, now)
+        self.now = now
 
     # ---- the actor
 
@@ -396,19 +466,26 @@ class Simulation:
             group.attempts = [Attempt(length, group) for length in lengths]
             self.started += 1
             self.taken += config.attempts
-            for attempt in group.attempts:
-                self.least_loaded().add(attempt)
+            self.send(group.attempts)
 
-    def least_loaded(self):
-        return min(self.engines, key=lambda engine: engine.load)
+    def send(self, attempts):
+        """Send attempts to the least loaded engines; without a free slot they wait."""
+        for attempt in attempts:
+            engine = min(self.engines, key=lambda engine: engine.load)
+            if engine.load < self.config.concurrency:
+                engine.add(attempt)
+            else:
+                self.waiting.append(attempt)
 
-    def start_evaluation(self):
+    def evaluate(self):
         for _ in range(self.config.eval_problems):
-            for length in self.lengths.draw(self.rng, self.config.eval_attempts):
-                self.least_loaded().add(Attempt(length))
+            lengths = self.lengths.draw(self.rng, self.config.eval_attempts)
+            self.send([Attempt(length) for length in lengths])
 
-    def end_attempt(self, attempt, engine):
+    def end_request(self, attempt, engine):
         engine.ending -= 1
+        if self.waiting:
+            engine.add(self.waiting.popleft())
         self.sampled += attempt.length
         group = attempt.group
         if group is None:
@@ -416,32 +493,33 @@ class Simulation:
         self.taken -= 1
         group.left -= 1
         if not group.left:
-            self.after(self.speeds.latency, self.receive, group)
+            self.after(LATENCY_S, self.receive, group)
 
     # ---- preprocess
 
     def receive(self, group):
-        """preprocess.GroupBuffer.receive: a group has arrived."""
-        self.early[group.draw] = group
+        """A group has arrived, see preprocess.GroupBuffer.receive."""
         config = self.config
         if config.late in ("wait", "hold"):
+            self.early[group.draw] = group
             while self.next_draw in self.early:
                 self.groups.append(self.early.pop(self.next_draw))
                 self.next_draw += 1
         else:
-            self.groups.append(self.early.pop(group.draw))
-        if config.on_full == "drop_oldest" and len(self.groups) > 2 * config.groups_per_step:
+            self.groups.append(group)
+        room = max(2, config.conventional_g) * config.groups_per_step
+        if config.on_full == "drop_oldest" and len(self.groups) > room:
             self.groups.popleft()
             self.dropped += 1
         self.emit()
 
     def emit(self):
-        """preprocess.emit_steps: pack what the trainer may have."""
+        """Pack what the trainer may have, see preprocess.emit_steps."""
         config = self.config
-        packer = PackerState(self.step, self.packed_groups)
         while self.step < config.steps and self.step <= self.known_version + 1:
+            packer = PackerState(self.step, self.packed_groups)
             needed = groups_needed(config, packer, self.in_phase)
-            if not self.groups or len(self.groups) < needed:
+            if len(self.groups) < needed:
                 break
             if config.conventional_g and not self.in_phase:
                 self.in_phase = needed
@@ -450,50 +528,58 @@ class Simulation:
                 self.groups.extendleft(phase)
             self.pack(self.groups.popleft())
             self.in_phase = max(self.in_phase - 1, 0)
-            packer = PackerState(self.step, self.packed_groups)
 
     def pack(self, group):
-        """preprocess.Packer.add: full rows go to the trainer, at the end of a step all rows."""
+        """Add a group to the step, and give full rounds to the trainer; at its end all rows."""
         config = self.config
         self.pending += group.attempts
         self.packed_groups += 1
         is_complete = self.packed_groups == config.groups_per_step
-        tokens = sum(map(self.tokens_of, self.pending))
+        tokens = self.computed_tokens(self.pending)
         if not is_complete and tokens < 2 * config.row_tokens * config.trainers:
             return
-        row = []
-        room = ROW_IS_FULL * config.row_tokens * config.trainers
-        filled = 0.0
+        rows = [[]]
         for attempt in self.pending:
-            row.append(attempt)
-            filled += self.tokens_of(attempt)
-            if filled >= room:
-                self.rows.append((row, False))
-                row = []
-                filled = 0.0
-        self.pending = row
+            if self.computed_tokens([*rows[-1], attempt]) > config.row_tokens and rows[-1]:
+                rows.append([])
+            rows[-1].append(attempt)
+        ranks = config.trainers
+        if not is_complete:
+            full = ROW_IS_FULL * config.row_tokens
+            count = sum(self.computed_tokens(row) >= full for row in rows[:-1])
+            rows.sort(key=self.computed_tokens, reverse=True)
+            count = count // ranks * ranks
+            self.pending = [attempt for row in rows[count:] for attempt in row]
+            rows = rows[:count]
+        for first in range(0, len(rows), ranks):
+            is_last = is_complete and first + ranks >= len(rows)
+            self.rounds.append((rows[first : first + ranks], is_last))
         if is_complete:
-            self.rows.append((row, True))
             self.pending = []
             self.packed_groups = 0
             self.step += 1
         self.train()
 
-    def tokens_of(self, attempt):
-        return attempt.length + self.speeds.prompt_tokens
+    def computed_tokens(self, attempts):
+        """The tokens that the trainer computes for attempts in a row, which share their prompts."""
+        prompts = len(attempts)
+        if self.config.rows in ("auto", "packed"):
+            prompts = len({attempt.group.draw for attempt in attempts})
+        return sum(a.length for a in attempts) + prompts * self.speeds.prompt_tokens
 
     # ---- the trainer
 
     def train(self):
-        """Begin with the next row, if there is one and nothing else is in progress."""
-        if self.is_busy or not self.rows:
+        """Begin with the next round, if there is one and nothing else is to be done."""
+        if self.is_busy or not self.rounds:
             return
         self.waited += self.now - self.idle_since
         self.is_busy = True
-        row, is_last = self.rows.popleft()
-        self.trained += row
-        tokens = sum(map(self.tokens_of, row))
-        seconds = tokens * self.speeds.train_token / self.config.trainers
+        rows, is_last = self.rounds.popleft()
+        for row in rows:
+            self.trained += row
+        # The ranks wait for the one with the longest row.
+        seconds = max(map(self.computed_tokens, rows)) * self.speeds.train_token
         if is_last:
             self.after(seconds + self.speeds.train_step, self.end_step)
         else:
@@ -511,7 +597,7 @@ class Simulation:
         every = self.config.save_every
         self.save_s = self.speeds.save if every and self.version % every == 0 else 0.0
         if not updates_engines(self.config, self.version):
-            self.tell(self.version)
+            self.announce(self.version)
             self.after(self.save_s, self.become_idle)
         elif self.is_sending:
             self.pushes_next = True
@@ -519,7 +605,7 @@ class Simulation:
             self.push()
 
     def push(self):
-        """Copy the weights; the engines serve them later, while the trainer goes on."""
+        """Copy the weights, for which the trainer waits; the engines serve them later."""
         self.is_sending = True
         self.pushes_next = False
         self.after(self.speeds.gather + self.save_s, self.become_idle)
@@ -527,24 +613,31 @@ class Simulation:
 
     def deliver(self, version):
         for engine in self.engines:
-            engine.swap(version, self.speeds.pause)
+            engine.swap(version)
         self.is_sending = False
-        self.tell(version)
+        self.announce(version)
         if self.pushes_next:
             self.push()
 
-    def tell(self, version):
+    def announce(self, version):
         """Actor and preprocess learn of a version."""
         self.known_version = version
         every = self.config.eval_every
         if every and version // every > self.evaluated // every:
             self.evaluated = version
-            self.start_evaluation()
+            self.evaluate()
         self.emit()
 
     def note_step(self):
+        """Add the line of a step to `lines`."""
         seconds = self.now - self.step_start
-        places = self.config.concurrency * len(self.engines) * seconds
+        slots = self.config.concurrency * len(self.engines)
+        newest = dict(
+            gen_idle=1 - self.occupied / seconds / slots, gen_tok_s=self.sampled / seconds
+        )
+        for name, value in newest.items():
+            weight = 1 - math.exp(-seconds / PACE_S)
+            self.pace[name] += weight * (value - self.pace[name])
         lags = Counter()
         oldest = 0.0
         for attempt in self.trained:
@@ -552,21 +645,13 @@ class Simulation:
                 lags[self.version - version] += count
             oldest += self.version - min(attempt.versions)
         tokens = sum(lags.values())
-        self.lines.append(
-            dict(
-                step_s=seconds,
-                wait_data_s=self.waited,
-                gen_idle=1 - self.used / places,
-                gen_tok_s=self.sampled / seconds,
-                lag_mean=sum(lag * count for lag, count in lags.items()) / tokens,
-                lag_oldest=oldest / len(self.trained),
-                lag_max=max(lags),
-            )
-        )
+        lag_mean = sum(lag * count for lag, count in lags.items()) / tokens
+        line = dict(step_s=seconds, wait_data_s=self.waited, lag_mean=lag_mean, lag_max=max(lags))
+        self.lines.append(line | dict(lag_oldest=oldest / len(self.trained)) | self.pace)
         self.step_start = self.now
         self.waited = 0.0
         self.trained = []
-        self.used = 0.0
+        self.occupied = 0.0
         self.sampled = 0
 
 
@@ -586,11 +671,55 @@ def simulate(config, speeds, lengths, seed=0):
     return observed(Simulation(config, speeds, lengths, seed).run())
 
 
+def require_shared(runs, run_dirs):
+    """Raise ConfigError unless the Runs in these directories are of one model and machine."""
+    for run, run_dir in zip(runs, run_dirs):
+        for name in SHARED:
+            first = getattr(runs[0].config, name)
+            value = getattr(run.config, name)
+            cfg.require(
+                value == first,
+                f"{run_dir} has --{name} {value}, and {run_dirs[0]} has {first}: speeds and "
+                "lengths depend on it, so that it must be the same in all runs",
+            )
+
+
+def with_knobs(config, knobs):
+    """The Config with the knobs of a command line. Raises ConfigError for what is not simulated."""
+    other = cfg.check(cfg.parse(knobs, default=config))
+    values = asdict(config)
+    for name, value in asdict(other).items():
+        cfg.require(
+            value == values[name] or name in SIMULATED,
+            f"--{name} is not simulated; these knobs are: {', '.join(sorted(SIMULATED))}",
+        )
+    cfg.require(other.late != "mask", "--late mask is not simulated")
+    cfg.require(
+        other.engines and other.trainers, "--engines and --trainers must be at least 1 each"
+    )
+    cfg.require(other.steps >= LEAST_STEPS, f"--steps must be at least {LEAST_STEPS}")
+    return other
+
+
+def print_speeds(speeds, lengths):
+    """Print what was measured."""
+    print(
+        f"engine: a request takes {1000 * speeds.request:.1f} ms, and a decoding step "
+        f"{1000 * speeds.decode_base:.2f} ms + {1000 * speeds.decode_each:.4f} ms for each of its "
+        "sequences\n"
+        f"trainer: a token takes a rank {1e6 * speeds.train_token:.1f} us, an optimizer step "
+        f"{1000 * speeds.train_step:.1f} ms\n"
+        f"updates: the engines serve new weights after {speeds.update:.3f} s\n"
+        f"answers: {lengths.quantiles.mean():.1f} tokens on average; the correlation of two at one "
+        f"problem is {lengths.correlation:.2f}"
+    )
+
+
 def main(argv=None):
     p = argparse.ArgumentParser(
         prog="tools/simulate.py",
         description=__doc__.splitlines()[0],
-        epilog="Other flags are knobs of config.py that the simulated run has in place of its own",
+        epilog=f"Knobs that the simulated run may have in place of its own: {sorted(SIMULATED)}.",
     )
     p.add_argument(
         "runs", nargs="+", help="runs whose speeds are taken; the first one is simulated"
@@ -599,38 +728,24 @@ def main(argv=None):
         "--like", metavar="RUN", help="simulate the configuration of this run, and compare with it"
     )
     arguments, knobs = p.parse_known_args(argv)
-    run_dirs = [find_run(run) for run in arguments.runs]
-    runs = [read_run(run_dir) for run_dir in run_dirs]
-    for run_dir, (_, lines, durations, _) in zip(run_dirs, runs):
-        if len(lines) < 4 * FILLING:
-            sys.exit(f"simulate: {run_dir} has {len(lines)} steps, and {4 * FILLING} are needed")
-        if not durations:
-            sys.exit(
-                f"simulate: {run_dir}/queues/pace.json does not say how long requests took: an "
-                "earlier version of this code has made the run"
-            )
-    speeds = measure_speeds([run[:3] for run in runs])
-    config, lines, _, samples = runs[0]
-    lengths = measure_lengths(lines[FILLING:], samples)
-    if arguments.like:
-        config, lines, _, _ = read_run(find_run(arguments.like))
-    columns = {"measured": observed(lines)}
+    try:
+        run_dirs = [find_run(run) for run in arguments.runs]
+        if arguments.like:
+            run_dirs.append(find_run(arguments.like))
+        runs = [read_run(run_dir) for run_dir in run_dirs]
+        require_shared(runs, run_dirs)
+        target = runs[-1] if arguments.like else runs[0]
+        config = replace(target.config, steps=len(target.lines))
+        other = with_knobs(config, knobs) if knobs else None
+    except cfg.ConfigError as e:
+        sys.exit(f"simulate: {e}")
+    speeds = measure_speeds(runs[:-1] if arguments.like else runs)
+    lengths = measure_lengths(runs[0])
+    print_speeds(speeds, lengths)
+    columns = {"measured": observed(target.lines)}
     columns["simulated"] = simulate(config, speeds, lengths)
-    if knobs:
-        try:
-            other = cfg.parse(knobs, default=config)
-            columns["with knobs"] = simulate(cfg.check(other), speeds, lengths)
-        except cfg.ConfigError as e:
-            sys.exit(f"simulate: {e}")
-    print(
-        f"a request takes {1000 * speeds.request:.1f} ms, and for each token "
-        f"{1000 * speeds.decode_base:.2f} ms + {1000 * speeds.decode_each:.4f} ms for each of the "
-        "sequences in progress\n"
-        f"a trainer rank takes {1e6 * speeds.train_token:.1f} us for a token and "
-        f"{1000 * speeds.train_step:.1f} ms for an optimizer step\n"
-        f"a weight update takes {speeds.update:.3f} s, answers have "
-        f"{lengths.quantiles.mean():.1f} tokens, correlation {lengths.correlation:.2f}"
-    )
+    if other:
+        columns["with knobs"] = simulate(other, speeds, lengths)
     print("".join(f"{name:>14}" for name in ("", *columns)))
     for quantity in QUANTITIES:
         cells = "".join(f"{column[quantity]:>14.4g}" for column in columns.values())
