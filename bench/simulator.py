@@ -104,7 +104,8 @@ def one_run(task, key, knobs, port):
     run = sim.read_run(runs.run_to_its_end(name, knobs, port, preset=preset, look=pin))
     print(f"{key}: {sim.observed(run.lines)['step_s']:.3f} s a step", flush=True)
     return dict(
-        config=asdict(run.config),
+        # Paths of this machine say nothing
+        config=asdict(run.config) | dict(model=Path(run.config.model).name, out=""),
         durations=run.durations,
         correlation=sim.correlation_of_neighbours(run.rollouts),
         lines=[{name: line[name] for name in KEPT} for line in run.lines],
