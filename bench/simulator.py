@@ -38,37 +38,50 @@ COMMON |= dict(eval_problems=1, save_every=0)
 TOY = COMMON | dict(task="toy", steps=60)
 TAIL = runs.COMMON | runs.PIPELINE | COMMON | dict(steps=48)
 COUNTUP = COMMON | dict(task="countup", steps=20)
+
+
+def around(base, half):
+    """{setting: knobs} that every task has.
+
+    half: half of the base's batch size.
+    """
+    return {
+        "base": base,
+        "half batches": base | dict(batch_size=half),
+        "wait": base | dict(late="wait"),
+    }
+
+
+def lags_of(base):
+    """{setting: knobs} with other lags than those of the base."""
+    return {
+        "max_lag 0": base | dict(max_lag=0),
+        "max_lag 4": base | dict(max_lag=4),
+        "G = 1": base | dict(conventional_g=1),
+    }
+
+
 SETTINGS = {
-    "toy": {
-        "base": TOY,
-        "max_lag 0": TOY | dict(max_lag=0),
-        "max_lag 4": TOY | dict(max_lag=4),
+    "toy": around(TOY, 224)
+    | lags_of(TOY)
+    | {
         "64 sequences": TOY | dict(concurrency=64),
-        "half batches": TOY | dict(batch_size=224),
         "quarter batches": TOY | dict(batch_size=112, steps=120),
         "4 attempts": TOY | dict(attempts=4),
-        "wait": TOY | dict(late="wait"),
         "hold": TOY | dict(late="hold"),
-        "G = 1": TOY | dict(conventional_g=1),
         "G = 4": TOY | dict(conventional_g=4),
         "evaluations": TOY | dict(eval_every=6, eval_problems=256),
     },
-    "tail": {
-        "base": TAIL,
-        "half batches": TAIL | dict(batch_size=32),
-        "max_lag 0": TAIL | dict(max_lag=0),
-        "max_lag 4": TAIL | dict(max_lag=4),
+    "tail": around(TAIL, 32)
+    | lags_of(TAIL)
+    | {
         "16 sequences": TAIL | dict(concurrency=16),
         "128 sequences, max_lag 4": TAIL | dict(concurrency=128, max_lag=4),
-        "wait": TAIL | dict(late="wait"),
-        "G = 1": TAIL | dict(conventional_g=1),
         "G = 8": TAIL | dict(conventional_g=8, concurrency=512),
     },
-    "countup": {
-        "base": COUNTUP,
-        "half batches": COUNTUP | dict(batch_size=32),
+    "countup": around(COUNTUP, 32)
+    | {
         "max_lag 3": COUNTUP | dict(max_lag=3),
-        "wait": COUNTUP | dict(late="wait"),
         "G = 4": COUNTUP | dict(conventional_g=4, concurrency=256),
     },
 }

@@ -513,7 +513,7 @@ class EngineClient:
     # ---- the engines' pace
 
     def _occupied(self, url):
-        """[the time, the sum over time up to now of an engine's sequences in progress], seconds."""
+        """An array of two numbers: the time, and `occupied` of an engine up to this time."""
         now = time.monotonic()
         since = self.occupied_at[url] or now
         self.occupied[url] += self.load[url] * (now - since)

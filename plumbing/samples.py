@@ -139,14 +139,14 @@ def filler(length=1):
     return sample | {"outcome": -1, "temperature": 1.0}
 
 
-def check_record(record, file, lacks=(), **expected):
-    """Raise RuntimeError that names the file unless a record is as the stage before writes it.
+def record_faults(record, lacks=(), **expected):
+    """Return texts that say in what a record is not as the stage before writes it; [] if it is.
 
     lacks: per-token fields that it need not have. expected: values that the record must have beside
     its arrays, such as run_id=..., step=3, row=0.
     """
     tokens = record["lengths"].sum()
-    problems = [
+    faults = [
         f"{name} is {record.get(name)!r}, {value!r} was expected"
         for name, value in expected.items()
         if record.get(name) != value
@@ -154,10 +154,16 @@ def check_record(record, file, lacks=(), **expected):
     for name in TOKEN_FIELDS.keys() - set(lacks):
         n = len(record.get(name, ()))
         if n != tokens:
-            problems.append(f"{name} has {n} values for {tokens} tokens")
-    if problems:
+            faults.append(f"{name} has {n} values for {tokens} tokens")
+    return faults
+
+
+def check_record(record, file, lacks=(), **expected):
+    """Raise RuntimeError that names the file if `record_faults` finds anything."""
+    faults = record_faults(record, lacks, **expected)
+    if faults:
         raise RuntimeError(
-            f"{file}: {problems[0]}; the same command continues the run. If another version of "
+            f"{file}: {faults[0]}; the same command continues the run. If another version of "
             "this code has written the file, add --fresh True: it moves the run aside, and begins "
             "anew"
         )

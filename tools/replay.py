@@ -30,7 +30,7 @@ from plumbing.metrics import Sums
 from plumbing.model import whole
 from plumbing.placement import gpu_count, share_cores
 from plumbing.ranks import Ranks
-from plumbing.samples import check_record
+from plumbing.samples import record_faults
 from tools.common import find_run, kept_batches, read_metrics
 
 # the metrics that are printed and compared
@@ -76,15 +76,12 @@ def read_batches(run_dir, step):
     has written them.
     """
     batches = kept_batches(run_dir, step)
-    for batch in batches:
-        try:
-            check_record(batch, f"step {step}")
-        except RuntimeError as e:
-            raise cfg.ConfigError(
-                f"{run_dir}: another version of this code has written these micro-batches "
-                f"({str(e).partition(';')[0]}): replay them with the commit that is in "
-                f"{run_dir}/config.json"
-            ) from None
+    faults = [fault for batch in batches for fault in record_faults(batch)]
+    cfg.require(
+        not faults,
+        f"{run_dir}: step {step}: {''.join(faults[:1])}: another version of this code has written "
+        f"these micro-batches: replay them with the commit that is in {run_dir}/config.json",
+    )
     return batches
 
 

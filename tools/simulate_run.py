@@ -27,8 +27,6 @@ from statistics import NormalDist
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import config as cfg
 from actor import allowed_groups
 from plumbing.queues import read_json
@@ -135,14 +133,16 @@ def read_run(run_dir):
     cfg.require(
         turns <= 1, f"{run_dir}: attempts have up to {turns:.1f} turns: only one is simulated"
     )
-    for knob, wanted in (("no_signal", "keep"), ("late", ("keep", "wait", "hold"))):
-        value = getattr(config, knob)
-        cfg.require(value in wanted, f"{run_dir} has --{knob} {value}, which is not simulated")
+    for knob, value in (("no_signal", "drop"), ("late", "mask")):
+        cfg.require(
+            getattr(config, knob) != value,
+            f"{run_dir} has --{knob} {value}, which is not simulated: use a run without it",
+        )
     durations = read_json(Path(run_dir, "queues", "pace.json")).get("durations")
     cfg.require(
         durations and durations[0][0] >= 100,
-        f"{run_dir}/queues/pace.json has the durations of no 100 requests: let the run go on, or "
-        "make another one if an earlier version of this code has made it",
+        f"{run_dir}/queues/pace.json has no durations, or those of fewer than 100 requests: let "
+        "the run go on. If an earlier version of this code has made it, make another run",
     )
     path = Path(run_dir, "samples.jsonl")
     rollouts = []
