@@ -133,7 +133,8 @@ class Opening:
         """Continue the run, if its knobs so far (`old`) and those of this start allow it."""
         before, now = asdict(old), asdict(self.config)
         for name in now.keys() - FILLED_IN:
-            if now[name] != before[name]:
+            # "auto" is no other choice: only later does tools/prepare.py decide what it is.
+            if now[name] not in (before[name], "auto"):
                 self.changed[name] = (before[name], now[name])
         fixed = sorted(self.changed.keys() & FIXED.keys())
         if fixed:

@@ -113,6 +113,15 @@ def test_a_changed_knob_is_in_effect_or_refused_by_name(tmp_path):
     }
 
 
+def test_the_same_command_continues_with_no_other_knobs(tmp_path):
+    """The run knows how its rows are computed; the command line still says auto."""
+    config, _ = stopped_run(tmp_path, rows="packed")
+    opening = rundir.Opening(with_knobs(config, rows="auto"))
+    assert opening.changed == {} and "other knobs" not in opening.summary
+    opening = rundir.Opening(with_knobs(config, rows="padded"))
+    assert opening.changed == {"rows": ("packed", "padded")}
+
+
 class OneRank:
     """FAKE ranks: one process without a group."""
 
