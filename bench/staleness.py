@@ -1,25 +1,32 @@
 """How stale may data be? Whole runs on data that is older and older; see docs/staleness.md.
 
     python bench/staleness.py lags [--seeds 5] [--jobs 2] [--quick] [--plot] [--port 9000]
-    python bench/staleness.py losses | mixed | tail_lags | tail_pipeline | order
+    python bench/staleness.py losses | mixed | tail_lags | tail_pipeline
+    python bench/staleness.py order | countup_lags | head
+    python bench/staleness.py losses --only "dppo, lag 16" "cispo, lag 16"
 
 Each part is a set of settings, PARTS below. Each setting is one run of `bash run.sh` a seed, with
-the real vLLM. Results are kept in bench/results/staleness-<task>.json, which the parts of a task
-share, so that the same command goes on after an interruption.
+the real vLLM. With --only these settings alone are run; the table has all runs that are kept. They
+are kept in bench/results/staleness-<task>.json, which the parts of a task share, so that the same
+command goes on after an interruption.
 
 lags           A **pure lag** is `--late hold --max_lag N`: step v trains samples of which every
                token was sampled by version max(0, v - N).
 losses         The other losses and corrections, at few lags.
 mixed          Batches that mix lags (tests/edits/shuffled_window.patch) against batches of one lag
                with the same mean; and without their oldest tokens (tokens_trained.patch).
-tail_lags      Pure lags on the task `tail`, whose answers have 5 to 397 tokens.
+tail_lags      Pure lags on the task `tail`, whose answers have 5 to 397 tokens, and the losses that
+               do best on the toy.
 tail_pipeline  The pipeline on `tail`, where updates reach long answers many times, with a stale
                and with a recomputed KV cache.
 order          The task `countup` on SmolLM2: groups in the order in which they are complete, or in
                that of their starts.
+countup_lags   Pure lags on `countup`, and the losses that do best on the toy.
+head           `countup` with the head in float32 and in bfloat16.
 
-In the first four parts engines and trainer take turns, so nothing depends on who is faster, and
-`--jobs` runs may share the machine. The last two need a machine that has nothing else to do.
+In all parts but `tail_pipeline` and `order` engines and trainer take turns, so nothing depends on
+who is faster, and `--jobs` runs may share the machine. These two need a machine that has nothing
+else to do, and `--jobs 1`.
 
 Score: the probability that the model gives exactly the right answer, averaged over held-out
 problems (250; 64 of countup), computed from checkpoints (bench/runs.py), at the temperature of the
@@ -85,6 +92,8 @@ TAIL = runs.COMMON | COMMON | dict(concurrency=64, stall_timeout=3000)
 CROWDED = runs.COMMON | runs.PIPELINE | dict(concurrency=128, max_lag=4)
 COUNTUP = dict(task="countup", steps=32, save_every=8, keep_last=0, eval_every=0, eval_problems=1)
 COUNTUP |= dict(trainer_threads=2)
+# One core for each run
+COUNTUP_HELD = COUNTUP | dict(late="hold", engine_threads=1, trainer_threads=1)
 # Knobs that patches of tests/edits bring
 PATCHES = {"shuffled": "shuffled_window", "tokens_trained": "tokens_trained"}
 # The losses and corrections beside the three of `lags`, as knobs
@@ -130,6 +139,14 @@ def loss_settings(base, lags):
     return settings
 
 
+def best_losses(base, lag):
+    """{setting: knobs} of what loses least at lag 16 of the toy."""
+    return {
+        f"dppo, lag {lag}": pure(base, lag, loss="dppo"),
+        f"ratio product, lag {lag}": pure(base, lag, ratio="product"),
+    }
+
+
 def mixed_settings(base, lags):
     """{setting: knobs} of batches with one lag, with many lags of the same mean, and with those of
     the many that are no older than the mean.
@@ -147,7 +164,7 @@ PARTS = {
     "lags": lag_settings(TOY, LAGS, ("reinforce", "ppo", "dppo")),
     "losses": loss_settings(TOY, FEW_LAGS),
     "mixed": mixed_settings(TOY, (16, 64)),
-    "tail_lags": lag_settings(TAIL, (1, 4, 16, 64), ("reinforce",)),
+    "tail_lags": lag_settings(TAIL, (1, 4, 16, 64), ("reinforce",)) | best_losses(TAIL, 16),
     "tail_pipeline": {
         "lag 0": pure(TAIL, 0),
         "stale KV, lag 4": CROWDED,
@@ -160,6 +177,12 @@ PARTS = {
         "hold, lag 1": COUNTUP | dict(late="hold"),
         "keep, lag 3": COUNTUP | dict(max_lag=3),
         "wait, lag 3": COUNTUP | dict(max_lag=3, late="wait"),
+    },
+    "countup_lags": lag_settings(COUNTUP_HELD, (1, 4, 16), ("reinforce",))
+    | best_losses(COUNTUP_HELD, 16),
+    "head": {
+        "reinforce, lag 1": pure(COUNTUP_HELD, 1, loss="reinforce"),
+        "head_float32, lag 1": pure(COUNTUP_HELD, 1, loss="reinforce", head_float32=True),
     },
 }
 # transformers cannot load two models at the same time in two threads: heads that are tied to the
@@ -213,6 +236,11 @@ def one_run(key, knobs, port, slots, is_pinned):
 def short(value):
     """A number with five digits."""
     return float(f"{value:.5g}")
+
+
+def setting_of(key):
+    """The setting of a kept run, whose key is "<setting>, seed <seed>"."""
+    return key.rpartition(", seed")[0]
 
 
 # ---- the table
@@ -361,39 +389,49 @@ def draw_runs(by_setting, path):
 # ---- the command line
 
 
+def run_missing(arguments, settings, task, path, wanted):
+    """Make the runs of `wanted`, {key: knobs}, that are not kept yet; see main."""
+    if task != "countup":
+        base_model.make_model([task], model_of(task), 0)
+    if any(PATCHES.keys() & knobs.keys() for knobs in settings.values()):
+        patched_copy(WORK / "staleness", *PATCHES.values())
+    slots = queue.SimpleQueue()
+    for slot in range(arguments.jobs):
+        slots.put(slot)
+    is_pinned = arguments.jobs > 1
+    measure = functools.partial(one_run, port=arguments.port, slots=slots, is_pinned=is_pinned)
+    only = arguments.only or settings
+    wanted = {key: knobs for key, knobs in wanted.items() if setting_of(key) in only}
+    measured(path, wanted, measure, reuse=not arguments.quick, jobs=arguments.jobs)
+
+
 def main(argv=None):
     p = runs.run_parser(__doc__, seeds=5, port=9000)
     p.add_argument("part", choices=PARTS)
+    p.add_argument("--only", nargs="+", help="settings of the part; no others are run")
     p.add_argument("--jobs", type=int, default=2, help="runs at a time, each on a core of its own")
     arguments = p.parse_args(argv)
     settings = PARTS[arguments.part]
+    if unknown := set(arguments.only or ()) - settings.keys():
+        p.error(f"--only {sorted(unknown)}: no such setting; there are {list(settings)}")
     if arguments.quick:
         arguments.seeds = 1
         settings = {name: knobs | QUICK for name, knobs in settings.items()}
     [task] = {knobs["task"] for knobs in settings.values()}
-    if not arguments.plot and task != "countup":
-        base_model.make_model([task], model_of(task), 0)
-    if not arguments.plot and any(PATCHES.keys() & knobs.keys() for knobs in settings.values()):
-        patched_copy(WORK / "staleness", *PATCHES.values())
     first = arguments.first_seed
     wanted = {}
     for seed in range(first, first + arguments.seeds):
         for setting, knobs in settings.items():
             model = model_of(task).relative_to(ROOT)
             wanted[f"{setting}, seed {seed}"] = knobs | dict(model=str(model), seed=seed)
-    slots = queue.SimpleQueue()
-    for slot in range(arguments.jobs):
-        slots.put(slot)
     path = result_file(arguments, f"staleness-{task}")
-    is_pinned = arguments.jobs > 1
-    measure = functools.partial(one_run, port=arguments.port, slots=slots, is_pinned=is_pinned)
-    if arguments.plot:
-        measure = None
-    results = measured(path, wanted, measure, reuse=not arguments.quick, jobs=arguments.jobs)
+    if not arguments.plot:
+        run_missing(arguments, settings, task, path, wanted)
+    results = measured(path, wanted, None)
     print(machine())
     by_setting = {}
     for key, run in results.items():
-        by_setting.setdefault(key.rpartition(", seed")[0], []).append(run)
+        by_setting.setdefault(setting_of(key), []).append(run)
     print_table(by_setting, settings)
     if arguments.part == "mixed":
         print_by_lag(by_setting, path)
