@@ -144,6 +144,7 @@ def best_losses(base, lag):
     return {
         f"dppo, lag {lag}": pure(base, lag, loss="dppo"),
         f"ratio product, lag {lag}": pure(base, lag, ratio="product"),
+        f"lr_by_ess, lag {lag}": pure(base, lag, lr_by_ess=True),
     }
 
 
@@ -164,7 +165,7 @@ PARTS = {
     "lags": lag_settings(TOY, LAGS, ("reinforce", "ppo", "dppo")),
     "losses": loss_settings(TOY, FEW_LAGS),
     "mixed": mixed_settings(TOY, (16, 64)),
-    "tail_lags": lag_settings(TAIL, (1, 4, 16, 64), ("reinforce",)) | best_losses(TAIL, 16),
+    "tail_lags": lag_settings(TAIL, (1, 4, 8, 16, 64), ("reinforce",)) | best_losses(TAIL, 16),
     "tail_pipeline": {
         "lag 0": pure(TAIL, 0),
         "stale KV, lag 4": CROWDED,

@@ -307,13 +307,16 @@ class Engine:
     """An engine. Its counter is the number of decoding steps that it has made.
 
     With every step each sequence in progress gets a token, so a sequence of n tokens that begins at
-    counter c ends at c + n. The counter is a float: between two events time passes evenly.
+    counter c ends at c + n. The counter is a float: between two events time passes evenly. Before an
+    engine is changed, it must be advanced to the time of the change.
     """
 
     def __init__(self, speeds):
         self.speeds = speeds
         self.time = 0.0
         self.counter = 0.0
+        # sum of the slots in use x seconds
+        self.occupied = 0.0
         # heap of (value of the counter at its end, number, attempt)
         self.running = []
         self.numbers = itertools.count()
@@ -330,6 +333,7 @@ class Engine:
 
     def advance(self, now):
         """Decode until `now`."""
+        self.occupied += self.load * (now - self.time)
         if self.running:
             self.counter += (now - self.time) / self.speeds.decode_s(self.load)
         self.time = now
@@ -377,6 +381,9 @@ class Simulation:
         self.lengths = lengths
         self.rng = np.random.default_rng(seed)
         self.engines = [Engine(speeds) for _ in range(config.engines)]
+        # of each engine: the time at which its next attempt ends, and its load, see `changed`
+        self.ends = np.full(config.engines, math.inf)
+        self.loads = np.zeros(config.engines, int)
         self.now = 0.0
         # heap of (time, number, function, its arguments)
         self.events = []
@@ -411,12 +418,12 @@ class Simulation:
         self.pushes_next = False
         # the seconds of a checkpoint that the trainer writes before its next step
         self.save_s = 0.0
-        # Of the trainer's step in progress: its begin, seconds waited for data, attempts trained,
-        # and over its time slots in use x seconds and tokens sampled.
+        # Of the trainer's step in progress: its begin, the sum of Engine.occupied at that time,
+        # seconds waited for data, attempts trained and tokens sampled.
         self.step_start = 0.0
+        self.occupied = 0.0
         self.waited = 0.0
         self.trained = []
-        self.occupied = 0.0
         self.sampled = 0
         # as in the metrics: means over some ten seconds
         self.pace = dict(gen_idle=1.0, gen_tok_s=0.0)
@@ -426,19 +433,20 @@ class Simulation:
         self.evaluate()
         self.act()
         while self.version < self.config.steps:
-            ends = [engine.next_end() for engine in self.engines]
-            first = int(np.argmin(ends))
+            first = int(np.argmin(self.ends))
+            next_end = float(self.ends[first])
             next_event = self.events[0][0] if self.events else math.inf
-            if min(ends[first], next_event) == math.inf:
+            self.now = min(next_end, next_event)
+            if self.now == math.inf:
                 raise RuntimeError("nothing happens any more: a fault of tools/simulate_run.py")
-            if ends[first] <= next_event:
+            if next_end <= next_event:
                 engine = self.engines[first]
-                self.advance(ends[first])
+                engine.advance(self.now)
                 attempt = engine.pop_ended()
-                self.after(self.speeds.request, self.end_request, attempt, engine)
+                self.changed(first)
+                self.after(self.speeds.request, self.end_request, attempt, first)
             else:
                 _, _, function, arguments = heapq.heappop(self.events)
-                self.advance(next_event)
                 function(*arguments)
             self.act()
         return self.lines
@@ -447,11 +455,10 @@ class Simulation:
         """Call a function once so many seconds have passed."""
         heapq.heappush(self.events, (self.now + seconds, next(self.numbers), function, arguments))
 
-    def advance(self, now):
-        for engine in self.engines:
-            self.occupied += engine.load * (now - self.now)
-            engine.advance(now)
-        self.now = now
+    def changed(self, number):
+        """Note what an engine, which was changed, is going to do."""
+        self.ends[number] = self.engines[number].next_end()
+        self.loads[number] = self.engines[number].load
 
     # ---- the actor
 
@@ -471,9 +478,11 @@ class Simulation:
     def send(self, attempts):
         """Send attempts to the least loaded engines; without a free slot they wait."""
         for attempt in attempts:
-            engine = min(self.engines, key=lambda engine: engine.load)
-            if engine.load < self.config.concurrency:
-                engine.add(attempt)
+            number = int(np.argmin(self.loads))
+            if self.loads[number] < self.config.concurrency:
+                self.engines[number].advance(self.now)
+                self.engines[number].add(attempt)
+                self.changed(number)
             else:
                 self.waiting.append(attempt)
 
@@ -482,10 +491,13 @@ class Simulation:
             lengths = self.lengths.draw(self.rng, self.config.eval_attempts)
             self.send([Attempt(length) for length in lengths])
 
-    def end_request(self, attempt, engine):
+    def end_request(self, attempt, number):
+        engine = self.engines[number]
+        engine.advance(self.now)
         engine.ending -= 1
         if self.waiting:
             engine.add(self.waiting.popleft())
+        self.changed(number)
         self.sampled += attempt.length
         group = attempt.group
         if group is None:
@@ -613,6 +625,7 @@ class Simulation:
 
     def deliver(self, version):
         for engine in self.engines:
+            engine.advance(self.now)
             engine.swap(version)
         self.is_sending = False
         self.announce(version)
@@ -632,9 +645,11 @@ class Simulation:
         """Add the line of a step to `lines`."""
         seconds = self.now - self.step_start
         slots = self.config.concurrency * len(self.engines)
-        newest = dict(
-            gen_idle=1 - self.occupied / seconds / slots, gen_tok_s=self.sampled / seconds
-        )
+        for engine in self.engines:
+            engine.advance(self.now)
+        occupied = sum(engine.occupied for engine in self.engines)
+        gen_idle = 1 - (occupied - self.occupied) / seconds / slots
+        newest = dict(gen_idle=gen_idle, gen_tok_s=self.sampled / seconds)
         for name, value in newest.items():
             weight = 1 - math.exp(-seconds / PACE_S)
             self.pace[name] += weight * (value - self.pace[name])
@@ -651,7 +666,7 @@ class Simulation:
         self.step_start = self.now
         self.waited = 0.0
         self.trained = []
-        self.occupied = 0.0
+        self.occupied = occupied
         self.sampled = 0
 
 
