@@ -1,0 +1,155 @@
+"""Does anything grow in an hour? Memory, open files and threads of a run's processes, and the disk.
+
+    python bench/growth.py [--steps 4000] [--quick] [--plot] [--port 9400]
+
+A run of the toy with the real vLLM is looked at once a minute. The table shows each process after
+a third of the run, when buffers have their full size, and at the end, and how fast its memory
+grows from there on (least squares, with the interval of the slope). A leak is a slope whose
+interval lies above 0 and which would double the process in a week. Of the disk, what grows with
+the number of steps must be metrics, samples and logs alone.
+"""
+
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from bench import runs
+from bench.common import machine, measured, result_file, table
+from tools.common import read_metrics
+
+KNOBS = dict(eval_every=50, save_every=50, trainer_threads=1)
+MINUTES_A_WEEK = 7 * 24 * 60
+# what a run writes, by its place in the directory of the run
+PLACES = ("checkpoints", "queues", "logs", "metrics.jsonl", "samples.jsonl")
+
+
+def name_of(process):
+    """The name of a process of a run: train.py, or for example VLLM::EngineCore."""
+    scripts = [Path(word).name for word in process.cmdline() if word.endswith(".py")]
+    title = process.cmdline()[0] if process.cmdline() else process.name()
+    if scripts:
+        return scripts[-1]
+    return "engine's server" if "vllm" in " ".join(process.cmdline()) else Path(title).name
+
+
+def usage_of(launcher):
+    """{name: [MB, open files, threads]} of run.sh's processes; processes of one name are added."""
+    usage = {}
+    for process in [launcher, *launcher.children(recursive=True)]:
+        try:
+            with process.oneshot():
+                name = name_of(process)
+                values = [process.memory_info().rss / 1e6, process.num_fds()]
+                values.append(process.num_threads())
+        except psutil.Error:
+            # It has ended meanwhile.
+            continue
+        before = usage.get(name, [0, 0, 0])
+        usage[name] = [a + b for a, b in zip(before, values)]
+    return usage
+
+
+def disk_of(run_dir):
+    """{place: [number of files, MB]} of a run's directory."""
+    files = Counter()
+    sizes = Counter()
+    for path in run_dir.rglob("*"):
+        place = path.relative_to(run_dir).parts[0]
+        place = place if place in PLACES else "all else"
+        try:
+            sizes[place] += path.stat().st_size / 1e6
+            files[place] += path.is_file()
+        except FileNotFoundError:
+            continue
+    return {place: [files[place], sizes[place]] for place in sizes}
+
+
+class Watch:
+    """Looks at a run every `every` seconds. looks: [dict(minutes, usage, disk)]."""
+
+    def __init__(self, run_dir, every):
+        self.run_dir = run_dir
+        self.every = every
+        self.begun = time.monotonic()
+        self.next = self.begun + every
+        self.looks = []
+
+    def look(self, launcher):
+        now = time.monotonic()
+        if now < self.next:
+            return
+        self.next += self.every
+        usage = usage_of(psutil.Process(launcher))
+        minutes = (now - self.begun) / 60
+        self.looks.append(dict(minutes=minutes, usage=usage, disk=disk_of(self.run_dir)))
+
+
+def measure(key, knobs, arguments):
+    """A run as {looks, steps, minutes}."""
+    name = "growth"
+    watch = Watch(runs.WORK / "runs" / name, every=5.0 if arguments.quick else 60.0)
+    run_dir = runs.run_to_its_end(name, knobs, arguments.port, look=watch.look)
+    [steps] = read_metrics(run_dir, "step")
+    return dict(looks=watch.looks, steps=len(steps), minutes=watch.looks[-1]["minutes"])
+
+
+def slope(minutes, values):
+    """(slope a minute, half of its 95% interval) by least squares."""
+    x = np.array(minutes) - np.mean(minutes)
+    y = np.array(values) - np.mean(values)
+    rate = (x @ y) / (x @ x)
+    rest = y - rate * x
+    # neighbouring looks are not independent, so this interval is rather too small
+    error = np.sqrt(rest @ rest / max(len(x) - 2, 1) / (x @ x))
+    return float(rate), float(1.96 * error)
+
+
+def print_tables(run):
+    """Print what the processes need, and what is on the disk."""
+    looks = run["looks"]
+    late = looks[len(looks) // 3 :]
+    print(f"{run['steps']} steps, {run['minutes']:.0f} minutes")
+    rows = []
+    counts = Counter(name for look in late for name in look["usage"])
+    for name, count in counts.items():
+        # Processes that are only there at the end, or for an evaluation, are left out.
+        if count < max(3, len(late) / 2):
+            continue
+        with_it = [look for look in late if name in look["usage"]]
+        minutes = [look["minutes"] for look in with_it]
+        mb, files, threads = zip(*(look["usage"][name] for look in with_it))
+        rate, error = slope(minutes, mb)
+        is_leak = rate > error and rate * MINUTES_A_WEEK > mb[-1]
+        row = [name, f"{mb[0]:.0f}, {mb[-1]:.0f}", f"{rate:+.3f} ({error:.3f})"]
+        row += ["yes" if is_leak else "no", f"{files[0]:.0f}, {files[-1]:.0f}, {max(files):.0f}"]
+        rows.append([*row, f"{threads[0]:.0f}, {threads[-1]:.0f}"])
+    header = ["process", "MB", "MB a minute (+-)", "leak", "open files, most", "threads"]
+    table(header, rows)
+    rows = []
+    for place in late[-1]["disk"]:
+        first, last = (look["disk"].get(place, [0, 0.0]) for look in (late[0], late[-1]))
+        rows.append([place, f"{first[0]}, {last[0]}", f"{first[1]:.2f}, {last[1]:.2f}"])
+    table(["on the disk", "files", "MB"], rows)
+
+
+def main(argv=None):
+    p = runs.run_parser(__doc__, seeds=1, port=9400)
+    p.add_argument("--steps", type=int, default=4000, help="steps of the run")
+    arguments = p.parse_args(argv)
+    steps = 80 if arguments.quick else arguments.steps
+    wanted = {f"{steps} steps": KNOBS | dict(steps=steps, seed=arguments.first_seed)}
+    path = result_file(arguments, "growth")
+    take = None if arguments.plot else lambda key, knobs: measure(key, knobs, arguments)
+    results = measured(path, wanted, take, reuse=not arguments.quick or arguments.plot)
+    print(machine())
+    for run in results.values():
+        print_tables(run)
+
+
+if __name__ == "__main__":
+    main()
