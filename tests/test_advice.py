@@ -46,7 +46,9 @@ def test_advice_on_a_run_starts_after_ten_steps_and_counts_dropped_samples():
     assert advice_on(config, steps[:-1]) == ""
     # Unhindered, serving is 3 / (0.667 * 4) = 1.12 times as fast with 3, training 5 / 4 with 5
     expected = "trainer .* 33% of samples dropped.*: --engines 3 --trainers 5, about 1.12"
-    assert re.search(expected, advice_on(config, steps))
+    advised = advice_on(config, steps)
+    assert re.search(expected, advised)
+    assert f"tools/simulate.py {config.run} " in advised
 
 
 def test_old_tokens_that_harm_are_named():

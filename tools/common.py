@@ -247,4 +247,6 @@ def advice_on(config, steps):
         training=config.trainers,
         per_engine=config.tensor_parallel,
     )
+    if throughput:
+        throughput += f" (tools/simulate.py {config.run} --knob value predicts what it brings)"
     return "; ".join(filter(None, [throughput, stale_advice(recent)]))
