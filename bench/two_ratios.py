@@ -21,6 +21,7 @@ reinforce and ppo.
 """
 
 import copy
+import shutil
 import sys
 from pathlib import Path
 
@@ -163,6 +164,8 @@ def main(argv=None):
             return dict(steps={step: of_step(config, run_dir, step) for step in steps})
         finally:
             ranks.close()
+            # some 50 GB
+            shutil.rmtree(run_dir / "checkpoints")
 
     path = result_file(a, "two_ratios")
     results = measured(path, wanted, None if a.plot else measure, reuse=not a.quick)
