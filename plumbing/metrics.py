@@ -128,9 +128,8 @@ class Sums:
     def add(self, metrics):
         """Add the metrics of one micro-batch: {name: (function, tensor, ...)}."""
         for name, (function, *parts) in metrics.items():
-            # They are copied, as several metrics may hold the same count, and each is reduced in
-            # place. Sums in float64 stay in float64.
-            parts = [x.detach().clone() for x in parts]
+            # Sums in float64 stay in float64.
+            parts = [x.detach() for x in parts]
             parts = [x if x.dtype == torch.float64 else x.float() for x in parts]
             if name in self.metrics:
                 add = torch.maximum if function is largest else torch.add
@@ -138,15 +137,27 @@ class Sums:
             self.metrics[name] = (function, parts)
 
     def reduce(self):
-        """{name: value} over all ranks. Collective."""
+        """{name: value} over all ranks. Collective.
+
+        Two collectives, one of the sums and one of the maxima, do for all metrics, and as many
+        copies from the device.
+        """
         values = {}
-        for name, (function, parts) in self.metrics.items():
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+            chosen = {}
+            for name, (function, parts) in self.metrics.items():
+                if (function is largest) == (op == dist.ReduceOp.MAX):
+                    chosen[name] = (function, parts)
+            parts = [part for _, parts in chosen.values() for part in parts]
+            if not parts:
+                continue
+            numbers = torch.cat([part.double().flatten() for part in parts])
             if dist.is_initialized():
-                op = dist.ReduceOp.MAX if function is largest else dist.ReduceOp.SUM
-                for part in parts:
-                    dist.all_reduce(part, op=op)
-            values[name] = function(*(x.tolist() for x in parts))
-        return values
+                dist.all_reduce(numbers, op=op)
+            reduced = iter(numbers.cpu().split([part.numel() for part in parts]))
+            for name, (function, parts) in chosen.items():
+                values[name] = function(*(next(reduced).view_as(x).tolist() for x in parts))
+        return {name: values[name] for name in self.metrics}
 
 
 def open_lines(path, version, read=lambda line: None):
