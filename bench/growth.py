@@ -1,15 +1,20 @@
 """Does anything grow in an hour? Memory, open files and threads of a run's processes, and the disk.
 
     python bench/growth.py [--steps 4000] [--quick] [--plot] [--port 9400]
+    python bench/growth.py --many
 
-A run of the toy with the real vLLM is looked at once a minute. The table shows each process after
+With --many it measures what one look costs with few and with many records in a queue, and with few
+and with many engines; no engine is started, their files are written by this script. Without it, a
+run of the toy with the real vLLM is looked at once a minute. The table shows each process after
 a third of the run, when buffers have their full size, and at the end, and how fast its memory
 grows from there on (least squares, with the interval of the slope). A leak is a slope whose
 interval lies above 0 and which would double the process in a week. Of the disk, what grows with
 the number of steps must be metrics, samples and logs alone.
 """
 
+import asyncio
 import sys
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,12 +23,18 @@ import numpy as np
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import config as cfg
 from bench import runs
 from bench.common import machine, measured, result_file, table
+from plumbing.client import EngineClient
+from plumbing.queues import Queue, publish_json
+from plumbing.weight_group import EngineRegistry
 from tools.common import read_metrics
 
 KNOBS = dict(eval_every=50, save_every=50, trainer_threads=1)
 MINUTES_A_WEEK = 7 * 24 * 60
+# (records in a queue, engines) that are few, and that are many
+SIZES = ((10, 1), (100_000, 1000))
 # what a run writes, by its place in the directory of the run
 PLACES = ("checkpoints", "queues", "logs", "metrics.jsonl", "samples.jsonl")
 
@@ -137,10 +148,74 @@ def print_tables(run):
     table(["on the disk", "files", "MB"], rows)
 
 
+# ---- many records, many engines
+
+
+def milliseconds(function, times):
+    """The milliseconds that a call of `function` takes, as the mean of many."""
+    begun = time.perf_counter()
+    for _ in range(times):
+        function()
+    return 1000 * (time.perf_counter() - begun) / times
+
+
+def queue_costs(folder, records):
+    """{what: ms} of a queue in which so many records wait."""
+    queue = Queue(folder)
+    record = dict(tokens=np.arange(500), step=1)
+    for _ in range(records):
+        queue.put(record)
+
+    def take():
+        number, _ = queue.get()
+        queue.ack(number)
+
+    return {
+        "queue: put a record": milliseconds(lambda: queue.put(record), 200),
+        "queue: get a record and acknowledge it": milliseconds(take, 200),
+        "queue: open it": milliseconds(lambda: Queue(folder), 3),
+    }
+
+
+async def engine_costs(run_dir, count):
+    """{what: ms} of a look at so many engines, by the trainer and by the actor."""
+    (run_dir / "engines").mkdir(parents=True)
+    urls = [f"http://10.0.{i // 250}.{i % 250}:8000" for i in range(count)]
+    for i, url in enumerate(urls):
+        publish_json(run_dir / "engines" / f"engine{i}.json", url=url, started=float(i))
+    config = cfg.Config(engines=count)
+    registry = EngineRegistry(config, run_dir)
+    client = EngineClient(config, {1}, 64)
+    client.set_engines(urls)
+    return {
+        "trainer: list the engines, once a step": milliseconds(registry.listed, 10),
+        "actor: set the engines, once a version": milliseconds(lambda: client.set_engines(urls), 9),
+        "actor: choose an engine for a request": milliseconds(client.least_loaded, 50),
+    }
+
+
+def measure_many(key, knobs):
+    """{what: ms} with few or with many records and engines."""
+    with tempfile.TemporaryDirectory() as folder:
+        costs = queue_costs(Path(folder, "queue"), knobs["records"])
+        costs |= asyncio.run(engine_costs(Path(folder, "run"), knobs["engines"]))
+    return dict(ms=costs)
+
+
 def main(argv=None):
     p = runs.run_parser(__doc__, seeds=1, port=9400)
     p.add_argument("--steps", type=int, default=4000, help="steps of the run")
+    p.add_argument("--many", action="store_true", help="many records and engines instead of a run")
     arguments = p.parse_args(argv)
+    if arguments.many:
+        path = result_file(arguments, "growth-many")
+        few_and_many = {f"{n} records, {m} engines": dict(records=n, engines=m) for n, m in SIZES}
+        results = measured(path, few_and_many, None if arguments.plot else measure_many)
+        print(machine())
+        names = next(iter(results.values()))["ms"]
+        rows = [[name, *(f"{run['ms'][name]:.3g}" for run in results.values())] for name in names]
+        table(["ms", *results], rows)
+        return
     steps = 80 if arguments.quick else arguments.steps
     wanted = {f"{steps} steps": KNOBS | dict(steps=steps, seed=arguments.first_seed)}
     path = result_file(arguments, "growth")

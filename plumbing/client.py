@@ -294,7 +294,11 @@ class EngineClient:
         suspicious prompt. None if there is no such engine.
         """
         reserved = self.reserved if self.quarantine.locked() else None
-        well = [url for url in self.serving if self._is_well(url) and self.load[url] < max_load]
+        now = time.monotonic()
+        well = []
+        for url in self.serving:
+            if self.backs_off_until[url] < now and self.load[url] < max_load:
+                well.append(url)
         if reserved in well:
             well.remove(reserved)
         if preferred in well:
