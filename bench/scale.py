@@ -11,7 +11,8 @@ For each number of GPUs and each length of answers:
 
     conventional   all GPUs sample, then all GPUs train, G optimizer steps a generation phase; the
                    change from one to the other takes no time, which favours it
-    pipeline       I GPUs sample, with H sequences on each, and the others train; --on_full block
+    pipeline       I GPUs sample, with H sequences on each, and the others train; --on_full block,
+                   or no limit on the lag and --on_full drop_oldest, as in the preset math
 
 G, I, H and --max_lag are searched. The mean lag says how old the trained tokens are, and only what
 is equally fresh is compared: the fastest pipeline whose mean lag is within a limit with the fastest
@@ -85,14 +86,15 @@ CORRELATION = 0.5
 LONGEST = (1024, 4096, 16384)
 GPUS = (8, 32, 128)
 GS = (1, 2, 4, 8, 16)
-MAX_LAGS = (1, 2, 4)
+NO_LIMIT = 1_000_000
+MAX_LAGS = (1, 2, 4, 8, NO_LIMIT)
 SEQUENCES = (64, 128, 256)
 # the split is searched around the one at which engines and trainer are equally fast
-AROUND = (0.8, 0.9, 1.0, 1.2)
+AROUND = (0.85, 1.0, 1.2)
 # limits on the mean lag: those of G = 4, 8 and 16
 LIMITS = (1.5, 3.5, 7.5)
 # steps of a simulation, of which the first ones fill the pipeline
-STEPS = 48
+STEPS = 32
 FILLING = 16
 
 
@@ -178,6 +180,7 @@ def simulate(split, longest, gpus, mfu):
         engines=split.engines,
         trainers=split.trainers,
         max_lag=split.max_lag,
+        on_full="drop_oldest" if split.max_lag == NO_LIMIT else "block",
         conventional_g=split.g,
         eval_every=0,
         eval_problems=0,
@@ -236,6 +239,11 @@ def best_of(results, limit):
     return best[True], best.get(False)
 
 
+def lag_limit(max_lag):
+    """--max_lag, or "drop" if --on_full drop_oldest takes its place."""
+    return "drop" if max_lag == NO_LIMIT else f"{max_lag}"
+
+
 def print_case(longest, gpus, mfu, results):
     """The rows of the table for a case."""
     rows = []
@@ -247,7 +255,11 @@ def print_case(longest, gpus, mfu, results):
             rows.append([*row, "none", "", "", "", "", "", ""])
             continue
         split, figures = pipeline
-        row += [f"{split.engines} + {split.trainers}", f"{split.sequences}", f"{split.max_lag}"]
+        row += [
+            f"{split.engines} + {split.trainers}",
+            f"{split.sequences}",
+            lag_limit(split.max_lag),
+        ]
         row += [f"{figures['step_s']:.1f}", f"{figures['lag_mean']:.1f}", f"{figures['lag_max']}"]
         row.append(f"{its['step_s'] / figures['step_s']:.2f}")
         rows.append(row)
