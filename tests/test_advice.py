@@ -51,6 +51,16 @@ def test_advice_on_a_run_starts_after_ten_steps_and_counts_dropped_samples():
     assert f"tools/simulate.py {config.run} " in advised
 
 
+def test_a_higher_lag_is_not_advised_where_it_harms_or_changes_nothing():
+    step = dict(step_s=10.0, wait_data_s=5.0, gen_idle=0.5, problems={"0": 16}, drops={})
+    old = dict(step, by_lag={"4-7": dict(tokens=100, kl=0.1)})
+    assert "raise --max_lag" in advice_on(Config(engines=1, trainers=1), [step] * 12)
+    advised = advice_on(Config(engines=1, trainers=1), [old] * 12)
+    assert "raise --max_lag" not in advised and "lower --max_lag" in advised
+    for knobs in (dict(late="hold"), dict(conventional_g=4)):
+        assert advice_on(Config(engines=1, trainers=1, **knobs), [step] * 12) == ""
+
+
 def test_old_tokens_that_harm_are_named():
     def line(**buckets):
         table = {name: dict(tokens=n, kl=kl) for name, (n, kl) in buckets.items()}

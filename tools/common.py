@@ -150,7 +150,7 @@ def ends_of_draws(steps):
 # ---- what the metrics say
 
 
-def advice(waits, empty, dropped, serving, training, per_engine=1):
+def advice(waits, empty, dropped, serving, training, per_engine=1, may_raise_lag=True):
     """Return a line that says whether engines or trainer are the bottleneck, and what to change.
 
     The line is "" if no change of the knobs would raise the throughput by 5%.
@@ -159,7 +159,7 @@ def advice(waits, empty, dropped, serving, training, per_engine=1):
     engines' slots that are empty, because no further sequence may be started yet. dropped: the
     share of the samples that are dropped, because the trainer is too slow. serving, training:
     numbers of GPUs; speeds are taken as proportional to them. per_engine: the number of GPUs of
-    one engine.
+    one engine. may_raise_lag: with a higher --max_lag more sequences would start, and no harm done.
     """
     # The throughput of one GPU that never waits, in units of the run's throughput now.
     engine_speed = 1 / max((1 - empty) * (1 - dropped), 0.01) / serving
@@ -180,7 +180,7 @@ def advice(waits, empty, dropped, serving, training, per_engine=1):
             f"the {slower} the bottleneck ({shares}): --engines {best // per_engine} "
             f"--trainers {total - best}, about {gain:.2f} times as fast"
         )
-    return f"{shares}: raise --max_lag" if min(waits, empty) > 0.1 else ""
+    return f"{shares}: raise --max_lag" if min(waits, empty) > 0.1 and may_raise_lag else ""
 
 
 def lowest_lag(bucket):
@@ -239,6 +239,9 @@ def advice_on(config, steps):
     empty = statistics.mean(line["gen_idle"] for line in recent)
     dropped = sum(sum(line["drops"].get("buffer_full", {}).values()) for line in recent)
     sampled = dropped + sum(sum(line["problems"].values()) for line in recent)
+    stale = stale_advice(recent)
+    # With --late hold and in conventional RL engines and trainer take turns, whatever the lag.
+    take_turns = config.late == "hold" or config.conventional_g
     throughput = advice(
         waits=waits,
         empty=empty,
@@ -246,7 +249,8 @@ def advice_on(config, steps):
         serving=config.engines * config.tensor_parallel,
         training=config.trainers,
         per_engine=config.tensor_parallel,
+        may_raise_lag=not (stale or take_turns),
     )
     if throughput:
         throughput += f" (tools/simulate.py {config.run} --knob value predicts what it brings)"
-    return "; ".join(filter(None, [throughput, stale_advice(recent)]))
+    return "; ".join(filter(None, [throughput, stale]))

@@ -307,8 +307,8 @@ class Engine:
     """An engine. Its counter is the number of decoding steps that it has made.
 
     With every step each sequence in progress gets a token, so a sequence of n tokens that begins at
-    counter c ends at c + n. The counter is a float: between two events time passes evenly. Before an
-    engine is changed, it must be advanced to the time of the change.
+    counter c ends at c + n. The counter is a float: between two events time passes evenly. Before
+    an engine is changed, it must be advanced to the time of the change.
     """
 
     def __init__(self, speeds):
