@@ -20,8 +20,8 @@ conventional G within it (its mean lag is (G - 1) / 2, or a little less).
 
 Answers are log-normal (SIGMA, a mean of a quarter of the longest), cut off at the longest. A step
 has 1,024 samples, 16 attempts at a problem. Engines hold as many sequences as their KV cache has
-room for. Deliberately absent: evaluations, checkpoints, failures, the growth of answers in
-training.
+room for. Of several nodes each has a copy of what is trained (--shards 8). Deliberately absent:
+evaluations, checkpoints, failures, the growth of answers in training.
 """
 
 import itertools
@@ -133,26 +133,30 @@ def speeds_of(lengths, gpus, row_tokens, mfu):
         request=PROMPT * 2 * PARAMETERS / decode_flops,
         decode_base=WEIGHT_BYTES / memory + DECODE_OVERHEAD,
         decode_each=KV_BYTES * context / memory + 2 * PARAMETERS / decode_flops,
+        # The traffic goes on beside the computation.
         train_token=max(compute, traffic_s(gpus) / row_tokens),
         train_step=TRAIN_STEP,
         update=WEIGHT_BYTES / UPDATE_RATE,
-        gather=2 * WEIGHT_BYTES / (link(gpus) * LINK_SHARE),
+        gather=WEIGHT_BYTES / (NVLINK * LINK_SHARE),
         save=0.0,
         prompt_tokens=PROMPT,
     )
 
 
-def link(gpus):
-    """Bytes a second at which a GPU exchanges parameters with the other ranks."""
-    return NVLINK if gpus <= GPUS_A_NODE else NETWORK
+def traffic_s(gpus, shards=GPUS_A_NODE):
+    """The seconds of the traffic between ranks for a micro-batch, with --shards.
 
-
-def traffic_s(gpus):
-    """The seconds of FSDP's traffic for a micro-batch, which goes on beside its computation.
-
-    The weights are gathered twice, in bfloat16, and the gradients are scattered in float32.
+    The weights are gathered twice, in bfloat16, and the gradients are scattered in float32: within
+    a node, if it has a copy of the weights. Then each rank adds its shard of the gradients to those
+    of the other nodes.
     """
-    return (2 * WEIGHT_BYTES + 4 * PARAMETERS) / (link(gpus) * LINK_SHARE)
+    gathered = 2 * WEIGHT_BYTES + 4 * PARAMETERS
+    if gpus <= GPUS_A_NODE:
+        return gathered / (NVLINK * LINK_SHARE)
+    if shards > GPUS_A_NODE:
+        return gathered / (NETWORK * LINK_SHARE)
+    added = 2 * 4 * PARAMETERS / shards
+    return gathered / (NVLINK * LINK_SHARE) + added / (NETWORK * LINK_SHARE)
 
 
 @dataclass(frozen=True)
@@ -309,9 +313,11 @@ def main(argv=None):
     path = result_file(arguments, "scale")
     results = measured(path, wanted, None if arguments.plot else measure)
     print(machine())
-    for gpus in sorted({8, *GPUS}):
-        traffic = traffic_s(gpus)
-        print(f"{gpus} GPUs: FSDP's traffic takes {traffic:.2f} s a micro-batch, beside its work")
+    for gpus, shards in ((8, 8), (128, 8), (128, 128)):
+        print(
+            f"{gpus} GPUs, --shards {shards}: the traffic between ranks takes "
+            f"{traffic_s(gpus, shards):.2f} s a micro-batch, beside its computation"
+        )
     header = ["answers", "GPUs", "mean lag", "conventional", "s a step", "its lag"]
     header += ["engines + trainers", "sequences", "max_lag", "s a step", "its lag", "oldest"]
     for mfu in MFU:

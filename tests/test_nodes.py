@@ -68,8 +68,11 @@ ALL = "0 1 2 3 4 5 6 7"
     [
         # One node serves, and one trains.
         (8, 2, "--trainers 8", {1: ALL}, {0: 8}),
-        # Three GPUs of eight serve: one node is split.
+        # Three GPUs of eight serve: one node is split, or each one if that is even.
         (8, 3, "", {2: ALL, 1: "7"}, {0: 8, 1: 7}),
+        (8, 2, "", {1: "5 6 7", 0: "5 6 7"}, {0: 5, 1: 5}),
+        # Three engines of two GPUs have no room on two nodes of three free GPUs each.
+        (8, 2, "--tensor_parallel 2", {1: "23 45 67"}, {0: 8, 1: 2}),
         (8, 2, "--trainers 8 --tensor_parallel 2", {1: "01 23 45 67"}, {0: 8}),
         (8, 1, "--trainers 3 --tensor_parallel 2 --engines 2", {0: "34 56"}, {0: 3}),
         (4, 1, "", {0: "2 3"}, {0: 2}),
