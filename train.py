@@ -529,7 +529,8 @@ def load_policy(config, dtype, device, world, trained=False):
     policy = Policy(model, config)
     layers = layers_of(decoder_of(model))
     if config.checkpointed_layers:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # Without dropout no random numbers have to be drawn again.
+        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
         for layer in layers[: config.checkpointed_layers]:
             # transformers checkpoints the layers that are in training mode. The modules within a
             # layer stay in evaluation mode, without dropout: the engines use none.

@@ -141,11 +141,15 @@ def synchronize(device):
 
 
 def in_thread(function, *args):
-    """Call it in a daemon thread of its own; returns a Future."""
+    """Call it in a daemon thread of its own, on the GPU of this thread; returns a Future."""
     future = Future()
+    # A new thread uses GPU 0 unless it is told otherwise.
+    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run():
         try:
+            if gpu is not None:
+                torch.cuda.set_device(gpu)
             future.set_result(function(*args))
         except BaseException as e:
             future.set_exception(e)
