@@ -283,10 +283,6 @@ class Config:
     replay_routing: bool = False
     # trainer ranks (FSDP2 when more than one); 0: the GPUs that do not serve, or 1 without GPUs
     trainers: CountOr0 = 0
-    # number of trainer ranks among which weights, gradients and AdamW's moments are divided; the
-    # other ranks hold copies of them (HSDP). With as many as a node has ranks, nodes exchange only
-    # gradients. 0: all ranks
-    shards: CountOr0 = 0
     # recompute the activations of this many layers, counted from the first, in the backward pass:
     # less memory; with all layers (any larger number) a step takes some 30% longer
     checkpointed_layers: CountOr0 = 0

@@ -544,12 +544,6 @@ def load_policy(config, dtype, device, world, trained=False):
             layer.forward = torch.compile(layer.forward, dynamic=True)
     if is_sharded:
         mesh = dist.init_device_mesh(device.type, (world,))
-        shards = config.shards or world
-        if shards < world:
-            # The ranks of a row of this mesh hold the shards of one copy.
-            mesh = dist.init_device_mesh(
-                device.type, (world // shards, shards), mesh_dim_names=("copies", "shards")
-            )
         compute = getattr(torch, config.dtype)
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
         # The parts are sharded one after the other, so that no rank but 0 ever holds more than a

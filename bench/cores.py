@@ -2,12 +2,13 @@
 
     python bench/cores.py [toy smol countup] [--rounds 3] [--quick] [--plot] [--port 9500]
 
-Engine and trainer may have a core each, or as many threads as there are cores. In the second case
-the system divides the cores: who has work takes what is idle, and where both have work the trainer
-has priority (the engines run with `nice`). The table has seconds a step without the first ones, as
-median and range over rounds, and the same as a ratio to the first setting in the same round; the
-share of its time in which the trainer waits for data, and that of the engine's slots which is
-empty. Nothing else may run on the machine.
+Engine and trainer may have a share of the cores each, or the trainer, or both, may have as many
+threads as there are cores. Then the system divides the cores: who has work takes what is idle, and
+where both have work the trainer has priority (the engines run with `nice`).
+
+The table has seconds a step without the first ones, as median and range over rounds, and the same
+as a ratio to the first setting in the same round; the share of its time in which the trainer waits
+for data, and that of the engine's slots which is empty. Nothing else may run on the machine.
 """
 
 import os
@@ -22,7 +23,7 @@ from bench.common import machine, measured, median_and_range, result_file, table
 from tools.common import FILLING, read_metrics
 
 CORES = len(os.sched_getaffinity(0))
-HALF = max(CORES // 2, 1)
+HALF = CORES // 2
 COMMON = dict(eval_every=0, eval_problems=1, save_every=0)
 PRESETS = {
     "toy": COMMON | dict(steps=60),
@@ -59,6 +60,10 @@ def main(argv=None):
     p.add_argument("presets", nargs="*", default=list(PRESETS), help=f"of {', '.join(PRESETS)}")
     p.add_argument("--rounds", type=int, default=3)
     a = p.parse_args(argv)
+    if unknown := set(a.presets) - PRESETS.keys():
+        p.error(f"{sorted(unknown)}: no such preset; there are {list(PRESETS)}")
+    if CORES < 2:
+        p.error("there is nothing to divide on a machine with one core")
     rounds = 1 if a.quick else a.rounds
     wanted = {}
     for i in range(rounds):

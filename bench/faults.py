@@ -370,8 +370,8 @@ ALL_FAULTS = [
         file="plumbing/episode.py",
         old="str(self.cache_version)",
         new="self.task",
-        # The prompts of `guess` are shorter than a block of the KV cache, so they are never shared.
-        # In bfloat16 rounding hides the difference.
+        # Hardly a prompt of `guess` is as long as a block of the KV cache, and whole blocks alone
+        # are shared. In bfloat16 rounding hides the difference.
         knobs="smol --dtype float32",
     ),
     # --max_new_tokens bounds each turn, so an attempt of many turns samples far more than allowed.

@@ -13,6 +13,8 @@ the number of steps must be metrics, samples and logs alone.
 """
 
 import asyncio
+import contextlib
+import os
 import sys
 import tempfile
 import time
@@ -69,14 +71,15 @@ def disk_of(run_dir):
     """{place: [number of files, MB]} of a run's directory."""
     files = Counter()
     sizes = Counter()
-    for path in run_dir.rglob("*"):
-        place = path.relative_to(run_dir).parts[0]
-        place = place if place in PLACES else "all else"
-        try:
-            sizes[place] += path.stat().st_size / 1e6
-            files[place] += path.is_file()
-        except FileNotFoundError:
-            continue
+    # Files come and go meanwhile; os.walk passes over folders that have gone.
+    for folder, _, names in os.walk(run_dir):
+        for name in names:
+            path = Path(folder, name)
+            place = path.relative_to(run_dir).parts[0]
+            place = place if place in PLACES else "all else"
+            with contextlib.suppress(FileNotFoundError):
+                sizes[place] += path.stat().st_size / 1e6
+                files[place] += 1
     return {place: [files[place], sizes[place]] for place in sizes}
 
 
@@ -188,7 +191,7 @@ async def engine_costs(run_dir, count):
     client = EngineClient(config, {1}, 64)
     client.set_engines(urls)
     return {
-        "trainer: list the engines, once a step": milliseconds(registry.listed, 10),
+        "trainer: list the engines, once a second": milliseconds(registry.listed, 10),
         "actor: set the engines, once a version": milliseconds(lambda: client.set_engines(urls), 9),
         "actor: choose an engine for a request": milliseconds(client.least_loaded, 50),
     }

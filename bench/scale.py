@@ -5,23 +5,24 @@
 Nothing here was measured on such a machine. tools/simulate_run.py simulates Qwen2.5-7B on H100s of
 80 GB with the speeds that `speeds_of` computes from the figures below. Those of the hardware are
 the manufacturer's; what share of them is reached is an assumption, named as such. The trainer's
-share (MFU) is the one on which most depends: the tables are computed with two values.
+share (MFU) is the most uncertain one: the tables are computed with two values.
 
 For each number of GPUs and each length of answers:
 
-    conventional   all GPUs sample, then all GPUs train, G optimizer steps a generation phase; the
-                   change from one to the other takes no time, which favours it
+    conventional   all GPUs sample, then all GPUs train, G optimizer steps a generation phase. The
+                   engines get new weights in the time of an update; beside this, the change from
+                   one to the other takes no time, which favours it
     pipeline       I GPUs sample, with H sequences on each, and the others train; --on_full block,
                    or no limit on the lag and --on_full drop_oldest, as in the preset math
 
-G, I, H and --max_lag are searched. The mean lag says how old the trained tokens are, and only what
-is equally fresh is compared: the fastest pipeline whose mean lag is within a limit with the fastest
-conventional G within it (its mean lag is (G - 1) / 2, or a little less).
+G, I, H and --max_lag are searched; the H of conventional RL is the largest that fits. The mean lag
+says how old the trained tokens are, and only what is equally fresh is compared: the fastest
+pipeline whose mean lag is within a limit with the fastest conventional G within it (its mean lag is
+(G - 1) / 2, or a little less).
 
 Answers are log-normal (SIGMA, a mean of a quarter of the longest), cut off at the longest. A step
-has 1,024 samples, 16 attempts at a problem. Engines hold as many sequences as their KV cache has
-room for. Of several nodes each has a copy of what is trained (--shards 8). Deliberately absent:
-evaluations, checkpoints, failures, the growth of answers in training.
+has 1,024 samples, 16 attempts at a problem. H is at most what the KV cache of an engine has room
+for. Deliberately absent: evaluations, checkpoints, failures, the growth of answers in training.
 """
 
 import itertools
@@ -68,8 +69,11 @@ DECODE_OVERHEAD = 0.002
 # the shares of PEAK_FLOPS that the trainer reaches: what an H200 had with 1.5B parameters
 # (bench/results/gpu/h200.json), and the goal
 MFU = (0.27, 0.45)
-# seconds of an optimizer step beside its tokens, and of a weight update: 15.2 GB at 20 GB/s
+# seconds of an optimizer step beside its tokens
 TRAIN_STEP = 0.5
+# bytes a second at which weights are copied to the memory of the host, while the trainer waits (an
+# H200 did 51e9, bench/results/gpu/h200.json), and at which they are sent to the engines
+HOST_RATE = 50e9
 UPDATE_RATE = 20e9
 # the room for the KV cache of an engine, bytes: 0.85 x 80 GB less two copies of the weights
 KV_ROOM = 0.85 * 80e9 - 2 * WEIGHT_BYTES - 2e9
@@ -93,9 +97,10 @@ SEQUENCES = (64, 128, 256)
 AROUND = (0.85, 1.0, 1.2)
 # limits on the mean lag: those of G = 4, 8 and 16
 LIMITS = (1.5, 3.5, 7.5)
-# steps of a simulation, of which the first ones fill the pipeline
-STEPS = 32
-FILLING = 16
+# Steps that are measured. Before them the pipeline fills: at least as many steps as are measured,
+# and for as long as two of the longest answers take. Conventional RL must have whole phases.
+MEASURED = 16
+MOST_STEPS = 400
 
 
 def lengths_of(longest):
@@ -133,30 +138,24 @@ def speeds_of(lengths, gpus, row_tokens, mfu):
         request=PROMPT * 2 * PARAMETERS / decode_flops,
         decode_base=WEIGHT_BYTES / memory + DECODE_OVERHEAD,
         decode_each=KV_BYTES * context / memory + 2 * PARAMETERS / decode_flops,
-        # The traffic goes on beside the computation.
+        # The traffic between ranks goes on beside the computation.
         train_token=max(compute, traffic_s(gpus) / row_tokens),
         train_step=TRAIN_STEP,
-        update=WEIGHT_BYTES / UPDATE_RATE,
-        gather=WEIGHT_BYTES / (NVLINK * LINK_SHARE),
+        update=WEIGHT_BYTES / HOST_RATE + WEIGHT_BYTES / UPDATE_RATE,
+        gather=WEIGHT_BYTES / HOST_RATE,
         save=0.0,
         prompt_tokens=PROMPT,
     )
 
 
-def traffic_s(gpus, shards=GPUS_A_NODE):
-    """The seconds of the traffic between ranks for a micro-batch, with --shards.
+def traffic_s(gpus):
+    """The seconds of FSDP's traffic for a micro-batch, which goes on beside its computation.
 
-    The weights are gathered twice, in bfloat16, and the gradients are scattered in float32: within
-    a node, if it has a copy of the weights. Then each rank adds its shard of the gradients to those
-    of the other nodes.
+    The weights are gathered twice, in bfloat16, and the gradients are scattered in float32. Between
+    nodes the network cards of a node share the traffic.
     """
-    gathered = 2 * WEIGHT_BYTES + 4 * PARAMETERS
-    if gpus <= GPUS_A_NODE:
-        return gathered / (NVLINK * LINK_SHARE)
-    if shards > GPUS_A_NODE:
-        return gathered / (NETWORK * LINK_SHARE)
-    added = 2 * 4 * PARAMETERS / shards
-    return gathered / (NVLINK * LINK_SHARE) + added / (NETWORK * LINK_SHARE)
+    rate = NVLINK if gpus <= GPUS_A_NODE else min(NVLINK, GPUS_A_NODE * NETWORK)
+    return (2 * WEIGHT_BYTES + 4 * PARAMETERS) / (rate * LINK_SHARE)
 
 
 @dataclass(frozen=True)
@@ -176,7 +175,8 @@ def simulate(split, longest, gpus, mfu):
     row_tokens = row_tokens_of(lengths, split.trainers)
     config = cfg.Config(
         run="scale",
-        steps=STEPS,
+        # never reached: the end of a run, where nothing new is started, is not measured
+        steps=10 * MOST_STEPS,
         batch_size=SAMPLES,
         attempts=ATTEMPTS,
         row_tokens=row_tokens,
@@ -191,7 +191,17 @@ def simulate(split, longest, gpus, mfu):
         save_every=0,
     )
     speeds = speeds_of(lengths, gpus, row_tokens, mfu)
-    lines = sim.Simulation(config, speeds, lengths).run()[FILLING:]
+    filling_s = 2 * longest * speeds.decode_s(split.sequences)
+    run = sim.Simulation(config, speeds, lengths)
+    filling = MOST_STEPS
+
+    def is_measured():
+        nonlocal filling
+        if filling == MOST_STEPS and run.now > filling_s and run.version % MEASURED == 0:
+            filling = max(run.version, MEASURED)
+        return len(run.lines) >= filling + MEASURED
+
+    lines = run.run(is_measured)[filling : filling + MEASURED]
     seconds = sum(line["step_s"] for line in lines)
     means = {name: np.mean([line[name] for line in lines]) for name in ("lag_mean", "gen_idle")}
     return dict(
@@ -237,8 +247,8 @@ def best_of(results, limit):
     for fields, figures in results:
         split = Split(**fields)
         is_conventional = split.g > 0
-        slowest = best.get(is_conventional, (None, dict(step_s=math.inf)))
-        if figures["lag_mean"] <= limit + 0.01 and figures["step_s"] < slowest[1]["step_s"]:
+        fastest = best.get(is_conventional, (None, dict(step_s=math.inf)))
+        if figures["lag_mean"] <= limit + 0.01 and figures["step_s"] < fastest[1]["step_s"]:
             best[is_conventional] = (split, figures)
     return best[True], best.get(False)
 
@@ -248,7 +258,7 @@ def lag_limit(max_lag):
     return "drop" if max_lag == NO_LIMIT else f"{max_lag}"
 
 
-def print_case(longest, gpus, mfu, results):
+def rows_of_case(longest, gpus, results):
     """The rows of the table for a case."""
     rows = []
     for limit in LIMITS:
@@ -308,25 +318,25 @@ def main(argv=None):
     if arguments.quick:
         cases = [(MFU[0], LONGEST[0], GPUS[0])]
     wanted = {}
+    assumed = {k: v for k, v in globals().items() if k.isupper() and isinstance(v, (int, float))}
     for mfu, longest, gpus in cases:
-        wanted[key_of(longest, gpus, mfu)] = dict(longest=longest, gpus=gpus, mfu=mfu)
+        case = dict(longest=longest, gpus=gpus, mfu=mfu)
+        # What was simulated with other assumptions is simulated again.
+        wanted[key_of(longest, gpus, mfu)] = case | dict(assumed=assumed)
     path = result_file(arguments, "scale")
     results = measured(path, wanted, None if arguments.plot else measure)
     print(machine())
-    for gpus, shards in ((8, 8), (128, 8), (128, 128)):
-        print(
-            f"{gpus} GPUs, --shards {shards}: the traffic between ranks takes "
-            f"{traffic_s(gpus, shards):.2f} s a micro-batch, beside its computation"
-        )
+    for gpus in (8, 128):
+        print(f"{gpus} GPUs: the traffic between ranks takes {traffic_s(gpus):.2f} s a micro-batch")
     header = ["answers", "GPUs", "mean lag", "conventional", "s a step", "its lag"]
     header += ["engines + trainers", "sequences", "max_lag", "s a step", "its lag", "oldest"]
     for mfu in MFU:
-        print(f"\nMFU {mfu:.0%}")
         rows = []
         for key, case in results.items():
             knobs = wanted[key]
             if knobs["mfu"] == mfu:
-                rows += print_case(**knobs, results=case["results"])
+                rows += rows_of_case(knobs["longest"], knobs["gpus"], case["results"])
+        print(f"\nMFU {mfu:.0%}")
         table([*header, "speed-up"], rows)
     draw(results, path.with_suffix(".png"))
 

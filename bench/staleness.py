@@ -273,7 +273,11 @@ def median_text(values):
 
 def print_table(by_setting, settings):
     """Print a row for each setting."""
-    first = next(iter(by_setting.values()))
+    name = next(iter(settings))
+    if name not in by_setting:
+        print(f"no table: there is no run of `{name}`, with which the others are compared")
+        return
+    first = by_setting[name]
     begin = np.mean([scores_of(run)[0] for run in first])
     end = np.mean([scores_of(run)[-1] for run in first])
     first_means = {run["knobs"]["seed"]: mean_score(run) for run in first}
@@ -286,8 +290,9 @@ def print_table(by_setting, settings):
         row.append(interval_text(student([scores_of(run)[-1] for run in setting_runs]), ".3f"))
         means = {run["knobs"]["seed"]: mean_score(run) for run in setting_runs}
         row.append(f"{np.mean(list(means.values())):.3f}")
-        differences = [mean - first_means[seed] for seed, mean in means.items()]
-        row.append(interval_text(student(differences), "+.3f"))
+        seeds = means.keys() & first_means.keys()
+        differences = [means[seed] - first_means[seed] for seed in sorted(seeds)]
+        row.append(interval_text(student(differences), "+.3f") if differences else "")
         row.append(sum(map(is_unstable, setting_runs)))
         lags = [np.mean([np.mean(column(run, x)) for run in setting_runs]) for x in LAG_COLUMNS]
         # Runs whose tokens all have one lag have kept no other.

@@ -294,10 +294,9 @@ class EngineClient:
         suspicious prompt. None if there is no such engine.
         """
         reserved = self.reserved if self.quarantine.locked() else None
-        now = time.monotonic()
         well = []
         for url in self.serving:
-            if self.backs_off_until[url] < now and self.load[url] < max_load:
+            if self.load[url] < max_load and not self._backs_off(url):
                 well.append(url)
         if reserved in well:
             well.remove(reserved)
@@ -305,9 +304,9 @@ class EngineClient:
             return preferred
         return min(well, key=self.load.__getitem__, default=None)
 
-    def _is_well(self, url):
-        """Does the engine serve, and has no request to it failed just now?"""
-        return url in self.serving and self.backs_off_until[url] < time.monotonic()
+    def _backs_off(self, url):
+        """Has a request to the engine failed just now?"""
+        return self.backs_off_until[url] >= time.monotonic()
 
     async def generate(
         self,
@@ -440,7 +439,7 @@ class EngineClient:
     async def _empty_engine(self):
         """Wait for an engine that has nothing to do; returns its URL. It gets no other work."""
         while True:
-            if not self._is_well(self.reserved):
+            if self.reserved not in self.serving or self._backs_off(self.reserved):
                 self.reserved = self.least_loaded()
             if self.reserved and not self.load[self.reserved]:
                 return self.reserved

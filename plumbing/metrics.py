@@ -139,8 +139,8 @@ class Sums:
     def reduce(self):
         """{name: value} over all ranks. Collective.
 
-        Two collectives, one of the sums and one of the maxima, do for all metrics, and as many
-        copies from the device.
+        Two collectives are enough for all metrics: one for the sums, one for the maxima. Each of
+        them needs one copy from the device.
         """
         values = {}
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):

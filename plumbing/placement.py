@@ -134,11 +134,11 @@ def spread(c: Config, gpus: int) -> tuple[list, list]:
     """Place trainer ranks and engines: two lists of (node, its GPUs), one item for each of them.
 
     The first list has all ranks, the second one as many engines as there is room for. Ranks take
-    as few nodes as they need, and the same number of GPUs on each of these if that leaves room for
-    all engines: then as many network cards as possible carry their traffic, and --shards may be the
-    number of ranks of a node. They take the first GPUs, and engines take the others, beginning with
-    the last node; if there is only one GPU, both share it. Without GPUs, a node that trains runs no
-    engines if there are other nodes.
+    as few nodes as they need. Each of these nodes has the same number of ranks if their number
+    allows it and all engines find room then: the traffic between two nodes is shared by the network
+    cards of the ranks of a node, so two ranks beside eight would hold up the others. Ranks take
+    the first GPUs, and engines take the others, beginning with the last node; if there is only one
+    GPU, both share it. Without GPUs, a node that trains runs no engines if there are other nodes.
     """
     n = c.nnodes
     if not gpus:
@@ -147,16 +147,15 @@ def spread(c: Config, gpus: int) -> tuple[list, list]:
         return [(rank % n, []) for rank in range(c.trainers)], engines
     taken = c.trainers if n * gpus > 1 else 0
     nodes_needed = max(-(-c.trainers // gpus), 1)
-    # the number of ranks of each node that has some, but for the last one; the second number fits
-    # in any case
-    for per_node in (c.trainers // nodes_needed, gpus):
+    is_even = c.trainers % nodes_needed == 0
+    # Ranks fill a node up to `per_node` before they take the next one.
+    for per_node in (c.trainers // nodes_needed, gpus) if is_even else (gpus,):
         engines = []
         for node in reversed(range(n)):
             free = range(min(max(taken - node * per_node, 0), per_node), gpus)
             for last in range(c.tensor_parallel, len(free) + 1, c.tensor_parallel):
                 engines.append((node, list(free[last - c.tensor_parallel : last])))
-        is_even = c.trainers % nodes_needed == 0
-        if is_even and len(engines) >= c.engines:
+        if len(engines) >= c.engines:
             break
     ranks = [(rank // per_node, [rank % per_node]) for rank in range(c.trainers)]
     return ranks, engines[: c.engines]
@@ -199,10 +198,6 @@ def resolve(config: Config, gpus: int, training: bool = True) -> Config:
         len(engines) == c.engines and (c.trainers <= everywhere or not gpus),
         f"{c.engines} engines x {c.tensor_parallel} GPUs + {c.trainers} trainer ranks do not go "
         f"into {c.nnodes} nodes of {gpus} GPUs: lower --engines, --tensor_parallel or --trainers",
-    )
-    require(
-        not c.shards or not training or c.trainers % c.shards == 0,
-        f"--shards {c.shards}: must divide the number of trainer ranks, which is {c.trainers}",
     )
     c.master_port = c.master_port or c.port + c.engines
     if c.weight_backend == "auto":

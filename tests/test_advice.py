@@ -48,7 +48,7 @@ def test_advice_on_a_run_starts_after_ten_steps_and_counts_dropped_samples():
     expected = "trainer .* 33% of samples dropped.*: --engines 3 --trainers 5, about 1.12"
     advised = advice_on(config, steps)
     assert re.search(expected, advised)
-    assert f"tools/simulate.py {config.run} " in advised
+    assert f"tools/simulate.py {config.out}/{config.run} " in advised
 
 
 def test_a_higher_lag_is_not_advised_where_it_harms_or_changes_nothing():

@@ -42,7 +42,7 @@ KNOBS = dict(
     episode_timeout overlong_buffer overlong_mask advantage loss ratio clip_low clip_high
     normalizer teacher teacher_coef kl_coef kl_behavior_coef lr_by_ess entropy_coef mismatch_limit
     warmup_steps
-    lr_schedule max_grad_norm row_tokens rows replay_routing trainers shards checkpointed_layers
+    lr_schedule max_grad_norm row_tokens rows replay_routing trainers checkpointed_layers
     offload_activations compile recompute_kv weight_backend bucket_mb sync_timeout eval_every
     eval_problems eval_attempts eval_temperature save_every keep_last samples_logged keep_steps port
     start_timeout stall_timeout stop_timeout engine_threads trainer_threads

@@ -215,14 +215,6 @@ def test_a_reference_model_is_sharded(small):
     )
 
 
-def test_only_shards_divide_the_weights(small):
-    whole = memory.trainer_gb(config(small, 8, "--trainers 4"))
-    halves = memory.trainer_gb(config(small, 8, "--trainers 4 --shards 2"))
-    for part in ("weights", "gradients", "optimizer"):
-        assert halves[part] == pytest.approx(2 * whole[part])
-    assert halves["activations"] == whole["activations"]
-
-
 def test_as_few_layers_as_fit_are_computed_again():
     placed = memory.Placed(config("Qwen/Qwen2.5-7B", 8), 8, 80.0)
     fit = [placed.but(checkpointed_layers=k).fits for k in range(29)]

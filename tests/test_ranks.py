@@ -235,12 +235,6 @@ def test_two_ranks_compute_the_step_of_one(on_two_ranks, base_model):
     assert_same_step(on_two_ranks[1], *plain_step(base_model))
 
 
-def test_two_ranks_that_hold_a_copy_each_compute_the_step_of_one(tmp_path, base_model):
-    run_dir = write_run(tmp_path, "copies", base_model, 2, shards=1, **TWO)
-    run_trainer(run_dir, ranks=2)
-    assert_same_step(run_dir, *plain_step(base_model))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
 def test_ranks_may_be_started_by_hand(launcher, on_two_ranks, tmp_path, base_model):
@@ -417,25 +411,6 @@ def test_checkpoint_is_resumed_on_any_number_of_ranks(
     again, _ = resume(tmp_path, "after", base_model, halfway, after)
     for name, w in weights.items():
         assert (again[name] - w).norm() < (1e-6 if before == after else 1e-4) * w.norm()
-
-
-@pytest.mark.slow
-def test_copies_and_shards_of_four_ranks_go_on_as_two_shards_or_one(
-    reference, tmp_path, base_model
-):
-    run_dir = write_run(tmp_path, "four", base_model, 4, shards=2)
-    weights, _ = run_trainer(run_dir, ranks=4)
-    for name, w in reference[0].items():
-        assert (weights[name] - w).norm() < 1e-4 * w.norm()
-    halfway = run_dir / "checkpoints" / "step_000003"
-    for ranks in (1, 2):
-        again, _ = resume(tmp_path, f"after{ranks}", base_model, halfway, ranks)
-        for name, w in weights.items():
-            assert (again[name] - w).norm() < 1e-4 * w.norm()
-    before = reference[2] / "checkpoints" / "step_000003"
-    again, _ = resume(tmp_path, "after4", base_model, before, 4, knobs=dict(shards=2))
-    for name, w in weights.items():
-        assert (again[name] - w).norm() < 1e-4 * w.norm()
 
 
 @pytest.mark.slow

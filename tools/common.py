@@ -159,7 +159,7 @@ def advice(waits, empty, dropped, serving, training, per_engine=1, may_raise_lag
     engines' slots that are empty, because no further sequence may be started yet. dropped: the
     share of the samples that are dropped, because the trainer is too slow. serving, training:
     numbers of GPUs; speeds are taken as proportional to them. per_engine: the number of GPUs of
-    one engine. may_raise_lag: with a higher --max_lag more sequences would start, and no harm done.
+    one engine. may_raise_lag: with a higher --max_lag more sequences start, and this does no harm.
     """
     # The throughput of one GPU that never waits, in units of the run's throughput now.
     engine_speed = 1 / max((1 - empty) * (1 - dropped), 0.01) / serving
@@ -252,5 +252,5 @@ def advice_on(config, steps):
         may_raise_lag=not (stale or take_turns),
     )
     if throughput:
-        throughput += f" (tools/simulate.py {config.run} --knob value predicts what it brings)"
+        throughput += f" (to predict it: tools/simulate.py {config.out}/{config.run} --knob value)"
     return "; ".join(filter(None, [throughput, stale]))

@@ -197,9 +197,8 @@ def trainer_gb(c):
         (0, 4 * root * (not lora), 3 * trained_head * (not sharded)),
     ]
     activations, gathered, head = max(peaks, key=sum)
-    shards = c.shards or c.trainers
-    frozen = lora * size * total / shards
-    trained_per_rank = trained / shards
+    frozen = lora * size * total / c.trainers
+    trained_per_rank = trained / c.trainers
     moment_bytes = 2 * (1 + 4 / 256) if c.adam_8bit else 8
     amounts = {
         "weights": frozen + 4 * trained_per_rank,
@@ -266,7 +265,7 @@ class Placed:
         if c.teacher:
             frozen_models["teacher"] = c.teacher
         for part, name in frozen_models.items():
-            shard = itemsize(c) * parameters(name) / GB / (c.shards or c.trainers)
+            shard = itemsize(c) * parameters(name) / GB / c.trainers
             rank[part] = shard
             rank_0[part] = shard
         return {"trainer rank": rank, "rank 0": rank_0, "engine": engine}

@@ -428,11 +428,11 @@ class Simulation:
         # as in the metrics: means over some ten seconds
         self.pace = dict(gen_idle=1.0, gen_tok_s=0.0)
 
-    def run(self):
-        """Simulate to the end of the last step; returns `lines`."""
+    def run(self, is_done=lambda: False):
+        """Simulate to the end of the last step, or until is_done(); returns `lines`."""
         self.evaluate()
         self.act()
-        while self.version < self.config.steps:
+        while self.version < self.config.steps and not is_done():
             first = int(np.argmin(self.ends))
             next_end = float(self.ends[first])
             next_event = self.events[0][0] if self.events else math.inf
