@@ -23,7 +23,7 @@ FILLING = 5
 WORTH = 1.05
 # Where tokens of a lag have a higher KL(behaviour || trained), nats a token, data of that age have
 # slowed learning (docs/staleness.md); and the least share of such tokens that is worth a word.
-STALE_KL = 0.03
+STALE_KL = 0.015
 STALE_SHARE = 0.1
 
 
@@ -222,8 +222,8 @@ def stale_advice(steps):
     buckets = ", ".join(f"lag {lag}: {means[lag]['kl']:.3f}" for lag in stale)
     return (
         f"{share:.0%} of the tokens are so old that KL(mu || pi) is above {STALE_KL} nats "
-        f"({buckets}), which slows learning: lower --max_lag or --lr, or try --loss dppo "
-        "(docs/staleness.md)"
+        f"({buckets}), which slows learning: lower --max_lag or --lr, or try --ratio product or "
+        "--loss dppo (docs/staleness.md)"
     )
 
 
