@@ -25,8 +25,8 @@ countup_lags   Pure lags on `countup`, and the losses that do best on the toy.
 head           `countup` with the head in float32 and in bfloat16.
 
 In all parts but `tail_pipeline` and `order` engines and trainer take turns, so nothing depends on
-who is faster, and `--jobs` runs may share the machine. These two need a machine that has nothing
-else to do, and `--jobs 1`.
+who is faster, and `--jobs` runs may share the machine (of `countup` each needs 12 GB of memory).
+These two need a machine that has nothing else to do, and `--jobs 1`.
 
 Score: the probability that the model gives exactly the right answer, averaged over held-out
 problems (250; 64 of countup), computed from checkpoints (bench/runs.py), at the temperature of the
@@ -92,8 +92,7 @@ TAIL = runs.COMMON | COMMON | dict(concurrency=64, stall_timeout=3000)
 CROWDED = runs.COMMON | runs.PIPELINE | dict(concurrency=128, max_lag=4)
 COUNTUP = dict(task="countup", steps=32, save_every=8, keep_last=0, eval_every=0, eval_problems=1)
 COUNTUP |= dict(trainer_threads=2)
-# One core for each run
-COUNTUP_HELD = COUNTUP | dict(late="hold", engine_threads=1, trainer_threads=1)
+COUNTUP_HELD = COUNTUP | dict(late="hold")
 # Knobs that patches of tests/edits bring
 PATCHES = {"shuffled": "shuffled_window", "tokens_trained": "tokens_trained"}
 # The losses and corrections beside the three of `lags`, as knobs
@@ -182,8 +181,8 @@ PARTS = {
     "countup_lags": lag_settings(COUNTUP_HELD, (1, 4, 16), ("reinforce",))
     | best_losses(COUNTUP_HELD, 16),
     "head": {
-        "reinforce, lag 1": pure(COUNTUP_HELD, 1, loss="reinforce"),
-        "head_float32, lag 1": pure(COUNTUP_HELD, 1, loss="reinforce", head_float32=True),
+        "hold, lag 1": COUNTUP_HELD,
+        "hold, head_float32, lag 1": COUNTUP_HELD | dict(head_float32=True),
     },
 }
 # transformers cannot load two models at the same time in two threads: heads that are tied to the
