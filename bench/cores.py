@@ -2,13 +2,13 @@
 
     python bench/cores.py [toy smol countup] [--rounds 3] [--quick] [--plot] [--port 9500]
 
-Engine and trainer may have a share of the cores each, or the trainer, or both, may have as many
-threads as there are cores. Then the system divides the cores: who has work takes what is idle, and
+Three settings are compared: engine and trainer have as many threads as half of the cores each; the
+trainer has as many as there are cores; both have. In the last two the system divides the cores, and
 where both have work the trainer has priority (the engines run with `nice`).
 
-The table has seconds a step without the first ones, as median and range over rounds, and the same
-as a ratio to the first setting in the same round; the share of its time in which the trainer waits
-for data, and that of the engine's slots which is empty. Nothing else may run on the machine.
+Columns: the seconds of a step without the first steps, as median and range over rounds; their ratio
+to the first setting of the same round; the share of its time in which the trainer waits for data;
+the share of the engine's slots that is empty. Nothing else may run on the machine.
 """
 
 import os

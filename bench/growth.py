@@ -3,13 +3,14 @@
     python bench/growth.py [--steps 4000] [--quick] [--plot] [--port 9400]
     python bench/growth.py --many
 
-With --many it measures what one look costs with few and with many records in a queue, and with few
-and with many engines; no engine is started, their files are written by this script. Without it, a
-run of the toy with the real vLLM is looked at once a minute. The table shows each process after
-a third of the run, when buffers have their full size, and at the end, and how fast its memory
-grows from there on (least squares, with the interval of the slope). A leak is a slope whose
-interval lies above 0 and which would double the process in a week. Of the disk, what grows with
-the number of steps must be metrics, samples and logs alone.
+Without --many a run of the toy with the real vLLM is measured once a minute. The table compares each
+process after a third of the run, when its buffers have their full size, with the end, and fits a
+line to its memory in between. It calls it a leak if the interval of the slope lies above 0 and the
+memory would double in a week. On the disk, only metrics, samples and logs may grow with the number
+of steps.
+
+With --many the script measures how long an operation of a queue takes that has few or many records,
+and how long it takes to list few or many engines. No engine runs; the script writes their files.
 """
 
 import asyncio

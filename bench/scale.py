@@ -7,22 +7,24 @@ Nothing here was measured on such a machine. tools/simulate_run.py simulates Qwe
 the manufacturer's; what share of them is reached is an assumption, named as such. The trainer's
 share (MFU) is the most uncertain one: the tables are computed with two values.
 
-For each number of GPUs and each length of answers:
+G is the number of optimizer steps of a generation phase of conventional RL, I the number of GPUs of
+engines in the pipeline, and H the number of sequences in progress on each of them.
 
-    conventional   all GPUs sample, then all GPUs train, G optimizer steps a generation phase. The
-                   engines get new weights in the time of an update; beside this, the change from
-                   one to the other takes no time, which favours it
-    pipeline       I GPUs sample, with H sequences on each, and the others train; --on_full block,
-                   or no limit on the lag and --on_full drop_oldest, as in the preset math
+    conventional   all GPUs sample, then all GPUs train. The engines get new weights in the time of
+                   an update; beside this, the change from one to the other takes no time, which
+                   favours it
+    pipeline       I GPUs sample, and the others train; --on_full block, or no limit on the lag and
+                   --on_full drop_oldest, as in the preset math
 
 G, I, H and --max_lag are searched; the H of conventional RL is the largest that fits. The mean lag
-says how old the trained tokens are, and only what is equally fresh is compared: the fastest
-pipeline whose mean lag is within a limit with the fastest conventional G within it (its mean lag is
-(G - 1) / 2, or a little less).
+says how old the trained tokens are. For each of a few limits on the mean lag, the table compares the
+fastest pipeline and the fastest conventional setting that keep it; that of conventional RL is
+(G - 1) / 2, or a little less.
 
-Answers are log-normal (SIGMA, a mean of a quarter of the longest), cut off at the longest. A step
-has 1,024 samples, 16 attempts at a problem. H is at most what the KV cache of an engine has room
-for. Deliberately absent: evaluations, checkpoints, failures, the growth of answers in training.
+The lengths of answers are log-normal (SIGMA, a mean of a quarter of the longest), cut off at the
+longest. A step has 1,024 samples, 16 attempts at a problem. H is at most what the KV cache of an
+engine has room for. Deliberately absent: evaluations, checkpoints, failures, the growth of answers
+in training.
 """
 
 import itertools

@@ -10,8 +10,8 @@ the real vLLM. With --only these settings alone are run; the table has all runs 
 are kept in bench/results/staleness-<task>.json, which the parts of a task share, so that the same
 command goes on after an interruption.
 
-lags           A **pure lag** is `--late hold --max_lag N`: step v trains samples of which every
-               token was sampled by version max(0, v - N).
+lags           A **pure lag** is `--late hold --max_lag N`: the step that trains version v uses
+               samples of which every token was sampled by version max(0, v - N).
 losses         The other losses and corrections, at few lags.
 mixed          Batches that mix lags (tests/edits/shuffled_window.patch) against batches of one lag
                with the same mean; and without their oldest tokens (tokens_trained.patch).

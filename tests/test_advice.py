@@ -66,12 +66,12 @@ def test_old_tokens_that_harm_are_named():
         table = {name: dict(tokens=n, kl=kl) for name, (n, kl) in buckets.items()}
         return dict(by_lag={name.replace("to", "-"): values for name, values in table.items()})
 
-    fresh = {"0": (50, 0.5), "1": (40, 0.01)}
+    fresh = {"0": (50, 0.5), "1": (40, 0.009)}
     # The KL of lag 0 is mismatch; a tenth of the tokens must be above the limit.
     assert stale_advice([line(**fresh)]) == ""
     assert stale_advice([line(**fresh, **{"8to15": (9, 0.05)})]) == ""
-    advised = stale_advice([line(**fresh), line(**{"8to15": (30, 0.05), "4to7": (70, 0.012)})])
-    expected = "16% of the tokens are so old that KL(mu || pi) is above 0.015 nats (lag 8-15: 0.05"
+    advised = stale_advice([line(**fresh), line(**{"8to15": (30, 0.05), "4to7": (70, 0.008)})])
+    expected = "16% of the tokens are so old that KL(mu || pi) is above 0.01 nats (lag 8-15: 0.050)"
     assert advised.startswith(expected)
     # runs of earlier versions of this code
     assert stale_advice([{"step": 1}]) == ""

@@ -23,7 +23,7 @@ FILLING = 5
 WORTH = 1.05
 # Where tokens of a lag have a higher KL(behaviour || trained), nats a token, data of that age have
 # slowed learning (docs/staleness.md); and the least share of such tokens that is worth a word.
-STALE_KL = 0.015
+STALE_KL = 0.01
 STALE_SHARE = 0.1
 
 
