@@ -3,9 +3,9 @@
     python bench/growth.py [--steps 4000] [--quick] [--plot] [--port 9400]
     python bench/growth.py --many
 
-Without --many a run of the toy with the real vLLM is measured once a minute. The table compares each
-process after a third of the run, when its buffers have their full size, with the end, and fits a
-line to its memory in between. It calls it a leak if the interval of the slope lies above 0 and the
+Without --many a run of the toy with the real vLLM is measured once a minute. The table compares
+each process after a third of the run, when its buffers have their full size, with the end, and fits
+a line to its memory in between. It calls it a leak if the interval of the slope lies above 0 and the
 memory would double in a week. On the disk, only metrics, samples and logs may grow with the number
 of steps.
 

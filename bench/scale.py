@@ -17,7 +17,7 @@ engines in the pipeline, and H the number of sequences in progress on each of th
                    --on_full drop_oldest, as in the preset math
 
 G, I, H and --max_lag are searched; the H of conventional RL is the largest that fits. The mean lag
-says how old the trained tokens are. For each of a few limits on the mean lag, the table compares the
+says how old the trained tokens are. For a few limits on the mean lag, the table compares the
 fastest pipeline and the fastest conventional setting that keep it; that of conventional RL is
 (G - 1) / 2, or a little less.
 
