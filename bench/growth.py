@@ -5,8 +5,8 @@
 
 Without --many a run of the toy with the real vLLM is measured once a minute. The table compares
 each process after a third of the run, when its buffers have their full size, with the end, and fits
-a line to its memory in between. It calls it a leak if the interval of the slope lies above 0 and the
-memory would double in a week. On the disk, only metrics, samples and logs may grow with the number
+a line to its memory in between. A leak is a slope whose interval lies above 0, and which would
+double the memory in a week. On the disk, only metrics, samples and logs may grow with the number
 of steps.
 
 With --many the script measures how long an operation of a queue takes that has few or many records,
