@@ -93,7 +93,7 @@ LONGEST = (1024, 4096, 16384)
 GPUS = (8, 32, 128)
 GS = (1, 2, 4, 8, 16)
 NO_LIMIT = 1_000_000
-MAX_LAGS = (1, 2, 4, 8, NO_LIMIT)
+MAX_LAGS = (1, 2, 3, 4, 6, 8, NO_LIMIT)
 SEQUENCES = (64, 128, 256)
 # the split is searched around the one at which engines and trainer are equally fast
 AROUND = (0.85, 1.0, 1.2)
