@@ -142,8 +142,8 @@ class Config:
     # ---- generation
 
     # number of vLLM servers of the whole run. 0: with GPUs, three of every eight GPUs serve, or
-    # all that the trainers leave if you set trainers; without GPUs, one server for each node that
-    # does not train, but at least one
+    # half of them if max_new_tokens is above 4096, or what the trainers leave if you set trainers;
+    # without GPUs, one server for each node that does not train, but at least one
     engines: CountOr0 = 0
     # GPUs per engine
     tensor_parallel: Count = 1

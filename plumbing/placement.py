@@ -184,9 +184,11 @@ def resolve(config: Config, gpus: int, training: bool = True) -> Config:
     everywhere = gpus * c.nnodes
     if gpus:
         # Engines get the share that they have in the paper, 48 of 128 GPUs, or all GPUs that are
-        # left. With half of the GPUs the trainer would be slower than the engines.
+        # left. Longer answers take longer to sample, as more of a KV cache is read for each token:
+        # then engines get half of the GPUs, by the simulation of bench/scale.py.
+        share = 3 / 8 if c.max_new_tokens <= 4096 else 1 / 2
         left = (everywhere - c.trainers) // c.tensor_parallel
-        usual = round(everywhere * 3 / 8 / c.tensor_parallel)
+        usual = round(everywhere * share / c.tensor_parallel)
         c.engines = c.engines or max(left if c.trainers else usual, 1)
         c.trainers = c.trainers or max(everywhere - c.engines * c.tensor_parallel, 1)
     else:
