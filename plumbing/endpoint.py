@@ -1,8 +1,10 @@
-"""The actor's HTTP server: an OpenAI endpoint for each attempt, told apart by its API key.
+"""The actor's HTTP server: an endpoint for each attempt, told apart by its API key.
 
-    POST /v1/chat/completions  tools and streaming, too
+    POST /v1/chat/completions       OpenAI's, tools and streaming, too
     POST /v1/completions
     GET  /v1/models
+    POST /v1/messages               Anthropic's, tools and streaming, too
+    POST /v1/messages/count_tokens
 
 An engine renders a request's messages with vLLM's chat template and tool parser. Earlier turns are
 never rendered again: the tokens that the template adds are appended to the exact tokens of the
@@ -27,6 +29,7 @@ from typing import NamedTuple
 import aiohttp
 from aiohttp import web
 
+from plumbing import messages_api
 from plumbing.episode import CutOff, EngineUnavailable
 
 # the options that become part of the prompt, or say how the answer is sent
@@ -47,9 +50,9 @@ ATTEMPT = web.RequestKey("attempt", object)
 
 
 def error_response(status, message, code):
-    """A response in the form in which OpenAI's clients read errors."""
+    """A response in the form in which the clients of OpenAI and of Anthropic read errors."""
     error = dict(message=message, type="invalid_request_error", param=None, code=code)
-    return web.json_response({"error": error}, status=status)
+    return web.json_response({"type": "error", "error": error}, status=status)
 
 
 def comparable(message):
@@ -121,6 +124,8 @@ class Endpoint:
         app.router.add_get("/v1/models", self.models)
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_post("/v1/completions", self.complete)
+        app.router.add_post("/v1/messages", self.message)
+        app.router.add_post("/v1/messages/count_tokens", self.count_tokens)
         # the handler of a request ends when its client hangs up
         self.runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
 
@@ -150,6 +155,8 @@ class Endpoint:
             # read the body first: the attempt may end while it arrives
             await request.read()
             key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+            # the header of Anthropic's clients
+            key = key or request.headers.get("x-api-key", "")
             if key not in self.attempts:
                 return error_response(
                     401, "no attempt has this API key, or the attempt is over", "invalid_api_key"
@@ -171,7 +178,7 @@ class Endpoint:
                 return error_response(400, str(request[ATTEMPT].cut()), "context_length_exceeded")
             return error_response(e.status, e.message, "invalid_request")
         except (LookupError, TypeError, AttributeError, ValueError) as e:
-            message = f"the request is not in the form of OpenAI's API: {e!r}"
+            message = f"the request is not in the form of the API {request.path}: {e!r}"
             return error_response(400, message, "invalid_request")
 
     @contextlib.contextmanager
@@ -258,6 +265,24 @@ class Endpoint:
             text, finish, usage = await answer
             choice = dict(index=0, text=text, finish_reason=finish, logprobs=None)
             return await send(request, body, "text_completion", choice, usage, [choice])
+
+    async def message(self, request):
+        body = messages_api.chat_request(await request.json())
+        with self.turn(request, body, self.answer_chat) as answer:
+            head = dict(id=f"msg_{secrets.token_hex(8)}", model=MODEL_NAME)
+            whole = messages_api.answer_of(*await answer, head)
+            if not body.get("stream"):
+                return await send_whole(request, whole)
+            events = [
+                f"event: {name}\ndata: {json.dumps(data)}\n\n"
+                for name, data in messages_api.events_of(whole)
+            ]
+            return await send_events(request, events)
+
+    async def count_tokens(self, request):
+        body = messages_api.chat_request(await request.json())
+        prompt = await self.render(self.accepted(body))
+        return web.json_response(dict(input_tokens=len(prompt)))
 
     # ---- the model's turns
 
@@ -378,25 +403,37 @@ def usage_of(prompt, answer):
 
 
 async def send(request, body, kind, choice, usage, parts):
-    """Send an answer as one JSON object, or as server-sent events, one for each of `parts`.
+    """Send an answer of OpenAI's API: whole, or as events, one for each of `parts`.
 
-    parts: the choice in the form of a stream. Returns the response when all of it is sent. If the
-    client hangs up before, raises ConnectionError or is cancelled.
+    parts: the choice in the form of a stream. It returns and raises what `send_events` does.
     """
     head = dict(id=f"{kind}-{secrets.token_hex(8)}", created=0, model=MODEL_NAME)
     if not body.get("stream"):
-        whole = head | dict(object=kind, choices=[choice], usage=usage)
-        response = web.json_response(whole)
-        await response.prepare(request)
-        await response.write_eof()
-        return response
+        return await send_whole(request, head | dict(object=kind, choices=[choice], usage=usage))
     head["object"] = "chat.completion.chunk" if kind == "chat.completion" else kind
     chunks = [head | dict(choices=[part]) for part in parts]
     if (body.get("stream_options") or {}).get("include_usage"):
         chunks.append(head | dict(choices=[], usage=usage))
+    events = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
+    return await send_events(request, [*events, "data: [DONE]\n\n"])
+
+
+async def send_whole(request, whole):
+    """Send a dict as one JSON object; it returns and raises what `send_events` does."""
+    response = web.json_response(whole)
+    await response.prepare(request)
+    await response.write_eof()
+    return response
+
+
+async def send_events(request, events):
+    """Send texts of server-sent events. Returns the response when all of them are sent.
+
+    If the client hangs up before, raises ConnectionError or is cancelled.
+    """
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
-    for chunk in map(json.dumps, chunks):
-        await response.write(f"data: {chunk}\n\n".encode())
-    await response.write_eof(b"data: [DONE]\n\n")
+    for event in events:
+        await response.write(event.encode())
+    await response.write_eof()
     return response

@@ -36,7 +36,8 @@ These are all the names that the rest of the code looks for in a task's file:
         model.token_texts(turn)           the texts of the tokens of a turn, for rewards of tokens
         model.log(name=number, ...)       records numbers of the episode; metrics.jsonl has their
                                           means in by_task, under logged
-        model.base_url, model.api_key     an OpenAI endpoint for this attempt alone
+        model.base_url, model.api_key     an endpoint for this attempt alone, with OpenAI's and
+                                          Anthropic's APIs
         await model.call("name", ...)     calls a function of the task's file in a process of its
                                           own, with limits as for `reward`, and returns its number,
                                           list of numbers, text or None. Raises TimeoutError if it

@@ -35,10 +35,36 @@ def make_model(path, folder, name, steps):
     subprocess.run(command, cwd=ROOT, check=True)
 
 
-@pytest.mark.slow
-def test_openai_client_is_answered_in_every_kind_of_request(tmp_path):
-    model = tmp_path / "model"
+@pytest.fixture(scope="module")
+def directory_model(tmp_path_factory):
+    """A tiny model that calls the tool of examples/agents/directory.py."""
+    model = tmp_path_factory.mktemp("directory") / "model"
     make_model(model, "examples/agents", "directory", 250)
+    return model
+
+
+@pytest.mark.slow
+def test_anthropic_client_with_a_tool_is_trained_on_exact_tokens(tmp_path, directory_model):
+    command = f"bash run.sh agent --model {directory_model} --out {tmp_path} --run a {KNOBS}"
+    env = os.environ | {
+        "AGENT": shlex.join([sys.executable, f"{ROOT}/examples/agents/anthropic_tools.py"])
+    }
+    done = subprocess.run(
+        command.split(), cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "unparsable" not in done.stdout, done.stdout
+    lines = [json.loads(x) for x in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    steps = [x for x in lines if "step" in x]
+    # Turns of one conversation are one segment, and most attempts call the tool.
+    assert [x["segments"] for x in steps] == [1.0, 1.0]
+    assert all(1.4 < x["turns"] <= 4 for x in steps)
+    assert max(x["mismatch"] for x in lines if x.get("mismatch") is not None) < 1e-5
+
+
+@pytest.mark.slow
+def test_openai_client_is_answered_in_every_kind_of_request(tmp_path, directory_model):
+    model = directory_model
     command = f"bash run.sh agent --model {model} --out {tmp_path} --run a {KNOBS}".split()
     env = os.environ | {"AGENT": shlex.join([sys.executable, f"{ROOT}/tests/client_agent.py"])}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800)

@@ -13,6 +13,7 @@ from fractions import Fraction
 from urllib.parse import urlsplit
 
 import aiohttp
+import anthropic
 import numpy as np
 import openai
 import pytest
@@ -23,7 +24,7 @@ from test_tasks import prompter
 
 import config as cfg
 from actor import Sampler
-from plumbing import client
+from plumbing import client, messages_api
 from plumbing.episode import AttemptLost
 from tasks import guess as task
 
@@ -868,3 +869,106 @@ def test_attempt_that_times_out_in_an_engine_gives_no_sample(tmp_path):
 
     samples, _, _ = play(tmp_path, ["A"], episode, episode_timeout=0.3)
     assert samples == [None]
+
+
+# ---- Anthropic's API
+
+
+def anthropic_client(model, **options):
+    """The anthropic package as the client of an attempt."""
+    url = model.base_url.removesuffix("/v1")
+    return anthropic.AsyncAnthropic(base_url=url, api_key=model.api_key, max_retries=0, **options)
+
+
+F = dict(name="f", description="doubles", input_schema=dict(type="object", properties={}))
+REQUEST = dict(model="policy", max_tokens=100)
+
+
+def test_the_anthropic_package_calls_a_tool_and_earlier_turns_keep_their_tokens(tmp_path):
+    """The same as with the openai package, streamed or not; a repeat of a turn is that turn."""
+
+    async def episode(problem, model):
+        c = anthropic_client(model)
+        ask = dict(REQUEST, system="Be short.", tools=[F], messages=[user("Hi")])
+        first = await c.messages.create(**ask)
+        assert (first.stop_reason, first.usage.output_tokens) == ("tool_use", 25)
+        [call] = first.content
+        assert (call.type, call.name, call.input) == ("tool_use", "f", {"a": 1})
+        retried = {"x-stainless-retry-count": "1"}
+        async with c.messages.stream(**ask, extra_headers=retried) as stream:
+            again = await stream.get_final_message()
+        assert again.content[0].input == call.input and again.stop_reason == "tool_use"
+        assert again.usage.output_tokens == 25
+        result = dict(type="tool_result", tool_use_id=call.id, content=[])
+        result["content"].append(dict(type="text", text="so 7"))
+        ask["messages"] += [dict(role="assistant", content=first.content)]
+        ask["messages"] += [dict(role="user", content=[result])]
+        last = await c.messages.create(**ask)
+        assert (last.content[0].text, last.stop_reason) == ("so!", "end_turn")
+        counted = await c.messages.count_tokens(model="policy", messages=ask["messages"])
+        assert counted.input_tokens > 20
+        return 1.0
+
+    [sample], prompts, _ = play(tmp_path, ['<call>f {"a":  1}</call>', "so!"], episode)
+    assert sample["reward"] == 1.0 and len(prompts) == 2
+    assert prompts[1][: len(prompts[0])] == prompts[0]
+    assert text_of(tmp_path, sample["tokens"]) == (
+        "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        '<|im_start|>assistant\n<call>f {"a":  1}</call><|im_end|>\n'
+        "<|im_start|>tool\nso 7<|im_end|>\n<|im_start|>assistant\nso!<|im_end|>"
+    )
+    assert sample["segment"].tolist() == [0] * len(sample["tokens"])
+
+
+def test_the_anthropic_package_gets_a_stream_of_a_thought_a_text_and_a_call(tmp_path):
+    async def episode(problem, model):
+        c = anthropic_client(model)
+        async with c.messages.stream(**REQUEST, messages=[user("Hi")]) as stream:
+            names = [event.type async for event in stream]
+            answer = await stream.get_final_message()
+        assert [block.type for block in answer.content] == ["thinking", "text", "tool_use"]
+        thought, text, call = answer.content
+        assert (thought.thinking, text.text, call.input) == ("hm", "A", {"a": [1, 2]})
+        assert names[0] == "message_start" and names[-1] == "message_stop"
+        return 1.0
+
+    says = ['<think>hm</think>A<call>f {"a": [1, 2]}</call>']
+    [sample], _, actor = play(tmp_path, says, episode)
+    assert sample["reward"] == 1.0
+    assert actor.calls[0]["sampling_params"]["max_tokens"] == REQUEST["max_tokens"]
+
+
+def test_an_answer_that_was_cut_off_and_arguments_that_are_no_object_are_passed_on():
+    call = dict(id="1", function=dict(name="f", arguments="{half"))
+    usage = dict(prompt_tokens=5, completion_tokens=7)
+    message = dict(content="", tool_calls=[call])
+    answer = messages_api.answer_of(message, "length", usage, dict(id="m", model="policy"))
+    assert answer["stop_reason"] == "max_tokens"
+    assert answer["usage"] == dict(input_tokens=5, output_tokens=7)
+    assert answer["content"] == [dict(type="tool_use", id="1", name="f", input={"text": "{half"})]
+
+
+@pytest.mark.parametrize(
+    "wrong, complaint",
+    [
+        (dict(stop_sequences=["x"]), "stop is not supported"),
+        (dict(tools=[dict(type="bash_20250124", name="bash")]), "tool bash has no input_schema"),
+        (
+            dict(messages=[dict(role="user", content=[dict(type="image", source={})])]),
+            "a block of type image in a message of the user is not supported",
+        ),
+        (dict(messages=[dict(role="user")]), "form of the API /v1/messages: KeyError"),
+    ],
+)
+def test_what_anthropics_api_cannot_give_here_is_refused(tmp_path, wrong, complaint):
+    async def episode(problem, model):
+        c = anthropic_client(model)
+        with pytest.raises(anthropic.BadRequestError, match=complaint):
+            await c.messages.create(**REQUEST | dict(messages=[user("Hi")]) | wrong)
+        with pytest.raises(anthropic.AuthenticationError):
+            await c.with_options(api_key="x").messages.create(**REQUEST, messages=[user("Hi")])
+        await model("Go.")
+        return 1.0
+
+    [sample], prompts, _ = play(tmp_path, ["one"], episode)
+    assert sample["reward"] == 1.0 and len(prompts) == 1

@@ -1,0 +1,156 @@
+"""Anthropic's Messages API in terms of OpenAI's chat completions: requests, answers and streams.
+
+plumbing/endpoint.py serves POST /v1/messages and /v1/messages/count_tokens by means of these
+functions; what a model's turn is does not depend on the API. The form of both APIs is that of
+their packages (`anthropic`, `openai`). Deliberately absent: images and documents, tools that
+Anthropic's servers run, citations, stop sequences.
+"""
+
+import json
+
+# the options of a request that become others, or that become part of the prompt
+CONVERTED = {"system", "messages", "tools", "tool_choice", "stop_sequences"}
+# the values of tool_choice, and what they are in a chat completion
+CHOICES = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
+# why an answer ended
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def text_of(content, place):
+    """The text of a content, which is one text or a list of blocks. Raises ValueError for others.
+
+    place: the name of the content in the message of the error.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    for block in content:
+        if block["type"] != "text":
+            raise ValueError(f"a block of type {block['type']} in {place}: only text is supported")
+    return "".join(block["text"] for block in content)
+
+
+def chat_messages(message):
+    """The messages of a chat completion for a message: results of tools are messages of their own.
+
+    Raises ValueError for a block that is not supported.
+    """
+    role = message["role"]
+    content = message["content"]
+    if isinstance(content, str):
+        return [dict(role=role, content=content)]
+    results = []
+    texts = []
+    calls = []
+    thoughts = []
+    for block in content:
+        kind = block["type"]
+        if kind == "text":
+            texts.append(block["text"])
+        elif kind == "tool_use" and role == "assistant":
+            function = dict(name=block["name"], arguments=json.dumps(block["input"]))
+            calls.append(dict(id=block["id"], type="function", function=function))
+        elif kind == "tool_result" and role == "user":
+            text = text_of(block.get("content"), "a tool_result")
+            results.append(dict(role="tool", tool_call_id=block["tool_use_id"], content=text))
+        elif kind == "thinking" and role == "assistant":
+            thoughts.append(block["thinking"])
+        else:
+            raise ValueError(f"a block of type {kind} in a message of the {role} is not supported")
+    if not texts and not calls and not thoughts:
+        return results
+    own = dict(role=role, content="".join(texts))
+    if calls:
+        own["tool_calls"] = calls
+    if thoughts:
+        # The chat template decides whether the prompt has it.
+        own["reasoning"] = "".join(thoughts)
+    return [*results, own]
+
+
+def chat_request(body):
+    """The body of a chat completion that asks for the same.
+
+    Options that it does not convert keep their names, so that the endpoint counts or refuses them.
+    Raises LookupError, TypeError or ValueError if the request is not in the form of the API.
+    """
+    request = {name: value for name, value in body.items() if name not in CONVERTED}
+    request["messages"] = []
+    if body.get("system"):
+        request["messages"].append(dict(role="system", content=text_of(body["system"], "system")))
+    for message in body["messages"]:
+        request["messages"] += chat_messages(message)
+    if body.get("stop_sequences"):
+        request["stop"] = body["stop_sequences"]
+    if body.get("tools"):
+        request["tools"] = [chat_tool(tool) for tool in body["tools"]]
+    if body.get("tool_choice"):
+        request["tool_choice"] = CHOICES[body["tool_choice"]["type"]]
+    return request
+
+
+def chat_tool(tool):
+    """A tool in the form of a chat completion. Raises ValueError for one that has no schema."""
+    if "input_schema" not in tool:
+        raise ValueError(
+            f"the tool {tool.get('name')} has no input_schema: tools that Anthropic's servers know "
+            "or run are not supported"
+        )
+    function = dict(name=tool["name"], parameters=tool["input_schema"])
+    if "description" in tool:
+        function["description"] = tool["description"]
+    return dict(type="function", function=function)
+
+
+def answer_of(message, finish, usage, head):
+    """The answer to a request: the message of a chat completion, why it ended, and its tokens.
+
+    head: the fields `id` and `model`.
+    """
+    blocks = []
+    if message.get("reasoning"):
+        blocks.append(dict(type="thinking", thinking=message["reasoning"], signature=""))
+    if message.get("content"):
+        blocks.append(dict(type="text", text=message["content"]))
+    for call in message.get("tool_calls") or []:
+        blocks.append(dict(type="tool_use", id=call["id"], name=call["function"]["name"]))
+        blocks[-1]["input"] = arguments_of(call)
+    return head | dict(
+        type="message",
+        role="assistant",
+        content=blocks,
+        stop_reason=STOP_REASONS[finish],
+        stop_sequence=None,
+        usage=dict(input_tokens=usage["prompt_tokens"], output_tokens=usage["completion_tokens"]),
+    )
+
+
+def arguments_of(call):
+    """The arguments of a tool call as a dict; text that is no JSON object stands under "text"."""
+    text = call["function"]["arguments"]
+    try:
+        arguments = json.loads(text)
+    except ValueError:
+        arguments = None
+    return arguments if isinstance(arguments, dict) else dict(text=text)
+
+
+def events_of(answer):
+    """[(name, data)] of the server-sent events of an answer."""
+    usage = answer["usage"]
+    begun = answer | dict(content=[], stop_reason=None, usage=usage | dict(output_tokens=0))
+    events = [("message_start", dict(message=begun))]
+    for i, block in enumerate(answer["content"]):
+        kind = block["type"]
+        if kind == "tool_use":
+            empty = dict(input={})
+            delta = dict(type="input_json_delta", partial_json=json.dumps(block["input"]))
+        else:
+            empty = {kind: ""}
+            delta = dict(type=f"{kind}_delta") | {kind: block[kind]}
+        events.append(("content_block_start", dict(index=i, content_block=block | empty)))
+        events.append(("content_block_delta", dict(index=i, delta=delta)))
+        events.append(("content_block_stop", dict(index=i)))
+    ended = {name: answer[name] for name in ("stop_reason", "stop_sequence")}
+    events.append(("message_delta", dict(delta=ended, usage=usage)))
+    events.append(("message_stop", {}))
+    return [(name, dict(type=name) | data) for name, data in events]
