@@ -2,6 +2,7 @@
 
     POST /v1/chat/completions       OpenAI's, tools and streaming, too
     POST /v1/completions
+    POST /v1/responses
     GET  /v1/models
     POST /v1/messages               Anthropic's, tools and streaming, too
     POST /v1/messages/count_tokens
@@ -29,7 +30,7 @@ from typing import NamedTuple
 import aiohttp
 from aiohttp import web
 
-from plumbing import messages_api
+from plumbing import messages_api, responses_api
 from plumbing.episode import CutOff, EngineUnavailable
 
 # the options that become part of the prompt, or say how the answer is sent
@@ -124,6 +125,7 @@ class Endpoint:
         app.router.add_get("/v1/models", self.models)
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_post("/v1/completions", self.complete)
+        app.router.add_post("/v1/responses", self.respond)
         app.router.add_post("/v1/messages", self.message)
         app.router.add_post("/v1/messages/count_tokens", self.count_tokens)
         # the handler of a request ends when its client hangs up
@@ -271,13 +273,18 @@ class Endpoint:
         with self.turn(request, body, self.answer_chat) as answer:
             head = dict(id=f"msg_{secrets.token_hex(8)}", model=MODEL_NAME)
             whole = messages_api.answer_of(*await answer, head)
-            if not body.get("stream"):
-                return await send_whole(request, whole)
-            events = [
-                f"event: {name}\ndata: {json.dumps(data)}\n\n"
-                for name, data in messages_api.events_of(whole)
-            ]
-            return await send_events(request, events)
+            return await send_named(request, body, whole, messages_api.events_of)
+
+    async def respond(self, request):
+        given = await request.json()
+        responses = request[ATTEMPT].responses
+        items = responses_api.items_of(given, responses)
+        body = responses_api.chat_request(given, items)
+        with self.turn(request, body, self.answer_chat) as answer:
+            head = dict(id=f"resp_{secrets.token_hex(8)}", model=MODEL_NAME)
+            whole = responses_api.answer_of(*await answer, head)
+            responses[whole["id"]] = [*items, *whole["output"]]
+            return await send_named(request, body, whole, responses_api.events_of)
 
     async def count_tokens(self, request):
         body = messages_api.chat_request(await request.json())
@@ -416,6 +423,17 @@ async def send(request, body, kind, choice, usage, parts):
         chunks.append(head | dict(choices=[], usage=usage))
     events = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
     return await send_events(request, [*events, "data: [DONE]\n\n"])
+
+
+async def send_named(request, body, whole, events_of):
+    """Send an answer whole, or as the named events that events_of(whole) returns.
+
+    It returns and raises what `send_events` does.
+    """
+    if not body.get("stream"):
+        return await send_whole(request, whole)
+    events = [f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in events_of(whole)]
+    return await send_events(request, events)
 
 
 async def send_whole(request, whole):

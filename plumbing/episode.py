@@ -113,12 +113,14 @@ class Attempt:
         # True until a turn uses the slot that was reserved when the problem was chosen
         self.has_slot = not self.is_evaluation
         # these are used by plumbing/endpoint.py: exchanges of messages, texts that were completed,
-        # and the turns that each request asked for
+        # the turns that each request asked for, and {id of an answer of the Responses API: all
+        # items of the conversation up to its end}
         self.base_url = services.endpoint.url
         self.api_key = f"sk-{secrets.token_hex(16)}"
         self.exchanges = []
         self.texts = []
         self.requests = {}
+        self.responses = {}
         services.endpoint.attempts[self.api_key] = self
 
     async def __call__(self, text):

@@ -54,16 +54,24 @@ async def attempt(problem, base_url, api_key):
     again = await streamed(client, request | {"extra_headers": {"x-stainless-retry-count": "1"}})
     assert again == (message.content or "", calls, finish, answer.usage), (again, answer)
     assert (finish == "tool_calls") == bool(calls) or finish == "length", answer
+    text = message.content
     if calls:
-        messages.append(message.model_dump(exclude_none=True))
+        # The Responses API continues the same conversation.
+        items = [*messages, {"role": "assistant", "content": message.content or ""}]
+        for call in message.tool_calls:
+            items.append({"type": "function_call", "call_id": call.id})
+            items[-1] |= call.function.model_dump()
         for call in message.tool_calls:
             name = json.loads(call.function.arguments).get("name")
             result = directory.lookup(problem, name)
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-        answer = await client.chat.completions.create(**request)
+            items.append({"type": "function_call_output", "call_id": call.id, "output": result})
+        tool = {"type": "function"} | directory.TOOL["function"]
+        continued = await client.responses.create(model=model.id, input=items, tools=[tool])
+        assert continued.output or continued.status == "incomplete", continued
+        text = continued.output_text
     # A completion is a conversation of its own, without a template
-    text = await client.completions.create(model=model.id, prompt=problem["prompt"], max_tokens=3)
-    assert text.usage.completion_tokens <= 3, text
+    completed = client.completions.create(model=model.id, prompt=problem["prompt"], max_tokens=3)
+    assert (await completed).usage.completion_tokens <= 3
     for wrong in (dict(n=2), dict(stop=["a"]), dict(response_format=3, messages="none")):
         try:
             await client.chat.completions.create(**request | wrong)
@@ -75,7 +83,7 @@ async def attempt(problem, base_url, api_key):
         raise AssertionError("a wrong key is not refused")
     except AuthenticationError:
         pass
-    return directory.reward(problem, answer.choices[0].message.content)
+    return directory.reward(problem, text)
 
 
 if __name__ == "__main__":

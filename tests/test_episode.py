@@ -24,7 +24,7 @@ from test_tasks import prompter
 
 import config as cfg
 from actor import Sampler
-from plumbing import client, messages_api
+from plumbing import client, messages_api, responses_api
 from plumbing.episode import AttemptLost
 from tasks import guess as task
 
@@ -972,3 +972,102 @@ def test_what_anthropics_api_cannot_give_here_is_refused(tmp_path, wrong, compla
 
     [sample], prompts, _ = play(tmp_path, ["one"], episode)
     assert sample["reward"] == 1.0 and len(prompts) == 1
+
+
+# ---- OpenAI's Responses API
+
+FUNCTION = dict(type="function", name="f", parameters=dict(type="object", properties={}))
+
+
+def openai_client(model):
+    return openai.AsyncOpenAI(base_url=model.base_url, api_key=model.api_key, max_retries=0)
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_the_responses_api_calls_a_tool_and_earlier_turns_keep_their_tokens(tmp_path, is_kept):
+    """The conversation is continued by the name of its last answer, or by all of its items."""
+
+    async def episode(problem, model):
+        c = openai_client(model)
+        ask = dict(model="policy", instructions="Be short.", tools=[FUNCTION])
+        first = await c.responses.create(**ask, input="Hi")
+        assert (first.status, first.usage.output_tokens) == ("completed", 25)
+        [call] = first.output
+        assert (call.type, call.name, json.loads(call.arguments)) == (
+            "function_call",
+            "f",
+            {"a": 1},
+        )
+        result = dict(type="function_call_output", call_id=call.call_id, output="so 7")
+        if is_kept:
+            follow = dict(previous_response_id=first.id, input=[result])
+        else:
+            follow = dict(input=[dict(role="user", content="Hi"), call, result])
+        async with c.responses.stream(**ask, **follow) as stream:
+            last = await stream.get_final_response()
+        assert (last.output_text, last.status) == ("so!", "completed")
+        return 1.0
+
+    [sample], prompts, _ = play(tmp_path, ['<call>f {"a":  1}</call>', "so!"], episode)
+    assert sample["reward"] == 1.0 and len(prompts) == 2
+    assert prompts[1][: len(prompts[0])] == prompts[0]
+    assert text_of(tmp_path, sample["tokens"]) == (
+        "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        '<|im_start|>assistant\n<call>f {"a":  1}</call><|im_end|>\n'
+        "<|im_start|>tool\nso 7<|im_end|>\n<|im_start|>assistant\nso!<|im_end|>"
+    )
+    assert sample["segment"].tolist() == [0] * len(sample["tokens"])
+
+
+def test_the_responses_api_streams_a_thought_a_text_and_a_call(tmp_path):
+    async def episode(problem, model):
+        c = openai_client(model)
+        async with c.responses.stream(model="policy", input=[user("Hi")]) as stream:
+            names = [event.type async for event in stream]
+            answer = await stream.get_final_response()
+        assert [item.type for item in answer.output] == ["reasoning", "message", "function_call"]
+        thought, text, call = answer.output
+        assert (thought.content[0].text, text.content[0].text) == ("hm", "A")
+        assert json.loads(call.arguments) == {"a": [1, 2]}
+        assert names[0] == "response.created" and names[-1] == "response.completed"
+        # One item after the other is one turn of the model.
+        again = [user("Hi"), *(item.model_dump() for item in answer.output)]
+        [_, turn] = responses_api.chat_messages(again)
+        assert (turn["reasoning"], turn["content"], len(turn["tool_calls"])) == ("hm", "A", 1)
+        return 1.0
+
+    [sample], _, _ = play(tmp_path, ['<think>hm</think>A<call>f {"a": [1, 2]}</call>'], episode)
+    assert sample["reward"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "wrong, complaint",
+    [
+        (dict(tools=[dict(type="web_search")]), "a tool of type web_search: only functions"),
+        (dict(previous_response_id="resp_1"), "previous_response_id resp_1: this attempt has no"),
+        (dict(input=[dict(type="item_reference", id="x")]), "an item of type item_reference"),
+        (
+            dict(input=[user([dict(type="input_image", image_url="x")])]),
+            "a part of type input_image in a message of the user: only text",
+        ),
+    ],
+)
+def test_what_the_responses_api_cannot_give_here_is_refused(tmp_path, wrong, complaint):
+    async def episode(problem, model):
+        with pytest.raises(openai.BadRequestError, match=complaint):
+            await openai_client(model).responses.create(**dict(model="policy", input="Hi") | wrong)
+        await model("Go.")
+        return 1.0
+
+    [sample], prompts, _ = play(tmp_path, ["one"], episode)
+    assert sample["reward"] == 1.0 and len(prompts) == 1
+
+
+def test_a_response_that_was_cut_off_is_incomplete():
+    usage = dict(prompt_tokens=5, completion_tokens=7, total_tokens=12)
+    head = dict(id="r", model="policy")
+    answer = responses_api.answer_of(dict(content="half"), "length", usage, head)
+    assert answer["status"] == "incomplete"
+    assert answer["incomplete_details"] == dict(reason="max_output_tokens")
+    [*_, (name, data)] = responses_api.events_of(answer)
+    assert name == "response.incomplete" and data["response"] == answer

@@ -1,0 +1,200 @@
+"""OpenAI's Responses API in terms of its chat completions: requests, answers and streams.
+
+plumbing/endpoint.py serves POST /v1/responses by means of these functions; what a model's turn is
+does not depend on the API. The form of both APIs is that of the package `openai`. Deliberately
+absent: images and files, tools that OpenAI's servers run, conversations that they keep, answers in
+the background.
+"""
+
+import secrets
+
+# the options of a request that become others, that become part of the prompt, or that the answer
+# has whatever their value
+CONVERTED = {"input", "instructions", "tools", "tool_choice", "previous_response_id", "store"}
+CONVERTED |= {"max_output_tokens", "include"}
+TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
+# the field of an answer's item that a stream sends in pieces: (names of its events, field)
+ARGUMENTS = "response.function_call_arguments"
+OUTPUT_TEXT = "response.output_text"
+REASONING = "response.reasoning_text"
+
+
+def text_of(content, place):
+    """The text of a content, which is one text or a list of parts. Raises ValueError for others.
+
+    place: the name of the content in the message of the error.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part["type"] not in TEXTS:
+            raise ValueError(f"a part of type {part['type']} in {place}: only text is supported")
+    return "".join(part["text"] for part in content)
+
+
+def chat_messages(items):
+    """The messages of a chat completion for the items of an input.
+
+    A turn of the model is several items (its reasoning, its text, its tool calls), but one message.
+    Raises ValueError for an item that is not supported.
+    """
+    messages = []
+    turn = None
+    for item in items:
+        kind = item.get("type", "message")
+        is_own = kind in ("reasoning", "function_call") or item.get("role") == "assistant"
+        if is_own and turn is None:
+            turn = dict(role="assistant", content="")
+            messages.append(turn)
+        if not is_own:
+            turn = None
+        if kind == "message":
+            text = text_of(item["content"], f"a message of the {item['role']}")
+            if is_own:
+                turn["content"] += text
+            else:
+                role = "system" if item["role"] == "developer" else item["role"]
+                messages.append(dict(role=role, content=text))
+        elif kind == "reasoning":
+            # The chat template decides whether the prompt has it.
+            parts = item.get("content") or item.get("summary")
+            turn["reasoning"] = turn.get("reasoning", "") + text_of(parts, "a reasoning item")
+        elif kind == "function_call":
+            function = dict(name=item["name"], arguments=item["arguments"])
+            call = dict(id=item["call_id"], type="function", function=function)
+            turn.setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            text = text_of(item["output"], "a function_call_output")
+            messages.append(dict(role="tool", tool_call_id=item["call_id"], content=text))
+        else:
+            raise ValueError(f"an item of type {kind} in the input is not supported")
+    return messages
+
+
+def items_of(body, earlier):
+    """All items of a request's input, those of the conversation that it continues first.
+
+    earlier: {id of an answer: all items up to its end}. Raises ValueError for an unknown id.
+    """
+    before = []
+    previous = body.get("previous_response_id")
+    if previous:
+        if previous not in earlier:
+            raise ValueError(f"previous_response_id {previous}: this attempt has no such answer")
+        before = earlier[previous]
+    given = body["input"]
+    if isinstance(given, str):
+        given = [dict(role="user", content=given)]
+    return [*before, *given]
+
+
+def chat_request(body, items):
+    """The body of a chat completion that asks for the same. items: see `items_of`.
+
+    Options that it does not convert keep their names, so that the endpoint counts or refuses them.
+    Raises LookupError, TypeError or ValueError if the request is not in the form of the API.
+    """
+    request = {name: value for name, value in body.items() if name not in CONVERTED}
+    request["messages"] = chat_messages(items)
+    if body.get("instructions"):
+        instructions = dict(role="system", content=body["instructions"])
+        request["messages"].insert(0, instructions)
+    if body.get("max_output_tokens"):
+        request["max_tokens"] = body["max_output_tokens"]
+    if body.get("tools"):
+        request["tools"] = [chat_tool(tool) for tool in body["tools"]]
+    choice = body.get("tool_choice")
+    if choice:
+        request["tool_choice"] = choice if isinstance(choice, str) else "required"
+    return request
+
+
+def chat_tool(tool):
+    """A tool in the form of a chat completion. Raises ValueError for other tools than functions."""
+    if tool["type"] != "function":
+        raise ValueError(
+            f"a tool of type {tool['type']}: only functions are supported, as no server of OpenAI "
+            "is asked"
+        )
+    fields = ("name", "description", "parameters", "strict")
+    function = {name: tool[name] for name in fields if tool.get(name) is not None}
+    return dict(type="function", function=function)
+
+
+def answer_of(message, finish, usage, head):
+    """The answer to a request: the message of a chat completion, why it ended, and its tokens.
+
+    head: the fields `id` and `model`.
+    """
+    output = []
+    if message.get("reasoning"):
+        parts = [dict(type="reasoning_text", text=message["reasoning"])]
+        output.append(dict(id=new_id("rs"), type="reasoning", summary=[], content=parts))
+    if message.get("content"):
+        parts = [dict(type="output_text", text=message["content"], annotations=[])]
+        output.append(dict(id=new_id("msg"), type="message", role="assistant", content=parts))
+    for call in message.get("tool_calls") or []:
+        output.append(dict(id=new_id("fc"), type="function_call", call_id=call["id"]))
+        output[-1] |= dict(call["function"])
+    for item in output:
+        item["status"] = "completed"
+    is_cut_off = finish == "length"
+    return head | dict(
+        object="response",
+        created_at=0,
+        status="incomplete" if is_cut_off else "completed",
+        incomplete_details=dict(reason="max_output_tokens") if is_cut_off else None,
+        error=None,
+        output=output,
+        parallel_tool_calls=True,
+        tool_choice="auto",
+        tools=[],
+        usage=dict(
+            input_tokens=usage["prompt_tokens"],
+            input_tokens_details=dict(cached_tokens=0),
+            output_tokens=usage["completion_tokens"],
+            output_tokens_details=dict(reasoning_tokens=0),
+            total_tokens=usage["total_tokens"],
+        ),
+    )
+
+
+def new_id(kind):
+    """A new name of an item."""
+    return f"{kind}_{secrets.token_hex(8)}"
+
+
+def events_of(answer):
+    """[(name, data)] of the server-sent events of an answer."""
+    begun = answer | dict(status="in_progress", output=[], usage=None, incomplete_details=None)
+    events = [("response.created", dict(response=begun))]
+    events.append(("response.in_progress", dict(response=begun)))
+    for i, item in enumerate(answer["output"]):
+        at = dict(item_id=item["id"], output_index=i)
+        empty = item | dict(status="in_progress")
+        if item["type"] == "function_call":
+            arguments = item["arguments"]
+            pieces = [
+                (f"{ARGUMENTS}.delta", at | dict(delta=arguments)),
+                (f"{ARGUMENTS}.done", at | dict(arguments=arguments, name=item["name"])),
+            ]
+            empty["arguments"] = ""
+        else:
+            [part] = item["content"]
+            at["content_index"] = 0
+            name = OUTPUT_TEXT if item["type"] == "message" else REASONING
+            more = dict(logprobs=[]) if item["type"] == "message" else {}
+            pieces = [
+                ("response.content_part.added", at | dict(part=part | dict(text=""))),
+                (f"{name}.delta", at | more | dict(delta=part["text"])),
+                (f"{name}.done", at | more | dict(text=part["text"])),
+                ("response.content_part.done", at | dict(part=part)),
+            ]
+            empty["content"] = []
+        events.append(("response.output_item.added", dict(output_index=i, item=empty)))
+        events += pieces
+        events.append(("response.output_item.done", dict(output_index=i, item=item)))
+    events.append((f"response.{answer['status']}", dict(response=answer)))
+    return [
+        (name, dict(type=name, sequence_number=i) | data) for i, (name, data) in enumerate(events)
+    ]
