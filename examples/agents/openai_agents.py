@@ -3,7 +3,7 @@
 import directory
 from agents import (
     Agent,
-    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
     RunContextWrapper,
     Runner,
     function_tool,
@@ -24,7 +24,7 @@ def lookup(context: RunContextWrapper[dict], name: str) -> str:
 
 async def attempt(problem, base_url, api_key):
     client = CLIENT.with_options(base_url=base_url, api_key=api_key)
-    model = OpenAIChatCompletionsModel(model="policy", openai_client=client)
+    model = OpenAIResponsesModel(model="policy", openai_client=client)
     agent = Agent(name="clerk", model=model, tools=[lookup])
     done = await Runner.run(agent, problem["prompt"], context=problem, max_turns=4)
     return directory.reward(problem, done.final_output)
