@@ -302,9 +302,11 @@ def draw(results, path):
             ax.plot(x, y, style, color=f"C{i // len(LIMITS)}", label=label)
         ax.axhline(1.0, color="gray", linewidth=1)
         ax.set(xscale="log", xlabel="GPUs", ylabel="times as fast as the best conventional G")
+        # room for the legend
+        ax.set_ylim(bottom=0.4)
         ax.set_xticks(GPUS, [str(gpus) for gpus in GPUS], minor=False)
         ax.minorticks_off()
-    axes[0].legend(fontsize=7)
+    axes[0].legend(fontsize=7, loc="lower center")
     figure.savefig(path, dpi=80)
 
 
