@@ -50,9 +50,14 @@ RETRY_COUNT = "x-stainless-retry-count"
 ATTEMPT = web.RequestKey("attempt", object)
 
 
+# the types of errors in both APIs; all others are "invalid_request_error"
+ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
+
+
 def error_response(status, message, code):
     """A response in the form in which the clients of OpenAI and of Anthropic read errors."""
-    error = dict(message=message, type="invalid_request_error", param=None, code=code)
+    kind = ERROR_TYPES.get(status, "invalid_request_error")
+    error = dict(message=message, type=kind, param=None, code=code)
     return web.json_response({"type": "error", "error": error}, status=status)
 
 
@@ -65,13 +70,13 @@ def comparable(message):
     if isinstance(content, list):
         parts = [part.get("text", part) for part in content]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else parts
+    if message.get("role") == "assistant" and isinstance(content, str):
+        # Clients may trim it; the tokens are those that were sampled.
+        content = content.strip()
     calls = []
     for call in message.get("tool_calls") or []:
-        arguments = call["function"]["arguments"]
         # clients may write the same JSON differently
-        with contextlib.suppress(ValueError, TypeError):
-            arguments = json.loads(arguments)
-        calls.append((call["function"]["name"], arguments))
+        calls.append((call["function"]["name"], messages_api.arguments_of(call)))
     return message.get("role"), content, calls, message.get("tool_call_id")
 
 
@@ -156,10 +161,11 @@ class Endpoint:
         try:
             # read the body first: the attempt may end while it arrives
             await request.read()
-            key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+            keys = [request.headers.get("Authorization", "").removeprefix("Bearer ")]
             # the header of Anthropic's clients
-            key = key or request.headers.get("x-api-key", "")
-            if key not in self.attempts:
+            keys.append(request.headers.get("x-api-key", ""))
+            key = next((key for key in keys if key in self.attempts), None)
+            if key is None:
                 return error_response(
                     401, "no attempt has this API key, or the attempt is over", "invalid_api_key"
                 )
@@ -281,14 +287,25 @@ class Endpoint:
         items = responses_api.items_of(given, responses)
         body = responses_api.chat_request(given, items)
         with self.turn(request, body, self.answer_chat) as answer:
-            head = dict(id=f"resp_{secrets.token_hex(8)}", model=MODEL_NAME)
+            head = dict(
+                id=f"resp_{secrets.token_hex(8)}",
+                model=MODEL_NAME,
+                tools=given.get("tools") or [],
+                tool_choice=given.get("tool_choice") or "auto",
+                parallel_tool_calls=given.get("parallel_tool_calls") is not False,
+            )
             whole = responses_api.answer_of(*await answer, head)
-            responses[whole["id"]] = [*items, *whole["output"]]
+            if given.get("store") is not False:
+                responses[whole["id"]] = [*items, *whole["output"]]
             return await send_named(request, body, whole, responses_api.events_of)
 
     async def count_tokens(self, request):
         body = messages_api.chat_request(await request.json())
-        prompt = await self.render(self.accepted(body))
+        try:
+            prompt = await self.render(self.accepted(body))
+        except aiohttp.ClientResponseError as e:
+            # Nothing is sampled, so the attempt is not cut off if the prompt is too long.
+            return error_response(400, e.message, "invalid_request")
         return web.json_response(dict(input_tokens=len(prompt)))
 
     # ---- the model's turns
@@ -395,6 +412,8 @@ class Endpoint:
             # the parsers or JSON do not take this text, such as half a character
             return dict(role="assistant", content=self.prompter.decode(tokens))
         message = derendered["choices"][0]["message"]
+        if body.get("parallel_tool_calls") is False and message.get("tool_calls"):
+            message["tool_calls"] = message["tool_calls"][:1]
         return {name: value for name, value in message.items() if value or name == "content"}
 
 

@@ -2,31 +2,47 @@
 
 plumbing/endpoint.py serves POST /v1/messages and /v1/messages/count_tokens by means of these
 functions; what a model's turn is does not depend on the API. The form of both APIs is that of
-their packages (`anthropic`, `openai`). Deliberately absent: images and documents, tools that
-Anthropic's servers run, citations, stop sequences.
+their packages (`anthropic`, `openai`). What a client sends back of an answer must become the same
+message as before, because the endpoint continues the exact tokens of a conversation that it knows.
+Deliberately absent: images and documents, tools that Anthropic's servers run, citations, stop
+sequences, answers that continue a given text.
 """
 
 import json
 
 # the options of a request that become others, or that become part of the prompt
 CONVERTED = {"system", "messages", "tools", "tool_choice", "stop_sequences"}
+# the options without which the model would not have all of its context
+REFUSED = ("mcp_servers", "container", "thread", "compaction")
+# Claude Code begins its system prompt with a text of this kind, which changes with every request.
+BILLING = "x-anthropic-billing-header"
+# Clients leave out thoughts whose signature is empty; it signs nothing.
+SIGNATURE = "unsigned"
 # the values of tool_choice, and what they are in a chat completion
 CHOICES = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
 # why an answer ended
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def text_of(content, place):
-    """The text of a content, which is one text or a list of blocks. Raises ValueError for others.
+def texts_of(content, place):
+    """The texts of a content, which is one text or a list of blocks. Raises ValueError for others.
 
     place: the name of the content in the message of the error.
     """
     if content is None or isinstance(content, str):
-        return content or ""
+        return [content or ""]
     for block in content:
         if block["type"] != "text":
             raise ValueError(f"a block of type {block['type']} in {place}: only text is supported")
-    return "".join(block["text"] for block in content)
+    return [block["text"] for block in content]
+
+
+def system_text(system):
+    """The system prompt, without what says who pays."""
+    texts = texts_of(system, "system")
+    if texts and texts[0].startswith(BILLING):
+        _, _, texts[0] = texts[0].partition("\n")
+    return "".join(texts)
 
 
 def chat_messages(message):
@@ -36,6 +52,9 @@ def chat_messages(message):
     """
     role = message["role"]
     content = message["content"]
+    if role == "system":
+        # Most templates take a system message at the beginning alone.
+        return [dict(role="user", content="\n".join(texts_of(content, "a system message")))]
     if isinstance(content, str):
         return [dict(role=role, content=content)]
     results = []
@@ -50,15 +69,15 @@ def chat_messages(message):
             function = dict(name=block["name"], arguments=json.dumps(block["input"]))
             calls.append(dict(id=block["id"], type="function", function=function))
         elif kind == "tool_result" and role == "user":
-            text = text_of(block.get("content"), "a tool_result")
+            text = "\n".join(texts_of(block.get("content"), "a tool_result"))
             results.append(dict(role="tool", tool_call_id=block["tool_use_id"], content=text))
         elif kind == "thinking" and role == "assistant":
             thoughts.append(block["thinking"])
         else:
             raise ValueError(f"a block of type {kind} in a message of the {role} is not supported")
-    if not texts and not calls and not thoughts:
+    if results and not texts:
         return results
-    own = dict(role=role, content="".join(texts))
+    own = dict(role=role, content=("" if role == "assistant" else "\n").join(texts))
     if calls:
         own["tool_calls"] = calls
     if thoughts:
@@ -73,18 +92,28 @@ def chat_request(body):
     Options that it does not convert keep their names, so that the endpoint counts or refuses them.
     Raises LookupError, TypeError or ValueError if the request is not in the form of the API.
     """
+    for name in REFUSED:
+        if body.get(name):
+            raise ValueError(f"{name} is not supported")
+    if body.get("max_tokens") == 0:
+        raise ValueError("max_tokens is 0: every request samples an answer")
+    if body["messages"] and body["messages"][-1]["role"] == "assistant":
+        raise ValueError("the last message is the assistant's: no answer continues a given text")
     request = {name: value for name, value in body.items() if name not in CONVERTED}
     request["messages"] = []
     if body.get("system"):
-        request["messages"].append(dict(role="system", content=text_of(body["system"], "system")))
+        request["messages"].append(dict(role="system", content=system_text(body["system"])))
     for message in body["messages"]:
         request["messages"] += chat_messages(message)
     if body.get("stop_sequences"):
         request["stop"] = body["stop_sequences"]
     if body.get("tools"):
         request["tools"] = [chat_tool(tool) for tool in body["tools"]]
-    if body.get("tool_choice"):
-        request["tool_choice"] = CHOICES[body["tool_choice"]["type"]]
+    choice = body.get("tool_choice")
+    if choice and body.get("tools"):
+        request["tool_choice"] = CHOICES[choice["type"]]
+        if choice.get("disable_parallel_tool_use"):
+            request["parallel_tool_calls"] = False
     return request
 
 
@@ -96,8 +125,7 @@ def chat_tool(tool):
             "or run are not supported"
         )
     function = dict(name=tool["name"], parameters=tool["input_schema"])
-    if "description" in tool:
-        function["description"] = tool["description"]
+    function |= {name: tool[name] for name in ("description", "strict") if name in tool}
     return dict(type="function", function=function)
 
 
@@ -107,11 +135,14 @@ def answer_of(message, finish, usage, head):
     head: the fields `id` and `model`.
     """
     blocks = []
+    calls = message.get("tool_calls") or []
+    text = message.get("content") or ""
     if message.get("reasoning"):
-        blocks.append(dict(type="thinking", thinking=message["reasoning"], signature=""))
-    if message.get("content"):
-        blocks.append(dict(type="text", text=message["content"]))
-    for call in message.get("tool_calls") or []:
+        blocks.append(dict(type="thinking", thinking=message["reasoning"], signature=SIGNATURE))
+    # Clients expect a block, and send back no block of spaces.
+    if text.strip() or not calls:
+        blocks.append(dict(type="text", text=text))
+    for call in calls:
         blocks.append(dict(type="tool_use", id=call["id"], name=call["function"]["name"]))
         blocks[-1]["input"] = arguments_of(call)
     return head | dict(
@@ -127,10 +158,14 @@ def answer_of(message, finish, usage, head):
 def arguments_of(call):
     """The arguments of a tool call as a dict; text that is no JSON object stands under "text"."""
     text = call["function"]["arguments"]
+    if isinstance(text, dict):
+        return text
     try:
-        arguments = json.loads(text)
+        arguments = json.loads(text or "null")
     except ValueError:
-        arguments = None
+        return dict(text=text)
+    if arguments is None:
+        return {}
     return arguments if isinstance(arguments, dict) else dict(text=text)
 
 
@@ -147,8 +182,13 @@ def events_of(answer):
         else:
             empty = {kind: ""}
             delta = dict(type=f"{kind}_delta") | {kind: block[kind]}
+        if kind == "thinking":
+            empty["signature"] = ""
         events.append(("content_block_start", dict(index=i, content_block=block | empty)))
         events.append(("content_block_delta", dict(index=i, delta=delta)))
+        if kind == "thinking":
+            signature = dict(type="signature_delta", signature=block["signature"])
+            events.append(("content_block_delta", dict(index=i, delta=signature)))
         events.append(("content_block_stop", dict(index=i)))
     ended = {name: answer[name] for name in ("stop_reason", "stop_sequence")}
     events.append(("message_delta", dict(delta=ended, usage=usage)))

@@ -12,6 +12,8 @@ import secrets
 # has whatever their value
 CONVERTED = {"input", "instructions", "tools", "tool_choice", "previous_response_id", "store"}
 CONVERTED |= {"max_output_tokens", "include"}
+# the options without which the model would not have all of its context, or the client no answer
+REFUSED = ("prompt", "conversation", "background")
 TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
 # the field of an answer's item that a stream sends in pieces: (names of its events, field)
 ARGUMENTS = "response.function_call_arguments"
@@ -19,17 +21,17 @@ OUTPUT_TEXT = "response.output_text"
 REASONING = "response.reasoning_text"
 
 
-def text_of(content, place):
+def text_of(content, place, separator="\n"):
     """The text of a content, which is one text or a list of parts. Raises ValueError for others.
 
-    place: the name of the content in the message of the error.
+    place: the name of the content in the message of the error. separator: what joins the parts.
     """
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
         if part["type"] not in TEXTS:
             raise ValueError(f"a part of type {part['type']} in {place}: only text is supported")
-    return "".join(part["text"] for part in content)
+    return separator.join(part["text"] for part in content)
 
 
 def chat_messages(items):
@@ -43,22 +45,26 @@ def chat_messages(items):
     for item in items:
         kind = item.get("type", "message")
         is_own = kind in ("reasoning", "function_call") or item.get("role") == "assistant"
-        if is_own and turn is None:
+        # A turn has its reasoning first, then its text, then its calls.
+        ended = turn is not None and (
+            (kind == "reasoning" and len(turn) > 2)
+            or (kind == "message" and ("tool_calls" in turn or turn["content"]))
+        )
+        if is_own and (turn is None or ended):
             turn = dict(role="assistant", content="")
             messages.append(turn)
         if not is_own:
             turn = None
         if kind == "message":
-            text = text_of(item["content"], f"a message of the {item['role']}")
+            place = f"a message of the {item['role']}"
             if is_own:
-                turn["content"] += text
+                turn["content"] = text_of(item["content"], place, separator="")
             else:
-                role = "system" if item["role"] == "developer" else item["role"]
-                messages.append(dict(role=role, content=text))
+                messages.append(dict(role=item["role"], content=text_of(item["content"], place)))
         elif kind == "reasoning":
             # The chat template decides whether the prompt has it.
             parts = item.get("content") or item.get("summary")
-            turn["reasoning"] = turn.get("reasoning", "") + text_of(parts, "a reasoning item")
+            turn["reasoning"] = text_of(parts, "a reasoning item", separator="")
         elif kind == "function_call":
             function = dict(name=item["name"], arguments=item["arguments"])
             call = dict(id=item["call_id"], type="function", function=function)
@@ -94,6 +100,13 @@ def chat_request(body, items):
     Options that it does not convert keep their names, so that the endpoint counts or refuses them.
     Raises LookupError, TypeError or ValueError if the request is not in the form of the API.
     """
+    for name in REFUSED:
+        if body.get(name):
+            raise ValueError(f"{name} is not supported")
+    if any("logprobs" in name for name in body.get("include") or []):
+        raise ValueError("include: logprobs are not supported")
+    if body.get("max_output_tokens") == 0:
+        raise ValueError("max_output_tokens is 0: every request samples an answer")
     request = {name: value for name, value in body.items() if name not in CONVERTED}
     request["messages"] = chat_messages(items)
     if body.get("instructions"):
@@ -104,7 +117,7 @@ def chat_request(body, items):
     if body.get("tools"):
         request["tools"] = [chat_tool(tool) for tool in body["tools"]]
     choice = body.get("tool_choice")
-    if choice:
+    if choice and body.get("tools"):
         request["tool_choice"] = choice if isinstance(choice, str) else "required"
     return request
 
@@ -124,21 +137,25 @@ def chat_tool(tool):
 def answer_of(message, finish, usage, head):
     """The answer to a request: the message of a chat completion, why it ended, and its tokens.
 
-    head: the fields `id` and `model`.
+    head: the fields that do not depend on the answer.
     """
+    is_cut_off = finish == "length"
+    calls = message.get("tool_calls") or []
+    text = message.get("content") or ""
     output = []
     if message.get("reasoning"):
         parts = [dict(type="reasoning_text", text=message["reasoning"])]
         output.append(dict(id=new_id("rs"), type="reasoning", summary=[], content=parts))
-    if message.get("content"):
-        parts = [dict(type="output_text", text=message["content"], annotations=[])]
+    if text.strip() or not calls:
+        parts = [dict(type="output_text", text=text, annotations=[])]
         output.append(dict(id=new_id("msg"), type="message", role="assistant", content=parts))
-    for call in message.get("tool_calls") or []:
+    for call in calls:
         output.append(dict(id=new_id("fc"), type="function_call", call_id=call["id"]))
         output[-1] |= dict(call["function"])
     for item in output:
         item["status"] = "completed"
-    is_cut_off = finish == "length"
+    if is_cut_off:
+        output[-1]["status"] = "incomplete"
     return head | dict(
         object="response",
         created_at=0,
@@ -146,12 +163,9 @@ def answer_of(message, finish, usage, head):
         incomplete_details=dict(reason="max_output_tokens") if is_cut_off else None,
         error=None,
         output=output,
-        parallel_tool_calls=True,
-        tool_choice="auto",
-        tools=[],
         usage=dict(
             input_tokens=usage["prompt_tokens"],
-            input_tokens_details=dict(cached_tokens=0),
+            input_tokens_details=dict(cached_tokens=0, cache_write_tokens=0),
             output_tokens=usage["completion_tokens"],
             output_tokens_details=dict(reasoning_tokens=0),
             total_tokens=usage["total_tokens"],

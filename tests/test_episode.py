@@ -882,6 +882,7 @@ def anthropic_client(model, **options):
 
 F = dict(name="f", description="doubles", input_schema=dict(type="object", properties={}))
 REQUEST = dict(model="policy", max_tokens=100)
+BRIEF = dict(type="text", text="Be short.")
 
 
 def test_the_anthropic_package_calls_a_tool_and_earlier_turns_keep_their_tokens(tmp_path):
@@ -928,6 +929,7 @@ def test_the_anthropic_package_gets_a_stream_of_a_thought_a_text_and_a_call(tmp_
             answer = await stream.get_final_message()
         assert [block.type for block in answer.content] == ["thinking", "text", "tool_use"]
         thought, text, call = answer.content
+        assert thought.signature
         assert (thought.thinking, text.text, call.input) == ("hm", "A", {"a": [1, 2]})
         assert names[0] == "message_start" and names[-1] == "message_stop"
         return 1.0
@@ -936,6 +938,35 @@ def test_the_anthropic_package_gets_a_stream_of_a_thought_a_text_and_a_call(tmp_
     [sample], _, actor = play(tmp_path, says, episode)
     assert sample["reward"] == 1.0
     assert actor.calls[0]["sampling_params"]["max_tokens"] == REQUEST["max_tokens"]
+
+
+def test_what_a_client_changes_of_an_answer_does_not_end_its_segment(tmp_path):
+    """Spaces before a call are left out, broken arguments are a text, and the system prompt of
+    Claude Code has a number that changes.
+    """
+
+    def system(n):
+        return [dict(type="text", text=f"x-anthropic-billing-header: cch={n};"), BRIEF]
+
+    async def episode(problem, model):
+        c = anthropic_client(model)
+        ask = dict(REQUEST, tools=[F], messages=[user("Hi")])
+        first = await c.messages.create(**ask, system=system(1))
+        [call] = first.content
+        assert call.input == {"text": "{half"}
+        result = dict(type="tool_result", tool_use_id=call.id, content="so 7")
+        ask["messages"] += [dict(role="assistant", content=first.content)]
+        ask["messages"] += [dict(role="user", content=[result])]
+        last = await c.messages.create(**ask, system=system(2))
+        # an empty answer is a block, too
+        assert [block.text for block in last.content] == [""]
+        return 1.0
+
+    [sample], prompts, _ = play(tmp_path, ["  <call>f {half</call>", ""], episode)
+    assert prompts[1][: len(prompts[0])] == prompts[0]
+    text = text_of(tmp_path, sample["tokens"])
+    assert text.startswith("<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nHi")
+    assert sample["segment"].tolist() == [0] * len(sample["tokens"])
 
 
 def test_an_answer_that_was_cut_off_and_arguments_that_are_no_object_are_passed_on():
@@ -952,6 +983,12 @@ def test_an_answer_that_was_cut_off_and_arguments_that_are_no_object_are_passed_
     "wrong, complaint",
     [
         (dict(stop_sequences=["x"]), "stop is not supported"),
+        (dict(max_tokens=0), "max_tokens is 0"),
+        (dict(extra_body=dict(mcp_servers=[dict(name="x")])), "mcp_servers is not supported"),
+        (
+            dict(messages=[user("Hi"), dict(role="assistant", content="I")]),
+            "no answer continues a given text",
+        ),
         (dict(tools=[dict(type="bash_20250124", name="bash")]), "tool bash has no input_schema"),
         (
             dict(messages=[dict(role="user", content=[dict(type="image", source={})])]),
@@ -1033,6 +1070,7 @@ def test_the_responses_api_streams_a_thought_a_text_and_a_call(tmp_path):
         # One item after the other is one turn of the model.
         again = [user("Hi"), *(item.model_dump() for item in answer.output)]
         [_, turn] = responses_api.chat_messages(again)
+        assert len(responses_api.chat_messages([*again, answer.output[1].model_dump()])) == 3
         assert (turn["reasoning"], turn["content"], len(turn["tool_calls"])) == ("hm", "A", 1)
         return 1.0
 
@@ -1044,6 +1082,8 @@ def test_the_responses_api_streams_a_thought_a_text_and_a_call(tmp_path):
     "wrong, complaint",
     [
         (dict(tools=[dict(type="web_search")]), "a tool of type web_search: only functions"),
+        (dict(conversation="c"), "conversation is not supported"),
+        (dict(include=["message.output_text.logprobs"]), "logprobs are not supported"),
         (dict(previous_response_id="resp_1"), "previous_response_id resp_1: this attempt has no"),
         (dict(input=[dict(type="item_reference", id="x")]), "an item of type item_reference"),
         (
