@@ -104,7 +104,8 @@ def chat_request(body):
     if body.get("system"):
         request["messages"].append(dict(role="system", content=system_text(body["system"])))
     for message in body["messages"]:
-        request["messages"] += chat_messages(message)
+        for own in chat_messages(message):
+            add(request["messages"], own)
     if body.get("stop_sequences"):
         request["stop"] = body["stop_sequences"]
     if body.get("tools"):
@@ -115,6 +116,19 @@ def chat_request(body):
         if choice.get("disable_parallel_tool_use"):
             request["parallel_tool_calls"] = False
     return request
+
+
+def add(messages, message):
+    """Append a message; one of the user after another, or of the assistant, is combined with it."""
+    before = messages[-1] if messages else {}
+    role = message["role"]
+    if before.get("role") != role or role not in ("user", "assistant"):
+        messages.append(message)
+        return
+    before["content"] += ("" if role == "assistant" else "\n") + message["content"]
+    for name in ("reasoning", "tool_calls"):
+        if name in message:
+            before[name] = before.get(name, type(message[name])()) + message[name]
 
 
 def chat_tool(tool):

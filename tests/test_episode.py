@@ -969,6 +969,27 @@ def test_what_a_client_changes_of_an_answer_does_not_end_its_segment(tmp_path):
     assert sample["segment"].tolist() == [0] * len(sample["tokens"])
 
 
+def test_messages_of_one_role_in_succession_are_combined():
+    """As Anthropic does; a system message within a conversation is one of the user."""
+    use = dict(type="tool_use", id="1", name="f", input={})
+    result = dict(type="tool_result", tool_use_id="1", content=None)
+    spoken = [
+        user("Hi"),
+        dict(role="system", content=[BRIEF]),
+        dict(role="assistant", content="A"),
+        dict(role="assistant", content=[dict(type="text", text="B"), use]),
+        user([result, dict(type="text", text="C"), dict(type="text", text="D")]),
+    ]
+    messages = messages_api.chat_request(dict(REQUEST, messages=spoken))["messages"]
+    assert [(x["role"], x["content"]) for x in messages] == [
+        ("user", "Hi\nBe short."),
+        ("assistant", "AB"),
+        ("tool", ""),
+        ("user", "C\nD"),
+    ]
+    assert [call["id"] for call in messages[1]["tool_calls"]] == ["1"]
+
+
 def test_an_answer_that_was_cut_off_and_arguments_that_are_no_object_are_passed_on():
     call = dict(id="1", function=dict(name="f", arguments="{half"))
     usage = dict(prompt_tokens=5, completion_tokens=7)
