@@ -11,8 +11,9 @@ An engine renders a request's messages with vLLM's chat template and tool parser
 never rendered again: the tokens that the template adds are appended to the exact tokens of the
 exchange that the messages continue. The answer is sampled by Attempt.generate, like any other turn.
 
-The run's knobs decide how tokens are sampled. A client's options of sampling are left out and
-counted by name; the request is refused if the client would not get the answer that it expects.
+The run's knobs decide how tokens are sampled. A client's options of sampling, and tools that it
+does not run itself, are left out and counted by name; the request is refused if the client would
+not get the answer that it expects.
 
 Each request is a turn of its own, even if it is the same as another one. Only a retry shares the
 turn of the request that it repeats (Endpoint.turn). The server listens on loopback alone.
@@ -247,10 +248,7 @@ class Endpoint:
         """Count an event, and print it the first time."""
         self.counts[event] += 1
         if self.counts[event] == 1:
-            print(
-                f"actor: endpoint: {event}: the run's knobs decide how tokens are sampled",
-                flush=True,
-            )
+            print(f"actor: endpoint: {event}", flush=True)
 
     async def models(self, request):
         model = dict(id=MODEL_NAME, object="model", created=0, owned_by="run")

@@ -92,13 +92,7 @@ def chat_request(body):
     Options that it does not convert keep their names, so that the endpoint counts or refuses them.
     Raises LookupError, TypeError or ValueError if the request is not in the form of the API.
     """
-    for name in REFUSED:
-        if body.get(name):
-            raise ValueError(f"{name} is not supported")
-    if body.get("max_tokens") == 0:
-        raise ValueError("max_tokens is 0: every request samples an answer")
-    if body["messages"] and body["messages"][-1]["role"] == "assistant":
-        raise ValueError("the last message is the assistant's: no answer continues a given text")
+    check(body)
     request = {name: value for name, value in body.items() if name not in CONVERTED}
     request["messages"] = []
     if body.get("system"):
@@ -108,14 +102,38 @@ def chat_request(body):
             add(request["messages"], own)
     if body.get("stop_sequences"):
         request["stop"] = body["stop_sequences"]
-    if body.get("tools"):
-        request["tools"] = [chat_tool(tool) for tool in body["tools"]]
+    return request | tool_options(body)
+
+
+def check(body):
+    """Raise ValueError if the model would not have all of its context, or nothing to sample."""
+    for name in REFUSED:
+        if body.get(name):
+            raise ValueError(f"{name} is not supported")
+    if body.get("max_tokens") == 0:
+        raise ValueError("max_tokens is 0: every request samples an answer")
+    if body["messages"] and body["messages"][-1]["role"] == "assistant":
+        raise ValueError("the last message is the assistant's: no answer continues a given text")
+
+
+def tool_options(body):
+    """The options of a chat completion that say which tools there are, and how to choose."""
+    options = {}
+    tools = []
+    for tool in body.get("tools") or []:
+        if "input_schema" in tool:
+            tools.append(chat_tool(tool))
+        else:
+            # Anthropic's servers know it, or run it: the endpoint counts it as an option.
+            options[f"the tool {tool['name']} ({tool['type']})"] = True
+    if tools:
+        options["tools"] = tools
     choice = body.get("tool_choice")
-    if choice and body.get("tools"):
-        request["tool_choice"] = CHOICES[choice["type"]]
+    if choice and tools:
+        options["tool_choice"] = CHOICES[choice["type"]]
         if choice.get("disable_parallel_tool_use"):
-            request["parallel_tool_calls"] = False
-    return request
+            options["parallel_tool_calls"] = False
+    return options
 
 
 def add(messages, message):
@@ -132,12 +150,7 @@ def add(messages, message):
 
 
 def chat_tool(tool):
-    """A tool in the form of a chat completion. Raises ValueError for one that has no schema."""
-    if "input_schema" not in tool:
-        raise ValueError(
-            f"the tool {tool.get('name')} has no input_schema: tools that Anthropic's servers know "
-            "or run are not supported"
-        )
+    """A tool that has a schema, in the form of a chat completion."""
     function = dict(name=tool["name"], parameters=tool["input_schema"])
     function |= {name: tool[name] for name in ("description", "strict") if name in tool}
     return dict(type="function", function=function)

@@ -114,21 +114,23 @@ def chat_request(body, items):
         request["messages"].insert(0, instructions)
     if body.get("max_output_tokens"):
         request["max_tokens"] = body["max_output_tokens"]
-    if body.get("tools"):
-        request["tools"] = [chat_tool(tool) for tool in body["tools"]]
+    tools = []
+    for tool in body.get("tools") or []:
+        if tool["type"] == "function":
+            tools.append(chat_tool(tool))
+        else:
+            # OpenAI's servers know it, or run it: the endpoint counts it as an option.
+            request[f"the tool {tool.get('name', '')} ({tool['type']})"] = True
     choice = body.get("tool_choice")
-    if choice and body.get("tools"):
+    if tools:
+        request["tools"] = tools
+    if choice and tools:
         request["tool_choice"] = choice if isinstance(choice, str) else "required"
     return request
 
 
 def chat_tool(tool):
-    """A tool in the form of a chat completion. Raises ValueError for other tools than functions."""
-    if tool["type"] != "function":
-        raise ValueError(
-            f"a tool of type {tool['type']}: only functions are supported, as no server of OpenAI "
-            "is asked"
-        )
+    """A function in the form of a chat completion."""
     fields = ("name", "description", "parameters", "strict")
     function = {name: tool[name] for name in fields if tool.get(name) is not None}
     return dict(type="function", function=function)
