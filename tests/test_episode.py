@@ -889,25 +889,25 @@ def test_the_anthropic_package_calls_a_tool_and_earlier_turns_keep_their_tokens(
     """The same as with the openai package, streamed or not; a repeat of a turn is that turn."""
 
     async def episode(problem, model):
-        c = anthropic_client(model)
-        ask = dict(REQUEST, system="Be short.", tools=[F], messages=[user("Hi")])
-        first = await c.messages.create(**ask)
-        assert (first.stop_reason, first.usage.output_tokens) == ("tool_use", 25)
-        [call] = first.content
-        assert (call.type, call.name, call.input) == ("tool_use", "f", {"a": 1})
-        retried = {"x-stainless-retry-count": "1"}
-        async with c.messages.stream(**ask, extra_headers=retried) as stream:
-            again = await stream.get_final_message()
-        assert again.content[0].input == call.input and again.stop_reason == "tool_use"
-        assert again.usage.output_tokens == 25
-        result = dict(type="tool_result", tool_use_id=call.id, content=[])
-        result["content"].append(dict(type="text", text="so 7"))
-        ask["messages"] += [dict(role="assistant", content=first.content)]
-        ask["messages"] += [dict(role="user", content=[result])]
-        last = await c.messages.create(**ask)
-        assert (last.content[0].text, last.stop_reason) == ("so!", "end_turn")
-        counted = await c.messages.count_tokens(model="policy", messages=ask["messages"])
-        assert counted.input_tokens > 20
+        async with anthropic_client(model) as c:
+            ask = dict(REQUEST, system="Be short.", tools=[F], messages=[user("Hi")])
+            first = await c.messages.create(**ask)
+            assert (first.stop_reason, first.usage.output_tokens) == ("tool_use", 25)
+            [call] = first.content
+            assert (call.type, call.name, call.input) == ("tool_use", "f", {"a": 1})
+            retried = {"x-stainless-retry-count": "1"}
+            async with c.messages.stream(**ask, extra_headers=retried) as stream:
+                again = await stream.get_final_message()
+            assert again.content[0].input == call.input and again.stop_reason == "tool_use"
+            assert again.usage.output_tokens == 25
+            result = dict(type="tool_result", tool_use_id=call.id, content=[])
+            result["content"].append(dict(type="text", text="so 7"))
+            ask["messages"] += [dict(role="assistant", content=first.content)]
+            ask["messages"] += [dict(role="user", content=[result])]
+            last = await c.messages.create(**ask)
+            assert (last.content[0].text, last.stop_reason) == ("so!", "end_turn")
+            counted = await c.messages.count_tokens(model="policy", messages=ask["messages"])
+            assert counted.input_tokens > 20
         return 1.0
 
     [sample], prompts, _ = play(tmp_path, ['<call>f {"a":  1}</call>', "so!"], episode)
@@ -923,15 +923,15 @@ def test_the_anthropic_package_calls_a_tool_and_earlier_turns_keep_their_tokens(
 
 def test_the_anthropic_package_gets_a_stream_of_a_thought_a_text_and_a_call(tmp_path):
     async def episode(problem, model):
-        c = anthropic_client(model)
-        async with c.messages.stream(**REQUEST, messages=[user("Hi")]) as stream:
-            names = [event.type async for event in stream]
-            answer = await stream.get_final_message()
-        assert [block.type for block in answer.content] == ["thinking", "text", "tool_use"]
-        thought, text, call = answer.content
-        assert thought.signature
-        assert (thought.thinking, text.text, call.input) == ("hm", "A", {"a": [1, 2]})
-        assert names[0] == "message_start" and names[-1] == "message_stop"
+        async with anthropic_client(model) as c:
+            async with c.messages.stream(**REQUEST, messages=[user("Hi")]) as stream:
+                names = [event.type async for event in stream]
+                answer = await stream.get_final_message()
+            assert [block.type for block in answer.content] == ["thinking", "text", "tool_use"]
+            thought, text, call = answer.content
+            assert thought.signature
+            assert (thought.thinking, text.text, call.input) == ("hm", "A", {"a": [1, 2]})
+            assert names[0] == "message_start" and names[-1] == "message_stop"
         return 1.0
 
     says = ['<think>hm</think>A<call>f {"a": [1, 2]}</call>']
@@ -949,17 +949,17 @@ def test_what_a_client_changes_of_an_answer_does_not_end_its_segment(tmp_path):
         return [dict(type="text", text=f"x-anthropic-billing-header: cch={n};"), BRIEF]
 
     async def episode(problem, model):
-        c = anthropic_client(model)
-        ask = dict(REQUEST, tools=[F], messages=[user("Hi")])
-        first = await c.messages.create(**ask, system=system(1))
-        [call] = first.content
-        assert call.input == {"text": "{half"}
-        result = dict(type="tool_result", tool_use_id=call.id, content="so 7")
-        ask["messages"] += [dict(role="assistant", content=first.content)]
-        ask["messages"] += [dict(role="user", content=[result])]
-        last = await c.messages.create(**ask, system=system(2))
-        # an empty answer is a block, too
-        assert [block.text for block in last.content] == [""]
+        async with anthropic_client(model) as c:
+            ask = dict(REQUEST, tools=[F], messages=[user("Hi")])
+            first = await c.messages.create(**ask, system=system(1))
+            [call] = first.content
+            assert call.input == {"text": "{half"}
+            result = dict(type="tool_result", tool_use_id=call.id, content="so 7")
+            ask["messages"] += [dict(role="assistant", content=first.content)]
+            ask["messages"] += [dict(role="user", content=[result])]
+            last = await c.messages.create(**ask, system=system(2))
+            # an empty answer is a block, too
+            assert [block.text for block in last.content] == [""]
         return 1.0
 
     [sample], prompts, _ = play(tmp_path, ["  <call>f {half</call>", ""], episode)
@@ -1033,12 +1033,12 @@ def test_an_answer_that_was_cut_off_and_arguments_that_are_no_object_are_passed_
 )
 def test_what_anthropics_api_cannot_give_here_is_refused(tmp_path, wrong, complaint):
     async def episode(problem, model):
-        c = anthropic_client(model)
-        with pytest.raises(anthropic.BadRequestError, match=complaint):
-            await c.messages.create(**REQUEST | dict(messages=[user("Hi")]) | wrong)
-        with pytest.raises(anthropic.AuthenticationError):
-            await c.with_options(api_key="x").messages.create(**REQUEST, messages=[user("Hi")])
-        await model("Go.")
+        async with anthropic_client(model) as c:
+            with pytest.raises(anthropic.BadRequestError, match=complaint):
+                await c.messages.create(**REQUEST | dict(messages=[user("Hi")]) | wrong)
+            with pytest.raises(anthropic.AuthenticationError):
+                await c.with_options(api_key="x").messages.create(**REQUEST, messages=[user("Hi")])
+            await model("Go.")
         return 1.0
 
     [sample], prompts, _ = play(tmp_path, ["one"], episode)
@@ -1059,24 +1059,24 @@ def test_the_responses_api_calls_a_tool_and_earlier_turns_keep_their_tokens(tmp_
     """The conversation is continued by the name of its last answer, or by all of its items."""
 
     async def episode(problem, model):
-        c = openai_client(model)
-        ask = dict(model="policy", instructions="Be short.", tools=[FUNCTION])
-        first = await c.responses.create(**ask, input="Hi")
-        assert (first.status, first.usage.output_tokens) == ("completed", 25)
-        [call] = first.output
-        assert (call.type, call.name, json.loads(call.arguments)) == (
-            "function_call",
-            "f",
-            {"a": 1},
-        )
-        result = dict(type="function_call_output", call_id=call.call_id, output="so 7")
-        if is_kept:
-            follow = dict(previous_response_id=first.id, input=[result])
-        else:
-            follow = dict(input=[dict(role="user", content="Hi"), call, result])
-        async with c.responses.stream(**ask, **follow) as stream:
-            last = await stream.get_final_response()
-        assert (last.output_text, last.status) == ("so!", "completed")
+        async with openai_client(model) as c:
+            ask = dict(model="policy", instructions="Be short.", tools=[FUNCTION])
+            first = await c.responses.create(**ask, input="Hi")
+            assert (first.status, first.usage.output_tokens) == ("completed", 25)
+            [call] = first.output
+            assert (call.type, call.name, json.loads(call.arguments)) == (
+                "function_call",
+                "f",
+                {"a": 1},
+            )
+            result = dict(type="function_call_output", call_id=call.call_id, output="so 7")
+            if is_kept:
+                follow = dict(previous_response_id=first.id, input=[result])
+            else:
+                follow = dict(input=[dict(role="user", content="Hi"), call, result])
+            async with c.responses.stream(**ask, **follow) as stream:
+                last = await stream.get_final_response()
+            assert (last.output_text, last.status) == ("so!", "completed")
         return 1.0
 
     [sample], prompts, _ = play(tmp_path, ['<call>f {"a":  1}</call>', "so!"], episode)
@@ -1092,20 +1092,24 @@ def test_the_responses_api_calls_a_tool_and_earlier_turns_keep_their_tokens(tmp_
 
 def test_the_responses_api_streams_a_thought_a_text_and_a_call(tmp_path):
     async def episode(problem, model):
-        c = openai_client(model)
-        async with c.responses.stream(model="policy", input=[user("Hi")]) as stream:
-            names = [event.type async for event in stream]
-            answer = await stream.get_final_response()
-        assert [item.type for item in answer.output] == ["reasoning", "message", "function_call"]
-        thought, text, call = answer.output
-        assert (thought.content[0].text, text.content[0].text) == ("hm", "A")
-        assert json.loads(call.arguments) == {"a": [1, 2]}
-        assert names[0] == "response.created" and names[-1] == "response.completed"
-        # One item after the other is one turn of the model.
-        again = [user("Hi"), *(item.model_dump() for item in answer.output)]
-        [_, turn] = responses_api.chat_messages(again)
-        assert len(responses_api.chat_messages([*again, answer.output[1].model_dump()])) == 3
-        assert (turn["reasoning"], turn["content"], len(turn["tool_calls"])) == ("hm", "A", 1)
+        async with openai_client(model) as c:
+            async with c.responses.stream(model="policy", input=[user("Hi")]) as stream:
+                names = [event.type async for event in stream]
+                answer = await stream.get_final_response()
+            assert [item.type for item in answer.output] == [
+                "reasoning",
+                "message",
+                "function_call",
+            ]
+            thought, text, call = answer.output
+            assert (thought.content[0].text, text.content[0].text) == ("hm", "A")
+            assert json.loads(call.arguments) == {"a": [1, 2]}
+            assert names[0] == "response.created" and names[-1] == "response.completed"
+            # One item after the other is one turn of the model.
+            again = [user("Hi"), *(item.model_dump() for item in answer.output)]
+            [_, turn] = responses_api.chat_messages(again)
+            assert len(responses_api.chat_messages([*again, answer.output[1].model_dump()])) == 3
+            assert (turn["reasoning"], turn["content"], len(turn["tool_calls"])) == ("hm", "A", 1)
         return 1.0
 
     [sample], _, _ = play(tmp_path, ['<think>hm</think>A<call>f {"a": [1, 2]}</call>'], episode)
@@ -1127,8 +1131,9 @@ def test_the_responses_api_streams_a_thought_a_text_and_a_call(tmp_path):
 )
 def test_what_the_responses_api_cannot_give_here_is_refused(tmp_path, wrong, complaint):
     async def episode(problem, model):
-        with pytest.raises(openai.BadRequestError, match=complaint):
-            await openai_client(model).responses.create(**dict(model="policy", input="Hi") | wrong)
+        async with openai_client(model) as c:
+            with pytest.raises(openai.BadRequestError, match=complaint):
+                await c.responses.create(**dict(model="policy", input="Hi") | wrong)
         await model("Go.")
         return 1.0
 
