@@ -161,11 +161,12 @@ def main(argv=None):
         torch.set_num_threads(2)
         ranks = Ranks(config)
         try:
-            return dict(steps={step: of_step(config, run_dir, step) for step in steps})
+            figures = {step: of_step(config, run_dir, step) for step in steps}
         finally:
             ranks.close()
-            # some 50 GB
-            shutil.rmtree(run_dir / "checkpoints")
+        # some 50 GB
+        shutil.rmtree(run_dir / "checkpoints")
+        return dict(steps=figures)
 
     path = result_file(a, "two_ratios")
     results = measured(path, wanted, None if a.plot else measure, reuse=not a.quick)
