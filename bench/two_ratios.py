@@ -38,12 +38,12 @@ from plumbing import checkpoints
 from plumbing.model import whole
 from plumbing.ranks import Ranks
 from plumbing.samples import layout
-from tools.common import kept_batches
+from tools.common import kept_batches, read_metrics
 
 LAGS = (1, 8)
 KNOBS = dict(steps=24, late="hold", save_every=1, keep_last=0, keep_steps=24)
 KNOBS |= dict(eval_every=0, eval_problems=1, trainer_threads=2)
-# the steps that are computed again
+# the steps that are computed again, or the last ones before them that have a gradient
 STEPS = (12, 16, 20, 24)
 QUICK = dict(steps=12)
 LOSSES = ("reinforce", "ppo")
@@ -161,7 +161,11 @@ def main(argv=None):
         torch.set_num_threads(2)
         ranks = Ranks(config)
         try:
-            figures = {step: of_step(config, run_dir, step) for step in steps}
+            # A step whose advantages are all 0 has no gradient: the last one before it that has some.
+            [lines] = read_metrics(run_dir, "step")
+            with_gradient = [line["step"] for line in lines if line["grad_norm"] > 0]
+            chosen = {max(x for x in with_gradient if x <= step) for step in steps}
+            figures = {step: of_step(config, run_dir, step) for step in sorted(chosen)}
         finally:
             ranks.close()
         # some 50 GB
