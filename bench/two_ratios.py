@@ -161,7 +161,7 @@ def main(argv=None):
         torch.set_num_threads(2)
         ranks = Ranks(config)
         try:
-            # A step whose advantages are all 0 has no gradient: the last one before it that has some.
+            # A step whose advantages are all 0 has no gradient; then the last one before is taken.
             [lines] = read_metrics(run_dir, "step")
             with_gradient = [line["step"] for line in lines if line["grad_norm"] > 0]
             chosen = {max(x for x in with_gradient if x <= step) for step in steps}
