@@ -9,7 +9,8 @@ engine. Systems that lack the old policy's logprobs cannot tell the two apart ("
 arXiv 2605.12070).
 
 A run of `smol` (bfloat16, real vLLM, `--late hold`, all data 1 or 8 versions old) keeps every
-checkpoint, which takes 55 GB of disk until it is computed again, and every micro-batch. Some of its steps are then computed again, as in tools/replay.py:
+checkpoint, which takes 55 GB of disk until it is computed again, and every micro-batch. Some of its
+steps are then computed again, as in tools/replay.py:
 
     one ratio     w = pi / mu, as in the run
     apart         the ratio pi / old in the loss; the advantage is multiplied by min(old / mu, 2)
