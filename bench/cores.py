@@ -20,7 +20,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import runs
 from bench.common import machine, measured, median_and_range, result_file, table
-from tools.common import FILLING, read_metrics
+from tools.common import read_metrics
+from tools.simulate_run import observed
 
 CORES = len(os.sched_getaffinity(0))
 HALF = CORES // 2
@@ -38,19 +39,13 @@ SETTINGS = {
 
 
 def one_run(key, knobs, port):
-    """A run as {step_s, wait_data, gen_idle}: means over its steps without the first ones."""
+    """A run as {quantity: mean over its steps without the first ones}, see simulate_run."""
     knobs = dict(knobs)
     preset = knobs.pop("preset")
     name = f"cores-{key}".replace(" ", "-").replace(",", "")
     run_dir = runs.run_to_its_end(name, knobs, port, preset=preset)
     [steps] = read_metrics(run_dir, "step")
-    steps = steps[FILLING:]
-    seconds = sum(line["step_s"] for line in steps)
-    result = dict(
-        step_s=seconds / len(steps),
-        wait_data=sum(line["wait_data_s"] for line in steps) / seconds,
-        gen_idle=float(np.mean([line["gen_idle"] for line in steps])),
-    )
+    result = observed(steps)
     print(f"{key}: {result['step_s']:.3f} s a step", flush=True)
     return result
 

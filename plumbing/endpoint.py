@@ -49,9 +49,7 @@ RENDER_OPTIONS = dict(
 RETRY_COUNT = "x-stainless-retry-count"
 # the key under which a web.Request keeps its Attempt
 ATTEMPT = web.RequestKey("attempt", object)
-
-
-# the types of errors in both APIs; all others are "invalid_request_error"
+# {HTTP status: the type of the error in both APIs}; all others are "invalid_request_error"
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
 
 

@@ -14,8 +14,9 @@ CONVERTED = {"input", "instructions", "tools", "tool_choice", "previous_response
 CONVERTED |= {"max_output_tokens", "include"}
 # the options without which the model would not have all of its context, or the client no answer
 REFUSED = ("prompt", "conversation", "background")
+# the types of parts that have a text
 TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
-# the field of an answer's item that a stream sends in pieces: (names of its events, field)
+# the beginnings of the names of events that send the parts of an answer's items
 ARGUMENTS = "response.function_call_arguments"
 OUTPUT_TEXT = "response.output_text"
 REASONING = "response.reasoning_text"

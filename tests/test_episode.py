@@ -874,6 +874,19 @@ def test_attempt_that_times_out_in_an_engine_gives_no_sample(tmp_path):
 # ---- Anthropic's API
 
 
+def check_turns_with_a_tool(tmp_path, episode):
+    """Play an episode that calls a tool once: both turns are one segment of exact tokens."""
+    [sample], prompts, _ = play(tmp_path, ['<call>f {"a":  1}</call>', "so!"], episode)
+    assert sample["reward"] == 1.0 and len(prompts) == 2
+    assert prompts[1][: len(prompts[0])] == prompts[0]
+    assert text_of(tmp_path, sample["tokens"]) == (
+        "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        '<|im_start|>assistant\n<call>f {"a":  1}</call><|im_end|>\n'
+        "<|im_start|>tool\nso 7<|im_end|>\n<|im_start|>assistant\nso!<|im_end|>"
+    )
+    assert sample["segment"].tolist() == [0] * len(sample["tokens"])
+
+
 def anthropic_client(model, **options):
     """The anthropic package as the client of an attempt."""
     url = model.base_url.removesuffix("/v1")
@@ -910,15 +923,7 @@ def test_the_anthropic_package_calls_a_tool_and_earlier_turns_keep_their_tokens(
             assert counted.input_tokens > 20
         return 1.0
 
-    [sample], prompts, _ = play(tmp_path, ['<call>f {"a":  1}</call>', "so!"], episode)
-    assert sample["reward"] == 1.0 and len(prompts) == 2
-    assert prompts[1][: len(prompts[0])] == prompts[0]
-    assert text_of(tmp_path, sample["tokens"]) == (
-        "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-        '<|im_start|>assistant\n<call>f {"a":  1}</call><|im_end|>\n'
-        "<|im_start|>tool\nso 7<|im_end|>\n<|im_start|>assistant\nso!<|im_end|>"
-    )
-    assert sample["segment"].tolist() == [0] * len(sample["tokens"])
+    check_turns_with_a_tool(tmp_path, episode)
 
 
 def test_the_anthropic_package_gets_a_stream_of_a_thought_a_text_and_a_call(tmp_path):
@@ -1079,15 +1084,7 @@ def test_the_responses_api_calls_a_tool_and_earlier_turns_keep_their_tokens(tmp_
             assert (last.output_text, last.status) == ("so!", "completed")
         return 1.0
 
-    [sample], prompts, _ = play(tmp_path, ['<call>f {"a":  1}</call>', "so!"], episode)
-    assert sample["reward"] == 1.0 and len(prompts) == 2
-    assert prompts[1][: len(prompts[0])] == prompts[0]
-    assert text_of(tmp_path, sample["tokens"]) == (
-        "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-        '<|im_start|>assistant\n<call>f {"a":  1}</call><|im_end|>\n'
-        "<|im_start|>tool\nso 7<|im_end|>\n<|im_start|>assistant\nso!<|im_end|>"
-    )
-    assert sample["segment"].tolist() == [0] * len(sample["tokens"])
+    check_turns_with_a_tool(tmp_path, episode)
 
 
 def test_the_responses_api_streams_a_thought_a_text_and_a_call(tmp_path):
