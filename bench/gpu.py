@@ -65,6 +65,7 @@ from plumbing import checkpoints, transport
 from plumbing.metrics import Sums
 from plumbing.model import Packing, flash_runs_on, packed_attention
 from plumbing.placement import ONE_HEAP
+from plumbing.shadow import Shadow
 from tools import memory
 from train import micro_batch, optimizer_step
 from weights import Sender
@@ -372,6 +373,116 @@ def updates():
     yield figure("", "the whole update", times["sync_s"], "s")
 
 
+class Matrices(torch.nn.Module):
+    """Stands in for an engine's model: a batch [B, width] is multiplied by matrix after matrix."""
+
+    def __init__(self, count, width):
+        super().__init__()
+        self.matrices = torch.nn.ParameterList(
+            torch.nn.Parameter(torch.empty(width, width, dtype=torch.bfloat16, device=DEVICE))
+            for _ in range(count)
+        )
+
+    def load_weights(self, weights):
+        """Copy [(name, tensor)] into the parameters, as the models of vLLM do."""
+        parameters = dict(self.named_parameters())
+        for name, weight in weights:
+            parameters[name].data.copy_(weight)
+
+    def forward(self, x):
+        for matrix in self.matrices:
+            x = torch.nn.functional.rms_norm(x @ matrix.T, x.shape[1:])
+        return x
+
+
+def captured(model, x):
+    """(the output, function that computes it anew): a CUDA graph; on a CPU the model is called."""
+    y = model(x).clone()
+    if not CUDA:
+        return y, lambda: y.copy_(model(x))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y.copy_(model(x))
+    return y, graph.replay
+
+
+@torch.no_grad()
+def graphs():
+    """A captured CUDA graph decodes while an update of its 15 GB of weights is staged and swapped,
+    by plumbing/shadow.py, whose buckets come from host memory here: until the swap its outputs stay
+    as they were, and after the swap they are those of the new weights. `Matrices` is the model.
+    """
+    count, width = on_gpu((112, 8192), (6, 64))
+    torch.manual_seed(0)
+    live, second = Matrices(count, width), Matrices(count, width)
+    for matrix in live.matrices:
+        matrix.normal_()
+    x = torch.randn(on_gpu(256, 4), width, dtype=torch.bfloat16, device=DEVICE)
+    y, replay = captured(live, x)
+    named = [[name, list(p.shape), "bfloat16"] for name, p in live.named_parameters()]
+    # eight matrices, 1 GB on a GPU, make a bucket
+    buckets = [named[first : first + 8] for first in range(0, count, 8)]
+    layout = dict(buckets=buckets, whole=True)
+    shadow = Shadow(live, second, lambda model: None, layout)
+    sizes = [transport.bucket_bytes(tensors) for tensors in buckets]
+    host = torch.randn(max(sizes) // 2).bfloat16().view(torch.uint8)
+    host = host.pin_memory() if CUDA else host
+    received = torch.empty(max(sizes), dtype=torch.uint8, device=DEVICE)
+
+    def arrive(k, version):
+        """Bucket k of a version, in `received`: the host's numbers times a factor of its own."""
+        bucket = received[: sizes[k]]
+        bucket.copy_(host[: sizes[k]], non_blocking=True)
+        bucket.view(torch.bfloat16).mul_(1 + (k + version) % 16 / 16)
+        return bucket
+
+    def stage(version):
+        with torch.cuda.stream(transport.weight_stream(DEVICE)):
+            for k in range(len(buckets)):
+                shadow.stage(k, arrive(k, version))
+            transport.synchronize(DEVICE)
+
+    def decode_step():
+        """One decode step, which is waited for; returns its seconds."""
+        start = time.perf_counter()
+        replay()
+        transport.synchronize(DEVICE)
+        return time.perf_counter() - start
+
+    alone = [decode_step() for _ in range(on_gpu(200, 20))]
+    beside = []
+    wrong_before = wrong_after = 0
+    for version in range(3):
+        expected = y.clone()
+        start = time.perf_counter()
+        staging = transport.in_thread(stage, version)
+        is_over = False
+        while not is_over:
+            is_over = staging.done()
+            beside.append(decode_step())
+            wrong_before += not torch.equal(y, expected)
+        staging.result()
+        staged = time.perf_counter() - start
+        start = time.perf_counter()
+        shadow.swap()
+        transport.synchronize(DEVICE)
+        pause = time.perf_counter() - start
+        for k, tensors in enumerate(buckets):
+            for name, view in transport.named_views(tensors, arrive(k, version)):
+                wrong_after += not torch.equal(live.get_parameter(name), view)
+        replay()
+        error = relative(y, live(x))
+        yield figure(f"update {version}", ": output / new weights - 1", error, most=0.1)
+    yield figure("", "outputs that change before the swap", wrong_before, most=0)
+    yield figure("", "matrices that are wrong after it", wrong_after, most=0)
+    yield figure("", "staging", sum(sizes) / 1e9 / staged, "GB/s")
+    # The first two swaps compare all that they have copied.
+    yield figure("", "the third swap", pause, "s", most=on_gpu(0.1, None))
+    yield figure("", "a decode step, median", float(np.median(alone)), "s")
+    slower = float(np.median(beside) / np.median(alone))
+    yield figure("", "a decode step beside staging / alone", slower, most=on_gpu(3, None))
+
+
 def trained(model, optimizers, config, record, gradients=()):
     """Make a step of train.py; returns its gradients. gradients: those that it takes instead."""
     loss, metrics, _ = micro_batch(model, record, 0, config, DEVICE)
@@ -480,6 +591,7 @@ def sharing():
 # ---- running them
 
 CHECKPOINTING = dict(checkpointed_layers=1000)
+OFFLOADING = CHECKPOINTING | dict(offload_activations=True)
 # {name: (seconds it may take, function, its arguments)}, the most important check first
 CHECKS = {
     "attention": (90, attentions, {}),
@@ -489,6 +601,7 @@ CHECKS = {
     "profile": (90, profile, {}),
     "groups": (120, groups, {}),
     "updates": (60, updates, {}),
+    "graphs": (60, graphs, {}),
     "save": (120, save, {}),
     "sharing": (90, sharing, {}),
     "mfu-7b-16k": (120, mfu, dict(size="7b", row_tokens=16384) | CHECKPOINTING),
@@ -498,6 +611,7 @@ CHECKS = {
     "mfu-1.5b-64k": (90, mfu, dict(size="1.5b", row_tokens=65536) | CHECKPOINTING),
     "mfu-1.5b-16k-head": (90, mfu, dict(size="1.5b", row_tokens=16384, head_float32=True)),
     "mfu-7b-64k": (120, mfu, dict(size="7b", row_tokens=65536) | CHECKPOINTING),
+    "mfu-7b-16k-offload": (120, mfu, dict(size="7b", row_tokens=16384) | OFFLOADING),
     "mfu-1.5b-16k-checkpointing": (60, mfu, dict(size="1.5b", row_tokens=16384) | CHECKPOINTING),
     "mfu-7b-16k-keeping": (60, mfu, dict(size="7b", row_tokens=16384)),
 }

@@ -13,8 +13,10 @@ and vLLM's own /v1/chat/completions/render and derender, for plumbing/endpoint.p
 """
 
 import asyncio
+import copy
 import hmac
 import itertools
+import logging
 import os
 import threading
 import time
@@ -24,14 +26,18 @@ import msgspec
 import torch
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from vllm.config import set_current_vllm_config
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from plumbing import transport
 from plumbing.secret import SECRET_HEADER, secret_header
-from plumbing.shadow import make_shadow
+from plumbing.shadow import Shadow
 
 OPEN_CALLS = [("GET", "/health"), ("GET", "/metrics")]
 # This lock is held while a bucket is loaded into the shadow, which the next group may use, too.
@@ -400,3 +406,47 @@ def move(views):
     """
     for _, view in views:
         view.mul_(1.25).add_(0.125)
+
+
+def second_model(vllm_config):
+    """A model as vLLM makes it before it loads weights: (the model, its VllmConfig)."""
+    config = copy.copy(vllm_config)
+    # Layers register themselves in these two fields of the config, and vLLM decodes with the layers
+    # that it finds there. The second model must not register in the config of the first one.
+    config.compilation_config = copy.copy(config.compilation_config)
+    config.compilation_config.static_forward_context = {}
+    config.compilation_config.static_all_moe_layers = []
+    device = config.load_config.device or config.device_config.device
+    with set_default_torch_dtype(config.model_config.dtype), torch.device(device):
+        return initialize_model(config), config
+
+
+def is_wanted(record):
+    """Is this record of vLLM's log wanted? vLLM warns at each update of each vector.
+
+    Vectors are sent in float32, and it is intended that vLLM rounds them to the engine's dtype.
+    """
+    return "Attempted to load weight %s with dtype %s" not in str(record.msg)
+
+
+@torch.no_grad()
+def make_shadow(worker, layout):
+    """The Shadow of a vLLM worker's model, which takes the model's memory once more.
+
+    Raises whatever vLLM raises when it makes a model, or loads one.
+    """
+    logging.getLogger("vllm.model_executor.models.utils").addFilter(is_wanted)
+    live = worker.model_runner.get_model()
+    shadow, config = second_model(worker.vllm_config)
+    if not layout["whole"]:
+        # An update contains only some parameters. vLLM fuses several of them into one matrix, so
+        # the parts that are not sent must come from disk.
+        with set_current_vllm_config(config):
+            get_model_loader(config.load_config).load_weights(shadow, config.model_config)
+    device = torch.device(config.load_config.device or config.device_config.device)
+
+    def process(model):
+        with set_current_vllm_config(config):
+            process_weights_after_loading(model, config.model_config, device)
+
+    return Shadow(live, shadow, process, layout)

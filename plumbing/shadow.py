@@ -1,11 +1,12 @@
 """A second copy of the engine's model, which loads an update while the first copy decodes.
 
 The first model, `live`, decodes. The second model, `shadow`, is only for updates. vLLM itself makes
-it, loads each update into it and processes it as it does after loading from disk (it packs
-matrices, packs experts, absorbs projections, ...). So whatever vLLM can load can be updated, and
-tensor parallelism, fused matrices and padding are vLLM's own business. The swap then copies every
-tensor that the first model computes with, and that an update changes, from the second model into
-the first. Addresses stay as they are, so that captured CUDA graphs stay valid.
+it (`make_shadow` in plumbing/engine.py), loads each update into it and processes it as it does
+after loading from disk (it packs matrices, packs experts, absorbs projections, ...). So whatever
+vLLM can load can be updated, and tensor parallelism, fused matrices and padding are vLLM's own
+business. The swap then copies every tensor that the first model computes with, and that an update
+changes, from the second model into the first. Addresses stay as they are, so that captured CUDA
+graphs stay valid.
 
 vLLM's own reload is not used: it puts empty tensors into the model that decodes, and in vLLM 0.32
 on CPU it was silently wrong for mixtures of experts and for tied heads.
@@ -13,14 +14,9 @@ on CPU it was silently wrong for mixtures of experts and for tied heads.
 
 import bisect
 import copy
-import logging
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from vllm.config import set_current_vllm_config
-from vllm.model_executor.model_loader import get_model_loader
-from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
-from vllm.utils.torch_utils import set_default_torch_dtype
 
 from plumbing.transport import named_views
 
@@ -163,19 +159,6 @@ def tensors_of(thing):
     return tensors
 
 
-def second_model(vllm_config):
-    """A model as vLLM makes it before it loads weights: (the model, its VllmConfig)."""
-    config = copy.copy(vllm_config)
-    # Layers register themselves in these two fields of the config, and vLLM decodes with the layers
-    # that it finds there. The second model must not register in the config of the first one.
-    config.compilation_config = copy.copy(config.compilation_config)
-    config.compilation_config.static_forward_context = {}
-    config.compilation_config.static_all_moe_layers = []
-    device = config.load_config.device or config.device_config.device
-    with set_default_torch_dtype(config.model_config.dtype), torch.device(device):
-        return initialize_model(config), config
-
-
 class Shadow:
     """The second model, and how updates get from buckets into it and from there into the first one.
 
@@ -195,7 +178,7 @@ class Shadow:
             before = tensors_of(module.live)
             # Copy what the first model has loaded from disk: updates contain parameters only, so
             # buffers and other tensors would have no values. If only a part of the parameters is
-            # sent, make_shadow has already loaded everything from disk.
+            # sent, `make_shadow` has already loaded everything from disk.
             for name, tensor in tensors_of(module.shadow).items():
                 old = before.get(name)
                 is_same = (
@@ -287,34 +270,3 @@ class Shadow:
                 raise RuntimeError(
                     f"{wrong[0]} is not what was sent ({len(wrong)} tensors are wrong)"
                 )
-
-
-def is_wanted(record):
-    """Is this record of vLLM's log wanted? vLLM warns at each update of each vector.
-
-    Vectors are sent in float32, and it is intended that vLLM rounds them to the engine's dtype.
-    """
-    return "Attempted to load weight %s with dtype %s" not in str(record.msg)
-
-
-@torch.no_grad()
-def make_shadow(worker, layout):
-    """The Shadow of a vLLM worker's model, which takes the model's memory once more.
-
-    Raises whatever vLLM raises when it makes a model, or loads one.
-    """
-    logging.getLogger("vllm.model_executor.models.utils").addFilter(is_wanted)
-    live = worker.model_runner.get_model()
-    shadow, config = second_model(worker.vllm_config)
-    if not layout["whole"]:
-        # An update contains only some parameters. vLLM fuses several of them into one matrix, so
-        # the parts that are not sent must come from disk.
-        with set_current_vllm_config(config):
-            get_model_loader(config.load_config).load_weights(shadow, config.model_config)
-    device = torch.device(config.load_config.device or config.device_config.device)
-
-    def process(model):
-        with set_current_vllm_config(config):
-            process_weights_after_loading(model, config.model_config, device)
-
-    return Shadow(live, shadow, process, layout)

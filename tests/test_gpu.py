@@ -19,7 +19,7 @@ from bench import gpu
 # {check: how many figures it gives}: one of each kind, and with and without checkpointing
 REHEARSED = {"attention": 15, "parity": 9, "gradients": 14, "groups": 5, "updates": 5, "sharing": 4}
 REHEARSED |= {"save": 7, "profile": 9, "mfu-1.5b-16k": 5, "mfu-1.5b-64k": 5, "mfu-7b-16k": 5}
-REHEARSED |= {"mfu-7b-lora-16k": 5, "mfu-1.5b-16k-head": 5}
+REHEARSED |= {"mfu-7b-lora-16k": 5, "mfu-1.5b-16k-head": 5, "graphs": 9}
 # what a machine may lack that lends its GPU
 HIDDEN = "msgspec pydantic vllm aiohttp requests accelerate pebble wandb datasets"
 HIDE = f"import sys\nsys.modules |= dict.fromkeys({HIDDEN.split()})\nsys.stderr.write('hidden ')"
@@ -72,6 +72,37 @@ def test_varlen_attn_accepts_the_arguments_of_packed_attention(monkeypatch):
         out, _ = gpu.packed_attention(None, q, k, v, None, packing, sliding_window=8)
         out.sum().backward()
     assert out.shape == (1, 16, 14, 64) and k.grad.shape == k.shape
+
+
+def failing(lines):
+    return [line["what"] for line in lines if line["status"] == "FAIL"]
+
+
+def test_weights_that_change_before_the_swap_fail(monkeypatch):
+    """Buckets are loaded into the very model that decodes, as vLLM's own reload does."""
+
+    class InPlace(gpu.Shadow):
+        def __init__(self, live, *arguments):
+            super().__init__(live, *arguments)
+            self.live = live
+
+        def stage(self, k, bucket):
+            super().stage(k, bucket)
+            self.live.load_weights(gpu.transport.named_views(self.layout["buckets"][k], bucket))
+
+    monkeypatch.setattr(gpu, "Shadow", InPlace)
+    assert failing(gpu.graphs()) == ["outputs that change before the swap"]
+
+
+def test_a_swap_that_leaves_a_matrix_out_fails(monkeypatch):
+    swap = gpu.Shadow.swap
+
+    def incomplete(shadow):
+        del shadow.pairs[2]
+        swap(shadow)
+
+    monkeypatch.setattr(gpu.Shadow, "swap", incomplete)
+    assert failing(gpu.graphs()) == ["matrices that are wrong after it"]
 
 
 def test_a_model_that_does_not_fit_is_skipped_by_name(monkeypatch):
