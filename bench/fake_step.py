@@ -54,6 +54,7 @@ ROWS = [
     ("0.5B", 4, 0, 1024, 8),
     ("7B", 1, 99, 1024, 8),
 ]
+CPU = torch.device("cpu")
 RESIZE = torch.UntypedStorage.resize_
 
 
@@ -64,7 +65,8 @@ def tensors_in(tree):
 class Counter(TorchDispatchMode):
     """Runs operations on fake tensors and adds up the bytes of all storages that are alive.
 
-    alive: bytes now; peak: the most so far. A number that the code asks of a fake tensor is 1.
+    alive: bytes now; peak: the most so far; reads: how often the CPU waited for values of a GPU. A
+    number that the code asks of a fake tensor is 1.
     """
 
     def __init__(self):
@@ -74,6 +76,7 @@ class Counter(TorchDispatchMode):
         self.storages = {}
         self.alive = 0
         self.peak = 0
+        self.reads = 0
 
     def __torch_dispatch__(self, func, classes, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -82,7 +85,9 @@ class Counter(TorchDispatchMode):
             return NotImplemented
         inputs = tensors_in((args, kwargs))
         is_fake = any(isinstance(x, FakeTensor) for x in inputs)
+        is_on_gpu = any(x.is_cuda for x in inputs)
         if is_fake and func is torch.ops.aten._local_scalar_dense.default:
+            self.reads += is_on_gpu
             return torch.ones((), dtype=inputs[0].dtype).item()
         if inputs and not is_fake:
             out = func(*args, **kwargs)
@@ -93,6 +98,7 @@ class Counter(TorchDispatchMode):
                 out = func(*args, **kwargs)
         for x in tensors_in(out):
             self.count(x.untyped_storage())
+        self.reads += is_on_gpu and any(x.is_cpu for x in tensors_in(out))
         return out
 
     def count(self, storage):
@@ -135,18 +141,17 @@ def step(policy, optimizers, batches, config, device):
     train.optimizer_step(policy, optimizers, sums, 0, config)
 
 
-def counted(config, shape):
-    """The bytes of a trainer rank at the peak of a step. shape: the config of transformers."""
+def counted(config, shape, device=CPU):
+    """A Counter of a trainer rank's second step. shape: the config of transformers."""
     dist.init_process_group("fake", rank=0, world_size=config.trainers, store=fake_pg.FakeStore())
     counter = Counter()
 
     def load_model(config, dtype):
-        with counter.fake:
+        with counter.fake, device:
             return AutoModelForCausalLM.from_config(
                 shape, dtype=dtype, attn_implementation="packed"
             ).eval()
 
-    device = torch.device("cpu")
     patches = [
         mock.patch.object(train, "load_model", load_model),
         # torch cannot move fake parameters; these are where they belong.
@@ -171,12 +176,13 @@ def counted(config, shape):
             # whole shapes, which are not counted.
             step(policy, optimizers, [small], config, device)
             counter.peak = counter.alive
+            counter.reads = 0
             step(policy, optimizers, [small, large], config, device)
     finally:
         for patch in patches:
             patch.stop()
         dist.destroy_process_group()
-    return counter.peak
+    return counter
 
 
 def counted_gb(config):
@@ -188,7 +194,7 @@ def counted_gb(config):
         values = shape.to_dict() | {"num_hidden_layers": depth}
         if values.get("layer_types"):
             values["layer_types"] = values["layer_types"][:depth]
-        peaks.append(counted(config, type(shape)(**values)))
+        peaks.append(counted(config, type(shape)(**values)).peak)
     slope = (peaks[1] - peaks[0]) / (LAYERS[1] - LAYERS[0])
     return (peaks[1] + slope * (layers - LAYERS[1])) / 1e9
 

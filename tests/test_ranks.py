@@ -392,6 +392,19 @@ def test_adam_8bit_stays_near_adamw_and_resumes_bit_for_bit(ranks, reference, tm
 
 
 @pytest.mark.slow
+def test_what_gpus_take_is_near_and_resumes_bit_for_bit(reference, tmp_path, base_model):
+    """Three ranks, AdamW's fused kernel and torch's functions of many tensors, which GPUs take."""
+    like_cuda = dict(ranks=3, shell="export LIKE_CUDA=1; ")
+    run_dir = write_run(tmp_path, "fused", base_model, ranks=3)
+    weights, _ = run_trainer(run_dir, **like_cuda)
+    for name, w in weights.items():
+        assert (reference[0][name] - w).norm() < 1e-4 * w.norm()
+    halfway = run_dir / "checkpoints" / "step_000003"
+    again, _ = resume(tmp_path, "again", base_model, halfway, **like_cuda)
+    assert same(again, weights)
+
+
+@pytest.mark.slow
 def test_offload_activations_does_not_change_the_weights(reference, tmp_path, base_model):
     knobs = dict(checkpointed_layers=2, offload_activations=True)
     run_dir = write_run(tmp_path, "host", base_model, **knobs)

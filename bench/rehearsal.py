@@ -1,0 +1,287 @@
+"""What can be checked of the GPU's code path on a machine without a GPU, before a GPU is rented.
+
+    git clone . ../rehearsal && cd ../rehearsal && bash run.sh setup gpu
+    .venv/bin/python bench/rehearsal.py [--only trainer engine ...] [--out DIR]
+
+It needs the CUDA builds of torch and vLLM (9 GB; in a clone of its own, as `setup gpu` replaces
+.venv) and gcc. bench/fake_gpu.c is a FAKE GPU that accepts every call and computes nothing, so
+torch and vLLM take the way that they take on an H100. Where numbers matter, Triton's interpreter
+computes kernels on the CPU. Each check is a function below, and has a process of its own. This is
+how a new version of torch or vLLM is tried first. Deliberately absent: NCCL's networks, the speed
+of anything, and the values that kernels compute; bench/gpu.sh and `bash run.sh doctor` check these
+on a GPU.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import config as cfg
+from bench.common import ROOT, WORK, keep, machine, parser, result_file
+from plumbing import placement
+from tools import memory
+
+PACKAGES = Path(sysconfig.get_paths()["purelib"])
+HEADERS = PACKAGES / "triton" / "backends" / "nvidia" / "include"
+LIBRARIES = WORK / "fake_gpu"
+# The functions of these libraries are replaced.
+REPLACED = r"(?:__cuda|cuda|cu|cublas|cublasLt|cudnn|cusolver|cusparse|cufft|nvml|nccl)[A-Z]\w*"
+LIMIT = 600
+MODEL = "Qwen2.5-7B"
+
+
+def line(what, value, expected=None):
+    """A row of the table: a value, and the one that is expected, if any."""
+    status = "ok" if expected is None or value == expected else f"FAIL (expected {expected})"
+    return dict(what=what, value=value, status=status)
+
+
+# ---- the fake GPU
+
+
+def names_in(text):
+    return set(re.findall(rf"\b{REPLACED}", text))
+
+
+def functions():
+    """The names of all functions that torch and vLLM may look up in CUDA's libraries."""
+    names = set()
+    for header in ("cuda.h", "cuda_runtime_api.h"):
+        declared = (HEADERS / header).read_text(errors="replace")
+        names |= set(re.findall(rf"\b({REPLACED})\s*\(", declared))
+    libraries = [*PACKAGES.glob("torch/lib/*.so"), *PACKAGES.glob("vllm/**/*.so")]
+    for library in libraries:
+        command = ["nm", "-D", "--undefined-only", str(library)]
+        names |= names_in(subprocess.run(command, capture_output=True, text=True).stdout)
+    # These two find functions by their names.
+    for binding in (PACKAGES / "torch" / "lib" / "libc10_cuda.so", PACKAGES / "pynvml.py"):
+        names |= names_in(binding.read_bytes().decode("latin-1"))
+    return names
+
+
+def make_fake_gpu():
+    """Compile the fake libraries into LIBRARIES; returns the environment that uses them."""
+    import torch
+
+    LIBRARIES.mkdir(parents=True, exist_ok=True)
+    version = "".join(f"{int(x):0{2 * k + 1}}" for k, x in enumerate(torch.version.cuda.split(".")))
+    source = ROOT / "bench" / "fake_gpu.c"
+    command = ["gcc", "-shared", "-fPIC", f"-DVERSION={version}0", f"-I{HEADERS}", str(source)]
+    library = LIBRARIES / "libcuda.so.1"
+    subprocess.run([*command, "-o", str(library)], check=True)
+    defined = subprocess.run(["nm", "-D", "--defined-only", str(library)], capture_output=True)
+    rest = LIBRARIES / "rest.c"
+    missing = sorted(functions() - names_in(defined.stdout.decode()))
+    rest.write_text("".join(f"long {name}(void) {{ return 0; }}\n" for name in missing))
+    # gcc knows some of the names as functions of its own.
+    subprocess.run([*command, str(rest), "-w", "-fno-builtin", "-o", str(library)], check=True)
+    for name in ("libcuda.so", "libnvidia-ml.so.1"):
+        (LIBRARIES / name).unlink(missing_ok=True)
+        (LIBRARIES / name).symlink_to(library)
+    smi = LIBRARIES / "nvidia-smi"
+    smi.write_text('#!/bin/sh\necho "GPU 0: a FAKE GPU (UUID: GPU-0)"\n')
+    smi.chmod(0o755)
+    return {
+        "LD_PRELOAD": str(library),
+        "LD_LIBRARY_PATH": f"{LIBRARIES}:{os.environ.get('LD_LIBRARY_PATH', '')}",
+        "TRITON_LIBCUDA_PATH": str(LIBRARIES),
+        "PATH": f"{LIBRARIES}:{os.environ['PATH']}",
+    }
+
+
+def model_folder():
+    """A directory with the configuration of MODEL, without weights."""
+    folder = WORK / "rehearsal" / MODEL
+    folder.mkdir(parents=True, exist_ok=True)
+    shape = memory.model_config(MODEL).to_dict() | {"architectures": ["Qwen2ForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(shape))
+    return str(folder)
+
+
+# ---- the checks
+
+
+def device():
+    """torch and vLLM see the fake GPU."""
+    import torch
+    from vllm.platforms import current_platform
+
+    yield line("torch", torch.cuda.get_device_name(), "NVIDIA H100 80GB HBM3")
+    yield line("vLLM's platform", current_platform.device_type, "cuda")
+    yield line("vLLM's capability", current_platform.get_device_capability().to_int(), 90)
+
+
+# {name: knobs of the trainer beside the preset math}
+TRAINERS = {
+    "all weights": "",
+    "without checkpointing": "--checkpointed_layers 0",
+    "head in float32": "--head_float32 True",
+    "reference model": "--kl_coef 0.01",
+    "offloaded activations": "--offload_activations True",
+    "adapters": "--lora_rank 32",
+}
+
+
+def trainer():
+    """Two steps of train.py, with its CUDA branches: FSDP2 of five ranks (their group is FAKE),
+    layers of Qwen2.5-7B in bfloat16, rows of 16k tokens, all tensors without contents. How often
+    does a step wait for a value of the GPU?
+    """
+    import torch
+
+    from bench import fake_step
+
+    shape = memory.model_config(MODEL)
+    few = dict(num_hidden_layers=2, layer_types=["full_attention"] * 2)
+    shape = type(shape)(**shape.to_dict() | few)
+    for name, knobs in TRAINERS.items():
+        argv = ["math", "--model", MODEL, "--trainers", "5", "--engines", "3", *knobs.split()]
+        config = placement.resolve(cfg.parse(argv), 8)
+        counter = fake_step.counted(config, shape, torch.device("cuda", 0))
+        yield line(f"{name}: peak with two layers, GB", round(counter.peak / 1e9, 2))
+        yield line(f"{name}: waits for the GPU in a step", counter.reads)
+
+
+def engine():
+    """vLLM takes the command of the preset math's engines, and decides as we assume."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    config = placement.resolve(cfg.parse(["math", "--model", model_folder()]), 8)
+    _, env, command = placement.engine_commands(config, 8)[0]
+    os.environ |= env | {"CUDA_VISIBLE_DEVICES": "0"}
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(command[3:])
+    engine_arguments = AsyncEngineArgs.from_cli_args(arguments)
+    engine_arguments.skip_tokenizer_init = True
+    made = engine_arguments.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    graphs = made.compilation_config
+    yield line("the second model runner", made.use_v2_model_runner, True)
+    yield line("CUDA graphs", graphs.cudagraph_mode.name, "FULL_AND_PIECEWISE")
+    largest = graphs.max_cudagraph_capture_size
+    yield line("a graph holds all sequences", largest >= config.concurrency, True)
+    yield line("logprobs", made.model_config.logprobs_mode, "processed_logprobs")
+    yield line("prefix caching", made.cache_config.enable_prefix_caching, True)
+    yield line("chunked prefill", made.scheduler_config.enable_chunked_prefill, False)
+    yield line("FlashInfer is tuned", made.kernel_config.enable_flashinfer_autotune, False)
+
+
+def worker():
+    """The methods that plumbing/engine.py adds to vLLM's GPU worker do not hide any of its own."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from plumbing.engine import WorkerExtension
+
+    own = {name for name in vars(WorkerExtension) if not name.startswith("__")}
+    yield line("methods that are hidden", sorted(own & set(dir(Worker))), [])
+    yield line("get_model", hasattr(GPUModelRunner, "get_model"), True)
+
+
+def kernels():
+    """The kernels with which vLLM's second model runner samples and computes logprobs, by Triton's
+    interpreter on the CPU: exact logprobs, and the right distribution.
+    """
+    import torch
+    from vllm.v1.worker.gpu.sample.gumbel import apply_temperature, gumbel_sample
+    from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+
+    torch.manual_seed(0)
+    logits = (torch.randn(6, 128) * 3).bfloat16()
+    tokens = torch.randint(0, 128, (6,))
+    got = compute_topk_scores(logits, 0, tokens)
+    expected = torch.log_softmax(logits.float(), -1).gather(1, tokens[:, None])
+    error = (got.logprobs - expected).abs().max().item()
+    yield line("logprobs are exact", error < 1e-5, True)
+    yield line("of the sampled tokens", got.logprob_token_ids.flatten().tolist(), tokens.tolist())
+    scaled = logits.float()
+    apply_temperature(scaled, torch.arange(6, dtype=torch.int32), torch.full((6,), 0.7))
+    error = (scaled - logits.float() / 0.7).abs().max().item()
+    yield line("the temperature divides", error < 1e-5, True)
+    count = 4000
+    row = torch.randn(1, 32) * 1.5
+    sampled = gumbel_sample(
+        row.expand(count, 32).contiguous(),
+        torch.zeros(count, dtype=torch.int32),
+        torch.ones(1),
+        torch.tensor([1234]),
+        torch.arange(count),
+        apply_temperature=False,
+        is_drafting=False,
+        use_fp64=False,
+    )
+    wanted = count * torch.softmax(row[0], -1)
+    chi_square = ((torch.bincount(sampled, minlength=32) - wanted) ** 2 / wanted).sum().item()
+    # the 99.9% quantile with 31 degrees of freedom
+    yield line("samples follow the distribution", chi_square < 61.1, True)
+
+
+# {name: (its function, does it use the fake GPU?)}
+CHECKS = {
+    "device": (device, True),
+    "engine": (engine, True),
+    "worker": (worker, True),
+    "kernels": (kernels, False),
+    "trainer": (trainer, True),
+}
+INTERPRET = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def run(name, env):
+    """The lines of one check, in a process of its own; its last message if it breaks off."""
+    log = WORK / f"rehearsal-{name}.log"
+    command = [sys.executable, __file__, "--check", name]
+    with open(log, "w") as errors:
+        done = subprocess.run(
+            command,
+            env=os.environ | env,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            timeout=LIMIT,
+        )
+    lines = [json.loads(x) for x in done.stdout.splitlines() if x.startswith('{"what"')]
+    if done.returncode:
+        last = (log.read_text().strip().splitlines() or ["no message"])[-1]
+        lines.append(dict(what="all of it", value=None, status=f"FAIL ({last})"))
+    return lines
+
+
+def main(argv=None):
+    p = parser(__doc__)
+    p.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS))
+    p.add_argument("--check", choices=CHECKS, help="run this check in this process")
+    arguments = p.parse_args(argv)
+    if arguments.check:
+        for x in CHECKS[arguments.check][0]():
+            print(json.dumps(x), flush=True)
+        os._exit(0)
+    import torch
+
+    if torch.version.cuda is None:
+        sys.exit(
+            "bench/rehearsal.py: this torch is no CUDA build: `bash run.sh setup gpu` in a clone"
+        )
+    WORK.mkdir(parents=True, exist_ok=True)
+    fake = make_fake_gpu()
+    print(f"{machine()}; a FAKE GPU")
+    results = {"machine": f"{machine()}; a FAKE GPU"}
+    for name in arguments.only:
+        results[name] = run(name, fake if CHECKS[name][1] else INTERPRET)
+        for x in results[name]:
+            print(f"{name:10} {x['what']:45} {x['value']!s:>24}  {x['status']}", flush=True)
+        keep(result_file(arguments, "rehearsal"), results)
+    failed = sum(x["status"] != "ok" for name in arguments.only for x in results[name])
+    print(f"{failed} of these are not as expected")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
