@@ -609,7 +609,8 @@ def train(config, run_dir, ranks):
     At the end it waits for the actor's evaluation of the last version, and writes it down.
     """
     policy, optimizers = build(config, ranks.device, ranks.world)
-    state = checkpoints.restore(checkpoints.newest(run_dir), policy.model, optimizers)
+    newest = checkpoints.newest(run_dir)
+    state = checkpoints.restore(newest, policy.model, optimizers, ranks.saving)
     saver = checkpoints.Saver(config, run_dir, policy.model, optimizers, ranks, state)
     sender = Sender(config, policy.model, ranks, run_dir)
     reader = Reader(config, run_dir, ranks)

@@ -2,9 +2,9 @@
    steer the code that calls them. bench/rehearsal.py adds all the others, which do nothing and
    succeed, and puts the library in front of the real ones.
 
-   The GPU is an H100 of 85 GB that computes nothing. Its memory is the host's, zeroed; copies are
-   real; every kernel, every product of cuBLAS and every collective of NCCL leaves its outputs as
-   they are. Streams and events are always done. */
+   FAKE_GPUS says how many there are, one by default. Each is an H100 of 85 GB that computes nothing.
+   Its memory is the host's, zeroed; copies are real; every kernel, every product of cuBLAS and every
+   collective of NCCL leaves its outputs as they are. Streams and events are always done. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <driver_types.h>
@@ -23,16 +23,44 @@ static char object[4096];
 
 /* ---- the device */
 
-int cudaGetDeviceCount(int *count) { *count = 1; return 0; }
-int cudaGetDevice(int *device) { *device = 0; return 0; }
+static __thread int current_device;
+
+static int all_devices(void) {
+  const char *count = getenv("FAKE_GPUS");
+  return count ? atoi(count) : 1;
+}
+/* those that CUDA_VISIBLE_DEVICES names, numbers with commas between them */
+static int visible_devices(void) {
+  const char *names = getenv("CUDA_VISIBLE_DEVICES");
+  if (!names) return all_devices();
+  int count = *names != 0;
+  for (; *names; names++) count += *names == ',';
+  return count;
+}
+int cudaGetDeviceCount(int *count) {
+  *count = visible_devices();
+  return *count ? 0 : cudaErrorNoDevice;
+}
+int cudaGetDevice(int *device) { *device = current_device; return 0; }
+int cudaSetDevice(int device) { current_device = device; return 0; }
 int cudaRuntimeGetVersion(int *version) { *version = VERSION; return 0; }
 int cudaDriverGetVersion(int *version) { *version = VERSION; return 0; }
 int cudaMemGetInfo(size_t *available, size_t *total) { *available = *total = BYTES; return 0; }
 int cudaDeviceCanAccessPeer(int *can, int device, int peer) { *can = 0; return 0; }
 int cudaDeviceGetAttribute(int *value, int attribute, int device) {
-  *value = attribute == cudaDevAttrComputeCapabilityMajor ? 9
-           : attribute == cudaDevAttrMultiProcessorCount  ? 132
-                                                          : 0;
+  switch (attribute) {
+  case cudaDevAttrComputeCapabilityMajor: *value = 9; break;
+  case cudaDevAttrMultiProcessorCount: *value = 132; break;
+  case cudaDevAttrWarpSize: *value = 32; break;
+  case cudaDevAttrMaxThreadsPerBlock: *value = 1024; break;
+  case cudaDevAttrMaxThreadsPerMultiProcessor: *value = 2048; break;
+  case cudaDevAttrMaxSharedMemoryPerBlock: *value = 49152; break;
+  case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = 232448; break;
+  case cudaDevAttrMaxRegistersPerMultiprocessor: *value = 65536; break;
+  /* if this is 0, some sums of torch never end */
+  case cudaDevAttrMaxGridDimX: *value = 1 << 30; break;
+  default: *value = 0;
+  }
   return 0;
 }
 int cudaGetDeviceProperties(struct cudaDeviceProp *properties, int device) {
@@ -54,13 +82,13 @@ const char *cudaGetErrorString(int error) { return "an error of bench/fake_gpu.c
 const char *cudaGetErrorName(int error) { return "cudaErrorFake"; }
 
 int cuDriverGetVersion(int *version) { *version = VERSION; return 0; }
-int cuDeviceGetCount(int *count) { *count = 1; return 0; }
-int cuDeviceGet(int *device, int ordinal) { *device = 0; return 0; }
+int cuDeviceGetCount(int *count) { return cudaGetDeviceCount(count); }
+int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
   return cudaDeviceGetAttribute(value, attribute, device);
 }
 int cuCtxGetCurrent(void **context) { return HANDLE(context); }
-int cuCtxGetDevice(int *device) { *device = 0; return 0; }
+int cuCtxGetDevice(int *device) { return cudaGetDevice(device); }
 int cuDevicePrimaryCtxRetain(void **context, int device) { return HANDLE(context); }
 int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
   *flags = 0;
@@ -81,7 +109,7 @@ int cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned
   return cuGetProcAddress_v2(name, function, version, flags, status);
 }
 
-int nvmlDeviceGetCount_v2(unsigned *count) { *count = 1; return 0; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = all_devices(); return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) { return HANDLE(device); }
 int nvmlDeviceGetHandleByUUID(const char *uuid, void **device) { return HANDLE(device); }
 int nvmlDeviceGetIndex(void *device, unsigned *index) { *index = 0; return 0; }
@@ -120,7 +148,11 @@ int cudaMemcpy(void *to, const void *from, size_t size, int kind) {
 int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *stream) {
   return cudaMemcpy(to, from, size, kind);
 }
-int cudaMemset(void *to, int value, size_t size) { memset(to, value, size); return 0; }
+int cudaMemset(void *to, int value, size_t size) {
+  /* a KV cache of 25 GB is zeroed: it would take the host's memory */
+  if (size < 64 << 20) memset(to, value, size);
+  return 0;
+}
 int cudaMemsetAsync(void *to, int value, size_t size, void *stream) {
   return cudaMemset(to, value, size);
 }
@@ -210,7 +242,11 @@ int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const vo
 }
 int cuModuleLoadData(void **module, const void *image) { return HANDLE(module); }
 int cuModuleGetFunction(void **kernel, void *module, const char *name) { return HANDLE(kernel); }
-int cuFuncGetAttribute(int *value, int attribute, void *kernel) { *value = 0; return 0; }
+int cuFuncGetAttribute(int *value, int attribute, void *kernel) {
+  /* attribute 0 is the largest number of threads of a block */
+  *value = attribute ? 0 : 1024;
+  return 0;
+}
 
 /* ---- libraries */
 

@@ -15,6 +15,7 @@ on a GPU.
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -23,16 +24,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import config as cfg
-from bench.common import ROOT, WORK, keep, machine, parser, result_file
+from bench.common import ROOT, WORK, copy_sources, flags, keep, machine, parser, result_file
 from plumbing import placement
-from tools import memory
+from tools import base_model, memory
 
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
 HEADERS = PACKAGES / "triton" / "backends" / "nvidia" / "include"
 LIBRARIES = WORK / "fake_gpu"
 # The functions of these libraries are replaced.
 REPLACED = r"(?:__cuda|cuda|cu|cublas|cublasLt|cudnn|cusolver|cusparse|cufft|nvml|nccl)[A-Z]\w*"
-LIMIT = 600
+# seconds that a check may take
+LIMIT = 1200
 MODEL = "Qwen2.5-7B"
 
 
@@ -85,7 +87,9 @@ def make_fake_gpu():
         (LIBRARIES / name).unlink(missing_ok=True)
         (LIBRARIES / name).symlink_to(library)
     smi = LIBRARIES / "nvidia-smi"
-    smi.write_text('#!/bin/sh\necho "GPU 0: a FAKE GPU (UUID: GPU-0)"\n')
+    smi.write_text(
+        '#!/bin/sh\nfor i in $(seq ${FAKE_GPUS:-1}); do echo "GPU $((i - 1)): FAKE"; done\n'
+    )
     smi.chmod(0o755)
     return {
         "LD_PRELOAD": str(library),
@@ -223,18 +227,93 @@ def kernels():
     yield line("samples follow the distribution", chi_square < 61.1, True)
 
 
-# {name: (its function, does it use the fake GPU?)}
-CHECKS = {
-    "device": (device, True),
-    "engine": (engine, True),
-    "worker": (worker, True),
-    "kernels": (kernels, False),
-    "trainer": (trainer, True),
+# What the rehearsal of a run changes in the sources: both lines compare values of the GPU.
+WITHOUT_VALUES = {
+    "plumbing/engine.py": ("is_equal = self.shadow.equal()", "is_equal = {}"),
+    "plumbing/shadow.py": ("if self.swaps <= 2:", "if False:"),
 }
-INTERPRET = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+RUN = dict(dtype="bfloat16", rows="packed", kv_cache_gb=0.5, port=9700, eval_problems=16)
 
 
-def run(name, env):
+def launched(root, model, gpus, **knobs):
+    """(exit code, output) of `bash run.sh toy` on the fake GPUs; knobs: beside RUN."""
+    env = {"FAKE_GPUS": str(gpus), "PIPELINE_PYTHON": sys.executable} | make_fake_gpu()
+    command = [
+        "bash",
+        "run.sh",
+        "toy",
+        *flags(RUN | dict(model=model, out=WORK / "rehearsal") | knobs),
+    ]
+    done = subprocess.run(
+        command,
+        cwd=root,
+        env=os.environ | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT,
+    )
+    print(done.stdout, file=sys.stderr)
+    return done.returncode, done.stdout
+
+
+def tiny_model():
+    """The base model of the toy, as the CPU makes it."""
+    folder = WORK / "rehearsal" / "toy"
+    base_model.make_model(["toy"], folder, 0)
+    return folder
+
+
+def start():
+    """`bash run.sh toy` on one fake GPU with CUDA graphs: the engine starts, engine and trainer
+    form a group, and two updates arrive and are loaded. The proof that updates reach every tensor
+    then compares values, which nobody has computed, and ends the run.
+    """
+    code, output = launched(ROOT, tiny_model(), 1, run="start", enforce_eager=False)
+    yield line("exit code", code, 1)
+    message = "changes with the very weights that were loaded from disk"
+    yield line("the proof of the updates is reached", message in output, True)
+
+
+def run():
+    """A run on four fake GPUs: two engines, two ranks of the trainer, NCCL, three steps and a
+    checkpoint, from which it then goes on.
+
+    The comparisons of values are left out, in a copy of the sources. The older model runner
+    samples: the second one counts the tokens of a step on the GPU. Without torch's cache of memory
+    all that no kernel has written is zero.
+    """
+    os.environ |= {"VLLM_USE_V2_MODEL_RUNNER": "0", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    root = WORK / "rehearsal" / "sources"
+    copy_sources(root)
+    for file, (old, new) in WITHOUT_VALUES.items():
+        source = (root / file).read_text()
+        assert source.count(old) == 1, file
+        (root / file).write_text(source.replace(old, new))
+    knobs = dict(run="run", engines=2, trainers=2, save_every=2, enforce_eager=True)
+    model = tiny_model()
+    shutil.rmtree(WORK / "rehearsal" / "run", ignore_errors=True)
+    code, output = launched(root, model, 4, steps=3, **knobs)
+    yield line("exit code of three steps", code, 0)
+    yield line("NCCL", "nccl group of the trainer and 2 engines" in output, True)
+    code, output = launched(root, model, 4, steps=5, **knobs)
+    yield line("exit code of two more steps", code, 0)
+    yield line("they go on from the checkpoint", "step 4/5" in output, True)
+
+
+# {name: (its function, where its process runs)}
+CHECKS = {
+    "device": (device, "fake GPU"),
+    "engine": (engine, "fake GPU"),
+    "worker": (worker, "fake GPU"),
+    "kernels": (kernels, "interpreter"),
+    "trainer": (trainer, "fake GPU"),
+    "start": (start, "CPU"),
+    "run": (run, "CPU"),
+}
+
+
+def lines_of(name, env):
     """The lines of one check, in a process of its own; its last message if it breaks off."""
     log = WORK / f"rehearsal-{name}.log"
     command = [sys.executable, __file__, "--check", name]
@@ -270,11 +349,15 @@ def main(argv=None):
             "bench/rehearsal.py: this torch is no CUDA build: `bash run.sh setup gpu` in a clone"
         )
     WORK.mkdir(parents=True, exist_ok=True)
-    fake = make_fake_gpu()
+    environments = {
+        "fake GPU": make_fake_gpu(),
+        "interpreter": {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        "CPU": {},
+    }
     print(f"{machine()}; a FAKE GPU")
     results = {"machine": f"{machine()}; a FAKE GPU"}
     for name in arguments.only:
-        results[name] = run(name, fake if CHECKS[name][1] else INTERPRET)
+        results[name] = lines_of(name, environments[CHECKS[name][1]])
         for x in results[name]:
             print(f"{name:10} {x['what']:45} {x['value']!s:>24}  {x['status']}", flush=True)
         keep(result_file(arguments, "rehearsal"), results)

@@ -335,10 +335,11 @@ def param_groups(optimizers):
     return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
-def restore(path, model, optimizers):
+def restore(path, model, optimizers, group=None):
     """Load a checkpoint into model and optimizers; returns the run's state. Collective.
 
-    path: the checkpoint, or None for a new run. The optimizers' moments are restored; their options
+    path: the checkpoint, or None for a new run. group: the process group over which the ranks agree
+    who reads what, a gloo group where the default one is NCCL's; None: the default one. The optimizers' moments are restored; their options
     (weight decay, betas, ...) stay as the knobs of this start set them. Raises ConfigError if the
     checkpoint is damaged, cannot be read, or is of another model.
     """
@@ -362,7 +363,8 @@ def restore(path, model, optimizers):
             f"{'is absent' if saved_shape is None else list(saved_shape)} there",
         )
     with reading(path):
-        dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=path / "trainer")
+        shards = {"model": weights, "optimizer": moments}
+        dcp.load(shards, checkpoint_id=path / "trainer", process_group=group)
     set_state_dict(model, optimizers, model_state_dict=weights, optim_state_dict=moments)
     for group, options in zip(param_groups(optimizers), options_of_knobs, strict=True):
         group.update(options)
