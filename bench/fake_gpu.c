@@ -158,6 +158,8 @@ int cudaMemsetAsync(void *to, int value, size_t size, void *stream) {
 }
 int cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *memory) {
   memset(attributes, 0, sizeof *attributes);
+  attributes->type = cudaMemoryTypeDevice;
+  attributes->device = current_device;
   return 0;
 }
 int cuPointerGetAttribute(void **value, int attribute, void *memory) {
