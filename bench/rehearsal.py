@@ -67,22 +67,29 @@ def functions():
     return names
 
 
+def compiled(sources, library, version, *options):
+    """Compile C sources to a library. version: that of CUDA, as CUDA's own CUDART_VERSION."""
+    command = ["gcc", "-shared", "-fPIC", f"-DVERSION={version}", f"-I{HEADERS}", *options]
+    subprocess.run([*command, *map(str, sources), "-o", str(library)], check=True)
+
+
 def make_fake_gpu():
     """Compile the fake libraries into LIBRARIES; returns the environment that uses them."""
     import torch
 
     LIBRARIES.mkdir(parents=True, exist_ok=True)
-    version = "".join(f"{int(x):0{2 * k + 1}}" for k, x in enumerate(torch.version.cuda.split(".")))
+    major, minor = map(int, torch.version.cuda.split("."))
+    version = 1000 * major + 10 * minor
     source = ROOT / "bench" / "fake_gpu.c"
-    command = ["gcc", "-shared", "-fPIC", f"-DVERSION={version}0", f"-I{HEADERS}", str(source)]
     library = LIBRARIES / "libcuda.so.1"
-    subprocess.run([*command, "-o", str(library)], check=True)
-    defined = subprocess.run(["nm", "-D", "--defined-only", str(library)], capture_output=True)
+    compiled([source], library, version)
+    command = ["nm", "-D", "--defined-only", str(library)]
+    defined = names_in(subprocess.run(command, capture_output=True, text=True).stdout)
     rest = LIBRARIES / "rest.c"
-    missing = sorted(functions() - names_in(defined.stdout.decode()))
+    missing = sorted(functions() - defined)
     rest.write_text("".join(f"long {name}(void) {{ return 0; }}\n" for name in missing))
     # gcc knows some of the names as functions of its own.
-    subprocess.run([*command, str(rest), "-w", "-fno-builtin", "-o", str(library)], check=True)
+    compiled([source, rest], library, version, "-w", "-fno-builtin")
     for name in ("libcuda.so", "libnvidia-ml.so.1"):
         (LIBRARIES / name).unlink(missing_ok=True)
         (LIBRARIES / name).symlink_to(library)

@@ -7,6 +7,7 @@ are used.
 import json
 import math
 import re
+import shutil
 import sys
 
 import pytest
@@ -14,7 +15,8 @@ import torch
 from test_config import call
 from torch._subclasses import FakeTensorMode
 
-from bench import gpu
+from bench import gpu, rehearsal
+from conftest import ROOT
 
 # {check: how many figures it gives}: one of each kind, and with and without checkpointing
 REHEARSED = {"attention": 15, "parity": 9, "gradients": 14, "groups": 5, "updates": 5, "sharing": 4}
@@ -72,6 +74,42 @@ def test_varlen_attn_accepts_the_arguments_of_packed_attention(monkeypatch):
         out, _ = gpu.packed_attention(None, q, k, v, None, packing, sliding_window=8)
         out.sum().backward()
     assert out.shape == (1, 16, 14, 64) and k.grad.shape == k.shape
+
+
+def test_the_rehearsal_says_what_it_needs():
+    """Its checks run with CUDA builds, on machines that have no GPU; here it can only refuse."""
+    done = call(f"{sys.executable} bench/rehearsal.py --only device")
+    assert done.returncode == 1
+    assert done.stderr.endswith("this torch is no CUDA build: `bash run.sh setup gpu` in a clone\n")
+
+
+def test_functions_of_cuda_are_found_by_their_names():
+    text = (
+        "nm:  U cuMemMap\n U cudaMalloc@libcudart.so.13\n U ncclSend U cublasLtCreate curl U cute"
+    )
+    names = {"cuMemMap", "cudaMalloc", "ncclSend", "cublasLtCreate"}
+    assert rehearsal.names_in(text) == names
+
+
+@pytest.mark.skipif(not shutil.which("gcc"), reason="gcc is missing")
+def test_fake_gpus_are_counted_and_copy(tmp_path):
+    """The library that bench/rehearsal.py compiles; it is called as torch would call it."""
+    library = tmp_path / "fake.so"
+    rehearsal.compiled([ROOT / "bench" / "fake_gpu.c"], library, 13000, "-Wall", "-Werror")
+    program = tmp_path / "program.py"
+    program.write_text(f"""
+import ctypes
+cuda = ctypes.CDLL({str(library)!r})
+count, pointer = ctypes.c_int(), ctypes.c_void_p()
+assert cuda.cudaGetDeviceCount(ctypes.byref(count)) == 0
+assert cuda.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(5)) == 0
+assert cuda.cudaMemcpy(pointer, b"copy", ctypes.c_size_t(5), 1) == 0
+print(count.value, ctypes.string_at(pointer).decode())
+""")
+    for visible, expected in ((None, "3 copy\n"), ("0,2", "2 copy\n")):
+        env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+        done = call(f"{sys.executable} {program}", FAKE_GPUS="3", **env)
+        assert done.stdout == expected, done.stderr
 
 
 def failing(lines):
