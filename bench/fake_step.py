@@ -147,7 +147,7 @@ def counted(config, shape, device=CPU):
     counter = Counter()
 
     def load_model(config, dtype):
-        with counter.fake, device:
+        with counter.fake:
             return AutoModelForCausalLM.from_config(
                 shape, dtype=dtype, attn_implementation="packed"
             ).eval()
@@ -168,7 +168,8 @@ def counted(config, shape, device=CPU):
         patch.start()
     try:
         with counter:
-            policy, optimizers = train.build(config, device, config.trainers)
+            with device:
+                policy, optimizers = train.build(config, device, config.trainers)
             for parameter in policy.parameters():
                 local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                 counter.count(local.untyped_storage())

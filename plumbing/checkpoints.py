@@ -339,9 +339,10 @@ def restore(path, model, optimizers, group=None):
     """Load a checkpoint into model and optimizers; returns the run's state. Collective.
 
     path: the checkpoint, or None for a new run. group: the process group over which the ranks agree
-    who reads what, a gloo group where the default one is NCCL's; None: the default one. The optimizers' moments are restored; their options
-    (weight decay, betas, ...) stay as the knobs of this start set them. Raises ConfigError if the
-    checkpoint is damaged, cannot be read, or is of another model.
+    who reads what, a gloo group where the default one is NCCL's; None: the default one. The
+    optimizers' moments are restored; their options (weight decay, betas, ...) stay as the knobs of
+    this start set them. Raises ConfigError if the checkpoint is damaged, cannot be read, or is of
+    another model.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
