@@ -3,8 +3,9 @@
    succeed, and puts the library in front of the real ones.
 
    FAKE_GPUS says how many there are, one by default. Each is an H100 of 85 GB that computes nothing.
-   Its memory is the host's, zeroed; copies are real; every kernel, every product of cuBLAS and every
-   collective of NCCL leaves its outputs as they are. Streams and events are always done. */
+   Its memory is the host's, zeroed; copies are real, and setting memory is, below 64 MiB. Every
+   kernel, every product of cuBLAS and every collective of NCCL leaves its outputs as they are.
+   Streams and events are always done. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <driver_types.h>
@@ -12,7 +13,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
-/* VERSION: the version of CUDA, for example 13000; the compiler is told */
+/* VERSION: the version of CUDA, for example 13000; set by -DVERSION */
 #define BYTES 85000000000UL
 #define NAME "NVIDIA H100 80GB HBM3"
 #define FAILED 2
@@ -149,7 +150,7 @@ int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *str
   return cudaMemcpy(to, from, size, kind);
 }
 int cudaMemset(void *to, int value, size_t size) {
-  /* a KV cache of 25 GB is zeroed: it would take the host's memory */
+  /* Setting a KV cache of 25 GB would take the host's memory. */
   if (size < 64 << 20) memset(to, value, size);
   return 0;
 }
@@ -162,6 +163,7 @@ int cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const voi
   attributes->device = current_device;
   return 0;
 }
+/* attribute: always the device pointer, which Triton asks for */
 int cuPointerGetAttribute(void **value, int attribute, void *memory) {
   *value = memory;
   return 0;

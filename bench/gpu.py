@@ -396,7 +396,9 @@ class Matrices(torch.nn.Module):
 
 
 def captured(model, x):
-    """(the output, function that computes it anew): a CUDA graph; on a CPU the model is called."""
+    """(the output, a function that computes it anew): by a CUDA graph, or on a CPU by calling the
+    model.
+    """
     y = model(x).clone()
     if not CUDA:
         return y, lambda: y.copy_(model(x))
@@ -408,9 +410,10 @@ def captured(model, x):
 
 @torch.no_grad()
 def graphs():
-    """A captured CUDA graph decodes while an update of its 15 GB of weights is staged and swapped,
-    by plumbing/shadow.py, whose buckets come from host memory here: until the swap its outputs stay
-    as they were, and after the swap they are those of the new weights. `Matrices` is the model.
+    """A captured CUDA graph decodes while an update of 15 GB of weights is staged, and is then
+    swapped in, by plumbing/shadow.py. Until the swap its outputs do not change; after the swap they
+    are those of the new weights. The model is a stand-in (Matrices), and the buckets come from host
+    memory.
     """
     count, width = on_gpu((112, 8192), (6, 64))
     torch.manual_seed(0)
@@ -472,12 +475,12 @@ def graphs():
                 wrong_after += not torch.equal(live.get_parameter(name), view)
         replay()
         error = relative(y, live(x))
-        yield figure(f"update {version}", ": output / new weights - 1", error, most=0.1)
+        yield figure(f"update {version}", ": error of the output after the swap", error, most=0.1)
     yield figure("", "outputs that change before the swap", wrong_before, most=0)
     yield figure("", "matrices that are wrong after it", wrong_after, most=0)
     yield figure("", "staging", sum(sizes) / 1e9 / staged, "GB/s")
-    # The first two swaps compare all that they have copied.
-    yield figure("", "the third swap", pause, "s", most=on_gpu(0.1, None))
+    # The first two swaps also compare all that they have copied.
+    yield figure("", "the third swap, without checks", pause, "s", most=on_gpu(0.1, None))
     yield figure("", "a decode step, median", float(np.median(alone)), "s")
     slower = float(np.median(beside) / np.median(alone))
     yield figure("", "a decode step beside staging / alone", slower, most=on_gpu(3, None))
@@ -524,7 +527,8 @@ def save():
     yield figure("", "save: until all is on disk", time.perf_counter() - start, "s")
     _, again, new_optimizers = build(shape, "bfloat16", {})
     start = time.perf_counter()
-    restored = checkpoints.restore(checkpoints.newest(run_dir), again.model, new_optimizers)
+    newest = checkpoints.newest(run_dir)
+    restored = checkpoints.restore(newest, again.model, new_optimizers, ranks.saving)
     yield figure("", "restore", time.perf_counter() - start, "s")
     assert restored["version"] == 1
     shutil.rmtree(run_dir)

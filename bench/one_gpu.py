@@ -130,7 +130,7 @@ def whole(tensor):
 class OneRank:
     """The part of plumbing.ranks.Ranks that Sender and Saver use, without accelerate.
 
-    The check that needs `saving`, the group of Saver's thread, sets it.
+    The check that needs `saving`, the group for checkpoints, sets it.
     """
 
     rank = 0

@@ -5,11 +5,11 @@
 
 It needs the CUDA builds of torch and vLLM (9 GB; in a clone of its own, as `setup gpu` replaces
 .venv) and gcc. bench/fake_gpu.c is a FAKE GPU that accepts every call and computes nothing, so
-torch and vLLM take the way that they take on an H100. Where numbers matter, Triton's interpreter
-computes kernels on the CPU. Each check is a function below, and has a process of its own. This is
-how a new version of torch or vLLM is tried first. Deliberately absent: NCCL's networks, the speed
-of anything, and the values that kernels compute; bench/gpu.sh and `bash run.sh doctor` check these
-on a GPU.
+torch and vLLM take the way that they take on an H100. Where values matter, Triton's interpreter
+computes some kernels on the CPU. Each check is a function below, and has a process of its own. This
+is how a new version of torch or vLLM is tried first. Deliberately absent: NCCL between GPUs, the
+speed of anything, and the values of all other kernels. On one GPU bench/gpu.sh and `bash run.sh
+doctor` check speed and values.
 """
 
 import json
@@ -33,8 +33,9 @@ HEADERS = PACKAGES / "triton" / "backends" / "nvidia" / "include"
 LIBRARIES = WORK / "fake_gpu"
 # The functions of these libraries are replaced.
 REPLACED = r"(?:__cuda|cuda|cu|cublas|cublasLt|cudnn|cusolver|cusparse|cufft|nvml|nccl)[A-Z]\w*"
-# seconds that a check may take
-LIMIT = 1200
+# seconds that a check, and a run in it, may take
+LIMIT = 1800
+RUN_LIMIT = 800
 MODEL = "Qwen2.5-7B"
 
 
@@ -48,6 +49,7 @@ def line(what, value, expected=None):
 
 
 def names_in(text):
+    """The names of CUDA's functions that occur in a text."""
     return set(re.findall(rf"\b{REPLACED}", text))
 
 
@@ -74,7 +76,7 @@ def compiled(sources, library, version, *options):
 
 
 def make_fake_gpu():
-    """Compile the fake libraries into LIBRARIES; returns the environment that uses them."""
+    """Compile the fake libraries into LIBRARIES."""
     import torch
 
     LIBRARIES.mkdir(parents=True, exist_ok=True)
@@ -98,8 +100,12 @@ def make_fake_gpu():
         '#!/bin/sh\nfor i in $(seq ${FAKE_GPUS:-1}); do echo "GPU $((i - 1)): FAKE"; done\n'
     )
     smi.chmod(0o755)
+
+
+def with_fake_gpu():
+    """The variables of the environment with which a process uses the fake libraries."""
     return {
-        "LD_PRELOAD": str(library),
+        "LD_PRELOAD": str(LIBRARIES / "libcuda.so.1"),
         "LD_LIBRARY_PATH": f"{LIBRARIES}:{os.environ.get('LD_LIBRARY_PATH', '')}",
         "TRITON_LIBCUDA_PATH": str(LIBRARIES),
         "PATH": f"{LIBRARIES}:{os.environ['PATH']}",
@@ -155,7 +161,7 @@ def trainer():
         argv = ["math", "--model", MODEL, "--trainers", "5", "--engines", "3", *knobs.split()]
         config = placement.resolve(cfg.parse(argv), 8)
         counter = fake_step.counted(config, shape, torch.device("cuda", 0))
-        yield line(f"{name}: peak with two layers, GB", round(counter.peak / 1e9, 2))
+        yield line(f"{name}: peak with two layers, GPU and host, GB", round(counter.peak / 1e9, 2))
         yield line(f"{name}: waits for the GPU in a step", counter.reads)
 
 
@@ -234,7 +240,7 @@ def kernels():
     yield line("samples follow the distribution", chi_square < 61.1, True)
 
 
-# What the rehearsal of a run changes in the sources: both lines compare values of the GPU.
+# Lines that compare values of the GPU, and what replaces them in `run`: {file: (old, new)}
 WITHOUT_VALUES = {
     "plumbing/engine.py": ("is_equal = self.shadow.equal()", "is_equal = {}"),
     "plumbing/shadow.py": ("if self.swaps <= 2:", "if False:"),
@@ -243,22 +249,19 @@ RUN = dict(dtype="bfloat16", rows="packed", kv_cache_gb=0.5, port=9700, eval_pro
 
 
 def launched(root, model, gpus, **knobs):
-    """(exit code, output) of `bash run.sh toy` on the fake GPUs; knobs: beside RUN."""
-    env = {"FAKE_GPUS": str(gpus), "PIPELINE_PYTHON": sys.executable} | make_fake_gpu()
-    command = [
-        "bash",
-        "run.sh",
-        "toy",
-        *flags(RUN | dict(model=model, out=WORK / "rehearsal") | knobs),
-    ]
+    """(exit code, output) of `bash run.sh toy` on fake GPUs. knobs: those that are added to RUN.
+
+    A run that does not end in RUN_LIMIT is interrupted; its exit code is 124.
+    """
+    env = {"FAKE_GPUS": str(gpus), "PIPELINE_PYTHON": sys.executable} | with_fake_gpu()
+    knobs = RUN | dict(model=model, out=WORK / "rehearsal") | knobs
     done = subprocess.run(
-        command,
+        ["timeout", "-k", "60", str(RUN_LIMIT), "bash", "run.sh", "toy", *flags(knobs)],
         cwd=root,
         env=os.environ | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=LIMIT,
     )
     print(done.stdout, file=sys.stderr)
     return done.returncode, done.stdout
@@ -323,7 +326,7 @@ CHECKS = {
 def lines_of(name, env):
     """The lines of one check, in a process of its own; its last message if it breaks off."""
     log = WORK / f"rehearsal-{name}.log"
-    command = [sys.executable, __file__, "--check", name]
+    command = ["timeout", "-k", "60", str(LIMIT), sys.executable, __file__, "--check", name]
     with open(log, "w") as errors:
         done = subprocess.run(
             command,
@@ -331,11 +334,12 @@ def lines_of(name, env):
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            timeout=LIMIT,
         )
     lines = [json.loads(x) for x in done.stdout.splitlines() if x.startswith('{"what"')]
     if done.returncode:
         last = (log.read_text().strip().splitlines() or ["no message"])[-1]
+        if done.returncode == 124:
+            last = f"not done after {LIMIT} s"
         lines.append(dict(what="all of it", value=None, status=f"FAIL ({last})"))
     return lines
 
@@ -356,8 +360,9 @@ def main(argv=None):
             "bench/rehearsal.py: this torch is no CUDA build: `bash run.sh setup gpu` in a clone"
         )
     WORK.mkdir(parents=True, exist_ok=True)
+    make_fake_gpu()
     environments = {
-        "fake GPU": make_fake_gpu(),
+        "fake GPU": with_fake_gpu(),
         "interpreter": {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         "CPU": {},
     }

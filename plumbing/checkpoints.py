@@ -335,11 +335,11 @@ def param_groups(optimizers):
     return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
-def restore(path, model, optimizers, group=None):
+def restore(path, model, optimizers, process_group=None):
     """Load a checkpoint into model and optimizers; returns the run's state. Collective.
 
-    path: the checkpoint, or None for a new run. group: the process group over which the ranks agree
-    who reads what, a gloo group where the default one is NCCL's; None: the default one. The
+    path: the checkpoint, or None for a new run. process_group: the ranks agree in it on who reads
+    which part; a gloo group if the default group is NCCL's. None: the default group. The
     optimizers' moments are restored; their options (weight decay, betas, ...) stay as the knobs of
     this start set them. Raises ConfigError if the checkpoint is damaged, cannot be read, or is of
     another model.
@@ -365,7 +365,7 @@ def restore(path, model, optimizers, group=None):
         )
     with reading(path):
         shards = {"model": weights, "optimizer": moments}
-        dcp.load(shards, checkpoint_id=path / "trainer", process_group=group)
+        dcp.load(shards, checkpoint_id=path / "trainer", process_group=process_group)
     set_state_dict(model, optimizers, model_state_dict=weights, optim_state_dict=moments)
     for group, options in zip(param_groups(optimizers), options_of_knobs, strict=True):
         group.update(options)

@@ -46,8 +46,8 @@ class Ranks:
 
     SIGTERM and `fail` set `stop`; only that of rank 0 counts. The default group (NCCL on GPUs, gloo
     elsewhere) is for a step's collectives. group: a gloo group with a longer deadline, in which the
-    other ranks wait while rank 0 waits for data. saving: another such group, for the threads that
-    write checkpoints.
+    other ranks wait while rank 0 waits for data. saving: another such group, for reading
+    checkpoints and for the threads that write them.
     """
 
     def __init__(self, config):

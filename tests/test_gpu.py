@@ -76,7 +76,8 @@ def test_varlen_attn_accepts_the_arguments_of_packed_attention(monkeypatch):
     assert out.shape == (1, 16, 14, 64) and k.grad.shape == k.shape
 
 
-def test_the_rehearsal_says_what_it_needs():
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is a CUDA build")
+def test_the_rehearsal_refuses_a_torch_without_cuda():
     """Its checks run with CUDA builds, on machines that have no GPU; here it can only refuse."""
     done = call(f"{sys.executable} bench/rehearsal.py --only device")
     assert done.returncode == 1
@@ -92,8 +93,9 @@ def test_functions_of_cuda_are_found_by_their_names():
 
 
 @pytest.mark.skipif(not shutil.which("gcc"), reason="gcc is missing")
-def test_fake_gpus_are_counted_and_copy(tmp_path):
+def test_fake_gpus_are_counted_and_copy(tmp_path, monkeypatch):
     """The library that bench/rehearsal.py compiles; it is called as torch would call it."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     library = tmp_path / "fake.so"
     rehearsal.compiled([ROOT / "bench" / "fake_gpu.c"], library, 13000, "-Wall", "-Werror")
     program = tmp_path / "program.py"

@@ -392,15 +392,17 @@ def test_adam_8bit_stays_near_adamw_and_resumes_bit_for_bit(ranks, reference, tm
 
 
 @pytest.mark.slow
-def test_what_gpus_take_is_near_and_resumes_bit_for_bit(reference, tmp_path, base_model):
-    """Three ranks, AdamW's fused kernel and torch's functions of many tensors, which GPUs take."""
-    like_cuda = dict(ranks=3, shell="export LIKE_CUDA=1; ")
+def test_fused_adamw_is_near_and_resumes_bit_for_bit(reference, tmp_path, base_model):
+    """Three ranks with AdamW's fused kernel, which GPUs take."""
+    fused = dict(ranks=3, shell="export FUSED=1; ")
     run_dir = write_run(tmp_path, "fused", base_model, ranks=3)
-    weights, _ = run_trainer(run_dir, **like_cuda)
+    weights, _ = run_trainer(run_dir, **fused)
+    plain, _ = run_trainer(write_run(tmp_path, "plain", base_model, ranks=3), ranks=3)
+    assert not same(plain, weights)
     for name, w in weights.items():
         assert (reference[0][name] - w).norm() < 1e-4 * w.norm()
     halfway = run_dir / "checkpoints" / "step_000003"
-    again, _ = resume(tmp_path, "again", base_model, halfway, **like_cuda)
+    again, _ = resume(tmp_path, "again", base_model, halfway, **fused)
     assert same(again, weights)
 
 

@@ -3,7 +3,7 @@
     accelerate launch --multi_gpu --num_processes 2 tests/train_without_engines.py RUN_DIR ...
 
 The gradients of the first step are written to gradients.safetensors in each run directory. With
-LIKE_CUDA=1 in the environment the CPU takes the ways that train.py and torch take on GPUs.
+FUSED=1 in the environment AdamW is fused, as on GPUs.
 """
 
 import functools
@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
-from torch.utils import _foreach_utils
 
 import train
 from weights import TIMES
@@ -54,17 +53,16 @@ def clip_and_keep(path, parameters, max_norm):
     return clip(parameters, max_norm)
 
 
-def take_the_ways_of_gpus():
-    """AdamW in one fused kernel, and clipping by functions of many tensors, on the CPU, too."""
+def take_fused_adamw():
+    """AdamW in one fused kernel on the CPU, too, as train.py takes it on GPUs."""
     adamw = torch.optim.AdamW
     torch.optim.AdamW = lambda groups, fused, **knobs: adamw(groups, fused=True, **knobs)
-    _foreach_utils._get_foreach_kernels_supported_devices = lambda: ["cpu"]
 
 
 def main(run_dirs):
     torch.set_num_threads(1)
-    if os.environ.get("LIKE_CUDA") == "1":
-        take_the_ways_of_gpus()
+    if os.environ.get("FUSED") == "1":
+        take_fused_adamw()
     train.Sender = FakeSender
     for run_dir in run_dirs:
         path = Path(run_dir, "gradients.safetensors")
