@@ -108,6 +108,8 @@ def with_fake_gpu():
         "LD_PRELOAD": str(LIBRARIES / "libcuda.so.1"),
         "LD_LIBRARY_PATH": f"{LIBRARIES}:{os.environ.get('LD_LIBRARY_PATH', '')}",
         "TRITON_LIBCUDA_PATH": str(LIBRARIES),
+        # The workers of a tensor-parallel engine open NCCL by its path.
+        "VLLM_NCCL_SO_PATH": str(LIBRARIES / "libcuda.so.1"),
         "PATH": f"{LIBRARIES}:{os.environ['PATH']}",
     }
 
@@ -287,7 +289,7 @@ def start():
 
 def run():
     """A run on four fake GPUs: two engines, two ranks of the trainer, NCCL, three steps and a
-    checkpoint, from which it then goes on.
+    checkpoint, from which it then goes on; and one with an engine of two tensor-parallel workers.
 
     The comparisons of values are left out, in a copy of the sources. The older model runner
     samples: the second one counts the tokens of a step on the GPU. Without torch's cache of memory
@@ -300,9 +302,14 @@ def run():
         source = (root / file).read_text()
         assert source.count(old) == 1, file
         (root / file).write_text(source.replace(old, new))
-    knobs = dict(run="run", engines=2, trainers=2, save_every=2, enforce_eager=True)
+    knobs = dict(trainers=2, save_every=2, enforce_eager=True)
     model = tiny_model()
-    shutil.rmtree(WORK / "rehearsal" / "run", ignore_errors=True)
+    for name in ("run", "parallel"):
+        shutil.rmtree(WORK / "rehearsal" / name, ignore_errors=True)
+    parallel = dict(run="parallel", engines=1, tensor_parallel=2, steps=2)
+    code, _ = launched(root, model, 4, **parallel, **knobs)
+    yield line("exit code with tensor parallelism", code, 0)
+    knobs |= dict(run="run", engines=2)
     code, output = launched(root, model, 4, steps=3, **knobs)
     yield line("exit code of three steps", code, 0)
     yield line("NCCL", "nccl group of the trainer and 2 engines" in output, True)
