@@ -114,6 +114,29 @@ def copy_sources(folder):
     return folder
 
 
+def printed_lines(command, log, limit, env):
+    """Run a process that prints JSON objects, one a line, whose first key is "what".
+
+    Its messages on standard error go to the file `log`. limit: seconds after which it is killed.
+    Returns (the objects, the reason of a failure or ""). What was printed before a failure is kept.
+    """
+    with open(log, "w") as errors:
+        process = subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+        # Its lines come as they are measured
+        timer = threading.Timer(limit, process.kill)
+        timer.start()
+        objects = [json.loads(line) for line in process.stdout if line.startswith('{"what"')]
+        timer.cancel()
+    code = process.wait()
+    if code < 0:
+        return objects, f"ended by signal {-code}, the limit is {limit:.0f} s"
+    if code:
+        return objects, (log.read_text().strip().splitlines() or ["no message"])[-1]
+    return objects, ""
+
+
 def patched_copy(folder, *edits):
     """Copy the sources to a folder, as copy_sources does, and apply edits of tests/edits, by their
     names; returns the folder.

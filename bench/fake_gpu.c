@@ -3,9 +3,9 @@
    succeed, and puts the library in front of the real ones.
 
    FAKE_GPUS says how many there are, one by default. Each is an H100 of 85 GB that computes nothing.
-   Its memory is the host's, zeroed; copies are real, and setting memory is, below 64 MiB. Every
-   kernel, every product of cuBLAS and every collective of NCCL leaves its outputs as they are.
-   Streams and events are always done. */
+   Its memory is memory of the host, and is zero at first. Copies are real. Setting less than 64 MiB
+   to a value is real, too; setting more does nothing. Every kernel, every product of cuBLAS and every
+   collective of NCCL leaves its outputs as they are. Streams and events are always done. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <driver_types.h>
@@ -30,7 +30,7 @@ static int all_devices(void) {
   const char *count = getenv("FAKE_GPUS");
   return count ? atoi(count) : 1;
 }
-/* those that CUDA_VISIBLE_DEVICES names, numbers with commas between them */
+/* the number of GPUs that CUDA_VISIBLE_DEVICES names, with commas between them */
 static int visible_devices(void) {
   const char *names = getenv("CUDA_VISIBLE_DEVICES");
   if (!names) return all_devices();
@@ -98,7 +98,7 @@ int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
 }
 int cuGetErrorString(int error, const char **text) { *text = cudaGetErrorString(error); return 0; }
 int cuGetErrorName(int error, const char **text) { *text = cudaGetErrorName(error); return 0; }
-/* a function of the driver by its name */
+/* finds a function of the driver by its name */
 int cuGetProcAddress_v2(const char *name, void **function, int version, unsigned long long flags,
                         int *status) {
   *function = dlsym(RTLD_DEFAULT, name);

@@ -17,9 +17,7 @@ import multiprocessing
 import os
 import re
 import shutil
-import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +35,7 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
 import config as cfg
-from bench.common import WORK, keep, machine, parser, result_file
+from bench.common import WORK, keep, machine, parser, printed_lines, result_file
 from bench.one_gpu import (
     OneRank,
     StandIn,
@@ -625,23 +623,11 @@ def run(name, limit, rehearse):
     """The lines of one check, in a process of its own; its last message if it breaks off."""
     command = [sys.executable, __file__, "--check", name, *["--rehearse"] * rehearse]
     WORK.mkdir(parents=True, exist_ok=True)
-    log = WORK / f"gpu-{name}.log"
     # The checks of memory use the trainer's setting of the allocator
     env = os.environ | (ONE_HEAP if name.startswith(("mfu", "profile")) else {})
-    with open(log, "w") as errors:
-        process = subprocess.Popen(
-            command, env=env, stdout=subprocess.PIPE, stderr=errors, text=True
-        )
-        # Its lines come as they are measured
-        timer = threading.Timer(limit, process.kill)
-        timer.start()
-        lines = [json.loads(line) for line in process.stdout if line.startswith("{")]
-        timer.cancel()
-    if process.wait():
-        last = (log.read_text().strip().splitlines() or ["no message"])[-1]
-        if process.returncode < 0:
-            last = f"ended by signal {-process.returncode}, the limit is {limit:.0f} s"
-        lines.append(skipped("all of it", "") | dict(status=f"FAIL ({last})"))
+    lines, failure = printed_lines(command, WORK / f"gpu-{name}.log", limit, env)
+    if failure:
+        lines.append(skipped("all of it", "") | dict(status=f"FAIL ({failure})"))
     return lines
 
 

@@ -24,7 +24,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import config as cfg
-from bench.common import ROOT, WORK, copy_sources, flags, keep, machine, parser, result_file
+from bench.common import (
+    ROOT,
+    WORK,
+    copy_sources,
+    flags,
+    keep,
+    machine,
+    parser,
+    printed_lines,
+    result_file,
+)
 from plumbing import placement
 from tools import base_model, memory
 
@@ -53,7 +63,7 @@ def names_in(text):
     return set(re.findall(rf"\b{REPLACED}", text))
 
 
-def functions():
+def functions_of_cuda():
     """The names of all functions that torch and vLLM may look up in CUDA's libraries."""
     names = set()
     for header in ("cuda.h", "cuda_runtime_api.h"):
@@ -69,7 +79,7 @@ def functions():
     return names
 
 
-def compiled(sources, library, version, *options):
+def compile_library(sources, library, version, *options):
     """Compile C sources to a library. version: that of CUDA, as CUDA's own CUDART_VERSION."""
     command = ["gcc", "-shared", "-fPIC", f"-DVERSION={version}", f"-I{HEADERS}", *options]
     subprocess.run([*command, *map(str, sources), "-o", str(library)], check=True)
@@ -84,14 +94,14 @@ def make_fake_gpu():
     version = 1000 * major + 10 * minor
     source = ROOT / "bench" / "fake_gpu.c"
     library = LIBRARIES / "libcuda.so.1"
-    compiled([source], library, version)
+    compile_library([source], library, version)
     command = ["nm", "-D", "--defined-only", str(library)]
     defined = names_in(subprocess.run(command, capture_output=True, text=True).stdout)
     rest = LIBRARIES / "rest.c"
-    missing = sorted(functions() - defined)
+    missing = sorted(functions_of_cuda() - defined)
     rest.write_text("".join(f"long {name}(void) {{ return 0; }}\n" for name in missing))
     # gcc knows some of the names as functions of its own.
-    compiled([source, rest], library, version, "-w", "-fno-builtin")
+    compile_library([source, rest], library, version, "-w", "-fno-builtin")
     for name in ("libcuda.so", "libnvidia-ml.so.1"):
         (LIBRARIES / name).unlink(missing_ok=True)
         (LIBRARIES / name).symlink_to(library)
@@ -102,7 +112,7 @@ def make_fake_gpu():
     smi.chmod(0o755)
 
 
-def with_fake_gpu():
+def fake_gpu_environment():
     """The variables of the environment with which a process uses the fake libraries."""
     return {
         "LD_PRELOAD": str(LIBRARIES / "libcuda.so.1"),
@@ -247,6 +257,7 @@ WITHOUT_VALUES = {
     "plumbing/engine.py": ("is_equal = self.shadow.equal()", "is_equal = {}"),
     "plumbing/shadow.py": ("if self.swaps <= 2:", "if False:"),
 }
+# Knobs of all runs. `--rows auto` would compare values before the engines start.
 RUN = dict(dtype="bfloat16", rows="packed", kv_cache_gb=0.5, port=9700, eval_problems=16)
 
 
@@ -255,7 +266,7 @@ def launched(root, model, gpus, **knobs):
 
     A run that does not end in RUN_LIMIT is interrupted; its exit code is 124.
     """
-    env = {"FAKE_GPUS": str(gpus), "PIPELINE_PYTHON": sys.executable} | with_fake_gpu()
+    env = {"FAKE_GPUS": str(gpus), "PIPELINE_PYTHON": sys.executable} | fake_gpu_environment()
     knobs = RUN | dict(model=model, out=WORK / "rehearsal") | knobs
     done = subprocess.run(
         ["timeout", "-k", "60", str(RUN_LIMIT), "bash", "run.sh", "toy", *flags(knobs)],
@@ -318,7 +329,8 @@ def run():
     yield line("they go on from the checkpoint", "step 4/5" in output, True)
 
 
-# {name: (its function, where its process runs)}
+# {name: (its function, the environment of its process, see main)}. "start" and "run" are on the CPU
+# themselves, and start whole runs on fake GPUs.
 CHECKS = {
     "device": (device, "fake GPU"),
     "engine": (engine, "fake GPU"),
@@ -332,22 +344,11 @@ CHECKS = {
 
 def lines_of(name, env):
     """The lines of one check, in a process of its own; its last message if it breaks off."""
+    command = [sys.executable, __file__, "--check", name]
     log = WORK / f"rehearsal-{name}.log"
-    command = ["timeout", "-k", "60", str(LIMIT), sys.executable, __file__, "--check", name]
-    with open(log, "w") as errors:
-        done = subprocess.run(
-            command,
-            env=os.environ | env,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
-    lines = [json.loads(x) for x in done.stdout.splitlines() if x.startswith('{"what"')]
-    if done.returncode:
-        last = (log.read_text().strip().splitlines() or ["no message"])[-1]
-        if done.returncode == 124:
-            last = f"not done after {LIMIT} s"
-        lines.append(dict(what="all of it", value=None, status=f"FAIL ({last})"))
+    lines, failure = printed_lines(command, log, LIMIT, os.environ | env)
+    if failure:
+        lines.append(dict(what="all of it", value=None, status=f"FAIL ({failure})"))
     return lines
 
 
@@ -369,7 +370,7 @@ def main(argv=None):
     WORK.mkdir(parents=True, exist_ok=True)
     make_fake_gpu()
     environments = {
-        "fake GPU": with_fake_gpu(),
+        "fake GPU": fake_gpu_environment(),
         "interpreter": {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         "CPU": {},
     }

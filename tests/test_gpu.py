@@ -97,7 +97,7 @@ def test_fake_gpus_are_counted_and_copy(tmp_path, monkeypatch):
     """The library that bench/rehearsal.py compiles; it is called as torch would call it."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     library = tmp_path / "fake.so"
-    rehearsal.compiled([ROOT / "bench" / "fake_gpu.c"], library, 13000, "-Wall", "-Werror")
+    rehearsal.compile_library([ROOT / "bench" / "fake_gpu.c"], library, 13000, "-Wall", "-Werror")
     program = tmp_path / "program.py"
     program.write_text(f"""
 import ctypes
