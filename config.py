@@ -177,6 +177,10 @@ class Config:
     reasoning_parser: str = ""
     # run vLLM without CUDA graphs: it starts sooner and samples more slowly
     enforce_eager: bool = False
+    # further flags of vLLM for the engines, as one text: --engine_flags="--attention-backend X".
+    # A flag that could change the sampled distribution or break weight updates is refused by name
+    # (plumbing/engine_flags.py has the list)
+    engine_flags: str = ""
 
     # ---- rewards
 
@@ -346,6 +350,12 @@ class Config:
     nnodes: Count = 1
     # set by the launcher: address of node 0
     master_addr: str = ""
+    # address of node 0 at which the endpoint for agents listens, and at which agents reach it.
+    # Another address than that of the loopback interface lets containers and other machines reach
+    # it: requests then travel unencrypted (docs/agents.md)
+    endpoint_host: str = "127.0.0.1"
+    # port of this endpoint; 0: any that is free
+    endpoint_port: Annotated[int, Bounds(0, 65535)] = 0
     # port of node 0 at which trainer ranks find each other, or the next one that is free; 0: port
     # + engines
     master_port: CountOr0 = 0

@@ -33,6 +33,7 @@ Trainer: it computes the loss and sends new weights to the engines.
 
 Launcher: it starts and watches the processes of one machine (tools/run.py).
     placement.py     Nodes, GPUs, CPU threads and the command line of each process.
+    engine_flags.py  Flags of vLLM that a user gives: accepted, or refused with the reason.
     rundir.py        The run directory: new, continued, or as it was after a failed start.
     supervise.py     The processes: started, watched, stopped, and engines started again.
 

@@ -24,6 +24,7 @@ import psutil
 
 import config as cfg
 from config import Config, require
+from plumbing import engine_flags
 from plumbing.checkpoints import model_type
 from plumbing.supervise import end_with_launcher
 
@@ -117,6 +118,27 @@ def own_address(other: str) -> str:
     return address
 
 
+def check_endpoint(c: Config):
+    """Raise ConfigError unless the endpoint for agents can listen where its two knobs say."""
+    given = f"--endpoint_host {c.endpoint_host} --endpoint_port {c.endpoint_port}"
+    try:
+        [(family, _, _, _, address), *_] = socket.getaddrinfo(
+            c.endpoint_host, c.endpoint_port, type=socket.SOCK_STREAM
+        )
+        socket.create_server(address, family=family).close()
+    except OSError as e:
+        raise cfg.ConfigError(
+            f"{given}: the endpoint for agents cannot listen there ({e}): the host must be an "
+            "address of this machine, and the port free"
+        ) from None
+    # These two stand for all addresses of a machine, and agents need one that they can reach.
+    require(
+        address[0] not in ("0.0.0.0", "::"),
+        f"{given}: agents cannot reach {address[0]}: give the address at which they reach this "
+        "machine, such as 172.17.0.1 for containers of Docker",
+    )
+
+
 def _network(address):
     """Environment that makes gloo and NCCL use this address's interface; else they guess one."""
     for name, addresses in psutil.net_if_addrs().items():
@@ -179,6 +201,7 @@ def resolve(config: Config, gpus: int, training: bool = True) -> Config:
     training: False if there are engines alone. Raises ConfigError with the knob and what to do.
     """
     c = cfg.check(config)
+    engine_flags.read(c)
     # by default engines and weight groups listen on loopback, where no other machine reaches them
     c.master_addr = c.master_addr or os.environ.get("NODE_ADDR", "127.0.0.1")
     everywhere = gpus * c.nnodes
@@ -246,6 +269,7 @@ def engine_commands(c: Config, gpus: int, node=0, host="") -> list[tuple[str, di
     host = host or c.master_addr
     threads, _ = share_cores(c, gpus, node)
     caching = c.prefix_caching == "on"
+    flags = engine_flags.read(c)
     engines = []
     for i, (engine_node, engine_gpus) in enumerate(spread(c, gpus)[1]):
         if engine_node != node:
@@ -260,9 +284,11 @@ def engine_commands(c: Config, gpus: int, node=0, host="") -> list[tuple[str, di
             "--tensor-parallel-size": c.tensor_parallel,
             "--max-model-len": c.max_model_len,
             "--max-num-seqs": c.concurrency,
-            # Each sequence that decodes takes one token of a step: the longest prompt must still
-            # fit beside them.
-            "--max-num-batched-tokens": max(8192, c.max_model_len + c.concurrency),
+            # Each sequence that decodes takes one token of a step, and those that are guessed for
+            # it: the longest prompt must still fit beside them.
+            "--max-num-batched-tokens": max(
+                8192, c.max_model_len + c.concurrency * (1 + flags.draft_tokens)
+            ),
             "--tool-call-parser": c.tool_parser or _usual_tool_parser(c.model),
         }
         if c.reasoning_parser:
@@ -292,6 +318,7 @@ def engine_commands(c: Config, gpus: int, node=0, host="") -> list[tuple[str, di
             command.append("--enforce-eager")
         if c.replay_routing:
             command.append("--enable-return-routed-experts")
+        command += flags.arguments
         engines.append((f"engine{i}", env, command))
     return engines
 

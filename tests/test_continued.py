@@ -38,13 +38,14 @@ KNOBS = dict(
     wandb eval_data max_left_out chat system_prompt thinking head_float32 steps max_lag
     conventional_g on_full late no_signal engines tensor_parallel concurrency temperature
     max_new_tokens max_model_len kv_cache_gb gpu_memory_utilization prefix_caching tool_parser
-    reasoning_parser enforce_eager reward_finished reward_cut_off reward_timeout
+    reasoning_parser enforce_eager engine_flags reward_finished reward_cut_off reward_timeout
     episode_timeout overlong_buffer overlong_mask advantage loss ratio clip_low clip_high
     normalizer teacher teacher_coef kl_coef kl_behavior_coef lr_by_ess entropy_coef mismatch_limit
     warmup_steps
     lr_schedule max_grad_norm row_tokens rows replay_routing trainers checkpointed_layers
     offload_activations compile recompute_kv weight_backend bucket_mb sync_timeout eval_every
     eval_problems eval_attempts eval_temperature save_every keep_last samples_logged keep_steps port
+    endpoint_host endpoint_port
     start_timeout stall_timeout stop_timeout engine_threads trainer_threads
     """,
 )

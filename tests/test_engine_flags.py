@@ -1,0 +1,211 @@
+"""The flags of vLLM that --engine_flags accepts and refuses, and speculative decoding.
+
+The engine that guesses tokens is a real one. Nothing here is FAKE.
+"""
+
+import json
+import re
+import shlex
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import requests
+import torch
+from test_weights import check_stamps, post, sender_to, served, url_of
+from transformers import AutoModelForCausalLM
+
+import config as cfg
+from conftest import PORT, resolved, with_knobs
+from plumbing import engine_flags, placement
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2}
+NGRAM |= {"prompt_lookup_min": 1}
+SPECULATION = f"--speculative-config '{json.dumps(NGRAM)}'"
+
+
+def read(text):
+    return engine_flags.read(with_knobs(resolved("toy"), engine_flags=text))
+
+
+def test_flags_come_last_on_the_command_line_of_every_engine():
+    config = with_knobs(resolved("toy", "--engines", "2"), engine_flags="")
+    plain = [command for _, _, command in placement.engine_commands(config, 0)]
+    text = f"--attention-backend CPU_ATTN --no-async_scheduling {SPECULATION} -v 3"
+    text = text.removesuffix(" -v 3")
+    config = with_knobs(config, engine_flags=text)
+    flagged = [command for _, _, command in placement.engine_commands(config, 0)]
+    assert flagged == [command + shlex.split(text) for command in plain]
+
+
+def test_a_step_has_room_for_the_guessed_tokens_beside_the_longest_prompt():
+    config = with_knobs(resolved("toy"), max_model_len=9000, concurrency=100)
+    for text, tokens in [("", 9100), (SPECULATION, 9500)]:
+        config = with_knobs(config, engine_flags=text)
+        [(_, _, command)] = placement.engine_commands(config, 0)
+        assert command[command.index("--max-num-batched-tokens") + 1] == str(tokens)
+
+
+@pytest.mark.parametrize(
+    "text, refusal",
+    [
+        ("attention-backend X", "must begin with a flag of vLLM, and not with 'attention-backend'"),
+        ("'", "No closing quotation"),
+        ("--max-num-seqs 3", "--max-num-seqs is set by the run itself: use its knob --concurrency"),
+        ("--no-enforce-eager", "use its knob --enforce_eager"),
+        ("--numa-bind --quantization=fp8", "--quantization is refused: tokens would come from"),
+        ("--kv_cache_dtype fp8", "--kv_cache_dtype is refused: tokens would come from another"),
+        ("--enable-lora", "--enable-lora is refused: weight updates are written into"),
+        ("--data-parallel-size 2", "weight updates reach the tensor-parallel workers"),
+        ("--trust-remote-code", "actor and trainer would still read the model"),
+        ("--no-enable-chunked-prefill", "a prompt is computed in one step"),
+        ("--quant fp8", "--quant is not among the flags that are known to leave"),
+        ("-q fp8", "-q is not among the flags"),
+        ("--speculative-config.method ngram", "-config.method is not among the flags"),
+        ("--speculative-config", "must be JSON with the method ngram"),
+        ("--speculative-config ngram", "must be JSON with the method ngram"),
+        ('--speculative-config={"method":"eagle"}', "must begin|must be JSON with the method"),
+        ("--speculative-config '[1]'", "must be JSON with the method ngram"),
+    ],
+)
+def test_a_flag_that_could_change_what_is_sampled_is_refused_by_name(text, refusal):
+    with pytest.raises(cfg.ConfigError, match=f"--engine_flags.*({re.escape(refusal)}|{refusal})"):
+        read(text)
+
+
+@pytest.mark.parametrize(
+    "settings, refusal",
+    [
+        (NGRAM | {"rejection_sample_method": "synthetic"}, "has rejection_sample_method, which"),
+        (NGRAM | {"model": "x", "quantization": "fp8"}, "has model, quantization, which could"),
+        (NGRAM | {"method": "draft_model"}, "must be JSON with the method ngram"),
+        (NGRAM | {"num_speculative_tokens": 0}, "num_speculative_tokens 0: must be a whole"),
+        ({"method": "ngram"}, "num_speculative_tokens None: must be a whole number"),
+    ],
+)
+def test_speculative_decoding_must_keep_the_distribution(settings, refusal):
+    text = f"--speculative-config '{json.dumps(settings)}'"
+    with pytest.raises(cfg.ConfigError, match=f"^--engine_flags: .*{refusal}"):
+        read(text)
+
+
+def test_guessed_tokens_are_refused_beside_replayed_routing():
+    config = with_knobs(resolved("toy"), engine_flags=SPECULATION, replay_routing=True)
+    with pytest.raises(cfg.ConfigError, match="--replay_routing True and --speculative-config"):
+        engine_flags.read(config)
+
+
+def test_refusal_comes_before_anything_is_written(tmp_path):
+    arguments = ["toy", "--out", str(tmp_path), "--engine_flags=--quantization fp8"]
+    with pytest.raises(cfg.ConfigError, match="--quantization is refused"):
+        resolved(*arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_flag_of_the_lists_is_one_of_vllm_and_none_is_set_by_the_run():
+    arg_utils = pytest.importorskip("vllm.engine.arg_utils")
+    from vllm.entrypoints.openai.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    assert arg_utils
+    parser = make_arg_parser(FlexibleArgumentParser())
+    known = {option.lstrip("-") for option in parser._option_string_actions}
+    refused = set(" ".join(engine_flags.REASONS.values()).split())
+    knobs = engine_flags.KNOBS
+    assert (engine_flags.ALLOWED | refused | knobs.keys()) - known == set()
+    assert not engine_flags.ALLOWED & (refused | knobs.keys()) and not refused & knobs.keys()
+    assert set(knobs.values()) <= set(cfg.Config.__dataclass_fields__)
+    for gpus in (0, 8):
+        config = placement.resolve(cfg.parse(["toy", "--replay_routing", "False"]), gpus)
+        config = with_knobs(config, replay_routing=True, reasoning_parser="x", prefix_caching="on")
+        for _, _, command in placement.engine_commands(config, gpus):
+            words = [word.removeprefix("--") for word in command if word.startswith("--")]
+            taken = {word.removeprefix("no-") for word in words}
+            assert not taken & engine_flags.ALLOWED, taken & engine_flags.ALLOWED
+
+
+# ---- a real engine that guesses tokens
+
+# Texts that repeat themselves, so that an engine finds n-grams in them
+REPEATING = [45, 4, 52, 45, 4, 52, 45, 4]
+TEMPERATURE = 0.7
+
+
+def log_probabilities(model, prompt, n):
+    """The log-probabilities of all continuations of n tokens, [vocabulary] * n, by transformers."""
+    vocabulary = model.config.vocab_size
+    texts = torch.tensor([prompt])
+    joint = torch.zeros(1, dtype=torch.float64)
+    for _ in range(n):
+        with torch.no_grad():
+            logits = torch.cat([model(part).logits[:, -1] for part in texts.split(1000)])
+        of_next = torch.log_softmax(logits.double() / TEMPERATURE, -1)
+        joint = (joint[:, None] + of_next).flatten()
+        following = torch.arange(vocabulary).repeat(len(texts))[:, None]
+        texts = torch.cat([texts.repeat_interleave(vocabulary, 0), following], 1)
+    return joint.reshape([vocabulary] * n).numpy()
+
+
+def accepted_tokens(config):
+    """The number of guessed tokens that the engine has accepted so far."""
+    text = requests.get(f"{url_of(config)}/metrics", timeout=60).text
+    values = re.findall(r"spec_decode_num_accepted_tokens_total{.*} ([\d.e+]+)", text)
+    return sum(map(float, values))
+
+
+@pytest.fixture(scope="module")
+def guessing(base_model, tmp_path_factory):
+    """Yield the Config of an engine that guesses tokens by n-grams."""
+    commands = placement.engine_commands
+
+    def with_statistics(*arguments):
+        found = commands(*arguments)
+        for _, _, command in found:
+            command.remove("--disable-log-stats")
+        return found
+
+    out = tmp_path_factory.mktemp("guessing")
+    flags = SPECULATION.replace(" '", "='").replace(" ", "")
+    knobs = f"toy --run engine --out {out} --model {base_model} --port {PORT + 3}"
+    knobs += f" --concurrency 64 --engine_flags={flags}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placement, "engine_commands", with_statistics)
+        with served(knobs, as_loaded=True) as config:
+            yield config
+
+
+@pytest.mark.slow
+def test_guessed_tokens_leave_the_distribution_and_the_logprobs_exact(guessing):
+    model = AutoModelForCausalLM.from_pretrained(guessing.model).float()
+    exact = log_probabilities(model, REPEATING, 3)
+    before = accepted_tokens(guessing)
+    sampling = dict(max_tokens=3, temperature=TEMPERATURE, ignore_eos=True)
+    order = dict(token_ids=REPEATING, sampling_params=sampling)
+    with ThreadPoolExecutor(64) as pool:
+        replies = list(pool.map(lambda _: post(guessing, **order), range(4000)))
+    choices = [reply.json()["choices"][0] for reply in replies]
+    assert accepted_tokens(guessing) - before > 400
+    counts = Counter()
+    for choice in choices:
+        tokens = tuple(choice["token_ids"])
+        counts[tokens] += 1
+        assert abs(sum(choice["behavior_logprobs"]) - exact[tokens]) < 1e-3
+    # Pearson's test: continuations that are expected fewer than five times are one class together.
+    expected = len(choices) * np.exp(exact)
+    common = [tuple(index) for index in np.argwhere(expected >= 5)]
+    observed = [counts[tokens] for tokens in common]
+    wanted = [expected[tokens] for tokens in common]
+    observed.append(len(choices) - sum(observed))
+    wanted.append(len(choices) - sum(wanted))
+    assert len(common) > 10
+    chi_square = sum((o - w) ** 2 / w for o, w in zip(observed, wanted, strict=True))
+    freedom = torch.tensor(len(observed) - 1.0)
+    assert torch.special.gammaincc(freedom / 2, torch.tensor(chi_square / 2)) > 1e-6
+
+
+@pytest.mark.slow
+def test_guessed_tokens_have_the_stamp_of_the_weights_that_accepted_them(guessing):
+    sender = sender_to(guessing, AutoModelForCausalLM.from_pretrained(guessing.model))
+    sender.config.recompute_kv = True
+    check_stamps(guessing, sender, 0)
