@@ -1,22 +1,32 @@
 """Runs programs that nobody trusts, so that they can harm nothing.
 
-`await run_python(code)` returns what a program prints. bubblewrap (Debian's package of that name)
-gives each program namespaces of its own: it has no network, and sees no other process and no files
-but Python's own and an empty directory, which is deleted afterwards. A seccomp filter keeps it from
-starting processes, and limits on time, memory, files and output end it. If bubblewrap is missing or
-not permitted, `require` says so; PIPELINE_NO_JAIL=1 then runs programs with the limits alone.
-Deliberately absent: other languages, packages beyond Python's standard library.
+bubblewrap (Debian's package of that name) gives each program namespaces of its own: it has no
+network and sees no other process. There are two kinds of jail:
+
+`await run_python(code)` returns what a Python program prints. The program can read /usr, /lib,
+/lib64 and Python's own directory, and can write only into an empty directory, which is deleted
+afterwards. A seccomp filter keeps it from starting processes, and limits on time, memory, files and
+output end it. Packages beyond Python's standard library are deliberately absent. With
+PIPELINE_NO_JAIL=1 these programs run without a jail, with your own rights and the limits alone.
+
+`Shell` runs the commands of a shell (tasks/shell.py). They may start processes, and find the files
+that earlier commands of the same shell have left. It never works without a jail.
+
+If bubblewrap is missing or not permitted, `require` and `require_shell` raise an error.
 """
 
 import asyncio
+import contextlib
 import ctypes
 import errno
 import functools
+import io
 import os
 import shutil
 import struct
 import subprocess
 import sys
+import tarfile
 import tempfile
 
 # limits of a program: bytes of memory
@@ -30,19 +40,20 @@ SECONDS = 5.0
 # number of programs that run at the same time
 PLACES = asyncio.Semaphore(2 * len(os.sched_getaffinity(0)))
 # system calls that a program may not make
-DENIED = "fork vfork unshare setns ptrace bpf io_uring_setup".split()
+DENIED = "unshare setns ptrace process_vm_writev bpf io_uring_setup".split()
 # these give memory that no limit counts
 DENIED += "shmget msgget memfd_create memfd_secret".split()
 # constants of seccomp.h: SCMP_ACT_ALLOW, SCMP_ACT_ERRNO(0), SCMP_CMP_MASKED_EQ
 ALLOW = 0x7FFF0000
 ERRNO = 0x50000
 MASKED_EQUAL = 7
-# CLONE_THREAD, a flag of clone
+# flags of clone: CLONE_THREAD, CLONE_NEWUSER
 THREAD = 0x10000
+NEW_USER = 0x10000000
 
 
-def filter_file():
-    """An open file with a seccomp filter that permits new threads, but no new processes.
+def filter_file(permits_processes=False):
+    """An open file with a seccomp filter that permits new threads, and new processes or none.
 
     With PIPELINE_NO_JAIL=1 it is empty. Raises OSError if libseccomp is missing.
     """
@@ -52,16 +63,19 @@ def filter_file():
     library = ctypes.CDLL("libseccomp.so.2")
     library.seccomp_init.restype = ctypes.c_void_p
     rules = ctypes.c_void_p(library.seccomp_init(ALLOW))
-    # struct scmp_arg_cmp: argument 0 of the call, its flags, & THREAD == 0
-    makes_no_thread = struct.pack("IiQQ", 0, MASKED_EQUAL, THREAD, 0)
+    # struct scmp_arg_cmp: the flags, argument 0 of clone, & mask == value
+    mask, value = (NEW_USER, NEW_USER) if permits_processes else (THREAD, 0)
+    is_denied = struct.pack("IiQQ", 0, MASKED_EQUAL, mask, value)
     # (system call, the error that it returns, number of conditions under which it is denied)
     denied = [(name, errno.EPERM, 0) for name in DENIED]
+    if not permits_processes:
+        denied += [("fork", errno.EPERM, 0), ("vfork", errno.EPERM, 0)]
     # without clone3, glibc uses clone, whose flags a filter can see
     denied.append(("clone3", errno.ENOSYS, 0))
     denied.append(("clone", errno.EPERM, 1))
     for name, error, conditions in denied:
         call = library.seccomp_syscall_resolve_name(name.encode())
-        library.seccomp_rule_add_array(rules, ERRNO | error, call, conditions, makes_no_thread)
+        library.seccomp_rule_add_array(rules, ERRNO | error, call, conditions, is_denied)
     library.seccomp_export_bpf(rules, file.fileno())
     library.seccomp_release(rules)
     file.seek(0)
@@ -137,3 +151,198 @@ def require():
             f"bubblewrap is not permitted here: {reason}; PIPELINE_NO_JAIL=1 runs programs with "
             "your own rights instead"
         )
+
+
+# ---- a shell
+
+
+# limits of a command in a shell: bytes of memory of a process
+SHELL_MEMORY = 2 << 30
+# number of processes
+PROCESSES = 64
+# bytes of the files in each directory; all together may have twice as much
+SHELL_FILES = 64 << 20
+# what a shell sees of this machine, to read
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
+SHELL_ENV = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "HOME": "/root",
+    "LANG": "C.UTF-8",
+    "TERM": "dumb",
+}
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+# In the jail: unpack the files, run a command, end what it has left running, and write a result to
+# the descriptor $result. The arguments: descriptors of the result and of the tests, the seconds and
+# the directory of the command, the command, and the names of the writable directories.
+UNPACK = """
+result=$1 tests=$2 seconds=$3 folder=$4 command=$5
+tar --extract --ignore-zeros --no-same-owner --directory / || exit 125
+mkdir -p "$folder" && cd "$folder" || exit 125
+"""
+RUN = """
+(
+    eval "exec $result>&- $tests>&-"
+    exec timeout --kill-after=1 "$seconds" bash -c "$command" < /dev/null
+)
+code=$?
+kill -KILL -1 2> /dev/null
+"""
+# the last bytes of a result, if no limit has cut it off
+COMPLETE = "complete"
+COMMAND_SCRIPT = f"""{UNPACK}{RUN}
+tar --create --directory / "${{@:6}}" >&"$result" && printf {COMPLETE} >&"$result"
+exit $code
+"""
+TEST_SCRIPT = f"""{UNPACK}
+export PYTHONNOUSERSITE=1
+rm -rf {{/tests,/logs}}/{{..?*,.[!.]*,*}}
+mkdir /logs/verifier
+tar --extract --no-same-owner --directory / <&"$tests" || exit 125
+{RUN}
+cd /logs/verifier
+if [ -f reward.json ]; then head -c 1000 reward.json >&"$result"
+elif [ -f reward.txt ]; then head -c 1000 reward.txt >&"$result"; fi
+"""
+
+
+class Shell:
+    """A shell in a jail: commands run one after the other, and find the files that others left.
+
+    folder: the directory in which commands run. writable: the names of the directories below / that
+    they may change, that of `folder` among them. files: a tar of what is in these at the beginning,
+    bytes. rootfs: the directory that a shell sees as /, instead of this machine's programs. env:
+    {name: value} of variables beside those of SHELL_ENV.
+
+    Each command has a jail of its own, without a network; it takes all that it has started with it
+    when it ends. Files are packed into a tar from one command to the next, so that their size has a
+    limit. Commands believe that they are root.
+    """
+
+    def __init__(self, folder, writable, files, rootfs=None, env=None):
+        self.folder = folder
+        self.writable = writable
+        self.files = files
+        self.rootfs = rootfs
+        self.env = SHELL_ENV | (env or {})
+
+    async def run(self, command, seconds):
+        """Run a command: (exit code, its output; of a long one the beginning and the end).
+
+        The exit code is 124 if the command's time was over.
+        """
+        code, output, files = await self._jailed(COMMAND_SCRIPT, command, seconds)
+        if files.endswith(COMPLETE.encode()):
+            self.files = files.removesuffix(COMPLETE.encode())
+        else:
+            output += "\n[the files are as they were before this command: they were too large]"
+        return code, output
+
+    async def test(self, tests, seconds):
+        """Run /tests/test.sh: (the text of its reward file, "" without one; its output).
+
+        tests: a tar with the directory tests, bytes. The script writes a reward into
+        /logs/verifier/reward.txt or reward.json. Nothing of this is kept.
+        """
+        _, output, reward = await self._jailed(TEST_SCRIPT, "bash /tests/test.sh", seconds, tests)
+        return reward.decode(errors="replace"), output
+
+    async def _jailed(self, script, command, seconds, tests=b""):
+        async with PLACES:
+            return await asyncio.to_thread(self._run, script, command, seconds, tests)
+
+    def _run(self, script, command, seconds, tests):
+        """The blocking part: (exit code, output, result)."""
+        if len(command.encode()) > 100_000:
+            return 126, "bash: this command is too long", b""
+        with contextlib.ExitStack() as stack:
+            files, testing, output, result = (
+                stack.enter_context(tempfile.TemporaryFile()) for _ in range(4)
+            )
+            filtered = stack.enter_context(filter_file(permits_processes=True))
+            for file, content in ((files, self.files), (testing, tests)):
+                file.write(content)
+                file.seek(0)
+            passed = [result.fileno(), testing.fileno()]
+            jail = self._command(filtered.fileno())
+            arguments = [*map(str, passed), str(seconds), self.folder, command, *self.writable]
+            try:
+                done = subprocess.run(
+                    [*jail, "bash", "-c", script, "jail", *arguments],
+                    stdin=files,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=[filtered.fileno(), *passed],
+                    # The jail itself ends the command; this is for a jail that hangs.
+                    timeout=seconds + 60,
+                )
+                code = done.returncode
+            except subprocess.TimeoutExpired:
+                code = 124
+            result.seek(0)
+            return code, beginning_and_end(output), result.read()
+
+    def _command(self, filter_fd):
+        """The beginning of a command line that runs a program in the jail."""
+        arguments = []
+        if os.geteuid() == 0:
+            # There is no limit on the number of processes of root.
+            arguments += "setpriv --reuid=65534 --regid=65534 --clear-groups".split()
+        arguments += ["prlimit", f"--as={SHELL_MEMORY}", f"--fsize={2 * SHELL_FILES}"]
+        arguments += ["--nofile=256", "--core=0"]
+        arguments += "bwrap --unshare-all --die-with-parent --new-session --clearenv".split()
+        arguments += ["--uid", "0", "--gid", "0", "--cap-drop", "ALL"]
+        if self.rootfs is None:
+            for path in SYSTEM:
+                arguments += ["--ro-bind-try", path, path]
+        else:
+            for name in sorted(os.listdir(self.rootfs)):
+                if name not in (*self.writable, "dev", "proc", "sys"):
+                    arguments += ["--ro-bind", os.path.join(self.rootfs, name), f"/{name}"]
+        for path in DEVICES:
+            arguments += ["--dev-bind", path, path]
+        arguments += ["--symlink", "/proc/self/fd", "/dev/fd", "--proc", "/proc"]
+        for name in self.writable:
+            arguments += ["--size", str(SHELL_FILES), "--tmpfs", f"/{name}"]
+        arguments += ["--remount-ro", "/", "--seccomp", str(filter_fd)]
+        for name, value in self.env.items():
+            arguments += ["--setenv", name, value]
+        # Within the jail, so that the processes of other jails do not count
+        return [*arguments, "--", "prlimit", f"--nproc={PROCESSES}"]
+
+
+def beginning_and_end(file):
+    """The text of a file; of more than OUTPUT bytes the first and the last half of as many."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    if size <= OUTPUT:
+        return file.read().decode(errors="replace")
+    first = file.read(OUTPUT // 2)
+    file.seek(size - OUTPUT // 2)
+    left_out = f"\n[{size - OUTPUT} bytes are left out]\n".encode()
+    return (first + left_out + file.read(OUTPUT // 2)).decode(errors="replace")
+
+
+def require_shell():
+    """Raise ValueError if a shell cannot be jailed here."""
+    if not (shutil.which("bwrap") and shutil.which("setpriv")):
+        raise ValueError("commands of the model need bubblewrap: apt install bubblewrap")
+    if os.environ.get("PIPELINE_NO_JAIL") == "1":
+        raise ValueError("PIPELINE_NO_JAIL=1: a shell runs in a jail only: unset it")
+    shell = Shell("/work", ["work"], packed({}))
+    code, output, _ = shell._run(COMMAND_SCRIPT, "echo jailed", 60, b"")
+    if (code, output) != (0, "jailed\n"):
+        raise ValueError(f"bubblewrap is not permitted here: {output.strip()[-300:]}")
+
+
+def packed(contents):
+    """A tar, bytes. contents: {path in it: the file or directory on this machine}."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as tar:
+        for name, path in contents.items():
+            tar.add(path, name)
+    if file.tell() > SHELL_FILES:
+        raise ValueError(
+            f"{', '.join(map(str, contents.values()))}: {file.tell() >> 20} MB of files are more "
+            f"than the {SHELL_FILES >> 20} MB that a shell may have (tasks/_jail.py, SHELL_FILES)"
+        )
+    return file.getvalue()

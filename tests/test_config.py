@@ -59,7 +59,7 @@ from tools import run
         (
             "toy --task chess",
             "No module named 'tasks.chess'; tasks here: agent, countup, guess, gym, judge, maths, "
-            "python_tool, tail",
+            "python_tool, shell, tail",
         ),
         (
             "toy --attempts 9",

@@ -1,0 +1,344 @@
+"""Work in a shell: the model writes commands, and a script of the task grades what they have done.
+
+`--train_data` and `--eval_data` name directories that have a directory for each problem, in the
+layout of Harbor (harborframework.com/docs/tasks):
+
+    instruction.md      what is to be done
+    tests/test.sh       runs after the model's last turn, and writes a number into
+                        /logs/verifier/reward.txt, or {"reward": number} into reward.json
+    environment/        the files at the beginning. Of a Dockerfile, WORKDIR says where commands run
+                        (/app by default), COPY where files go (all go there if there is no COPY),
+                        ENV sets variables
+    environment/rootfs/ the file system that the shell sees as /, instead of this machine's
+                        programs; `docker export` makes one from an image
+    solution/solve.sh   a solution, for the check below
+    task.toml           timeout_sec in [agent] and [verifier]
+
+The last ```bash block of a turn is run, and its output comes back as the next message. A turn
+without such a block is the last one. Each attempt has files of its own, in a jail without a network
+(tasks/_jail.py).
+
+    python -m tasks.shell DIRECTORY      the reward of doing nothing, and that of each solution
+
+What cannot be had here is refused by name: Dockerfiles are not built, so one with RUN needs a
+rootfs. Deliberately absent: a network, GPUs, several steps, services, processes that outlive a
+command.
+"""
+
+import asyncio
+import functools
+import json
+import os
+import re
+import shlex
+import string
+import sys
+import tomllib
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from plumbing.episode import CutOff
+from plumbing.sandbox import number
+from tasks import _jail
+
+# most turns of the model
+TURNS = 10
+# seconds of each command, of all commands of an attempt, and of test.sh
+COMMAND_SECONDS = 30.0
+AGENT_SECONDS = 300.0
+TEST_SECONDS = 120.0
+# number of characters of a command's output that the model sees: the first and the last ones
+SHOWN = 2000
+PROMPT = """{instruction}
+
+Work in the directory {folder}. Write a command in a block like this one; its output will be sent \
+to you:
+```bash
+ls
+```
+When the work is done, answer without such a block."""
+REPLY = "Exit code {code}. Output:\n{output}"
+# {section of task.toml, or key without one: its keys that change nothing here, or all of them}
+HARMLESS = {
+    "agent": "timeout_sec setup_timeout_sec".split(),
+    "verifier": ["timeout_sec"],
+    "environment": "build_timeout_sec cpus memory memory_mb storage storage_mb".split()
+    + ["allow_internet"],
+} | dict.fromkeys("version schema_version task metadata source".split(), "all")
+# instructions of a Dockerfile that say nothing of files
+IGNORED = "FROM CMD ENTRYPOINT EXPOSE LABEL".split()
+# directories below / that belong to the system
+RESERVED = "usr bin sbin lib lib64 etc dev proc sys".split()
+
+
+def problems(split, seed=0, data=""):
+    """Dicts with prompt, source, where and folder. Raises ValueError for what cannot be used."""
+    if not data:
+        raise ValueError(
+            "task shell needs directories of problems: --train_data DIRECTORY --eval_data DIRECTORY"
+        )
+    _jail.require_shell()
+    found = []
+    for directory in map(Path, map(str.strip, data.split(","))):
+        folders = sorted(path.parent for path in directory.glob("*/instruction.md"))
+        if not folders:
+            raise ValueError(f"{directory}: has no directory with an instruction.md")
+        for folder in folders:
+            instruction = (folder / "instruction.md").read_text().strip()
+            prompt = PROMPT.format(instruction=instruction, folder=layout(str(folder)).folder)
+            named = dict(source=directory.name, where=str(folder), folder=str(folder))
+            found.append(dict(prompt=prompt) | named)
+    return found
+
+
+# ---- a problem's directory
+
+
+class Layout(NamedTuple):
+    """A problem's directory, read. folder, writable, rootfs, env: see _jail.Shell.
+
+    files: {path in the jail, without its first /: the file or directory on this machine}.
+    agent_seconds, test_seconds: the time for all commands, and for test.sh.
+    """
+
+    folder: str
+    writable: list
+    files: dict
+    rootfs: Path | None
+    env: dict
+    agent_seconds: float
+    test_seconds: float
+
+    def shell(self):
+        return _jail.Shell(
+            self.folder, self.writable, _jail.packed(self.files), self.rootfs, self.env
+        )
+
+
+class Dockerfile(NamedTuple):
+    """What is understood of a Dockerfile.
+
+    folder: its WORKDIR. copies: [(source, target)] of its COPY lines; None if it has none. env:
+    {name: value} of its ENV lines.
+    """
+
+    folder: str = "/app"
+    copies: list | None = None
+    env: dict = {}
+
+
+@functools.cache
+def layout(folder):
+    """The Layout of a problem's directory; raises ValueError, with the file, for what it lacks."""
+    folder = Path(folder)
+    for name in ("instruction.md", "tests/test.sh"):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder}: has no {name}")
+    environment = folder / "environment"
+    rootfs = environment / "rootfs"
+    rootfs = rootfs.resolve() if rootfs.is_dir() else None
+    if (
+        rootfs
+        and os.geteuid() == 0
+        and not all(p.stat().st_mode & 1 for p in [rootfs, *rootfs.parents])
+    ):
+        raise ValueError(
+            f"{rootfs}: the jails of root belong to the user nobody, who cannot read this "
+            "directory: move it, or change the rights (chmod o+rx) of all directories above it"
+        )
+    settings = read_settings(folder / "task.toml", rootfs)
+    dockerfile = read_dockerfile(environment / "Dockerfile", rootfs)
+    copies = dockerfile.copies
+    if copies is None and not rootfs:
+        sources = sorted(environment.glob("*")) if environment.is_dir() else []
+        names = re.compile("Dockerfile|docker-compose")
+        copies = [(p, dockerfile.folder + "/") for p in sources if not names.match(p.name)]
+    files = {}
+    writable = {"tmp", "root", "logs", "tests", top(dockerfile.folder)}
+    writable |= {top(target) for _, target in copies or []}
+    for name in sorted(writable):
+        if name in RESERVED:
+            raise ValueError(f"{folder}: /{name} cannot be changed here")
+        if rootfs and (rootfs / name).is_dir():
+            files[name] = rootfs / name
+    for source, target in copies or []:
+        files[(target + source.name if target.endswith("/") else target).lstrip("/")] = source
+    found = Layout(
+        dockerfile.folder,
+        sorted(writable),
+        files,
+        rootfs,
+        dockerfile.env,
+        settings.get("agent", {}).get("timeout_sec", AGENT_SECONDS),
+        settings.get("verifier", {}).get("timeout_sec", TEST_SECONDS),
+    )
+    # This raises ValueError if there are too many files.
+    found.shell()
+    return found
+
+
+def top(path):
+    """The name of the directory below / that a path lies in."""
+    parts = PurePosixPath(path).parts
+    if len(parts) < 2:
+        raise ValueError(f"{path}: files and commands need a directory below /")
+    return parts[1]
+
+
+def read_settings(path, rootfs):
+    """The content of a task.toml, {} without one. Raises ValueError for settings that matter."""
+    if not path.exists():
+        return {}
+    try:
+        settings = tomllib.loads(path.read_text())
+    except ValueError as e:
+        raise ValueError(f"{path}: {e}") from None
+    for section, content in settings.items():
+        harmless = HARMLESS.get(section, ())
+        if harmless == "all" or rootfs and section == "environment":
+            continue
+        content = content if isinstance(content, dict) else {"": content}
+        # 0 GPUs, or an empty list of servers, ask for nothing
+        unknown = sorted(key for key, value in content.items() if value and key not in harmless)
+        if unknown:
+            names = ", ".join(f"{section}.{key}".rstrip(".") for key in unknown)
+            raise ValueError(f"{path}: {names}: this cannot be had here, see tasks/shell.py")
+    return settings
+
+
+def read_dockerfile(path, rootfs):
+    """The Dockerfile at a path. Raises ValueError for a line that would have to be built.
+
+    With a rootfs, in which it has been built, only WORKDIR and ENV matter.
+    """
+    read = Dockerfile()
+    if not path.exists():
+        return read
+    for line in path.read_text().replace("\\\n", " ").splitlines():
+        instruction, _, rest = line.strip().partition(" ")
+        if not instruction or instruction.startswith("#"):
+            continue
+        if instruction == "WORKDIR":
+            read = read._replace(folder=str(PurePosixPath(read.folder, rest.strip())))
+        elif instruction == "ENV":
+            read = read._replace(env=read.env | variables(rest, read.env))
+        elif instruction == "COPY" and not rootfs:
+            copied = copies_of(path, rest, read.folder)
+            read = read._replace(copies=(read.copies or []) + copied)
+        elif instruction not in IGNORED and not rootfs:
+            raise ValueError(
+                f"{path}: {line.strip()[:100]}: Dockerfiles are not built here, and only WORKDIR, "
+                "ENV and COPY are understood: build it elsewhere and put the result of `docker "
+                f"export` into {path.parent}/rootfs"
+            )
+    return read
+
+
+def variables(text, before):
+    """{name: value} of an ENV line, `A=1 B="x y"` or `A 1`. before: variables that it may use."""
+    words = shlex.split(text)
+    if "=" not in words[0]:
+        words = [f"{words[0]}={text.partition(' ')[2].strip()}"]
+    values = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        values[name] = string.Template(value).safe_substitute(_jail.SHELL_ENV | before)
+    return values
+
+
+def copies_of(path, text, work):
+    """[(source, target)] of a COPY line; a target that ends with / is a directory."""
+    *sources, target = shlex.split(text)
+    is_folder = target.endswith(("/", ".")) or len(sources) > 1
+    target = str(PurePosixPath(work, target))
+    copies = []
+    for source in sources:
+        origin = path.parent / source
+        if source.startswith("--") or not origin.exists():
+            raise ValueError(f"{path}: COPY {text}: there is no {origin}")
+        if origin.is_dir():
+            # As in Docker, what is in the directory is copied, and not the directory.
+            inside = [p for p in sorted(origin.glob("*")) if p.name != "Dockerfile"]
+            copies += [(p, target.rstrip("/") + "/") for p in inside]
+        else:
+            copies.append((origin, target.rstrip("/") + "/" * is_folder))
+    return copies
+
+
+async def grade(shell, problem):
+    """The reward that test.sh writes, a number; the outcome "unparsable" if it writes none."""
+    tests = _jail.packed({"tests": Path(problem["folder"], "tests")})
+    text, _ = await shell.test(tests, layout(problem["folder"]).test_seconds)
+    try:
+        value = json.loads(text)
+        return number(value["reward"] if isinstance(value, dict) else value)
+    except (ValueError, TypeError, KeyError):
+        return "unparsable"
+
+
+# ---- an attempt
+
+
+def command_of(text):
+    """The content of a text's last ```bash block, which need not be closed; None without one."""
+    blocks = re.findall(r"```(?:bash|sh|shell)\n(.*?)(?:```|$)", text, re.DOTALL)
+    return blocks[-1] if blocks else None
+
+
+def shortened(text):
+    """The beginning and the end of a text, if it is long."""
+    if len(text) <= SHOWN:
+        return text
+    return f"{text[: SHOWN // 2]}\n[...]\n{text[-SHOWN // 2 :]}"
+
+
+async def episode(problem, model):
+    """The reward that the problem's test.sh writes after the model's last turn."""
+    shell = await asyncio.to_thread(layout(problem["folder"]).shell)
+    seconds = layout(problem["folder"]).agent_seconds
+    clock = asyncio.get_running_loop().time
+    message = problem["prompt"]
+    commands = 0
+    for turn in range(TURNS):
+        try:
+            text = await model(message)
+        except CutOff:
+            if not model.turns:
+                raise
+            break
+        command = command_of(text)
+        if command is None or not model.finished or turn == TURNS - 1 or seconds <= 0:
+            break
+        began = clock()
+        code, output = await shell.run(command, min(COMMAND_SECONDS, seconds))
+        seconds -= clock() - began
+        commands += 1
+        message = REPLY.format(code=code, output=shortened(output.strip()))
+    model.log(commands=commands)
+    return await grade(shell, problem)
+
+
+# ---- the check of a directory of problems
+
+
+async def check(problem):
+    """(the reward of doing nothing, that of the solution; None without one) of a problem."""
+    found = layout(problem["folder"])
+    nothing = await grade(found.shell(), problem)
+    solution = Path(problem["folder"], "solution")
+    if not (solution / "solve.sh").exists():
+        return nothing, None
+    files = found.files | {"solution": solution}
+    shell = found._replace(writable=[*found.writable, "solution"], files=files).shell()
+    await shell.run("bash /solution/solve.sh", found.agent_seconds)
+    return nothing, await grade(shell, problem)
+
+
+def main(directories):
+    for problem in problems("test", data=",".join(directories)):
+        nothing, solved = asyncio.run(check(problem))
+        print(f"{problem['where']}: {nothing} without commands, {solved} after its solution")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
