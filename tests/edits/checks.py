@@ -19,6 +19,7 @@ from test_preprocess import run_stage
 from test_preprocess import write_run as write_stage
 from test_ranks import resume, run_trainer, same, write_run
 from test_samples import group_record, make_sample
+from test_tasks import prompter
 from test_train import CPU, knobs, metrics_of, micro_record, one_step, packed_model
 from test_weights import sender_to, update
 
@@ -147,6 +148,35 @@ def test_temperature_per_member_is_sampled_and_trained_at(tmp_path, base_model):
     assert metrics_of(model, record, 5)[1]["mismatch"] < 1e-5
     record["temperature"][:] = 1.0
     assert metrics_of(model, record, 5)[1]["mismatch"] > 1e-3
+
+
+# ---- tree_of_attempts
+
+
+def test_tree_of_attempts_goes_on_from_the_middle_of_another_attempt(tmp_path):
+    """Guesses 1, 2, 3, ... in the order in which they are sampled; the number is never among them.
+
+    Each attempt has 13 turns, so a branch has six turns of another attempt, and seven of its own.
+    """
+    tokenizer = prompter(tmp_path / "model").tokenizer
+
+    def answer(n, body):
+        tokens = tokenizer.convert_tokens_to_ids([*str(n), "<eos>"])
+        return choice(tokens, [("4", 0, len(tokens))])
+
+    problem = {"prompt": "Guess.\n", "number": 1000}
+    knobs = dict(task="guess", max_new_tokens=90, max_model_len=500, row_tokens=4096)
+    _, record, calls, _ = one_group(
+        tmp_path, tmp_path / "model", answer, problem=problem, attempts=5, **knobs
+    )
+    assert len(calls) == 3 * 13 + 2 * 7
+    sampled = [tokenizer.decode(x["tokens"][x["mask"]].tolist()) for x in split(record)]
+    turns = [text.split("<eos>")[:-1] for text in sampled]
+    assert list(map(len, turns)) == [13] * 5
+    for trunk, branch in zip(turns[:2], turns[3:], strict=True):
+        assert branch[:6] == trunk[:6] and not set(branch[6:]) & set(trunk)
+    assert len({guess for guesses in turns for guess in guesses}) == len(calls)
+    assert record["sample_id"].tolist() == [35, 36, 37, 38, 39]
 
 
 # ---- muon
