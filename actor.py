@@ -7,8 +7,8 @@ version sampled which tokens. One function, `allowed_groups`, decides how far ah
 groups may be started; one class, `Sampler`, decides which problem comes next.
 
 To start it alone, with engines and a trainer running: `python actor.py out/toy`. Deliberately
-absent: streaming, several actors (bench/pace.py: one actor kept 32 simulated H100s busy). Only
-records are written in a thread.
+absent: streaming, several actors (bench/pace.py: one actor kept 32 simulated H100s busy). All work
+is done in one event loop, except that records are written in a thread.
 """
 
 import asyncio
@@ -39,11 +39,12 @@ from plumbing.sandbox import Sandbox
 def allowed_groups(config, version):
     """The gate: how many groups may have been started, in all, when the trainer is at `version`.
 
-    In the pipeline they are the groups of the first version + max_lag + 1 steps: with max_lag = 0
-    of the steps trained so far and of the next one. In conventional RL with G steps per generation
-    phase they are the groups of the first version // G * G + G steps. They are never more than the
-    run trains. For each group that was dropped whole, `start_groups` allows one more. The result
-    depends on the version alone, so it does not matter whether the actor sees every version.
+    The pipeline may have started the groups of `version + max_lag + 1` steps; with max_lag = 0
+    these are the groups of the steps trained so far and those of the next step. Conventional RL
+    with G steps per generation phase may have started those of `version // G * G + G` steps. No
+    more groups are started than the run trains. For each group that was dropped whole,
+    `start_groups` allows one more. The result depends on the version alone, so it does not matter
+    whether the actor sees every version.
     """
     g = config.conventional_g
     steps = version // g * g + g if g else version + config.max_lag + 1
@@ -129,7 +130,9 @@ class Actor:
         self.prompter = Prompter(config)
         self.sandbox = Sandbox(config)
         self.engines = EngineClient(config, self.prompter.stop, self.prompter.vocabulary, run_dir)
-        self.endpoint = Endpoint(self.prompter, self.engines)
+        self.endpoint = Endpoint(
+            self.prompter, self.engines, config.endpoint_host, config.endpoint_port
+        )
         self.slots = Slots()
         self.services = Services(
             config, self.prompter, self.engines, self.endpoint, self.sandbox, self.slots
@@ -358,8 +361,8 @@ class Actor:
         seen = self.version
         evaluated = self.version
         patience = Patience(c, self.run_dir)
-        # The number of groups started, for the gate. Of the time before the run was continued only
-        # the groups that were trained count.
+        # The number of groups started, for the gate. When a run is continued, it begins at the
+        # number of groups trained so far.
         started = state["version"] * c.groups_per_step
         evaluations = {asyncio.create_task(self.evaluate(self.version))}
         groups = set()

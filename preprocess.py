@@ -1,8 +1,9 @@
 """Stage 2: groups of samples -> advantages -> packed micro-batches for the trainer's ranks.
 
 It reads queues/rollouts (from actor.py) and writes queues/batches/rank_<r> (for train.py). A step
-is `groups_per_step` groups, however many of their attempts came back. Full micro-batches are put
-before a step is complete, one for each rank at a time. Groups that arrive early wait in a buffer.
+is `groups_per_step` groups, even if some of their attempts have failed. As soon as there is a full
+micro-batch for each rank, these are written, before the step is complete. Groups that arrive early
+wait in a buffer.
 
 Dropped samples are counted by reason. An attempt that is dropped makes its group smaller. Groups
 that are dropped whole are announced in queues/dropped.json, so that the actor's gate lets others
@@ -454,7 +455,7 @@ def main(run_dir):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         emit_steps(config, waiting, packer, drops, rng, version_file)
-    # Rewards that the knobs do not allow are said in one line, without a traceback.
+    # Rewards that the knobs do not allow are reported in one line, without a traceback.
     except cfg.ConfigError as e:
         sys.exit(f"preprocess: {e}")
     finally:
@@ -467,7 +468,8 @@ def main(run_dir):
 def groups_needed(config, packer, in_phase):
     """The number of groups that must wait in the buffer before the next one is packed.
 
-    in_phase: the number of groups left in the generation phase of conventional RL.
+    It is 1 in the pipeline, which packs groups as they come. in_phase: in conventional RL, the
+    number of groups of the current training phase that are not packed yet, 0 between phases.
     """
     steps_left = config.steps - packer.step
     g = config.conventional_g
@@ -482,14 +484,16 @@ def groups_needed(config, packer, in_phase):
 
 
 def emit_steps(config, waiting, packer, drops, rng, version_file):
-    """Receive groups and put their micro-batches, until the last step is emitted."""
-    # the number of shuffled groups left in the generation phase (conventional RL only)
+    """Receive groups and write their micro-batches, until the last step is complete.
+
+    Whenever enough groups wait, the next one is packed; the packer knows when a step is complete.
+    """
     in_phase = 0
     while packer.step < config.steps:
         waiting.receive()
         drops.announce()
-        # Stay at most one step ahead of the trainer. While the trainer is busy, groups wait in the
-        # buffer, where newer groups may still replace them.
+        # Pack at most the step after the one that the trainer is making. While it is busy, groups
+        # wait in the buffer, where newer groups may still replace them.
         needed = groups_needed(config, packer, in_phase)
         has_groups = len(waiting.groups) >= needed
         if not has_groups or packer.step > read_json(version_file).get("version", 0) + 1:

@@ -6,8 +6,8 @@ engines (weights.py). The loop is `train()`.
 
 To start it alone, on a run directory that has queues to read: `accelerate launch train.py out/toy`;
 with two ranks: `accelerate launch --multi_gpu --num_processes 2 train.py out/toy`. Deliberately
-absent: a Trainer class, callbacks, settings of gradient accumulation (a step is a step, however its
-samples were packed).
+absent: a Trainer class, callbacks, a setting for the number of micro-batches of a step: it follows
+from how the samples of the step were packed.
 """
 
 import dataclasses
@@ -121,7 +121,8 @@ def token_logprobs(
 
     model: a Hugging Face causal LM. input_ids, position_ids [T]: numpy arrays or CPU tensors. With
     FSDP2 they must be arrays: it moves tensors to the GPU, but the boundaries of sequences must be
-    known on the CPU. Positions restart at 0 with every sequence, and no sequence sees another one.
+    known on the CPU. Positions restart at 0 with every sequence. The result is the same as if each
+    sequence were alone in the row.
     temperature: a number, or one per token [T]. wanted [T] bool: the tokens whose values are asked
     for (None: all of them). entropy_grad: the entropy has a gradient, too. to_logits: the product
     of hidden states and the head's weight; chunk_logprobs: head_logprobs, perhaps compiled. rows:
@@ -130,13 +131,14 @@ def token_logprobs(
 
     Both values are 0 at the row's first token and at tokens that are not wanted, which the head
     does not see. The first token of any other sequence has no context: the caller must mask its
-    value out. A beginning that neighbouring sequences share is computed once.
+    value out. With packed rows, a beginning that neighbouring sequences share is computed once, and
+    all of them use it.
     """
     ids, positions, temperature = map(np.asarray, (input_ids, position_ids, temperature))
     temperature = np.broadcast_to(temperature.astype(np.float32), ids.shape)
     if rows is None:
         rows = "packed" if model.config._attn_implementation == "packed" else "native"
-    # Only our attention lets a sequence use the tokens of another one.
+    # Only our attention lets a sequence use a beginning that was computed for another one.
     prefixes = shared_prefixes(ids, positions, may_share=rows == "packed")
     # The distribution of a token comes from the hidden state of the token before it.
     target_index = np.arange(1, len(ids)) if wanted is None else np.flatnonzero(wanted[1:]) + 1
@@ -201,7 +203,7 @@ class Policy(torch.nn.Module):
 
     @torch.no_grad()
     def reference_logprobs(self, *inputs):
-        """Logprobs [T] under the base model, which is frozen; for --kl_coef."""
+        """Logprobs [T] under the model of --model as it was before training; for --kl_coef."""
         if "reference" in self.frozen:
             return self.frozen["reference"].logprobs(*inputs)[0]
         # With adapters the base model is this one without them.
@@ -247,8 +249,8 @@ def policy_loss(kind, logprobs, behavior_logprobs, advantages, sample_index, con
     whole sample here, with all its segments.
 
     reinforce  -sg(min(w, high)) A log pi; truncated importance sampling, PipelineRL eq. 5
-               (arXiv 2509.19128), token by token; the paper subtracts a learned baseline, here A
-               is that of preprocess.advantages
+               (arXiv 2509.19128), token by token; the paper subtracts a learned baseline, while
+               here A comes from preprocess.advantages
     ppo        -min(w A, clip(w, low, high) A); Schulman et al. 2017 (arXiv 1707.06347) eq. 7
     cispo      -sg(clip(w, low, high)) A log pi; MiniMax-M1 2025 (arXiv 2506.13585) eq. 4
     gspo       ppo with --ratio sequence and --normalizer sequence: the terms of a sequence, which
@@ -318,7 +320,9 @@ def learning_rate(config, step):
 
 # ---------------------------------------------------------------------------- one step
 
-# Functions that make a metric of its sums over the micro-batches of a step.
+# number of the outcome "correct" in config.OUTCOMES
+CORRECT = 0
+# Each of these functions makes a metric of its sums over the micro-batches of a step.
 count = int
 
 
@@ -336,43 +340,40 @@ def micro_batch(policy, batch, version, config, device):
     """Forward pass, loss and metrics of one micro-batch of T tokens and S samples.
 
     batch: a record of plumbing/samples.py with the advantages of preprocess.py. Returns the summed
-    loss (a scalar to call backward on), the metrics as {name: (function, sum, ...)}, which
-    plumbing.metrics.Sums adds up over the step, and the logprobs [T] of the trained policy. Nothing
-    here waits for the device.
+    loss (a scalar to call backward on), the metrics of `metric_sums`, which plumbing.metrics.Sums
+    adds up over the step, and the logprobs [T] of the trained policy. The loss of a token is
+
+        policy_loss + kl_coef KL(pi || base) + kl_behavior_coef (log w)^2 - entropy_coef H
+
+    Nothing here waits for the device.
     """
     positions, sample_index = layout(batch["lengths"], batch["segment"])
     inputs = (batch["tokens"], positions, batch["temperature"][sample_index], batch["mask"])
     # The frozen models come first: much memory of the policy's forward pass is kept until backward.
     ref_logprobs = policy.reference_logprobs(*inputs) if config.kl_coef else None
     teacher_logprobs = policy.teacher_logprobs(*inputs) if config.teacher else None
-    # A filler has no experts, nor have micro-batches that earlier versions of this code have kept.
+    # A filler has no choices of experts, nor have micro-batches that older code kept for replay.py.
     experts = batch.get("experts") if config.replay_routing else None
     experts = None if experts is None or not experts.shape[1] else experts
     with keeping(config, device):
         logprobs, entropy = policy.logprobs(
             *inputs, entropy_grad=config.entropy_coef > 0, experts=experts
         )
-    arrays = {k: v for k, v in batch.items() if isinstance(v, np.ndarray) and k != "experts"}
-    arrays |= dict(sample_index=sample_index, positions=positions)
-    arrays["lag_buckets"] = lag_buckets(version - batch["versions"])
-    arrays["oldest_lags"] = oldest_lags(batch, version)
-    arrays["length_counts"] = length_counts(batch)
-    tensors = to_device(device, *arrays.values())
-    b = dict(zip(arrays, tensors))
+    b = on_device(batch, positions, sample_index, version, device)
 
     lag = version - b["versions"]
     late = torch.zeros_like(b["mask"])
     if config.late == "mask":
         late = b["mask"] & (lag > config.max_lag)
-    # [T] bool: the tokens that an engine sampled, and recently enough.
-    mask = b["mask"] & ~late
-    lag = lag * mask
-    loss_sample_index = torch.where(mask, b["sample_index"], -1)
-    behavior_logprobs = torch.where(mask, b["behavior_logprobs"], logprobs.detach())
+    # [T] bool: the tokens in the loss. An engine sampled them, --overlong_mask has not left out
+    # their attempt, and they are not late.
+    in_loss = b["mask"] & ~late
+    loss_sample_index = torch.where(in_loss, b["sample_index"], -1)
+    behavior_logprobs = torch.where(in_loss, b["behavior_logprobs"], logprobs.detach())
     # log teacher - log mu of each sampled token; its mean over tokens estimates -KL(mu || teacher).
     teacher_log_ratio = torch.zeros_like(logprobs)
     if config.teacher:
-        teacher_log_ratio = (teacher_logprobs - behavior_logprobs) * mask
+        teacher_log_ratio = (teacher_logprobs - behavior_logprobs) * in_loss
     advantages = b["advantage"] + config.teacher_coef * teacher_log_ratio
 
     per_token, clipped = policy_loss(
@@ -380,7 +381,7 @@ def micro_batch(policy, batch, version, config, device):
     )
     kl_ref = torch.zeros_like(logprobs)
     if config.kl_coef:
-        kl_ref = kl(logprobs, torch.where(mask, ref_logprobs, logprobs.detach()))
+        kl_ref = kl(logprobs, torch.where(in_loss, ref_logprobs, logprobs.detach()))
         per_token = per_token + config.kl_coef * kl_ref
     log_w = logprobs - behavior_logprobs
     if config.kl_behavior_coef:
@@ -388,85 +389,107 @@ def micro_batch(policy, batch, version, config, device):
         per_token = per_token + config.kl_behavior_coef * log_w**2
     if config.entropy_coef:
         per_token = per_token - config.entropy_coef * entropy
+    # The other two normalizers divide by a number of the whole step, in `optimizer_step`.
     if config.normalizer == "sequence":
         per_token = per_token / sum_for_each_token(torch.ones_like(per_token), loss_sample_index)
-    per_token = torch.where(mask, per_token, 0.0)
+    per_token = torch.where(in_loss, per_token, 0.0)
     loss = per_token.sum()
 
+    b |= dict(in_loss=in_loss, late=late, lag=lag * in_loss, clipped=clipped & in_loss)
+    b |= dict(logprobs=logprobs, behavior_logprobs=behavior_logprobs, entropy=entropy)
+    b |= dict(loss=per_token, kl_ref=kl_ref, teacher_log_ratio=teacher_log_ratio)
     with torch.no_grad():
-        log_w = log_w.detach()
-        w = log_w.exp() * mask
-        kl_behavior = kl(behavior_logprobs, logprobs) * mask
-        clipped = clipped & mask
-        # [S] bool: False for a filler, the micro-batch of a rank for which no samples are left.
-        is_sample = b["outcome"] >= 0
-        samples = is_sample.sum()
-        # the number of tokens in the loss
-        tokens = mask.sum()
-        # The tokens whose logprobs the engine computed with the very version that is trained. If
-        # several versions sampled a sequence, a part of its KV cache is from an older one.
-        pure = mask & (lag == 0) & (b["num_versions"] == 1)[b["sample_index"]]
-        is_real = is_sample[b["sample_index"]]
-        by_sample = (b["sample_index"], len(is_sample))
-        # [S]: the samples that have an advantage at any token, and those with a token in the loss.
-        has_signal = sum_for_each_sample(b["advantage"].abs(), *by_sample) > 0
-        in_loss = sum_for_each_sample(mask.float(), *by_sample) > 0
-        # [S]: the weights of whole samples, products over their tokens. The clamp keeps them and
-        # their squares finite and above 0 in float64. Samples without a token in the loss have 0.
-        log_w_sample = sum_for_each_sample((log_w * mask).double(), *by_sample)
-        w_sample = log_w_sample.clamp(-300, 300).exp() * in_loss
-        # The tokens that an engine sampled, also those of attempts that --overlong_mask leaves out
-        is_sampled = (b["versions"] >= 0) & is_real
-        # A turn begins with a sampled token that follows one that was not sampled.
-        turns = (is_sampled[1:] & ~is_sampled[:-1]).sum()
-        segments = ((b["positions"] == 0) & is_real).sum()
-        metrics = {
-            "samples": (count, samples),
-            "turns": (mean, turns, samples),
-            "segments": (mean, segments, samples),
-            "tokens": (count, is_real.sum()),
-            "sampled_tokens": (count, tokens),
-            "reward": (mean, b["reward"].sum(), samples),
-            "success": (mean, (b["outcome"] == 0).sum(), samples),
-            "signal": (mean, has_signal.sum(), samples),
-            "cut_off": (mean, (~b["finished"] & is_sample).sum(), samples),
-            "length_mean": (mean, is_sampled.sum(), samples),
-            "length_p90": (length_p90, b["length_counts"]),
-            "lengths": (lengths_table, b["length_counts"]),
-            "loss": (mean, loss, samples),
-            "entropy": (mean, (entropy * mask).sum(), tokens),
-            "ess": (ess, w.sum(), (w * w).sum(), tokens),
-            "ess_sample": (ess, w_sample.sum(), (w_sample * w_sample).sum(), in_loss.sum()),
-            "kl_behavior": (mean, kl_behavior.sum(), tokens),
-            "kl_ref": (mean, (kl_ref * mask).sum(), tokens),
-            "kl_teacher": (mean, -(teacher_log_ratio * mask).sum(), tokens),
-            "mismatch": (mean_if_any, (log_w.abs() * pure).sum(), pure.sum()),
-            "lag_mean": (mean, lag.sum(), tokens),
-            "lag_max": (largest, lag.max()),
-            "lag_oldest": (mean, (b["oldest_lags"] * is_sample).sum(), samples),
-            "clip_frac": (mean, clipped.sum(), tokens),
-            "late": (count, late.sum()),
-            "by_lag": (
-                functools.partial(by_lag, ess),
-                *sums_by_lag(
-                    b["lag_buckets"], mask, per_token, kl_behavior, log_w.abs(), w, clipped
-                ),
-            ),
-            "versions_2": (mean, (b["num_versions"] >= 2).sum(), samples),
-            "versions_3": (mean, (b["num_versions"] >= 3).sum(), samples),
-        }
+        metrics = metric_sums(b)
         if policy.routing:
             metrics |= {name: (mean, *sums) for name, sums in policy.routing.sums().items()}
     return loss, metrics, logprobs.detach()
 
 
+def on_device(batch, positions, sample_index, version, device):
+    """The arrays of a micro-batch, and what follows from them on the CPU: {name: tensor}."""
+    arrays = {k: v for k, v in batch.items() if isinstance(v, np.ndarray) and k != "experts"}
+    arrays |= dict(sample_index=sample_index, positions=positions)
+    arrays["lag_buckets"] = lag_buckets(version - batch["versions"])
+    arrays["oldest_lags"] = oldest_lags(batch, version)
+    arrays["length_counts"] = length_counts(batch)
+    return dict(zip(arrays, to_device(device, *arrays.values())))
+
+
+def metric_sums(b):
+    """The metrics of a micro-batch: {name: (function, sum, ...)}.
+
+    The function makes the metric of the sums, which are added up over a step and all ranks. b: the
+    fields of the micro-batch, and the terms of its loss that `micro_batch` has added to them.
+    """
+    in_loss = b["in_loss"]
+    log_w = b["logprobs"] - b["behavior_logprobs"]
+    w = log_w.exp() * in_loss
+    kl_behavior = kl(b["behavior_logprobs"], b["logprobs"]) * in_loss
+    # [S] bool: False for a filler, the micro-batch of a rank for which no samples are left.
+    is_sample = b["outcome"] >= 0
+    samples = is_sample.sum()
+    # the number of tokens in the loss
+    tokens = in_loss.sum()
+    # The tokens whose logprobs the engine computed with the very version that is trained. If
+    # several versions sampled a sequence, a part of its KV cache is from an older one.
+    pure = in_loss & (b["lag"] == 0) & (b["num_versions"] == 1)[b["sample_index"]]
+    is_real = is_sample[b["sample_index"]]
+    by_sample = (b["sample_index"], len(is_sample))
+    # [S]: the samples that have an advantage at any token, and those with a token in the loss.
+    has_signal = sum_for_each_sample(b["advantage"].abs(), *by_sample) > 0
+    has_loss = sum_for_each_sample(in_loss.float(), *by_sample) > 0
+    # [S]: the weights of whole samples, products over their tokens. The clamp keeps them and
+    # their squares finite and above 0 in float64. Samples without a token in the loss have 0.
+    log_w_sample = sum_for_each_sample((log_w * in_loss).double(), *by_sample)
+    w_sample = log_w_sample.clamp(-300, 300).exp() * has_loss
+    # The tokens that an engine sampled, also those of attempts that --overlong_mask leaves out
+    is_sampled = (b["versions"] >= 0) & is_real
+    # A turn begins with a sampled token that follows one that was not sampled.
+    turns = (is_sampled[1:] & ~is_sampled[:-1]).sum()
+    segments = ((b["positions"] == 0) & is_real).sum()
+    bucket_sums = sums_by_lag(
+        b["lag_buckets"], in_loss, b["loss"], kl_behavior, log_w.abs(), w, b["clipped"]
+    )
+    return {
+        "samples": (count, samples),
+        "turns": (mean, turns, samples),
+        "segments": (mean, segments, samples),
+        "tokens": (count, is_real.sum()),
+        "sampled_tokens": (count, tokens),
+        "reward": (mean, b["reward"].sum(), samples),
+        "success": (mean, (b["outcome"] == CORRECT).sum(), samples),
+        "signal": (mean, has_signal.sum(), samples),
+        "cut_off": (mean, (~b["finished"] & is_sample).sum(), samples),
+        "length_mean": (mean, is_sampled.sum(), samples),
+        "length_p90": (length_p90, b["length_counts"]),
+        "lengths": (lengths_table, b["length_counts"]),
+        "loss": (mean, b["loss"].sum(), samples),
+        "entropy": (mean, (b["entropy"] * in_loss).sum(), tokens),
+        "ess": (ess, w.sum(), (w * w).sum(), tokens),
+        "ess_sample": (ess, w_sample.sum(), (w_sample * w_sample).sum(), has_loss.sum()),
+        "kl_behavior": (mean, kl_behavior.sum(), tokens),
+        "kl_ref": (mean, (b["kl_ref"] * in_loss).sum(), tokens),
+        "kl_teacher": (mean, -(b["teacher_log_ratio"] * in_loss).sum(), tokens),
+        "mismatch": (mean_if_any, (log_w.abs() * pure).sum(), pure.sum()),
+        "lag_mean": (mean, b["lag"].sum(), tokens),
+        "lag_max": (largest, b["lag"].max()),
+        "lag_oldest": (mean, (b["oldest_lags"] * is_sample).sum(), samples),
+        "clip_frac": (mean, b["clipped"].sum(), tokens),
+        "late": (count, b["late"].sum()),
+        "by_lag": (functools.partial(by_lag, ess), *bucket_sums),
+        "versions_2": (mean, (b["num_versions"] >= 2).sum(), samples),
+        "versions_3": (mean, (b["num_versions"] >= 3).sum(), samples),
+    }
+
+
 def optimizer_step(model, optimizers, sums, version, config):
     """Divide the gradients, summed over a step's micro-batches, once; clip and apply them.
 
-    The divisor is the number of samples that the step has on all ranks (or of their tokens), so
-    that it does not matter how they were packed into micro-batches. sums: plumbing.metrics.Sums of
-    the step. Returns the step's metrics over all ranks. A gradient that is not finite leaves the
-    weights as they are, on every rank alike, as the norm is that of all ranks. Collective.
+    The divisor is the number of samples that the step has on all ranks, those without a token in
+    the loss included; with --normalizer tokens it is the number of tokens in the loss. So it does
+    not matter how samples were packed into micro-batches. sums: plumbing.metrics.Sums of the step.
+    Returns the step's metrics over all ranks. A gradient that is not finite leaves the weights as
+    they are, on every rank alike, as the norm is that of all ranks. Collective.
     """
     metrics = sums.reduce()
     n = metrics["sampled_tokens"] if config.normalizer == "tokens" else metrics["samples"]
@@ -604,7 +627,7 @@ def send_first_weights(policy, state, sender, ranks):
 
 
 def train(config, run_dir, ranks):
-    """The run, from its newest checkpoint to its last step. If it is to stop, it saves first.
+    """The run, from its newest checkpoint to its last step. When it is asked to stop, it saves.
 
     At the end it waits for the actor's evaluation of the last version, and writes it down.
     """
@@ -625,7 +648,7 @@ def train(config, run_dir, ranks):
             sums = Sums()
             for batch in reader.step(version):
                 loss, metrics, logprobs = micro_batch(policy, batch, version, config, ranks.device)
-                # FSDP2 averages gradients over ranks; multiplied by their number they are summed.
+                # FSDP2 averages gradients over ranks. Multiplied by their number, they are a sum.
                 (loss * ranks.world).backward()
                 sums.add(metrics)
                 log.samples(batch, logprobs, version)
@@ -679,7 +702,7 @@ def main(run_dir):
         )
         torch.manual_seed(config.seed + ranks.rank)
         train(config, run_dir, ranks)
-    # A machine or a model that is not as it should be is said in one line, without a traceback.
+    # A machine or a model that is not as it should be is reported in one line, without a traceback.
     except cfg.ConfigError as e:
         sys.exit(f"train: {e}")
     ranks.close()

@@ -5,11 +5,13 @@ plumbing/engine.py is the other side, inside vLLM.
     sender.push(version)     collective: copies the current weights; they are then on their way
     sender.wait()            returns when the engines serve them
 
-`push` gathers the parameters that are trained (`requires_grad`), on all ranks in one fixed order,
-into a copy in rank 0's host memory. A thread of rank 0 does the rest, while training goes on:
+The engines and the trainer form a *weight group*, a process group of torch.distributed with a store
+of keys. `push` gathers the parameters that are trained (with LoRA: the matrices that adapters are
+merged into), on all ranks in one fixed order, into a copy in rank 0's host memory. A thread of rank
+0 does the rest, while training goes on:
 
-  1. It rings the doorbell (a key in the weight group's store) and broadcasts the copy in flat
-     buckets. Every engine worker receives in a thread of its own while decoding goes on, and then
+  1. It sets a key in the store, on which the engines wait, and broadcasts the copy in flat buckets.
+     Every engine worker receives in a thread of its own while decoding goes on, and then
      sets a ready key.
   2. It sends POST /request_weight_update to every engine, which pauses (requests are kept), swaps
      the weights, stamps their version and resumes. This is the engine's only pause. All of it
@@ -50,9 +52,11 @@ TIMES = ("sync_s", "gather_s", "wait_sync_s", "send_s", "ready_s", "pause_s")
 
 
 class SentParameter:
-    """A parameter that is sent, under the names and in the pieces that it has on disk.
+    """One parameter of the trainer's model, as it is sent.
 
-    function(*tensors) is its value. Vectors travel in float32, whatever the compute dtype: engines
+    A checkpoint on disk may hold it in several pieces with names of their own; these pieces are
+    sent. Its value is function(*tensors): the tensor itself, or a base matrix with its adapters
+    merged. Vectors travel in float32, whatever the compute dtype: engines
     keep some of them in float32 (the decay of Mamba), and they are few.
     """
 

@@ -197,8 +197,8 @@ ALL_FAULTS = [
     Fault(
         name="ESS of clipped weights",
         file="train.py",
-        old="log_w.exp() * mask",
-        new="log_w.exp().clamp(max=1) * mask",
+        old="log_w.exp() * in_loss",
+        new="log_w.exp().clamp(max=1) * in_loss",
     ),
     Fault(
         name="half of the reward logged",

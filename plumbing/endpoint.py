@@ -16,8 +16,10 @@ does not run itself, are left out and counted by name; the request is refused if
 not get the answer that it expects.
 
 Each request is a turn of its own, even if it is the same as another one. Only a retry shares the
-turn of the request that it repeats (Endpoint.turn). The server listens on loopback alone.
-Deliberately absent: stop strings, several choices, logprobs, images.
+turn of the request that it repeats (Endpoint.turn). What a client sends costs its own attempt only:
+a few requests of an attempt are served at a time (episode.AT_ONCE), and others wait for these. The
+server listens on loopback unless the knob endpoint_host names another address.
+Deliberately absent: stop strings, several choices, logprobs, images, encryption.
 """
 
 import asyncio
@@ -45,6 +47,8 @@ MODEL_NAME = "policy"
 RENDER_OPTIONS = dict(
     model=MODEL_NAME, stream=False, stream_options=None, max_tokens=1, max_completion_tokens=1
 )
+# the limits on tokens that a client may set
+LIMITS = ("max_tokens", "max_completion_tokens")
 # the header in which the packages of OpenAI and Anthropic count the retries of a request
 RETRY_COUNT = "x-stainless-retry-count"
 # the key under which a web.Request keeps its Attempt
@@ -53,11 +57,22 @@ ATTEMPT = web.RequestKey("attempt", object)
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
 
 
+# what Python raises for a body that is not in the form of the API, or has no end of brackets
+NOT_IN_FORM = (LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError)
+
+
 def error_response(status, message, code):
     """A response in the form in which the clients of OpenAI and of Anthropic read errors."""
     kind = ERROR_TYPES.get(status, "invalid_request_error")
     error = dict(message=message, type=kind, param=None, code=code)
     return web.json_response({"type": "error", "error": error}, status=status)
+
+
+def over_response():
+    """The response to a request whose API key belongs to no attempt in progress."""
+    return error_response(
+        401, "no attempt has this API key, or the attempt is over", "invalid_api_key"
+    )
 
 
 def comparable(message):
@@ -115,10 +130,13 @@ class Turn:
 class Endpoint:
     """The server.
 
-    attempts: {API key: Attempt}. url: the address of its API, None before the server is started.
+    host, port: where it listens; port 0: at any free one. attempts: {API key: Attempt}. url: the
+    address of its API, None before the server is started.
     """
 
-    def __init__(self, prompter, engines):
+    def __init__(self, prompter, engines, host="127.0.0.1", port=0):
+        self.host = host
+        self.port = port
         self.prompter = prompter
         self.engines = engines
         self.attempts = {}
@@ -145,9 +163,10 @@ class Endpoint:
 
     async def start(self):
         await self.runner.setup()
-        # all clients are processes of this machine
-        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}/v1"
+        await web.TCPSite(self.runner, self.host, self.port).start()
+        # an IPv6 address has colons, and stands in brackets in a URL
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        self.url = f"http://{host}:{self.runner.addresses[0][1]}/v1"
 
     async def close(self):
         await self.runner.cleanup()
@@ -157,19 +176,20 @@ class Endpoint:
     @web.middleware
     async def guard(self, request, handler):
         """Find the request's attempt, and answer errors in the form that clients read."""
+        keys = [request.headers.get("Authorization", "").removeprefix("Bearer ")]
+        # the header of Anthropic's clients
+        keys.append(request.headers.get("x-api-key", ""))
+        key = next((key for key in keys if key in self.attempts), None)
+        if key is None:
+            return over_response()
+        attempt = request[ATTEMPT] = self.attempts[key]
         try:
-            # read the body first: the attempt may end while it arrives
-            await request.read()
-            keys = [request.headers.get("Authorization", "").removeprefix("Bearer ")]
-            # the header of Anthropic's clients
-            keys.append(request.headers.get("x-api-key", ""))
-            key = next((key for key in keys if key in self.attempts), None)
-            if key is None:
-                return error_response(
-                    401, "no attempt has this API key, or the attempt is over", "invalid_api_key"
-                )
-            request[ATTEMPT] = self.attempts[key]
-            return await handler(request)
+            async with attempt.served_at_once:
+                # read the body first: the attempt may end while it arrives
+                await request.read()
+                if key not in self.attempts:
+                    return over_response()
+                return await handler(request)
         except CutOff as e:
             return error_response(400, str(e), "context_length_exceeded")
         except EngineUnavailable as e:
@@ -184,7 +204,7 @@ class Endpoint:
             if "maximum context length" in e.message:
                 return error_response(400, str(request[ATTEMPT].cut()), "context_length_exceeded")
             return error_response(e.status, e.message, "invalid_request")
-        except (LookupError, TypeError, AttributeError, ValueError) as e:
+        except NOT_IN_FORM as e:
             message = f"the request is not in the form of the API {request.path}: {e!r}"
             return error_response(400, message, "invalid_request")
 
@@ -234,6 +254,9 @@ class Endpoint:
                 options[name] = value
             elif value and name not in REFUSED:
                 self.count(f"{name} of a client is left out")
+        for name in LIMITS:
+            if name in options and type(options[name]) is not int:
+                raise web.HTTPBadRequest(text=f"{name} must be a whole number")
         if options.get("tool_choice", "auto") not in ("auto", "none"):
             self.count("tool_choice of a client is auto")
             options["tool_choice"] = "auto"
@@ -376,6 +399,10 @@ class Endpoint:
             prompt = given
         if not prompt:
             raise web.HTTPBadRequest(text="prompt must be one text, or one list of token ids")
+        if not 0 <= min(prompt) <= max(prompt) < self.engines.vocabulary:
+            raise web.HTTPBadRequest(
+                text=f"the model has the token ids 0 to {self.engines.vocabulary - 1} only"
+            )
         answer = await attempt.generate(prompt, body.get("max_tokens"))
         text = self.prompter.decode(answer["tokens"])
         if isinstance(given, str):

@@ -327,7 +327,7 @@ class Receiver:
                 self.device,
             )
             for n in itertools.count():
-                # The doorbell may take days. If the trainer ends, the connection breaks.
+                # The next update may come after days. If the trainer ends, the connection breaks.
                 store.wait([f"update/{n}"], timedelta(days=30))
                 self.received = None
                 is_proof = self.group["as_loaded"] and n < 2 and self.worker.has_loaded_weights

@@ -1,6 +1,6 @@
 """The records of a run: metrics.jsonl, the line per step, Weights & Biases, decoded samples.
 
-A metric is declared where it is computed (train.micro_batch), as (function, sum, ...): the sums add
+A metric is declared where it is computed (train.metric_sums), as (function, sum, ...): the sums add
 up over micro-batches and ranks, and the function computes the metric from them.
 """
 

@@ -134,7 +134,7 @@ class WeightGroup:
         Returns the time at which all was sent. Raises RuntimeError or TimeoutError; WrongWeights if
         a worker says that its model cannot take these weights.
         """
-        # the doorbell: every worker begins to receive
+        # Every worker waits for this key, and then begins to receive.
         self.store.set(f"update/{self.updates}", str(version))
         self.broadcast(buckets)
         sent = time.monotonic()

@@ -8,6 +8,7 @@ real ones.
 import asyncio
 import json
 import re
+import socket
 from decimal import Decimal
 from fractions import Fraction
 from urllib.parse import urlsplit
@@ -24,8 +25,8 @@ from test_tasks import prompter
 
 import config as cfg
 from actor import Sampler
-from plumbing import client, messages_api, responses_api
-from plumbing.episode import AttemptLost
+from plumbing import client, messages_api, placement, responses_api
+from plumbing.episode import AT_ONCE, AttemptLost
 from tasks import guess as task
 
 TOOLS = (
@@ -582,6 +583,103 @@ def test_errors_have_openais_format(tmp_path):
     [sample], _, _ = play(tmp_path, ["A"], episode)
     # the attempt was cut off
     assert not sample["finished"]
+
+
+def test_nonsense_is_refused_and_the_attempt_goes_on(tmp_path, caplog):
+    """Bodies that no API has. Each is answered in the form of the API, most by a refusal."""
+    bodies = [b"", b"{", b"\xff\xfe", b"7", b"[]", b'"x"', b'{"messages": ' + b"[" * 200_000]
+    bodies += [b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}"]
+    odd = [None, 7, [None], [[]], [7], [{"role": "user"}], [user("\ud800")], [dict(role=["user"])]]
+    bodies += [json.dumps(dict(messages=messages)).encode() for messages in odd]
+    for limit in (0.5, "9", True, 1e300, [1]):
+        bodies.append(json.dumps(dict(messages=[user("Hi")], max_tokens=limit)).encode())
+    prompts = [[-1], [10**6], [2**63], [1, "a"], [], {}, 7, [True, None]]
+    completions = [json.dumps(dict(prompt=prompt)).encode() for prompt in prompts]
+    statuses = []
+
+    async def episode(problem, model):
+        headers = {"Authorization": f"Bearer {model.api_key}"}
+        paths = ["chat/completions", "responses", "messages", "messages/count_tokens"]
+        requests = [(path, body) for path in paths for body in bodies]
+        requests += [("completions", body) for body in completions]
+        async with aiohttp.ClientSession(headers=headers) as session:
+            for path, body in requests:
+                async with session.post(f"{model.base_url}/{path}", data=body) as answer:
+                    content = await answer.json()
+                    statuses.append(answer.status)
+                    if answer.status != 200:
+                        assert 0 < len(content["error"]["message"]) < 1000
+        await Client(model).chat(user("Hi"))
+        return 1.0
+
+    [sample], prompts, _ = play(tmp_path, ["A"] * 99, episode, max_new_tokens=1000)
+    assert sample["reward"] == 1.0
+    assert statuses.count(400) > 75 and len(prompts) == statuses.count(200) + 1
+    # The actor itself has raised nothing; the FAKE engine's renderer may have.
+    assert "plumbing/endpoint.py" not in caplog.text
+
+
+def test_a_flood_of_requests_is_served_a_few_at_a_time(tmp_path):
+    at_once = []
+
+    async def episode(problem, model):
+        engines = model.services.engines
+        generate = engines.generate
+        waiting = set()
+
+        async def counted(*arguments, **options):
+            waiting.add(request := object())
+            at_once.append(len(waiting))
+            await asyncio.sleep(0.05)
+            waiting.remove(request)
+            return await generate(*arguments, **options)
+
+        engines.generate = counted
+        client = Client(model)
+        await asyncio.gather(*(client.chat(user(f"{i}")) for i in range(4 * AT_ONCE)))
+        return 1.0
+
+    says = ["A"] * (4 * AT_ONCE)
+    [sample], prompts, _ = play(tmp_path, says, episode, max_new_tokens=1000, row_tokens=30000)
+    assert len(at_once) == len(prompts) == 4 * AT_ONCE and max(at_once) <= AT_ONCE
+    assert sample["reward"] == 1.0
+
+
+def test_endpoint_listens_where_the_knobs_say(tmp_path):
+    """127.0.0.2 is another address of this machine than the one by default."""
+    with socket.create_server(("127.0.0.2", 0)) as server:
+        port = server.getsockname()[1]
+
+    async def episode(problem, model):
+        assert model.base_url == f"http://127.0.0.2:{port}/v1"
+        await Client(model).chat(user("Hi"))
+        with pytest.raises(OSError):
+            await asyncio.open_connection("127.0.0.1", port)
+        return 1.0
+
+    knobs = dict(endpoint_host="127.0.0.2", endpoint_port=port)
+    [sample], _, _ = play(tmp_path, ["A"], episode, **knobs)
+    assert sample["reward"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "host, refusal",
+    [
+        ("0.0.0.0", "agents cannot reach 0.0.0.0: give the address at which they reach this"),
+        ("::", "agents cannot reach ::"),
+        ("192.0.2.1", "the endpoint for agents cannot listen there .*an address of this machine"),
+        ("no such host", "the endpoint for agents cannot listen there"),
+        ("127.0.0.1", "the endpoint for agents cannot listen there .*in use"),
+    ],
+)
+def test_an_endpoint_that_nobody_could_reach_is_refused(host, refusal):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1] if host == "127.0.0.1" else 0
+        c = cfg.Config(endpoint_host=host, endpoint_port=port)
+        match = f"^--endpoint_host {re.escape(host)} --endpoint_port {port}: .*{refusal}"
+        with pytest.raises(cfg.ConfigError, match=match):
+            placement.check_endpoint(c)
+    placement.check_endpoint(cfg.Config(endpoint_host="::1"))
 
 
 def test_answer_that_no_parser_takes_comes_back_as_text_and_is_trained_once(tmp_path):

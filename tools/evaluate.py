@@ -171,6 +171,8 @@ def configure(argv, gpus):
         run=f"eval-{name}",
         engines=gpus // c.tensor_parallel or 1,
         gpu_memory_utilization=0,
+        # The run may be in progress, and listen at its port.
+        endpoint_port=0,
         # It made the run's base model; the model to evaluate is there.
         family=cfg.Config.family,
     )
@@ -187,6 +189,7 @@ def configure(argv, gpus):
         replay_routing=False,
     )
     c = dataclasses.replace(c, **unset_knobs, **fixed_knobs)
+    placement.check_endpoint(c)
     return placement.resolve(c, gpus, training=False)
 
 

@@ -34,6 +34,8 @@ def train(argv) -> int:
         hosts[node] = placement.own_address(head_address if node_count > 1 else "127.0.0.1")
     c.master_addr = hosts[0]
     placement.resolve(c, gpus)
+    if node == 0:
+        placement.check_endpoint(c)
     lock = []
     start = ""
     opening = None
