@@ -25,8 +25,8 @@ KINDS = [
     ("Write the number {n} into the file {a}.", [], "echo {n} > {a}", '"$(cat {a})" = {n}'),
     ("Make a directory with the name {a}.", [], "mkdir {a}", "-d {a}"),
     ("Remove the file {a}.", ["a", "b"], "rm {a}", "! -e {a} -a -e {b}"),
-    ("Rename the file {a} to {b}.", ["a"], "mv {a} {b}", "! -e {a} -a -e {b}"),
-    ("Copy the file {a} to {b}.", ["a"], "cp {a} {b}", "-e {a} -a -e {b}"),
+    ("Rename the file {a} to {b}.", ["a"], "mv {a} {b}", '! -e {a} -a "$(cat {b})" = text'),
+    ("Copy the file {a} to {b}.", ["a"], "cp {a} {b}", '-e {a} -a "$(cat {b})" = text'),
 ]
 TEST = """cd /app
 if [ {} ]; then reward=1; else reward=0; fi

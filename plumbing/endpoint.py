@@ -16,9 +16,9 @@ does not run itself, are left out and counted by name; the request is refused if
 not get the answer that it expects.
 
 Each request is a turn of its own, even if it is the same as another one. Only a retry shares the
-turn of the request that it repeats (Endpoint.turn). What a client sends costs its own attempt only:
-a few requests of an attempt are served at a time (episode.AT_ONCE), and others wait for these. The
-server listens on loopback unless the knob endpoint_host names another address.
+turn of the request that it repeats (Endpoint.turn). A flood of requests waits in a line of its own
+attempt, of which episode.AT_ONCE are served at a time. The server listens on loopback unless the
+knob endpoint_host names another address.
 Deliberately absent: stop strings, several choices, logprobs, images, encryption.
 """
 
@@ -27,6 +27,7 @@ import contextlib
 import hashlib
 import json
 import secrets
+import socket
 from collections import Counter
 from typing import NamedTuple
 
@@ -57,7 +58,7 @@ ATTEMPT = web.RequestKey("attempt", object)
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
 
 
-# what Python raises for a body that is not in the form of the API, or has no end of brackets
+# what Python raises for a body that is not in the form of the API, or nests too many brackets
 NOT_IN_FORM = (LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError)
 
 
@@ -163,9 +164,13 @@ class Endpoint:
 
     async def start(self):
         await self.runner.setup()
-        await web.TCPSite(self.runner, self.host, self.port).start()
+        # of the addresses of a name, the one that placement.check_endpoint has tried
+        [(family, _, _, _, address), *_] = socket.getaddrinfo(
+            self.host, self.port, type=socket.SOCK_STREAM
+        )
+        await web.SockSite(self.runner, socket.create_server(address, family=family)).start()
         # an IPv6 address has colons, and stands in brackets in a URL
-        host = f"[{self.host}]" if ":" in self.host else self.host
+        host = f"[{address[0]}]" if ":" in address[0] else address[0]
         self.url = f"http://{host}:{self.runner.addresses[0][1]}/v1"
 
     async def close(self):
@@ -182,14 +187,13 @@ class Endpoint:
         key = next((key for key in keys if key in self.attempts), None)
         if key is None:
             return over_response()
-        attempt = request[ATTEMPT] = self.attempts[key]
+        request[ATTEMPT] = self.attempts[key]
         try:
-            async with attempt.served_at_once:
-                # read the body first: the attempt may end while it arrives
-                await request.read()
-                if key not in self.attempts:
-                    return over_response()
-                return await handler(request)
+            # read the body first: the attempt may end while it arrives
+            await request.read()
+            if key not in self.attempts:
+                return over_response()
+            return await handler(request)
         except CutOff as e:
             return error_response(400, str(e), "context_length_exceeded")
         except EngineUnavailable as e:
@@ -233,7 +237,9 @@ class Endpoint:
             # is left for that retry.
             turns.append(Turn())
         if not turn.is_begun():
-            turn.answer = asyncio.ensure_future(work(request[ATTEMPT], self.accepted(body)))
+            turn.answer = asyncio.ensure_future(
+                in_line(request[ATTEMPT].turns_in_line, work, request[ATTEMPT], self.accepted(body))
+            )
         turn.clients += 1
         try:
             # a client that hangs up does not end a turn that it may ask for again
@@ -321,7 +327,8 @@ class Endpoint:
     async def count_tokens(self, request):
         body = messages_api.chat_request(await request.json())
         try:
-            prompt = await self.render(self.accepted(body))
+            line = request[ATTEMPT].counts_in_line
+            prompt = await in_line(line, self.render, self.accepted(body))
         except aiohttp.ClientResponseError as e:
             # Nothing is sampled, so the attempt is not cut off if the prompt is too long.
             return error_response(400, e.message, "invalid_request")
@@ -395,7 +402,7 @@ class Endpoint:
             text, tokens = max(continued, key=lambda entry: len(entry[0]), default=("", []))
             encoded = self.prompter.tokenizer(given[len(text) :], add_special_tokens=not tokens)
             prompt = tokens + encoded["input_ids"]
-        elif isinstance(given, list) and all(isinstance(x, int) for x in given):
+        elif isinstance(given, list) and all(type(x) is int for x in given):
             prompt = given
         if not prompt:
             raise web.HTTPBadRequest(text="prompt must be one text, or one list of token ids")
@@ -438,6 +445,12 @@ class Endpoint:
         if body.get("parallel_tool_calls") is False and message.get("tool_calls"):
             message["tool_calls"] = message["tool_calls"][:1]
         return {name: value for name, value in message.items() if value or name == "content"}
+
+
+async def in_line(line, work, *arguments):
+    """Do a work, and wait before it until the semaphore `line` lets it begin."""
+    async with line:
+        return await work(*arguments)
 
 
 def usage_of(prompt, answer):

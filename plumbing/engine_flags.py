@@ -14,28 +14,26 @@ import re
 import shlex
 from typing import NamedTuple
 
-from config import Config, require
+from config import Config, ConfigError, require
 
-# flags without their leading dashes; a flag `--no-x` is accepted if `x` is
-ALLOWED = set(
+# Accepted flags without their leading dashes. A switch takes no value, and `no-` may be before it.
+SWITCHES = set(
+    # the kernels with which a step is computed
+    "disable-cascade-attn disable-custom-all-reduce "
+    # the order and size of steps, and the memory of the KV cache
+    "async-scheduling scheduler-reserve-full-isl disable-hybrid-kv-cache-manager "
+    # how files are read, on which cores threads run, what profilers see
+    "use-tqdm-on-load numa-bind enable-layerwise-nvtx-tracing".split()
+)
+OPTIONS = set(
     # tokens that are guessed and then verified, see `_draft_tokens`
     "speculative-config "
-    # the kernels with which a step is computed
     "attention-backend mamba-backend moe-backend linear-backend all2all-backend "
-    "gdn-prefill-backend disable-cascade-attn disable-custom-all-reduce enable-expert-parallel "
+    "gdn-prefill-backend "
     "compilation-config optimization-level cudagraph-capture-sizes max-cudagraph-capture-size "
-    # the order and size of steps, and the memory of the KV cache
-    "async-scheduling scheduler-reserve-full-isl num-gpu-blocks-override "
-    "prefix-caching-hash-algo disable-hybrid-kv-cache-manager kv-offloading-size "
-    "kv-offloading-backend "
-    # how files are read, and on which cores threads run
-    "safetensors-load-strategy download-dir max-parallel-loading-workers use-tqdm-on-load "
-    "numa-bind numa-bind-nodes numa-bind-cpus distributed-timeout-seconds "
-    # what is logged and measured
-    "uvicorn-log-level log-config-file kv-cache-metrics kv-cache-metrics-sample cudagraph-metrics "
-    "enable-mfu-metrics enable-logging-iteration-details per-request-spec-decode-metrics "
-    "otlp-traces-endpoint collect-detailed-traces enable-layerwise-nvtx-tracing "
-    "show-hidden-metrics-for-version".split()
+    "num-gpu-blocks-override prefix-caching-hash-algo "
+    "safetensors-load-strategy numa-bind-nodes numa-bind-cpus distributed-timeout-seconds "
+    "uvicorn-log-level log-config-file".split()
 )
 # {flag: the knob that sets it}
 KNOBS = {
@@ -67,21 +65,31 @@ REASONS = {
         "prefill-context-parallel-size decode-context-parallel-size nnodes node-rank "
         "api-server-count"
     ),
-    "weight updates are written into the weights where vLLM has put them at its start": (
-        "enable-lora enable-eplb enable-sleep-mode cpu-offload-gb offload-backend worker-cls "
-        "weight-transfer-config enable-elastic-ep"
+    "it moves weights or replaces them, and weight updates would miss them": (
+        "enable-lora enable-eplb enable-expert-parallel enable-sleep-mode cpu-offload-gb "
+        "offload-backend worker-cls weight-transfer-config enable-elastic-ep"
     ),
-    "actor and trainer would still read the model in the usual way": (
+    "a KV cache outside of the engine may be that of older weights": (
+        "kv-offloading-size kv-offloading-backend kv-transfer-config"
+    ),
+    "the engines would read another model or tokenizer than actor and trainer": (
         "revision code-revision tokenizer tokenizer-mode tokenizer-revision config-format "
-        "hf-config-path model-impl chat-template trust-remote-code skip-tokenizer-init"
+        "hf-config-path model-impl chat-template trust-remote-code skip-tokenizer-init download-dir"
     ),
-    "under one version of the weights a prompt is computed in one step": (
+    "a prompt must be computed in one step, or an update could fall into its middle": (
         "enable-chunked-prefill long-prefill-token-threshold max-num-batched-tokens "
         "max-num-scheduled-tokens"
+    ),
+    "the run switches vLLM's statistics off (--disable-log-stats)": (
+        "kv-cache-metrics kv-cache-metrics-sample cudagraph-metrics enable-mfu-metrics "
+        "enable-logging-iteration-details per-request-spec-decode-metrics"
     ),
 }
 # the settings of speculative decoding by n-grams, whose guesses come from the text itself
 NGRAM = {"method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"}
+# settings of --compilation-config; others may put functions of their own into the model
+COMPILATION = {"mode", "cudagraph_mode", "cudagraph_capture_sizes", "compile_sizes", "backend"}
+COMPILATION |= {"max_cudagraph_capture_size", "cudagraph_num_of_warmups"}
 
 
 class EngineFlags(NamedTuple):
@@ -100,24 +108,29 @@ def read(c: Config) -> EngineFlags:
     try:
         arguments = shlex.split(c.engine_flags)
     except ValueError as e:
-        arguments = []
-        require(False, f"--engine_flags {c.engine_flags!r}: {e}")
+        raise ConfigError(f"--engine_flags {c.engine_flags!r}: {e}") from None
     draft_tokens = 0
+    flag = ""
     for k, word in enumerate(arguments):
-        is_value = not word.startswith("-") or re.fullmatch(r"-[\d.]+", word)
-        require(
-            k > 0 or not is_value,
-            f"--engine_flags {c.engine_flags!r}: must begin with a flag of vLLM, and not with "
-            f"{word!r}",
-        )
-        if is_value:
+        if not word.startswith("-") or re.fullmatch(r"-[\d.]+", word):
+            require(
+                flag and flag not in SWITCHES,
+                f"--engine_flags {c.engine_flags!r}: {word!r} is the value of no flag"
+                + (f": {flag} takes none" if flag else ""),
+            )
             continue
-        flag, equals, value = word.partition("=")
-        name = flag.lstrip("-").replace("_", "-")
-        _require_allowed(name if name in ALLOWED else name.removeprefix("no-"), flag)
-        if name == "speculative-config":
-            value = value if equals else "".join(arguments[k + 1 : k + 2])
+        name, equals, value = word.partition("=")
+        flag = _accepted(name)
+        value = value if equals else "".join(arguments[k + 1 : k + 2])
+        if flag == "speculative-config":
             draft_tokens = _draft_tokens(value)
+        elif flag == "compilation-config":
+            unknown = sorted(_settings(value, flag).keys() - COMPILATION)
+            require(
+                not unknown,
+                f"--engine_flags: --compilation-config has {', '.join(unknown)}: only "
+                f"{', '.join(sorted(COMPILATION))} may be given",
+            )
     require(
         not (draft_tokens and c.replay_routing),
         "--replay_routing True and --speculative-config in --engine_flags: the experts of tokens "
@@ -127,18 +140,34 @@ def read(c: Config) -> EngineFlags:
     return EngineFlags(arguments, draft_tokens)
 
 
-def _require_allowed(name, flag):
-    """Raise ConfigError unless the flag, `name` without dashes, is in ALLOWED."""
-    knob = KNOBS.get(name)
-    require(knob is None, f"--engine_flags: {flag} is set by the run itself: use its knob --{knob}")
-    for reason, names in REASONS.items():
-        require(name not in names.split(), f"--engine_flags: {flag} is refused: {reason}")
-    require(
-        name in ALLOWED,
-        f"--engine_flags: {flag} is not among the flags that are known to leave the sampled "
-        "distribution and the weight updates as they are. If you know that it does, add it to "
-        "ALLOWED in plumbing/engine_flags.py",
+def _accepted(word):
+    """The name of an accepted flag without dashes, and a switch without `no-`; or ConfigError."""
+    flag = word.lstrip("-").replace("_", "-")
+    positive = flag.removeprefix("no-")
+    if flag in SWITCHES | OPTIONS or positive in SWITCHES:
+        return flag if flag in OPTIONS else positive
+    knob = KNOBS.get(positive)
+    require(knob is None, f"--engine_flags: {word} is set by the run itself: use its knob --{knob}")
+    for reason, flags in REASONS.items():
+        require(positive not in flags.split(), f"--engine_flags: {word} is refused: {reason}")
+    raise ConfigError(
+        f"--engine_flags: {word} is not among the flags that are known to leave the sampled "
+        "distribution and the weight updates as they are. If you know that it changes neither, add "
+        "it to SWITCHES or OPTIONS in plumbing/engine_flags.py"
     )
+
+
+def _settings(text, flag):
+    """The settings of a flag that takes JSON: a dict."""
+    try:
+        settings = json.loads(text)
+    except ValueError:
+        settings = None
+    require(
+        isinstance(settings, dict),
+        f"--engine_flags: --{flag} {text}: must be JSON, in quotes: '{{\"name\": value}}'",
+    )
+    return settings
 
 
 def _draft_tokens(text):
@@ -148,13 +177,10 @@ def _draft_tokens(text):
     the model (rejection sampling, arXiv 2211.17192). Only n-grams are accepted: other methods have
     weights of their own, which updates do not reach, or accept tokens by other rules.
     """
-    try:
-        settings = json.loads(text)
-    except ValueError:
-        settings = None
+    settings = _settings(text, "speculative-config")
     require(
-        isinstance(settings, dict) and settings.get("method") == "ngram",
-        f"--engine_flags: --speculative-config {text}: must be JSON with the method ngram, such as "
+        settings.get("method") == "ngram",
+        f"--engine_flags: --speculative-config {text}: the method must be ngram, such as in "
         '\'{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}\': other '
         "methods have weights that updates do not reach",
     )

@@ -23,7 +23,7 @@ from plumbing.problems import Prompter
 from plumbing.samples import Transcript
 from plumbing.sandbox import Sandbox, error_line, number, returned
 
-# number of requests of one attempt that plumbing/endpoint.py serves at the same time
+# number of requests of one attempt that plumbing/endpoint.py works on at the same time
 AT_ONCE = 32
 
 
@@ -115,12 +115,14 @@ class Attempt:
         self.is_evaluation = seed is not None
         # True until a turn uses the slot that was reserved when the problem was chosen
         self.has_slot = not self.is_evaluation
-        # these are used by plumbing/endpoint.py: a semaphore that requests of this attempt wait at,
-        # exchanges of messages, texts that were completed, the turns that each request asked for,
-        # and {id of an answer of the Responses API: all items of the conversation up to its end}
+        # these are used by plumbing/endpoint.py: semaphores at which requests for turns, and those
+        # that count tokens, wait; exchanges of messages, texts that were completed, the turns that
+        # each request asked for, and {id of an answer of the Responses API: all items of the
+        # conversation up to its end}
         self.base_url = services.endpoint.url
         self.api_key = f"sk-{secrets.token_hex(16)}"
-        self.served_at_once = asyncio.Semaphore(AT_ONCE)
+        self.turns_in_line = asyncio.Semaphore(AT_ONCE)
+        self.counts_in_line = asyncio.Semaphore(AT_ONCE)
         self.exchanges = []
         self.texts = []
         self.requests = {}

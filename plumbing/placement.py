@@ -121,6 +121,13 @@ def own_address(other: str) -> str:
 def check_endpoint(c: Config):
     """Raise ConfigError unless the endpoint for agents can listen where its two knobs say."""
     given = f"--endpoint_host {c.endpoint_host} --endpoint_port {c.endpoint_port}"
+    if not any(hasattr(cfg.load_task(task), "episode") for task in cfg.task_weights(c.task)):
+        require(
+            (c.endpoint_host, c.endpoint_port) == (Config.endpoint_host, Config.endpoint_port),
+            f"{given}: --task {c.task} has no agents, as it does not define `episode`: leave both "
+            "out",
+        )
+        return
     try:
         [(family, _, _, _, address), *_] = socket.getaddrinfo(
             c.endpoint_host, c.endpoint_port, type=socket.SOCK_STREAM

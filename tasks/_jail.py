@@ -16,11 +16,9 @@ If bubblewrap is missing or not permitted, `require` and `require_shell` raise a
 """
 
 import asyncio
-import contextlib
 import ctypes
 import errno
 import functools
-import io
 import os
 import shutil
 import struct
@@ -28,6 +26,8 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 # limits of a program: bytes of memory
 MEMORY = 512 << 20
@@ -37,8 +37,8 @@ FILES = 16 << 20
 OUTPUT = 10_000
 # seconds
 SECONDS = 5.0
-# number of programs that run at the same time
-PLACES = asyncio.Semaphore(2 * len(os.sched_getaffinity(0)))
+# as many programs run at the same time
+THREADS = ThreadPoolExecutor(2 * len(os.sched_getaffinity(0)))
 # system calls that a program may not make
 DENIED = "unshare setns ptrace process_vm_writev bpf io_uring_setup".split()
 # these give memory that no limit counts
@@ -104,8 +104,7 @@ async def run_python(code, seconds=SECONDS):
 
     If its time was over, a last line in brackets says so.
     """
-    async with PLACES:
-        return await asyncio.to_thread(run, code, seconds)
+    return await asyncio.get_running_loop().run_in_executor(THREADS, run, code, seconds)
 
 
 def run(code, seconds):
@@ -164,44 +163,52 @@ PROCESSES = 64
 SHELL_FILES = 64 << 20
 # what a shell sees of this machine, to read
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 SHELL_ENV = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "HOME": "/root",
     "LANG": "C.UTF-8",
     "TERM": "dumb",
 }
-DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-# In the jail: unpack the files, run a command, end what it has left running, and write a result to
-# the descriptor $result. The arguments: descriptors of the result and of the tests, the seconds and
-# the directory of the command, the command, and the names of the writable directories.
-UNPACK = """
+# Two scripts that run in the jail: unpack the files, run a command, end what it has left running,
+# and write a result to the descriptor $result. Their arguments: the descriptors of the result and
+# of the tests, the seconds, the directory and the text of the command, the number of writable
+# directories, their names, and the variables of the command as NAME=VALUE. The programs that the
+# scripts themselves use are those of SHELL_ENV's PATH, which no command can change.
+ARGUMENTS = """
 result=$1 tests=$2 seconds=$3 folder=$4 command=$5
-tar --extract --ignore-zeros --no-same-owner --directory / || exit 125
-mkdir -p "$folder" && cd "$folder" || exit 125
+writable=("${@:7:$6}") variables=("${@:7+$6}")
 """
 RUN = """
+mkdir -p "$folder" && cd "$folder" || exit 125
 (
     eval "exec $result>&- $tests>&-"
-    exec timeout --kill-after=1 "$seconds" bash -c "$command" < /dev/null
+    exec timeout --kill-after=1 "$seconds" env "${variables[@]}" bash -c -- "$command" < /dev/null
 )
 code=$?
 kill -KILL -1 2> /dev/null
 """
-# the last bytes of a result, if no limit has cut it off
-COMPLETE = "complete"
-COMMAND_SCRIPT = f"""{UNPACK}{RUN}
-tar --create --directory / "${{@:6}}" >&"$result" && printf {COMPLETE} >&"$result"
+# the last bytes of a result that is complete
+COMPLETE = b"complete"
+COMMAND_SCRIPT = f"""{ARGUMENTS}
+tar --extract --no-same-owner --directory / || exit 125
+{RUN}
+tar --create --sparse --directory / "${{writable[@]}}" >&"$result" || exit 125
+printf {COMPLETE.decode()} >&"$result"
 exit $code
 """
-TEST_SCRIPT = f"""{UNPACK}
-export PYTHONNOUSERSITE=1
-rm -rf {{/tests,/logs}}/{{..?*,.[!.]*,*}}
-mkdir /logs/verifier
-tar --extract --no-same-owner --directory / <&"$tests" || exit 125
+# What commands have put into /tests and /logs is not unpacked.
+TEST_SCRIPT = f"""{ARGUMENTS}
+tar --extract --no-same-owner --directory / --anchored --exclude=tests --exclude=logs || exit 125
+tar --extract --no-same-owner --directory / <&"$tests" && mkdir /logs/verifier || exit 125
+variables+=(PYTHONNOUSERSITE=1)
 {RUN}
-cd /logs/verifier
-if [ -f reward.json ]; then head -c 1000 reward.json >&"$result"
-elif [ -f reward.txt ]; then head -c 1000 reward.txt >&"$result"; fi
+for name in reward.json reward.txt; do
+    if [ -f "/logs/verifier/$name" ]; then
+        head -c 1000 "/logs/verifier/$name" >&"$result" && printf {COMPLETE.decode()} >&"$result"
+        break
+    fi
+done
 """
 
 
@@ -210,12 +217,12 @@ class Shell:
 
     folder: the directory in which commands run. writable: the names of the directories below / that
     they may change, that of `folder` among them. files: a tar of what is in these at the beginning,
-    bytes. rootfs: the directory that a shell sees as /, instead of this machine's programs. env:
-    {name: value} of variables beside those of SHELL_ENV.
+    an open file. rootfs: the directory that a shell sees as /, instead of this machine's programs.
+    env: {name: value} of variables of the commands, beside those of SHELL_ENV.
 
-    Each command has a jail of its own, without a network; it takes all that it has started with it
-    when it ends. Files are packed into a tar from one command to the next, so that their size has a
-    limit. Commands believe that they are root.
+    Each command has a jail of its own, without a network. When it ends, all processes that it has
+    started are ended, too. Files are packed into a tar from one command to the next, so that their
+    size has a limit. Commands believe that they are root.
     """
 
     def __init__(self, folder, writable, files, rootfs=None, env=None):
@@ -223,90 +230,109 @@ class Shell:
         self.writable = writable
         self.files = files
         self.rootfs = rootfs
-        self.env = SHELL_ENV | (env or {})
+        self.env = env or {}
 
     async def run(self, command, seconds):
         """Run a command: (exit code, its output; of a long one the beginning and the end).
 
         The exit code is 124 if the command's time was over.
         """
-        code, output, files = await self._jailed(COMMAND_SCRIPT, command, seconds)
-        if files.endswith(COMPLETE.encode()):
-            self.files = files.removesuffix(COMPLETE.encode())
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(THREADS, self.run_now, command, seconds)
+
+    async def test(self, folder, seconds):
+        """Run test.sh of a directory as /tests/test.sh: (the text of its reward file, its output).
+
+        The script writes a reward into /logs/verifier/reward.txt or reward.json; without one the
+        text is "". None of the files is kept.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(THREADS, self.test_now, folder, seconds)
+
+    def run_now(self, command, seconds):
+        """`run`, for a thread."""
+        if "\0" in command or len(command.encode(errors="replace")) > 100_000:
+            return 126, "bash: this is too long for a command, or no text"
+        code, output, files = self._jailed(COMMAND_SCRIPT, command, seconds)
+        if files is None:
+            output += "\n[the files are as they were before this command: they could not be kept]"
         else:
-            output += "\n[the files are as they were before this command: they were too large]"
+            self.files = files
         return code, output
 
-    async def test(self, tests, seconds):
-        """Run /tests/test.sh: (the text of its reward file, "" without one; its output).
+    def test_now(self, folder, seconds):
+        """`test`, for a thread."""
+        with packed({"tests": folder}, follow_links=True) as tests:
+            _, output, reward = self._jailed(TEST_SCRIPT, "bash /tests/test.sh", seconds, tests)
+        return "" if reward is None else reward.read().decode(errors="replace"), output
 
-        tests: a tar with the directory tests, bytes. The script writes a reward into
-        /logs/verifier/reward.txt or reward.json. Nothing of this is kept.
-        """
-        _, output, reward = await self._jailed(TEST_SCRIPT, "bash /tests/test.sh", seconds, tests)
-        return reward.decode(errors="replace"), output
-
-    async def _jailed(self, script, command, seconds, tests=b""):
-        async with PLACES:
-            return await asyncio.to_thread(self._run, script, command, seconds, tests)
-
-    def _run(self, script, command, seconds, tests):
-        """The blocking part: (exit code, output, result)."""
-        if len(command.encode()) > 100_000:
-            return 126, "bash: this command is too long", b""
-        with contextlib.ExitStack() as stack:
-            files, testing, output, result = (
-                stack.enter_context(tempfile.TemporaryFile()) for _ in range(4)
-            )
-            filtered = stack.enter_context(filter_file(permits_processes=True))
-            for file, content in ((files, self.files), (testing, tests)):
-                file.write(content)
-                file.seek(0)
-            passed = [result.fileno(), testing.fileno()]
-            jail = self._command(filtered.fileno())
-            arguments = [*map(str, passed), str(seconds), self.folder, command, *self.writable]
+    def _jailed(self, script, command, seconds, tests=None):
+        """(exit code, output, the result as an open file; None if it is not complete)."""
+        with (
+            filter_file(permits_processes=True) as filtered,
+            tempfile.TemporaryFile() as output,
+            tempfile.TemporaryFile() as nothing,
+        ):
+            result = tempfile.TemporaryFile()
+            tests = tests or nothing
+            self.files.seek(0)
+            tests.seek(0)
+            passed = [result.fileno(), tests.fileno()]
+            arguments = [*map(str, passed), str(seconds), self.folder, command]
+            arguments += [str(len(self.writable)), *self.writable]
+            arguments += [f"{name}={value}" for name, value in self.env.items()]
             try:
-                done = subprocess.run(
-                    [*jail, "bash", "-c", script, "jail", *arguments],
-                    stdin=files,
+                code = subprocess.run(
+                    [*self._command(filtered.fileno()), "bash", "-c", script, "jail", *arguments],
+                    stdin=self.files,
                     stdout=output,
                     stderr=output,
                     pass_fds=[filtered.fileno(), *passed],
-                    # The jail itself ends the command; this is for a jail that hangs.
-                    timeout=seconds + 60,
-                )
-                code = done.returncode
+                    # The script ends the command. This is for a command that has stopped the
+                    # script, and for a machine that is too busy to start the jail.
+                    timeout=seconds + 30,
+                ).returncode
             except subprocess.TimeoutExpired:
                 code = 124
-            result.seek(0)
-            return code, beginning_and_end(output), result.read()
+            text = beginning_and_end(output)
+        end = result.seek(0, os.SEEK_END) - len(COMPLETE)
+        result.seek(max(end, 0))
+        if result.read() != COMPLETE:
+            return code, text, None
+        result.truncate(end)
+        result.seek(0)
+        return code, text, result
 
     def _command(self, filter_fd):
         """The beginning of a command line that runs a program in the jail."""
         arguments = []
         if os.geteuid() == 0:
-            # There is no limit on the number of processes of root.
+            # The kernel does not limit the number of root's processes, so root starts jails as the
+            # user nobody.
             arguments += "setpriv --reuid=65534 --regid=65534 --clear-groups".split()
         arguments += ["prlimit", f"--as={SHELL_MEMORY}", f"--fsize={2 * SHELL_FILES}"]
         arguments += ["--nofile=256", "--core=0"]
         arguments += "bwrap --unshare-all --die-with-parent --new-session --clearenv".split()
-        arguments += ["--uid", "0", "--gid", "0", "--cap-drop", "ALL"]
+        # As root they may read and write all files here, whatever their rights.
+        arguments += "--uid 0 --gid 0 --cap-drop ALL --cap-add CAP_DAC_OVERRIDE".split()
         if self.rootfs is None:
             for path in SYSTEM:
                 arguments += ["--ro-bind-try", path, path]
         else:
-            for name in sorted(os.listdir(self.rootfs)):
-                if name not in (*self.writable, "dev", "proc", "sys"):
-                    arguments += ["--ro-bind", os.path.join(self.rootfs, name), f"/{name}"]
+            for entry in sorted(Path(self.rootfs).iterdir()):
+                if entry.is_symlink():
+                    arguments += ["--symlink", os.readlink(entry), f"/{entry.name}"]
+                elif entry.name not in (*self.writable, "dev", "proc", "sys"):
+                    arguments += ["--ro-bind", str(entry), f"/{entry.name}"]
         for path in DEVICES:
             arguments += ["--dev-bind", path, path]
         arguments += ["--symlink", "/proc/self/fd", "/dev/fd", "--proc", "/proc"]
         for name in self.writable:
             arguments += ["--size", str(SHELL_FILES), "--tmpfs", f"/{name}"]
         arguments += ["--remount-ro", "/", "--seccomp", str(filter_fd)]
-        for name, value in self.env.items():
+        for name, value in SHELL_ENV.items():
             arguments += ["--setenv", name, value]
-        # Within the jail, so that the processes of other jails do not count
+        # This limit is set within the jail, where the processes of other jails do not count.
         return [*arguments, "--", "prlimit", f"--nproc={PROCESSES}"]
 
 
@@ -328,16 +354,19 @@ def require_shell():
         raise ValueError("commands of the model need bubblewrap: apt install bubblewrap")
     if os.environ.get("PIPELINE_NO_JAIL") == "1":
         raise ValueError("PIPELINE_NO_JAIL=1: a shell runs in a jail only: unset it")
-    shell = Shell("/work", ["work"], packed({}))
-    code, output, _ = shell._run(COMMAND_SCRIPT, "echo jailed", 60, b"")
+    code, output = Shell("/work", ["work"], packed({})).run_now("echo jailed", 60)
     if (code, output) != (0, "jailed\n"):
         raise ValueError(f"bubblewrap is not permitted here: {output.strip()[-300:]}")
 
 
-def packed(contents):
-    """A tar, bytes. contents: {path in it: the file or directory on this machine}."""
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as tar:
+def packed(contents, follow_links=False):
+    """A tar, an open file. contents: {path in it: the file or directory on this machine}.
+
+    follow_links: symbolic links are replaced by what they point to. Raises ValueError if there are
+    too many files.
+    """
+    file = tempfile.TemporaryFile()
+    with tarfile.open(fileobj=file, mode="w", dereference=follow_links) as tar:
         for name, path in contents.items():
             tar.add(path, name)
     if file.tell() > SHELL_FILES:
@@ -345,4 +374,4 @@ def packed(contents):
             f"{', '.join(map(str, contents.values()))}: {file.tell() >> 20} MB of files are more "
             f"than the {SHELL_FILES >> 20} MB that a shell may have (tasks/_jail.py, SHELL_FILES)"
         )
-    return file.getvalue()
+    return file

@@ -38,7 +38,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from plumbing.episode import CutOff
-from plumbing.sandbox import number
+from plumbing.sandbox import LARGEST, number
 from tasks import _jail
 
 # most turns of the model
@@ -58,15 +58,17 @@ ls
 ```
 When the work is done, answer without such a block."""
 REPLY = "Exit code {code}. Output:\n{output}"
-# {section of task.toml, or key without one: its keys that change nothing here, or all of them}
+# {section of task.toml, or key outside of sections: the keys that may be ignored, or "all"}
 HARMLESS = {
     "agent": "timeout_sec setup_timeout_sec".split(),
     "verifier": ["timeout_sec"],
     "environment": "build_timeout_sec cpus memory memory_mb storage storage_mb".split()
     + ["allow_internet"],
 } | dict.fromkeys("version schema_version task metadata source".split(), "all")
+# files of environment/ that are not copied if there is no COPY
+NOT_COPIED = ("Dockerfile", ".dockerignore")
 # instructions of a Dockerfile that say nothing of files
-IGNORED = "FROM CMD ENTRYPOINT EXPOSE LABEL".split()
+IGNORED = "CMD ENTRYPOINT EXPOSE LABEL".split()
 # directories below / that belong to the system
 RESERVED = "usr bin sbin lib lib64 etc dev proc sys".split()
 
@@ -110,6 +112,7 @@ class Layout(NamedTuple):
     test_seconds: float
 
     def shell(self):
+        """A new Shell; it reads the files of the beginning."""
         return _jail.Shell(
             self.folder, self.writable, _jail.packed(self.files), self.rootfs, self.env
         )
@@ -129,39 +132,33 @@ class Dockerfile(NamedTuple):
 
 @functools.cache
 def layout(folder):
-    """The Layout of a problem's directory; raises ValueError, with the file, for what it lacks."""
+    """The Layout of a problem's directory.
+
+    Raises ValueError that names the file if something is missing or not supported.
+    """
     folder = Path(folder)
     for name in ("instruction.md", "tests/test.sh"):
         if not (folder / name).is_file():
             raise ValueError(f"{folder}: has no {name}")
     environment = folder / "environment"
-    rootfs = environment / "rootfs"
-    rootfs = rootfs.resolve() if rootfs.is_dir() else None
-    if (
-        rootfs
-        and os.geteuid() == 0
-        and not all(p.stat().st_mode & 1 for p in [rootfs, *rootfs.parents])
-    ):
-        raise ValueError(
-            f"{rootfs}: the jails of root belong to the user nobody, who cannot read this "
-            "directory: move it, or change the rights (chmod o+rx) of all directories above it"
-        )
+    rootfs = readable_rootfs(environment / "rootfs")
     settings = read_settings(folder / "task.toml", rootfs)
     dockerfile = read_dockerfile(environment / "Dockerfile", rootfs)
-    copies = dockerfile.copies
-    if copies is None and not rootfs:
-        sources = sorted(environment.glob("*")) if environment.is_dir() else []
-        names = re.compile("Dockerfile|docker-compose")
-        copies = [(p, dockerfile.folder + "/") for p in sources if not names.match(p.name)]
+    for source in environment.glob("docker-compose*"):
+        raise ValueError(f"{source}: services cannot be had here")
+    copies = [] if rootfs else dockerfile.copies
+    if copies is None:
+        sources = [p for p in sorted(environment.glob("*")) if p.name not in NOT_COPIED]
+        copies = [(source, dockerfile.folder + "/") for source in sources]
     files = {}
     writable = {"tmp", "root", "logs", "tests", top(dockerfile.folder)}
-    writable |= {top(target) for _, target in copies or []}
+    writable |= {top(target) for _, target in copies}
     for name in sorted(writable):
         if name in RESERVED:
             raise ValueError(f"{folder}: /{name} cannot be changed here")
         if rootfs and (rootfs / name).is_dir():
             files[name] = rootfs / name
-    for source, target in copies or []:
+    for source, target in copies:
         files[(target + source.name if target.endswith("/") else target).lstrip("/")] = source
     found = Layout(
         dockerfile.folder,
@@ -172,21 +169,46 @@ def layout(folder):
         settings.get("agent", {}).get("timeout_sec", AGENT_SECONDS),
         settings.get("verifier", {}).get("timeout_sec", TEST_SECONDS),
     )
-    # This raises ValueError if there are too many files.
-    found.shell()
+    shell = found.shell()
+    if rootfs or dockerfile.copies:
+        code, output = shell.run_now("true", 60)
+        if code:
+            raise ValueError(
+                f"{folder}: its shell does not start: {output.strip()[-300:]}; a rootfs needs "
+                "bash, GNU tar and coreutils, and prlimit"
+            )
     return found
 
 
 def top(path):
     """The name of the directory below / that a path lies in."""
     parts = PurePosixPath(path).parts
-    if len(parts) < 2:
+    if len(parts) < 2 or ".." in parts:
         raise ValueError(f"{path}: files and commands need a directory below /")
     return parts[1]
 
 
+def readable_rootfs(path):
+    """The directory of a rootfs without symbolic links; None if there is none.
+
+    Raises ValueError if it lies elsewhere, or if a jail cannot read it.
+    """
+    if not path.is_dir():
+        return None
+    rootfs = path.resolve()
+    # Several problems may have the same one, by links to a directory beside them.
+    if path.parent.parent.parent.resolve() not in rootfs.parents:
+        raise ValueError(f"{path}: is {rootfs}, which does not lie beside the problems")
+    if os.geteuid() == 0 and not all(p.stat().st_mode & 1 for p in [rootfs, *rootfs.parents]):
+        raise ValueError(
+            f"{rootfs}: jails that root starts run as the user nobody, who cannot read this "
+            "directory: move it, or change the rights (chmod o+rx) of all directories above it"
+        )
+    return rootfs
+
+
 def read_settings(path, rootfs):
-    """The content of a task.toml, {} without one. Raises ValueError for settings that matter."""
+    """The content of a task.toml, {} without one; ValueError for settings without support here."""
     if not path.exists():
         return {}
     try:
@@ -194,15 +216,20 @@ def read_settings(path, rootfs):
     except ValueError as e:
         raise ValueError(f"{path}: {e}") from None
     for section, content in settings.items():
-        harmless = HARMLESS.get(section, ())
-        if harmless == "all" or rootfs and section == "environment":
+        harmless = HARMLESS.get(section, [])
+        if harmless == "all":
             continue
+        if rootfs and section == "environment":
+            harmless = [*harmless, "docker_image"]
         content = content if isinstance(content, dict) else {"": content}
         # 0 GPUs, or an empty list of servers, ask for nothing
         unknown = sorted(key for key, value in content.items() if value and key not in harmless)
         if unknown:
             names = ", ".join(f"{section}.{key}".rstrip(".") for key in unknown)
             raise ValueError(f"{path}: {names}: this cannot be had here, see tasks/shell.py")
+        seconds = content.get("timeout_sec", 1)
+        if type(seconds) not in (int, float) or not 0 < seconds < 1e6:
+            raise ValueError(f"{path}: {section}.timeout_sec {seconds}: must be a number above 0")
     return settings
 
 
@@ -218,12 +245,16 @@ def read_dockerfile(path, rootfs):
         instruction, _, rest = line.strip().partition(" ")
         if not instruction or instruction.startswith("#"):
             continue
-        if instruction == "WORKDIR":
-            read = read._replace(folder=str(PurePosixPath(read.folder, rest.strip())))
+        if instruction == "FROM":
+            # The last stage is the image.
+            read = Dockerfile()
+        elif instruction == "WORKDIR":
+            [folder] = words(rest, read.env) or [""]
+            read = read._replace(folder=str(PurePosixPath(read.folder, folder)))
         elif instruction == "ENV":
             read = read._replace(env=read.env | variables(rest, read.env))
         elif instruction == "COPY" and not rootfs:
-            copied = copies_of(path, rest, read.folder)
+            copied = copies_of(path, words(rest, read.env), read.folder)
             read = read._replace(copies=(read.copies or []) + copied)
         elif instruction not in IGNORED and not rootfs:
             raise ValueError(
@@ -234,32 +265,37 @@ def read_dockerfile(path, rootfs):
     return read
 
 
-def variables(text, before):
-    """{name: value} of an ENV line, `A=1 B="x y"` or `A 1`. before: variables that it may use."""
-    words = shlex.split(text)
-    if "=" not in words[0]:
-        words = [f"{words[0]}={text.partition(' ')[2].strip()}"]
-    values = {}
-    for word in words:
-        name, _, value = word.partition("=")
-        values[name] = string.Template(value).safe_substitute(_jail.SHELL_ENV | before)
-    return values
+def words(text, env):
+    """The words of a line of a Dockerfile, in which variables are replaced by their values."""
+    known = _jail.SHELL_ENV | env
+    return [string.Template(word).safe_substitute(known) for word in shlex.split(text)]
 
 
-def copies_of(path, text, work):
-    """[(source, target)] of a COPY line; a target that ends with / is a directory."""
-    *sources, target = shlex.split(text)
+def variables(text, env):
+    """{name: value} of an ENV line, `A=1 B="x y"` or `A 1`. env: variables that it may use."""
+    name, _, value = text.partition(" ")
+    if "=" not in name:
+        text = shlex.quote(f"{name}={value.strip()}")
+    return dict(word.split("=", 1) for word in words(text, env))
+
+
+def copies_of(path, given, work):
+    """[(source, target)] of a COPY line's words; a target that ends with / is a directory."""
+    *sources, target = given
     is_folder = target.endswith(("/", ".")) or len(sources) > 1
     target = str(PurePosixPath(work, target))
+    # Directories below / are there before anything is copied, and so is WORKDIR.
+    is_folder = is_folder or target == work or len(PurePosixPath(target).parts) < 3
     copies = []
     for source in sources:
-        origin = path.parent / source
-        if source.startswith("--") or not origin.exists():
-            raise ValueError(f"{path}: COPY {text}: there is no {origin}")
+        origin = path.parent / source.lstrip("/")
+        inside = origin.resolve()
+        if path.parent.resolve() not in (inside, *inside.parents) or not origin.exists():
+            raise ValueError(f"{path}: COPY {' '.join(given)}: {source} is not in {path.parent}")
         if origin.is_dir():
             # As in Docker, what is in the directory is copied, and not the directory.
-            inside = [p for p in sorted(origin.glob("*")) if p.name != "Dockerfile"]
-            copies += [(p, target.rstrip("/") + "/") for p in inside]
+            names = [p for p in sorted(origin.glob("*")) if p.name != "Dockerfile"]
+            copies += [(p, target.rstrip("/") + "/") for p in names]
         else:
             copies.append((origin, target.rstrip("/") + "/" * is_folder))
     return copies
@@ -267,13 +303,14 @@ def copies_of(path, text, work):
 
 async def grade(shell, problem):
     """The reward that test.sh writes, a number; the outcome "unparsable" if it writes none."""
-    tests = _jail.packed({"tests": Path(problem["folder"], "tests")})
-    text, _ = await shell.test(tests, layout(problem["folder"]).test_seconds)
+    seconds = layout(problem["folder"]).test_seconds
+    text, _ = await shell.test(Path(problem["folder"], "tests"), seconds)
     try:
         value = json.loads(text)
-        return number(value["reward"] if isinstance(value, dict) else value)
-    except (ValueError, TypeError, KeyError):
+        value = number(value["reward"] if isinstance(value, dict) else value)
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return "unparsable"
+    return value if abs(value) <= LARGEST else "unparsable"
 
 
 # ---- an attempt
@@ -322,22 +359,22 @@ async def episode(problem, model):
 
 
 async def check(problem):
-    """(the reward of doing nothing, that of the solution; None without one) of a problem."""
+    """(the reward of doing nothing, a text about that of the solution) of a problem."""
     found = layout(problem["folder"])
     nothing = await grade(found.shell(), problem)
     solution = Path(problem["folder"], "solution")
     if not (solution / "solve.sh").exists():
-        return nothing, None
+        return nothing, "there is no solution"
     files = found.files | {"solution": solution}
     shell = found._replace(writable=[*found.writable, "solution"], files=files).shell()
-    await shell.run("bash /solution/solve.sh", found.agent_seconds)
-    return nothing, await grade(shell, problem)
+    code, _ = await shell.run("bash /solution/solve.sh", found.agent_seconds)
+    return nothing, f"{await grade(shell, problem)} after its solution, exit code {code}"
 
 
 def main(directories):
     for problem in problems("test", data=",".join(directories)):
         nothing, solved = asyncio.run(check(problem))
-        print(f"{problem['where']}: {nothing} without commands, {solved} after its solution")
+        print(f"{problem['where']}: {nothing} without commands; {solved}")
 
 
 if __name__ == "__main__":

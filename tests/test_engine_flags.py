@@ -32,8 +32,7 @@ def read(text):
 def test_flags_come_last_on_the_command_line_of_every_engine():
     config = with_knobs(resolved("toy", "--engines", "2"), engine_flags="")
     plain = [command for _, _, command in placement.engine_commands(config, 0)]
-    text = f"--attention-backend CPU_ATTN --no-async_scheduling {SPECULATION} -v 3"
-    text = text.removesuffix(" -v 3")
+    text = f"--attention-backend CPU_ATTN --no-async_scheduling {SPECULATION}"
     config = with_knobs(config, engine_flags=text)
     flagged = [command for _, _, command in placement.engine_commands(config, 0)]
     assert flagged == [command + shlex.split(text) for command in plain]
@@ -50,27 +49,35 @@ def test_a_step_has_room_for_the_guessed_tokens_beside_the_longest_prompt():
 @pytest.mark.parametrize(
     "text, refusal",
     [
-        ("attention-backend X", "must begin with a flag of vLLM, and not with 'attention-backend'"),
+        ("attention-backend X", "'attention-backend' is the value of no flag"),
+        ("--async-scheduling false", "'false' is the value of no flag: async-scheduling takes"),
+        ("--no-numa-bind 3", "'3' is the value of no flag: numa-bind takes none"),
         ("'", "No closing quotation"),
         ("--max-num-seqs 3", "--max-num-seqs is set by the run itself: use its knob --concurrency"),
         ("--no-enforce-eager", "use its knob --enforce_eager"),
         ("--numa-bind --quantization=fp8", "--quantization is refused: tokens would come from"),
         ("--kv_cache_dtype fp8", "--kv_cache_dtype is refused: tokens would come from another"),
-        ("--enable-lora", "--enable-lora is refused: weight updates are written into"),
+        ("--enable-lora", "--enable-lora is refused: it moves weights or replaces them"),
+        ("--enable-expert-parallel", "weight updates would miss them"),
+        ("--kv-offloading-size 3", "a KV cache outside of the engine may be that of older"),
         ("--data-parallel-size 2", "weight updates reach the tensor-parallel workers"),
-        ("--trust-remote-code", "actor and trainer would still read the model"),
-        ("--no-enable-chunked-prefill", "a prompt is computed in one step"),
+        ("--trust-remote-code", "the engines would read another model or tokenizer"),
+        ("--no-enable-chunked-prefill", "a prompt must be computed in one step"),
+        ("--kv-cache-metrics", "the run switches vLLM's statistics off"),
         ("--quant fp8", "--quant is not among the flags that are known to leave"),
+        ("--no-attention-backend", "--no-attention-backend is not among the flags"),
         ("-q fp8", "-q is not among the flags"),
         ("--speculative-config.method ngram", "-config.method is not among the flags"),
-        ("--speculative-config", "must be JSON with the method ngram"),
-        ("--speculative-config ngram", "must be JSON with the method ngram"),
-        ('--speculative-config={"method":"eagle"}', "must begin|must be JSON with the method"),
-        ("--speculative-config '[1]'", "must be JSON with the method ngram"),
+        ("--speculative-config", "--speculative-config : must be JSON, in quotes"),
+        ("--speculative-config ngram", "--speculative-config ngram: must be JSON, in quotes"),
+        ("--speculative-config '[1]'", "must be JSON, in quotes"),
+        ("""--speculative-config='{"method": "eagle"}'""", "the method must be ngram"),
+        ("""--compilation-config '{"inductor_passes": {}}'""", "has inductor_passes: only"),
+        ("--compilation-config 3", "must be JSON, in quotes"),
     ],
 )
 def test_a_flag_that_could_change_what_is_sampled_is_refused_by_name(text, refusal):
-    with pytest.raises(cfg.ConfigError, match=f"--engine_flags.*({re.escape(refusal)}|{refusal})"):
+    with pytest.raises(cfg.ConfigError, match=f"^--engine_flags.*{re.escape(refusal)}"):
         read(text)
 
 
@@ -79,7 +86,7 @@ def test_a_flag_that_could_change_what_is_sampled_is_refused_by_name(text, refus
     [
         (NGRAM | {"rejection_sample_method": "synthetic"}, "has rejection_sample_method, which"),
         (NGRAM | {"model": "x", "quantization": "fp8"}, "has model, quantization, which could"),
-        (NGRAM | {"method": "draft_model"}, "must be JSON with the method ngram"),
+        (NGRAM | {"method": "draft_model"}, "the method must be ngram"),
         (NGRAM | {"num_speculative_tokens": 0}, "num_speculative_tokens 0: must be a whole"),
         ({"method": "ngram"}, "num_speculative_tokens None: must be a whole number"),
     ],
@@ -88,6 +95,11 @@ def test_speculative_decoding_must_keep_the_distribution(settings, refusal):
     text = f"--speculative-config '{json.dumps(settings)}'"
     with pytest.raises(cfg.ConfigError, match=f"^--engine_flags: .*{refusal}"):
         read(text)
+
+
+def test_settings_of_compilation_are_accepted():
+    text = """--compilation-config='{"cudagraph_mode": "FULL", "compile_sizes": [1]}'"""
+    assert read(f"{text} --distributed-timeout-seconds -1").draft_tokens == 0
 
 
 def test_guessed_tokens_are_refused_beside_replayed_routing():
@@ -105,7 +117,7 @@ def test_refusal_comes_before_anything_is_written(tmp_path):
 
 def test_every_flag_of_the_lists_is_one_of_vllm_and_none_is_set_by_the_run():
     arg_utils = pytest.importorskip("vllm.engine.arg_utils")
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     assert arg_utils
@@ -113,8 +125,14 @@ def test_every_flag_of_the_lists_is_one_of_vllm_and_none_is_set_by_the_run():
     known = {option.lstrip("-") for option in parser._option_string_actions}
     refused = set(" ".join(engine_flags.REASONS.values()).split())
     knobs = engine_flags.KNOBS
-    assert (engine_flags.ALLOWED | refused | knobs.keys()) - known == set()
-    assert not engine_flags.ALLOWED & (refused | knobs.keys()) and not refused & knobs.keys()
+    switches, options = engine_flags.SWITCHES, engine_flags.OPTIONS
+    assert (switches | options | refused | knobs.keys()) - known == set()
+    groups = [switches, options, refused, knobs.keys()]
+    assert sum(map(len, groups)) == len(set().union(*groups))
+    takes_value = {
+        name for name in switches | options if parser._option_string_actions[f"--{name}"].nargs != 0
+    }
+    assert takes_value == options
     assert set(knobs.values()) <= set(cfg.Config.__dataclass_fields__)
     for gpus in (0, 8):
         config = placement.resolve(cfg.parse(["toy", "--replay_routing", "False"]), gpus)
@@ -122,7 +140,7 @@ def test_every_flag_of_the_lists_is_one_of_vllm_and_none_is_set_by_the_run():
         for _, _, command in placement.engine_commands(config, gpus):
             words = [word.removeprefix("--") for word in command if word.startswith("--")]
             taken = {word.removeprefix("no-") for word in words}
-            assert not taken & engine_flags.ALLOWED, taken & engine_flags.ALLOWED
+            assert not taken & (switches | options)
 
 
 # ---- a real engine that guesses tokens

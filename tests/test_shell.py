@@ -4,15 +4,14 @@ bubblewrap, the commands and the scripts that grade are real. The model is FAKE.
 """
 
 import asyncio
-import io
 import os
 import shutil
 import socket
 import subprocess
-import tarfile
 import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
 
 from plumbing.episode import CutOff
@@ -121,7 +120,9 @@ def test_the_last_block_is_the_command_and_long_output_is_shortened():
     [
         ("echo 0.25 > /logs/verifier/reward.txt", 0.25),
         ("""echo '{"reward": 0.5}' > /logs/verifier/reward.json""", 0.5),
-        ("echo nan > /logs/verifier/reward.txt", "unparsable"),
+        ("echo NaN > /logs/verifier/reward.txt", "unparsable"),
+        ("echo 1e999 > /logs/verifier/reward.txt", "unparsable"),
+        ("echo 1e39 > /logs/verifier/reward.txt", "unparsable"),
         ("echo much > /logs/verifier/reward.txt", "unparsable"),
         ("exit 0", "unparsable"),
         ("sleep 100", "unparsable"),
@@ -144,6 +145,28 @@ def test_commands_cannot_see_or_forge_what_grades_them(tmp_path):
     assert reward == 0.0
     assert model.heard[1] == "Exit code 0. Output:\n"
     assert model.heard[2].startswith("Exit code 0. Output:\n1")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        """echo '{"reward": 1}' > /logs/verifier/reward.json; chmod 555 /logs/verifier""",
+        "rmdir /logs/verifier; echo x > /logs/verifier; chmod 555 /logs; echo 1 > reward.txt",
+        "touch /tests/x; chmod 000 /tests",
+        "rm -r /logs/verifier; ln -s /app /logs/verifier; echo 1 > /app/reward.json",
+        # The problem's PATH begins with a directory that commands can change
+        """for x in timeout tar head env; do
+            printf '#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n' > ~/bin/$x; chmod +x ~/bin/$x
+        done""",
+    ],
+)
+def test_what_grades_an_attempt_does_not_use_what_commands_have_left(tmp_path, command):
+    files = {"environment/Dockerfile": "FROM x\nENV PATH=/root/bin:$PATH\nCOPY numbers.txt /app"}
+    make_problem(tmp_path / "p", files)
+    [problem] = shell.problems("test", 0, str(tmp_path))
+    turns = block("mkdir -p ~/bin /logs/verifier"), block(command)
+    assert play(problem, *turns, "Done.")[0] == 0.0
+    assert play(problem, *turns, block("echo 42 > sum.txt"), "Done.")[0] == 1.0
 
 
 # ---- directories of problems
@@ -170,11 +193,29 @@ def public_path():
         yield Path(path)
 
 
+def test_the_last_stage_of_a_dockerfile_counts_and_variables_are_replaced(tmp_path):
+    dockerfile = "FROM a\nENV X=1\nWORKDIR /built\nCOPY none /x\nFROM b\nENV D=/srv\n"
+    dockerfile = dockerfile.replace("COPY none /x\n", "COPY numbers.txt /x\n")
+    dockerfile += 'WORKDIR "$D/here"\nCOPY numbers.txt $D/n.txt\n'
+    make_problem(tmp_path / "p", {"environment/Dockerfile": dockerfile})
+    [problem] = shell.problems("test", 0, str(tmp_path))
+    _, model = play(problem, block("pwd; ls /srv; ls /x /built; echo $X"), "Done.")
+    assert model.heard[1].startswith("Exit code 0. Output:\n/srv/here\nhere\nn.txt\n")
+    assert "/x" in model.heard[1] and "/built" in model.heard[1]
+
+
+def test_a_rootfs_must_lie_beside_the_problems(tmp_path):
+    make_problem(tmp_path / "p")
+    (tmp_path / "p" / "environment" / "rootfs").symlink_to("/")
+    with pytest.raises(ValueError, match="is /, which does not lie beside the problems"):
+        shell.problems("test", 0, str(tmp_path))
+
+
 def test_a_rootfs_takes_the_place_of_this_machines_programs(public_path):
     """An image with bash, a few programs, and files of its own, in /app and elsewhere."""
     root = public_path / "p" / "environment" / "rootfs"
     make_problem(public_path / "p", {"environment/Dockerfile": "FROM x\nRUN apt install y\n"})
-    for name in "bash tar mkdir timeout cat ls rm printf head prlimit".split():
+    for name in "bash tar mkdir timeout env cat ls printf head prlimit".split():
         program = shutil.which(name)
         linked = subprocess.run(["ldd", program], capture_output=True, text=True).stdout
         for file in [program, *(word for word in linked.split() if word.startswith("/"))]:
@@ -193,7 +234,7 @@ def test_a_rootfs_takes_the_place_of_this_machines_programs(public_path):
     if os.geteuid() == 0:
         os.chmod(public_path, 0o700)
         shell.layout.cache_clear()
-        with pytest.raises(ValueError, match="belong to the user nobody, who cannot read"):
+        with pytest.raises(ValueError, match="run as the user nobody, who cannot read"):
             shell.problems("test", 0, str(public_path))
 
 
@@ -207,7 +248,12 @@ def test_a_rootfs_takes_the_place_of_this_machines_programs(public_path):
         ({"task.toml": '[verifier]\nenv = {A = "1"}'}, "task.toml: verifier.env: this cannot"),
         ({"task.toml": "steps = [1]"}, "task.toml: steps: this cannot be had here"),
         ({"environment/Dockerfile": "FROM x\nRUN make\n"}, "RUN make: Dockerfiles are not built"),
-        ({"environment/Dockerfile": "COPY none x"}, "COPY none x: there is no "),
+        ({"environment/Dockerfile": "COPY none x"}, "COPY none x: none is not in .*environment"),
+        ({"environment/Dockerfile": "COPY /etc/passwd x"}, "/etc/passwd is not in "),
+        ({"environment/Dockerfile": "COPY ../../../.. x"}, "is not in "),
+        ({"environment/docker-compose.yaml": "x"}, "docker-compose.yaml: services cannot be had"),
+        ({"task.toml": '[agent]\ntimeout_sec = "600"'}, "agent.timeout_sec 600: must be a number"),
+        ({"task.toml": "[verifier]\ntimeout_sec = 0"}, "verifier.timeout_sec 0: must be a number"),
         ({"environment/Dockerfile": "WORKDIR /usr/src"}, "p: /usr cannot be changed here"),
         ({"environment/Dockerfile": "WORKDIR /"}, "/: files and commands need a directory below"),
     ],
@@ -242,9 +288,9 @@ def test_check_of_a_directory_runs_the_solutions(tmp_path, capsys):
     shell.main([str(tmp_path)])
     lines = [line.rpartition("/")[2] for line in capsys.readouterr().out.splitlines()]
     assert lines == [
-        "a: 0.0 without commands, 1.0 after its solution",
-        "b: 0.0 without commands, 0.0 after its solution",
-        "c: 0.0 without commands, None after its solution",
+        "a: 0.0 without commands; 1.0 after its solution, exit code 0",
+        "b: 0.0 without commands; 0.0 after its solution, exit code 0",
+        "c: 0.0 without commands; there is no solution",
     ]
 
 
@@ -254,11 +300,13 @@ def test_check_of_a_directory_runs_the_solutions(tmp_path, capsys):
 def test_files_outlive_commands_and_processes_do_not():
     outputs = run(
         [
-            "echo 5 > a; mkdir -p /tmp/b ~/c; ln -s a link; chmod 700 a; sleep 1000 & echo begun",
-            "cat link; stat -c %a a; ls -d /tmp/b; ls -d ~/c; ps aux | grep -c '[s]leep 1000'",
+            "echo 5 > a; mkdir -p /tmp/b ~/c; ln -s a link; chmod 700 a; sleep 98765 & echo begun",
+            "cat link; stat -c %a a; ls -d /tmp/b; ls -d ~/c",
         ]
     )
-    assert outputs == [(0, "begun\n"), (1, "5\n700\n/tmp/b\n/root/c\n0\n")]
+    assert outputs == [(0, "begun\n"), (0, "5\n700\n/tmp/b\n/root/c\n")]
+    running = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
+    assert ["sleep", "98765"] not in running
 
 
 def test_a_command_that_is_ended_keeps_its_files():
@@ -287,7 +335,12 @@ HOSTILE = [
     ("mount -t tmpfs x /app", "mount: /app: ", None),
     ("mknod x c 1 3", "not permitted", None),
     ("rm -rf / --no-preserve-root; echo over", "", None),
-    ("ls /proc | grep -c '^[0-9]'; ls -A /dev | wc -l", "6", None),
+    ("echo devices: $(ls -A /dev)", "devices: fd full null random urandom zero\n", None),
+    (
+        "grep -E 'CapEff|NoNewPrivs' /proc/self/status",
+        "CapEff:\t0000000000000002\nNoNewPrivs:\t1",
+        None,
+    ),
 ]
 
 
@@ -309,17 +362,24 @@ def test_jail_stops_hostile_commands(tmp_path, monkeypatch):
             assert after == (0, "well\n"), (command, after)
 
 
-def test_files_that_are_too_large_to_keep_are_not_kept():
-    """A file without content, but with a size, takes no room until it is packed."""
-    make = "for i in $(seq 5); do truncate -s 100M x$i; done; ls | wc -l"
-    [first, after] = run([make, "ls | wc -l"])
-    assert first[1].startswith("5\n") and "[the files are as they were before this" in first[1]
-    assert after == (0, "0\n")
+def test_files_that_cannot_be_kept_are_as_they_were():
+    """The second command ends the program that packs its files."""
+    [_, killed, after] = run(["echo 5 > a", "echo 6 > a; kill -9 2", "cat a"])
+    assert "[the files are as they were before this command" in killed[1]
+    assert after == (0, "5\n")
+
+
+def test_files_of_any_rights_and_files_with_holes_are_kept():
+    make = "echo 5 > a; chmod 000 a; truncate -s 60M b c; mkdir d; chmod 000 d"
+    [_, after] = run([make, "stat -c '%n %a %s' a b c; stat -c %a d; cat a"])
+    assert after == (0, "a 0 2\nb 644 62914560\nc 644 62914560\n0\n5\n")
 
 
 def test_a_command_that_is_too_long_for_the_system_is_an_error_of_its_own():
-    [long, after] = run([f": {'x' * 200_000}", "echo well"])
-    assert "too long" in long[1] and after == (0, "well\n")
+    wrong = [f": {'x' * 200_000}", "echo \0"]
+    [long, nul, dashed, after] = run([*wrong, "-x", "echo well"])
+    assert "too long" in long[1] and "no text" in nul[1] and after == (0, "well\n")
+    assert "-x: command not found" in dashed[1]
 
 
 def test_of_a_long_output_the_beginning_and_the_end_are_kept():
@@ -327,12 +387,6 @@ def test_of_a_long_output_the_beginning_and_the_end_are_kept():
     assert printed.startswith("1\n2\n") and printed.endswith("\n99999\n100000\n")
     assert "\n[578895 bytes are left out]\n" in printed
     assert len(printed) < _jail.OUTPUT + 100
-
-
-def test_packed_files_belong_to_nobody_in_particular(tmp_path):
-    (tmp_path / "a").write_text("b")
-    with tarfile.open(fileobj=io.BytesIO(_jail.packed({"app/a": tmp_path / "a"}))) as tar:
-        assert tar.getnames() == ["app/a"]
 
 
 def test_a_shell_without_a_jail_is_refused(monkeypatch):

@@ -171,7 +171,8 @@ def configure(argv, gpus):
         run=f"eval-{name}",
         engines=gpus // c.tensor_parallel or 1,
         gpu_memory_utilization=0,
-        # The run may be in progress, and listen at its port.
+        # The run may be in progress and listen at its port, or have been on another machine.
+        endpoint_host=cfg.Config.endpoint_host,
         endpoint_port=0,
         # It made the run's base model; the model to evaluate is there.
         family=cfg.Config.family,
