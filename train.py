@@ -395,11 +395,11 @@ def micro_batch(policy, batch, version, config, device):
     per_token = torch.where(in_loss, per_token, 0.0)
     loss = per_token.sum()
 
-    b |= dict(in_loss=in_loss, late=late, lag=lag * in_loss, clipped=clipped & in_loss)
-    b |= dict(logprobs=logprobs, behavior_logprobs=behavior_logprobs, entropy=entropy)
-    b |= dict(loss=per_token, kl_ref=kl_ref, teacher_log_ratio=teacher_log_ratio)
+    terms = dict(in_loss=in_loss, late=late, lag=lag * in_loss, clipped=clipped & in_loss)
+    terms |= dict(logprobs=logprobs, behavior_logprobs=behavior_logprobs, entropy=entropy)
+    terms |= dict(kl_ref=kl_ref, teacher_log_ratio=teacher_log_ratio, per_token=per_token)
     with torch.no_grad():
-        metrics = metric_sums(b)
+        metrics = metric_sums(b, terms | dict(loss=loss))
         if policy.routing:
             metrics |= {name: (mean, *sums) for name, sums in policy.routing.sums().items()}
     return loss, metrics, logprobs.detach()
@@ -415,16 +415,17 @@ def on_device(batch, positions, sample_index, version, device):
     return dict(zip(arrays, to_device(device, *arrays.values())))
 
 
-def metric_sums(b):
+def metric_sums(b, terms):
     """The metrics of a micro-batch: {name: (function, sum, ...)}.
 
     The function makes the metric of the sums, which are added up over a step and all ranks. b: the
-    fields of the micro-batch, and the terms of its loss that `micro_batch` has added to them.
+    fields of the micro-batch (plumbing/samples.py). terms: those of its loss, see the end of
+    `micro_batch`.
     """
-    in_loss = b["in_loss"]
-    log_w = b["logprobs"] - b["behavior_logprobs"]
+    in_loss = terms["in_loss"]
+    log_w = terms["logprobs"] - terms["behavior_logprobs"]
     w = log_w.exp() * in_loss
-    kl_behavior = kl(b["behavior_logprobs"], b["logprobs"]) * in_loss
+    kl_behavior = kl(terms["behavior_logprobs"], terms["logprobs"]) * in_loss
     # [S] bool: False for a filler, the micro-batch of a rank for which no samples are left.
     is_sample = b["outcome"] >= 0
     samples = is_sample.sum()
@@ -432,7 +433,7 @@ def metric_sums(b):
     tokens = in_loss.sum()
     # The tokens whose logprobs the engine computed with the very version that is trained. If
     # several versions sampled a sequence, a part of its KV cache is from an older one.
-    pure = in_loss & (b["lag"] == 0) & (b["num_versions"] == 1)[b["sample_index"]]
+    pure = in_loss & (terms["lag"] == 0) & (b["num_versions"] == 1)[b["sample_index"]]
     is_real = is_sample[b["sample_index"]]
     by_sample = (b["sample_index"], len(is_sample))
     # [S]: the samples that have an advantage at any token, and those with a token in the loss.
@@ -448,7 +449,13 @@ def metric_sums(b):
     turns = (is_sampled[1:] & ~is_sampled[:-1]).sum()
     segments = ((b["positions"] == 0) & is_real).sum()
     bucket_sums = sums_by_lag(
-        b["lag_buckets"], in_loss, b["loss"], kl_behavior, log_w.abs(), w, b["clipped"]
+        b["lag_buckets"],
+        in_loss,
+        terms["per_token"],
+        kl_behavior,
+        log_w.abs(),
+        w,
+        terms["clipped"],
     )
     return {
         "samples": (count, samples),
@@ -463,19 +470,19 @@ def metric_sums(b):
         "length_mean": (mean, is_sampled.sum(), samples),
         "length_p90": (length_p90, b["length_counts"]),
         "lengths": (lengths_table, b["length_counts"]),
-        "loss": (mean, b["loss"].sum(), samples),
-        "entropy": (mean, (b["entropy"] * in_loss).sum(), tokens),
+        "loss": (mean, terms["loss"], samples),
+        "entropy": (mean, (terms["entropy"] * in_loss).sum(), tokens),
         "ess": (ess, w.sum(), (w * w).sum(), tokens),
         "ess_sample": (ess, w_sample.sum(), (w_sample * w_sample).sum(), has_loss.sum()),
         "kl_behavior": (mean, kl_behavior.sum(), tokens),
-        "kl_ref": (mean, (b["kl_ref"] * in_loss).sum(), tokens),
-        "kl_teacher": (mean, -(b["teacher_log_ratio"] * in_loss).sum(), tokens),
+        "kl_ref": (mean, (terms["kl_ref"] * in_loss).sum(), tokens),
+        "kl_teacher": (mean, -(terms["teacher_log_ratio"] * in_loss).sum(), tokens),
         "mismatch": (mean_if_any, (log_w.abs() * pure).sum(), pure.sum()),
-        "lag_mean": (mean, b["lag"].sum(), tokens),
-        "lag_max": (largest, b["lag"].max()),
+        "lag_mean": (mean, terms["lag"].sum(), tokens),
+        "lag_max": (largest, terms["lag"].max()),
         "lag_oldest": (mean, (b["oldest_lags"] * is_sample).sum(), samples),
-        "clip_frac": (mean, b["clipped"].sum(), tokens),
-        "late": (count, b["late"].sum()),
+        "clip_frac": (mean, terms["clipped"].sum(), tokens),
+        "late": (count, terms["late"].sum()),
         "by_lag": (functools.partial(by_lag, ess), *bucket_sums),
         "versions_2": (mean, (b["num_versions"] >= 2).sum(), samples),
         "versions_3": (mean, (b["num_versions"] >= 3).sum(), samples),

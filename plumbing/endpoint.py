@@ -35,7 +35,7 @@ import aiohttp
 from aiohttp import web
 
 from plumbing import messages_api, responses_api
-from plumbing.episode import CutOff, EngineUnavailable
+from plumbing.episode import CutOff, EngineUnavailable, LineFull
 
 # the options that become part of the prompt, or say how the answer is sent
 PASSED = {"model", "messages", "tools", "tool_choice", "stream", "stream_options", "prompt"}
@@ -55,7 +55,8 @@ RETRY_COUNT = "x-stainless-retry-count"
 # the key under which a web.Request keeps its Attempt
 ATTEMPT = web.RequestKey("attempt", object)
 # {HTTP status: the type of the error in both APIs}; all others are "invalid_request_error"
-ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
+ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+ERROR_TYPES |= {503: "overloaded_error"}
 
 
 # what Python raises for a body that is not in the form of the API, or nests too many brackets
@@ -196,6 +197,8 @@ class Endpoint:
             return await handler(request)
         except CutOff as e:
             return error_response(400, str(e), "context_length_exceeded")
+        except LineFull as e:
+            return error_response(429, str(e), "rate_limit_exceeded")
         except EngineUnavailable as e:
             return error_response(503, str(e), "no_engine")
         except ConnectionError:
@@ -238,7 +241,7 @@ class Endpoint:
             turns.append(Turn())
         if not turn.is_begun():
             turn.answer = asyncio.ensure_future(
-                in_line(request[ATTEMPT].turns_in_line, work, request[ATTEMPT], self.accepted(body))
+                request[ATTEMPT].turn_line.do(work, request[ATTEMPT], self.accepted(body))
             )
         turn.clients += 1
         try:
@@ -327,8 +330,7 @@ class Endpoint:
     async def count_tokens(self, request):
         body = messages_api.chat_request(await request.json())
         try:
-            line = request[ATTEMPT].counts_in_line
-            prompt = await in_line(line, self.render, self.accepted(body))
+            prompt = await request[ATTEMPT].count_line.do(self.render, self.accepted(body))
         except aiohttp.ClientResponseError as e:
             # Nothing is sampled, so the attempt is not cut off if the prompt is too long.
             return error_response(400, e.message, "invalid_request")
@@ -445,12 +447,6 @@ class Endpoint:
         if body.get("parallel_tool_calls") is False and message.get("tool_calls"):
             message["tool_calls"] = message["tool_calls"][:1]
         return {name: value for name, value in message.items() if value or name == "content"}
-
-
-async def in_line(line, work, *arguments):
-    """Do a work, and wait before it until the semaphore `line` lets it begin."""
-    async with line:
-        return await work(*arguments)
 
 
 def usage_of(prompt, answer):

@@ -88,7 +88,7 @@ REASONS = {
 # the settings of speculative decoding by n-grams, whose guesses come from the text itself
 NGRAM = {"method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"}
 # settings of --compilation-config; others may put functions of their own into the model
-COMPILATION = {"mode", "cudagraph_mode", "cudagraph_capture_sizes", "compile_sizes", "backend"}
+COMPILATION = {"mode", "cudagraph_mode", "cudagraph_capture_sizes", "compile_sizes"}
 COMPILATION |= {"max_cudagraph_capture_size", "cudagraph_num_of_warmups"}
 
 

@@ -25,6 +25,8 @@ from plumbing.sandbox import Sandbox, error_line, number, returned
 
 # number of requests of one attempt that plumbing/endpoint.py works on at the same time
 AT_ONCE = 32
+# most requests of one attempt that go on or wait
+MOST_IN_LINE = 256
 
 
 class CutOff(Exception):
@@ -40,6 +42,31 @@ class AttemptLost(Exception):
 
 class EngineUnavailable(AttemptLost):
     """No engine gives an answer: all retries failed, or engines refuse the prompt or die of it."""
+
+
+class LineFull(Exception):
+    """Too many requests of this attempt wait; clients of both APIs try again after a while."""
+
+
+class Line:
+    """Lets AT_ONCE works go on at the same time; others wait, but there are never more than
+    MOST_IN_LINE.
+    """
+
+    def __init__(self):
+        self.semaphore = asyncio.Semaphore(AT_ONCE)
+        self.length = 0
+
+    async def do(self, work, *arguments):
+        """await work(*arguments), when it is its turn. Raises LineFull."""
+        if self.length >= MOST_IN_LINE:
+            raise LineFull(f"{self.length} requests of this attempt go on or wait: try again later")
+        self.length += 1
+        try:
+            async with self.semaphore:
+                return await work(*arguments)
+        finally:
+            self.length -= 1
 
 
 class Slots:
@@ -115,14 +142,14 @@ class Attempt:
         self.is_evaluation = seed is not None
         # True until a turn uses the slot that was reserved when the problem was chosen
         self.has_slot = not self.is_evaluation
-        # these are used by plumbing/endpoint.py: semaphores at which requests for turns, and those
-        # that count tokens, wait; exchanges of messages, texts that were completed, the turns that
+        # these are used by plumbing/endpoint.py: the lines of requests for turns, and of those that
+        # count tokens; exchanges of messages, texts that were completed, the turns that
         # each request asked for, and {id of an answer of the Responses API: all items of the
         # conversation up to its end}
         self.base_url = services.endpoint.url
         self.api_key = f"sk-{secrets.token_hex(16)}"
-        self.turns_in_line = asyncio.Semaphore(AT_ONCE)
-        self.counts_in_line = asyncio.Semaphore(AT_ONCE)
+        self.turn_line = Line()
+        self.count_line = Line()
         self.exchanges = []
         self.texts = []
         self.requests = {}

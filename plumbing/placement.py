@@ -138,6 +138,11 @@ def check_endpoint(c: Config):
             f"{given}: the endpoint for agents cannot listen there ({e}): the host must be an "
             "address of this machine, and the port free"
         ) from None
+    # Engines listen at these ports, if they are free.
+    require(
+        c.endpoint_port not in range(c.port, c.port + c.engines),
+        f"{given}: --port {c.port} gives this port to an engine: choose another one",
+    )
     # These two stand for all addresses of a machine, and agents need one that they can reach.
     require(
         address[0] not in ("0.0.0.0", "::"),

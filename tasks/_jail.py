@@ -20,14 +20,16 @@ import ctypes
 import errno
 import functools
 import os
+import re
 import shutil
 import struct
 import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 # limits of a program: bytes of memory
 MEMORY = 512 << 20
@@ -180,10 +182,11 @@ result=$1 tests=$2 seconds=$3 folder=$4 command=$5
 writable=("${@:7:$6}") variables=("${@:7+$6}")
 """
 RUN = """
-mkdir -p "$folder" && cd "$folder" || exit 125
+mkdir -p "$folder" && cd "$folder" || cd /
 (
     eval "exec $result>&- $tests>&-"
-    exec timeout --kill-after=1 "$seconds" env "${variables[@]}" bash -c -- "$command" < /dev/null
+    exec timeout --kill-after=1 "$seconds" env -- "${variables[@]}" "$BASH" -c -- "$command" \\
+        < /dev/null
 )
 code=$?
 kill -KILL -1 2> /dev/null
@@ -197,19 +200,20 @@ tar --create --sparse --directory / "${{writable[@]}}" >&"$result" || exit 125
 printf {COMPLETE.decode()} >&"$result"
 exit $code
 """
-# What commands have put into /tests and /logs is not unpacked.
+# What commands have put into /tests and /logs is not unpacked. A reward in both files is none.
 TEST_SCRIPT = f"""{ARGUMENTS}
 tar --extract --no-same-owner --directory / --anchored --exclude=tests --exclude=logs || exit 125
+[ -z "$(ls -A /tests)$(ls -A /logs)" ] || exit 125
 tar --extract --no-same-owner --directory / <&"$tests" && mkdir /logs/verifier || exit 125
-variables+=(PYTHONNOUSERSITE=1)
 {RUN}
-for name in reward.json reward.txt; do
-    if [ -f "/logs/verifier/$name" ]; then
-        head -c 1000 "/logs/verifier/$name" >&"$result" && printf {COMPLETE.decode()} >&"$result"
-        break
-    fi
-done
+shopt -s nullglob
+rewards=(/logs/verifier/reward.{{json,txt}})
+for file in "${{rewards[@]}}"; do [ -f "$file" ] && written+=("$file"); done
+[ "${{#written[@]}}" = 1 ] && head -c 100000 "${{written[0]}}" >&"$result" &&
+    printf {COMPLETE.decode()} >&"$result"
 """
+# Variables that would let files of the model's take part in its grading
+UNTRUSTED = re.compile("BASH_ENV|ENV|LD_.*|PYTHON.*|HOME|SHELLOPTS|BASHOPTS|PS4|IFS|TMPDIR")
 
 
 class Shell:
@@ -231,14 +235,17 @@ class Shell:
         self.files = files
         self.rootfs = rootfs
         self.env = env or {}
+        # the seconds that commands have taken so far, without the time that they waited for others
+        self.seconds = 0.0
+        # the jail that runs now
+        self.process = None
 
     async def run(self, command, seconds):
         """Run a command: (exit code, its output; of a long one the beginning and the end).
 
         The exit code is 124 if the command's time was over.
         """
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(THREADS, self.run_now, command, seconds)
+        return await self._in_thread(self.run_now, command, seconds)
 
     async def test(self, folder, seconds):
         """Run test.sh of a directory as /tests/test.sh: (the text of its reward file, its output).
@@ -246,8 +253,16 @@ class Shell:
         The script writes a reward into /logs/verifier/reward.txt or reward.json; without one the
         text is "". None of the files is kept.
         """
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(THREADS, self.test_now, folder, seconds)
+        return await self._in_thread(self.test_now, folder, seconds)
+
+    async def _in_thread(self, work, *arguments):
+        try:
+            return await asyncio.get_running_loop().run_in_executor(THREADS, work, *arguments)
+        except asyncio.CancelledError:
+            # The attempt is over: its jail must not keep others waiting.
+            if self.process is not None:
+                self.process.kill()
+            raise
 
     def run_now(self, command, seconds):
         """`run`, for a thread."""
@@ -263,7 +278,8 @@ class Shell:
     def test_now(self, folder, seconds):
         """`test`, for a thread."""
         with packed({"tests": folder}, follow_links=True) as tests:
-            _, output, reward = self._jailed(TEST_SCRIPT, "bash /tests/test.sh", seconds, tests)
+            command = 'exec "$BASH" /tests/test.sh'
+            _, output, reward = self._jailed(TEST_SCRIPT, command, seconds, tests)
         return "" if reward is None else reward.read().decode(errors="replace"), output
 
     def _jailed(self, script, command, seconds, tests=None):
@@ -280,28 +296,50 @@ class Shell:
             passed = [result.fileno(), tests.fileno()]
             arguments = [*map(str, passed), str(seconds), self.folder, command]
             arguments += [str(len(self.writable)), *self.writable]
-            arguments += [f"{name}={value}" for name, value in self.env.items()]
+            env = self.env if script == COMMAND_SCRIPT else self._trusted_env()
+            arguments += [f"{name}={value}" for name, value in env.items()]
+            began = time.monotonic()
+            self.process = subprocess.Popen(
+                [*self._command(filtered.fileno()), "bash", "-c", script, "jail", *arguments],
+                stdin=self.files,
+                stdout=output,
+                stderr=output,
+                pass_fds=[filtered.fileno(), *passed],
+            )
             try:
-                code = subprocess.run(
-                    [*self._command(filtered.fileno()), "bash", "-c", script, "jail", *arguments],
-                    stdin=self.files,
-                    stdout=output,
-                    stderr=output,
-                    pass_fds=[filtered.fileno(), *passed],
-                    # The script ends the command. This is for a command that has stopped the
-                    # script, and for a machine that is too busy to start the jail.
-                    timeout=seconds + 30,
-                ).returncode
+                # The script ends the command. This limit is for a command that has stopped the
+                # script, and for a machine that is too busy to start the jail.
+                code = self.process.wait(seconds + 30)
             except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
                 code = 124
+            self.seconds += time.monotonic() - began
             text = beginning_and_end(output)
-        end = result.seek(0, os.SEEK_END) - len(COMPLETE)
+        size = result.seek(0, os.SEEK_END)
+        end = size - len(COMPLETE)
         result.seek(max(end, 0))
-        if result.read() != COMPLETE:
+        # At its limit a tar may have been cut off after bytes that look like these.
+        if result.read() != COMPLETE or size >= 2 * SHELL_FILES:
             return code, text, None
         result.truncate(end)
         result.seek(0)
         return code, text, result
+
+    def _trusted_env(self):
+        """The variables of test.sh: they let no file that commands can write take part in it."""
+        env = {k: v for k, v in self.env.items() if not UNTRUSTED.fullmatch(k)}
+        path = [x for x in env.get("PATH", "").split(":") if self._is_read_only(x)]
+        return env | {"PATH": ":".join([*path, SHELL_ENV["PATH"]]), "PYTHONNOUSERSITE": "1"}
+
+    def _is_read_only(self, path):
+        parts = PurePosixPath(path).parts
+        return (
+            parts[:1] == ("/",)
+            and ".." not in parts
+            and parts[1:2] != ()
+            and (parts[1] not in self.writable)
+        )
 
     def _command(self, filter_fd):
         """The beginning of a command line that runs a program in the jail."""

@@ -69,8 +69,9 @@ HARMLESS = {
 NOT_COPIED = ("Dockerfile", ".dockerignore")
 # instructions of a Dockerfile that say nothing of files
 IGNORED = "CMD ENTRYPOINT EXPOSE LABEL".split()
-# directories below / that belong to the system
-RESERVED = "usr bin sbin lib lib64 etc dev proc sys".split()
+# directories below / that belong to the system, or to the grading
+RESERVED = set("usr bin sbin lib lib64 etc dev proc sys tests logs".split())
+ROOTFS = "environment/rootfs"
 
 
 def problems(split, seed=0, data=""):
@@ -140,8 +141,9 @@ def layout(folder):
     for name in ("instruction.md", "tests/test.sh"):
         if not (folder / name).is_file():
             raise ValueError(f"{folder}: has no {name}")
+    require_inside(folder)
     environment = folder / "environment"
-    rootfs = readable_rootfs(environment / "rootfs")
+    rootfs = readable_rootfs(folder / ROOTFS)
     settings = read_settings(folder / "task.toml", rootfs)
     dockerfile = read_dockerfile(environment / "Dockerfile", rootfs)
     for source in environment.glob("docker-compose*"):
@@ -150,25 +152,29 @@ def layout(folder):
     if copies is None:
         sources = [p for p in sorted(environment.glob("*")) if p.name not in NOT_COPIED]
         copies = [(source, dockerfile.folder + "/") for source in sources]
+    changed = {top(dockerfile.folder), *(top(target) for _, target in copies)}
+    for name in sorted(changed & RESERVED):
+        raise ValueError(f"{folder}: /{name} cannot be changed here")
+    writable = sorted({"tmp", "root", "logs", "tests", *changed})
     files = {}
-    writable = {"tmp", "root", "logs", "tests", top(dockerfile.folder)}
-    writable |= {top(target) for _, target in copies}
-    for name in sorted(writable):
-        if name in RESERVED:
-            raise ValueError(f"{folder}: /{name} cannot be changed here")
-        if rootfs and (rootfs / name).is_dir():
-            files[name] = rootfs / name
+    if rootfs:
+        files = {name: rootfs / name for name in writable if (rootfs / name).is_dir()}
     for source, target in copies:
-        files[(target + source.name if target.endswith("/") else target).lstrip("/")] = source
+        name = (target + source.name if target.endswith("/") else target).lstrip("/")
+        if name in files:
+            raise ValueError(f"{folder}: COPY writes /{name} twice, which cannot be had here")
+        files[name] = source
     found = Layout(
         dockerfile.folder,
-        sorted(writable),
+        writable,
         files,
         rootfs,
         dockerfile.env,
         settings.get("agent", {}).get("timeout_sec", AGENT_SECONDS),
         settings.get("verifier", {}).get("timeout_sec", TEST_SECONDS),
     )
+    # Both raise ValueError if there are too many files.
+    _jail.packed({"tests": folder / "tests"}, follow_links=True).close()
     shell = found.shell()
     if rootfs or dockerfile.copies:
         code, output = shell.run_now("true", 60)
@@ -178,6 +184,20 @@ def layout(folder):
                 "bash, GNU tar and coreutils, and prlimit"
             )
     return found
+
+
+def require_inside(folder):
+    """Raise ValueError if a problem's files lie elsewhere, or where every command can read them."""
+    home = folder.resolve()
+    for system in _jail.SYSTEM:
+        if Path(system).resolve() in home.parents:
+            raise ValueError(f"{folder}: problems must not lie in {system}, which shells can read")
+    for path, folders, files in os.walk(folder):
+        for name in [*folders, *files]:
+            # Several problems may share files, by links to directories beside them.
+            if home.parent not in Path(path, name).resolve().parents:
+                raise ValueError(f"{path}/{name}: leads out of the directory of all problems")
+        folders[:] = [name for name in folders if Path(path, name) != folder / ROOTFS]
 
 
 def top(path):
@@ -191,14 +211,11 @@ def top(path):
 def readable_rootfs(path):
     """The directory of a rootfs without symbolic links; None if there is none.
 
-    Raises ValueError if it lies elsewhere, or if a jail cannot read it.
+    Raises ValueError if a jail cannot read it.
     """
     if not path.is_dir():
         return None
     rootfs = path.resolve()
-    # Several problems may have the same one, by links to a directory beside them.
-    if path.parent.parent.parent.resolve() not in rootfs.parents:
-        raise ValueError(f"{path}: is {rootfs}, which does not lie beside the problems")
     if os.geteuid() == 0 and not all(p.stat().st_mode & 1 for p in [rootfs, *rootfs.parents]):
         raise ValueError(
             f"{rootfs}: jails that root starts run as the user nobody, who cannot read this "
@@ -268,7 +285,13 @@ def read_dockerfile(path, rootfs):
 def words(text, env):
     """The words of a line of a Dockerfile, in which variables are replaced by their values."""
     known = _jail.SHELL_ENV | env
-    return [string.Template(word).safe_substitute(known) for word in shlex.split(text)]
+    replaced = [string.Template(word).safe_substitute(known) for word in shlex.split(text)]
+    for word in replaced:
+        if "$" in word:
+            raise ValueError(
+                f"{text}: a variable is not set, or not in the form $NAME or ${{NAME}}"
+            )
+    return replaced
 
 
 def variables(text, env):
@@ -306,8 +329,7 @@ async def grade(shell, problem):
     seconds = layout(problem["folder"]).test_seconds
     text, _ = await shell.test(Path(problem["folder"], "tests"), seconds)
     try:
-        value = json.loads(text)
-        value = number(value["reward"] if isinstance(value, dict) else value)
+        value = number(json.loads(text)["reward"] if "{" in text else float(text))
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return "unparsable"
     return value if abs(value) <= LARGEST else "unparsable"
@@ -333,7 +355,6 @@ async def episode(problem, model):
     """The reward that the problem's test.sh writes after the model's last turn."""
     shell = await asyncio.to_thread(layout(problem["folder"]).shell)
     seconds = layout(problem["folder"]).agent_seconds
-    clock = asyncio.get_running_loop().time
     message = problem["prompt"]
     commands = 0
     for turn in range(TURNS):
@@ -344,11 +365,10 @@ async def episode(problem, model):
                 raise
             break
         command = command_of(text)
-        if command is None or not model.finished or turn == TURNS - 1 or seconds <= 0:
+        left = seconds - shell.seconds
+        if command is None or not model.finished or turn == TURNS - 1 or left <= 0:
             break
-        began = clock()
-        code, output = await shell.run(command, min(COMMAND_SECONDS, seconds))
-        seconds -= clock() - began
+        code, output = await shell.run(command, min(COMMAND_SECONDS, left))
         commands += 1
         message = REPLY.format(code=code, output=shortened(output.strip()))
     model.log(commands=commands)

@@ -46,6 +46,17 @@ def base_model():
     return path
 
 
+def jail_problem():
+    """Why programs cannot be jailed here; "" if they can."""
+    from tasks import _jail
+
+    try:
+        _jail.require_shell()
+    except ValueError as e:
+        return str(e)
+    return ""
+
+
 def resolved(*argv, gpus=0):
     """Return the Config of a command line, as run.sh resolves it."""
     import config as cfg

@@ -685,6 +685,29 @@ def test_an_endpoint_that_nobody_could_reach_is_refused(host, refusal):
             placement.check_endpoint(c)
 
 
+def test_the_endpoint_takes_no_port_of_an_engine():
+    c = cfg.Config(task="guess", engines=2, endpoint_port=8501)
+    with pytest.raises(cfg.ConfigError, match="8501: --port 8500 gives this port to an engine"):
+        placement.check_endpoint(c)
+
+
+def test_requests_beyond_the_line_are_told_to_come_later(tmp_path, monkeypatch):
+    monkeypatch.setattr("plumbing.episode.MOST_IN_LINE", 2)
+
+    async def episode(problem, model):
+        client = Client(model)
+        model.turn_line.length = 2
+        status, text = await client.post("chat/completions", messages=[user("Hi")])
+        error = json.loads(text)["error"]
+        assert status == 429 and error["type"] == "rate_limit_error", text
+        model.turn_line.length = 0
+        await client.chat(user("Hi"))
+        return 1.0
+
+    [sample], _, _ = play(tmp_path, ["A"], episode)
+    assert sample["reward"] == 1.0
+
+
 def test_a_task_without_agents_has_no_endpoint():
     placement.check_endpoint(cfg.Config(task="guess", endpoint_host="localhost"))
     placement.check_endpoint(cfg.Config(task="toy"))

@@ -9,9 +9,10 @@ import shutil
 
 import pytest
 
+from conftest import jail_problem
 from tasks import _jail, python_tool
 
-needs_bubblewrap = pytest.mark.skipif(not shutil.which("bwrap"), reason="bubblewrap is missing")
+needs_bubblewrap = pytest.mark.skipif(jail_problem() != "", reason=jail_problem())
 
 # Memory that no limit of a process counts
 MEMORY = ("shmget(0, 10**9, 0o1600)", "memfd_create(b'x', 0)", "msgget(0, 0o1600)")

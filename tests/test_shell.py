@@ -6,6 +6,7 @@ bubblewrap, the commands and the scripts that grade are real. The model is FAKE.
 import asyncio
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -14,10 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from conftest import jail_problem
 from plumbing.episode import CutOff
 from tasks import _jail, shell
 
-pytestmark = pytest.mark.skipif(not shutil.which("bwrap"), reason="bubblewrap is missing")
+pytestmark = pytest.mark.skipif(jail_problem() != "", reason=jail_problem())
 
 TEST = 'if [ "$(cat sum.txt)" = 42 ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt'
 
@@ -118,7 +120,8 @@ def test_the_last_block_is_the_command_and_long_output_is_shortened():
 @pytest.mark.parametrize(
     "script, reward",
     [
-        ("echo 0.25 > /logs/verifier/reward.txt", 0.25),
+        ("echo .25 > /logs/verifier/reward.txt", 0.25),
+        ("echo 1 | tee /logs/verifier/reward.txt > /logs/verifier/reward.json", "unparsable"),
         ("""echo '{"reward": 0.5}' > /logs/verifier/reward.json""", 0.5),
         ("echo NaN > /logs/verifier/reward.txt", "unparsable"),
         ("echo 1e999 > /logs/verifier/reward.txt", "unparsable"),
@@ -155,13 +158,19 @@ def test_commands_cannot_see_or_forge_what_grades_them(tmp_path):
         "touch /tests/x; chmod 000 /tests",
         "rm -r /logs/verifier; ln -s /app /logs/verifier; echo 1 > /app/reward.json",
         # The problem's PATH begins with a directory that commands can change
-        """for x in timeout tar head env; do
+        """for x in bash cat timeout tar head env; do
             printf '#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n' > ~/bin/$x; chmod +x ~/bin/$x
         done""",
+        "echo 'echo 1 > /logs/verifier/reward.txt' > ~/.bashrc",
+        # A tar of the command's own, for the program that packs its files
+        """mkdir -p x/tests; echo 'echo 1 > /logs/verifier/reward.txt' > x/tests/test.sh
+        for fd in /proc/2/fd/*; do (tar -C x -c ./tests; printf complete) > $fd; done 2> /dev/null
+        kill -9 2""",
     ],
 )
 def test_what_grades_an_attempt_does_not_use_what_commands_have_left(tmp_path, command):
-    files = {"environment/Dockerfile": "FROM x\nENV PATH=/root/bin:$PATH\nCOPY numbers.txt /app"}
+    dockerfile = "FROM x\nENV PATH=/root/bin:$PATH BASH_ENV=/root/.bashrc\nCOPY numbers.txt /app\n"
+    files = {"environment/Dockerfile": dockerfile}
     make_problem(tmp_path / "p", files)
     [problem] = shell.problems("test", 0, str(tmp_path))
     turns = block("mkdir -p ~/bin /logs/verifier"), block(command)
@@ -207,7 +216,7 @@ def test_the_last_stage_of_a_dockerfile_counts_and_variables_are_replaced(tmp_pa
 def test_a_rootfs_must_lie_beside_the_problems(tmp_path):
     make_problem(tmp_path / "p")
     (tmp_path / "p" / "environment" / "rootfs").symlink_to("/")
-    with pytest.raises(ValueError, match="is /, which does not lie beside the problems"):
+    with pytest.raises(ValueError, match="rootfs: leads out of the directory of all problems"):
         shell.problems("test", 0, str(tmp_path))
 
 
@@ -251,6 +260,9 @@ def test_a_rootfs_takes_the_place_of_this_machines_programs(public_path):
         ({"environment/Dockerfile": "COPY none x"}, "COPY none x: none is not in .*environment"),
         ({"environment/Dockerfile": "COPY /etc/passwd x"}, "/etc/passwd is not in "),
         ({"environment/Dockerfile": "COPY ../../../.. x"}, "is not in "),
+        ({"environment/Dockerfile": "WORKDIR /tests/x"}, "p: /tests cannot be changed here"),
+        ({"environment/Dockerfile": "WORKDIR $D"}, "a variable is not set, or not in the form"),
+        ({"environment/Dockerfile": "COPY numbers.txt n\nCOPY numbers.txt n"}, "/app/n twice"),
         ({"environment/docker-compose.yaml": "x"}, "docker-compose.yaml: services cannot be had"),
         ({"task.toml": '[agent]\ntimeout_sec = "600"'}, "agent.timeout_sec 600: must be a number"),
         ({"task.toml": "[verifier]\ntimeout_sec = 0"}, "verifier.timeout_sec 0: must be a number"),
@@ -271,6 +283,33 @@ def test_settings_that_ask_for_nothing_are_accepted(tmp_path):
     assert len(shell.problems("test", 0, f" {tmp_path} , {tmp_path}")) == 2
     with pytest.raises(ValueError, match="needs directories of problems: --train_data"):
         shell.problems("train")
+
+
+@pytest.mark.parametrize("name", ["instruction.md", "tests/key", "environment/a", "solution"])
+def test_links_that_lead_out_of_the_problems_are_refused(tmp_path, name):
+    make_problem(tmp_path / "set" / "p")
+    shutil.rmtree(tmp_path / "set" / "p" / "solution")
+    path = tmp_path / "set" / "p" / name
+    path.unlink(missing_ok=True)
+    (tmp_path / "secret").write_text("my secret")
+    path.symlink_to(tmp_path / "secret")
+    with pytest.raises(ValueError, match=f"/{name}: leads out of the directory of all problems"):
+        shell.problems("test", 0, str(tmp_path / "set"))
+
+
+def test_problems_may_share_files_that_lie_beside_them(tmp_path):
+    make_problem(tmp_path / "p")
+    (tmp_path / "p" / "tests" / "test.sh").rename(tmp_path / "test.sh")
+    (tmp_path / "p" / "tests" / "test.sh").symlink_to(tmp_path / "test.sh")
+    [problem] = shell.problems("test", 0, str(tmp_path))
+    assert play(problem, block("echo 42 > sum.txt"), "Done.")[0] == 1.0
+
+
+def test_problems_that_shells_could_read_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(_jail, "SYSTEM", (str(tmp_path),))
+    make_problem(tmp_path / "set" / "p")
+    with pytest.raises(ValueError, match="problems must not lie in .*, which shells can read"):
+        shell.layout(str(tmp_path / "set" / "p"))
 
 
 def test_too_many_files_are_refused(tmp_path, monkeypatch):
@@ -367,6 +406,26 @@ def test_files_that_cannot_be_kept_are_as_they_were():
     [_, killed, after] = run(["echo 5 > a", "echo 6 > a; kill -9 2", "cat a"])
     assert "[the files are as they were before this command" in killed[1]
     assert after == (0, "5\n")
+
+
+def test_a_tar_that_was_cut_off_is_not_kept(monkeypatch):
+    """Files of which every 8 bytes look like the end of a complete tar"""
+    monkeypatch.setattr(_jail, "SHELL_FILES", 1 << 20)
+    fill = "for d in /app /root /tmp; do yes complete | tr -d '\\n' | head -c 1000000 > $d/x; done"
+    [full, after] = run([fill, "ls | wc -l"])
+    assert "[the files are as they were" in full[1] and after == (0, "0\n")
+
+
+def test_the_jail_of_an_attempt_that_is_over_ends_at_once():
+    async def give_up():
+        jail = _jail.Shell("/app", ["app"], _jail.packed({}))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(jail.run("sleep 98766", 200000.0), 3.0)
+        return await asyncio.to_thread(jail.process.wait, 60)
+
+    assert asyncio.run(give_up()) == -signal.SIGKILL
+    running = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
+    assert ["sleep", "98766"] not in running
 
 
 def test_files_of_any_rights_and_files_with_holes_are_kept():
