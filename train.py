@@ -398,6 +398,7 @@ def micro_batch(policy, batch, version, config, device):
     terms = dict(in_loss=in_loss, late=late, lag=lag * in_loss, clipped=clipped & in_loss)
     terms |= dict(logprobs=logprobs, behavior_logprobs=behavior_logprobs, entropy=entropy)
     terms |= dict(kl_ref=kl_ref, teacher_log_ratio=teacher_log_ratio, per_token=per_token)
+    terms |= dict(advantages=advantages)
     with torch.no_grad():
         metrics = metric_sums(b, terms | dict(loss=loss))
         if policy.routing:
@@ -437,7 +438,7 @@ def metric_sums(b, terms):
     is_real = is_sample[b["sample_index"]]
     by_sample = (b["sample_index"], len(is_sample))
     # [S]: the samples that have an advantage at any token, and those with a token in the loss.
-    has_signal = sum_for_each_sample(b["advantage"].abs(), *by_sample) > 0
+    has_signal = sum_for_each_sample(terms["advantages"].abs(), *by_sample) > 0
     has_loss = sum_for_each_sample(in_loss.float(), *by_sample) > 0
     # [S]: the weights of whole samples, products over their tokens. The clamp keeps them and
     # their squares finite and above 0 in float64. Samples without a token in the loss have 0.
