@@ -179,13 +179,17 @@ def nearest(flag, knobs, cutoff=0.6):
 
 
 def search(words, knobs):
-    """The knobs that have each of these words in their name, description or choices."""
+    """The knobs that have, for each of these words, a word that begins with it.
+
+    It may be in their name, description or choices.
+    """
     wanted = [word.lstrip("-").replace("-", "_").lower() for word in words]
     matches = []
     for knob in knobs.values():
         text = " ".join([knob.name, knob.about, *knob.choices]).lower()
         text = f"{text} {text.replace('-', '_')}"
-        if all(word in text for word in wanted):
+        # "lag" is not to find "flag", but to find "lags" and "max_lag".
+        if all(re.search(rf"(?<![a-z0-9]){re.escape(word)}", text) for word in wanted):
             matches.append(knob)
     return matches
 
