@@ -3,9 +3,9 @@
     python bench/speculation.py [--quick]
 
 Two engines with SmolLM2 in float32 on one core each, with and without `--engine_flags` that guess
-tokens. Both get the same prompts: sums, whose answers are short and new, and texts that are to be
-repeated, whose answers are known from the prompt. They are measured in turn, one idle while the
-other works.
+tokens. vLLM's build for CPUs is mended by tests/mended_speculation.py. Both get the same prompts:
+sums, whose answers are short and new, and texts that are to be repeated, whose answers are known
+from the prompt. They are measured in turn, one idle while the other works.
 
 Columns: number of requests in progress; tokens per second without and with guesses; their ratio,
 median and range over rounds; the share of the guessed tokens that are accepted; the mean of
@@ -15,6 +15,7 @@ sampled distribution stays the same is tested in tests/test_engine_flags.py.
 
 import contextlib
 import json
+import os
 import random
 import re
 import sys
@@ -26,10 +27,14 @@ import requests
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent / part) for part in ("", "tests")]
+import mended_speculation
+
 import config as cfg
-from bench.common import keep, machine, median_and_range, parser, result_file, table
+from bench.common import ROOT, keep, machine, median_and_range, parser, result_file, table
 from bench.engines import Load, make_run, requests_of, url_of
+from held_requests import registered
+from plumbing import engine_flags as flags
 from plumbing import placement
 from plumbing.secret import secret_header
 from plumbing.supervise import stop
@@ -42,7 +47,7 @@ FLAGS |= {"prompt_lookup_min": 2}
 CONCURRENCY = (1, 8, 64)
 LENGTH = 48
 ROUNDS = 3
-SECONDS = 15.0
+SECONDS = 8.0
 WORDS = "red green blue seven eight nine river stone house garden window paper silver".split()
 
 
@@ -74,12 +79,18 @@ def engine(name, port, engine_flags):
 
     knobs = dict(model=MODEL, dtype="float32", concurrency=max(CONCURRENCY), max_model_len=256)
     knobs |= dict(row_tokens=256, engine_threads=1, enforce_eager=True, port=port)
+    flags._refuse_on_cpus = lambda: None
     config, run_dir = make_run(name, engine_flags=engine_flags, **knobs)
     placement.engine_commands = with_statistics
+    before = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), before])
     try:
+        plugin = Path(run_dir, "plugin")
+        os.environ |= registered(plugin, mended_speculation.__file__)
         engines = start_engines(config)
     finally:
         placement.engine_commands = commands
+        os.environ["PYTHONPATH"] = before
     try:
         yield config, run_dir
     finally:
@@ -130,9 +141,9 @@ def main(argv=None):
     rounds, seconds = (1, 3.0) if arguments.quick else (ROUNDS, SECONDS)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    flags = f"--speculative-config '{json.dumps(FLAGS)}'"
+    speculation = f"--speculative-config '{json.dumps(FLAGS)}'"
     rows, results = [], {}
-    with engine("plain", 9300, "") as plain, engine("guessing", 9400, flags) as guessing:
+    with engine("plain", 9300, "") as plain, engine("guessing", 9400, speculation) as guessing:
         for kind in ("sums", "repeated texts"):
             prompts = prompts_of(kind, tokenizer)
             checked = prompts[: 4 if arguments.quick else 32]

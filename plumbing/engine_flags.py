@@ -103,8 +103,11 @@ class EngineFlags(NamedTuple):
     draft_tokens: int
 
 
-def read(c: Config) -> EngineFlags:
-    """Check the knob engine_flags; raises ConfigError that names the flag and says why."""
+def read(c: Config, gpus: int) -> EngineFlags:
+    """Check the knob engine_flags; raises ConfigError that names the flag and says why.
+
+    gpus: the number of GPUs of a node.
+    """
     try:
         arguments = shlex.split(c.engine_flags)
     except ValueError as e:
@@ -137,7 +140,17 @@ def read(c: Config) -> EngineFlags:
         "that were guessed and rejected would be among those that are replayed: leave out one of "
         "the two",
     )
+    if draft_tokens and not gpus:
+        _refuse_on_cpus()
     return EngineFlags(arguments, draft_tokens)
+
+
+def _refuse_on_cpus():
+    """tests/mended_speculation.py is what vLLM lacks."""
+    raise ConfigError(
+        "--engine_flags: --speculative-config needs GPUs: vLLM 0.32's build for CPUs samples "
+        "guessed tokens at a temperature that it has not set"
+    )
 
 
 def _accepted(word):

@@ -213,7 +213,7 @@ def resolve(config: Config, gpus: int, training: bool = True) -> Config:
     training: False if there are engines alone. Raises ConfigError with the knob and what to do.
     """
     c = cfg.check(config)
-    engine_flags.read(c)
+    engine_flags.read(c, gpus)
     # by default engines and weight groups listen on loopback, where no other machine reaches them
     c.master_addr = c.master_addr or os.environ.get("NODE_ADDR", "127.0.0.1")
     everywhere = gpus * c.nnodes
@@ -281,7 +281,7 @@ def engine_commands(c: Config, gpus: int, node=0, host="") -> list[tuple[str, di
     host = host or c.master_addr
     threads, _ = share_cores(c, gpus, node)
     caching = c.prefix_caching == "on"
-    flags = engine_flags.read(c)
+    flags = engine_flags.read(c, gpus)
     engines = []
     for i, (engine_node, engine_gpus) in enumerate(spread(c, gpus)[1]):
         if engine_node != node:

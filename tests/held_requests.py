@@ -22,15 +22,23 @@ def plugin(folder, versions):
 
     versions: the range of weight versions at which a request is held.
     """
-    about = Path(folder, "held_requests-1.dist-info")
-    about.mkdir(parents=True)
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: held-requests\nVersion: 1\n")
-    entry_points = "[vllm.general_plugins]\nheld_requests = held_requests:register\n"
-    (about / "entry_points.txt").write_text(entry_points)
-    Path(folder, "held_requests.py").symlink_to(Path(__file__).resolve())
-    paths = [str(folder), os.environ["PYTHONPATH"]]
     held = f"{versions.start} {versions.stop} {versions.step}"
-    return {"PYTHONPATH": os.pathsep.join(paths), "HELD_VERSIONS": held}
+    return registered(folder, __file__) | {"HELD_VERSIONS": held}
+
+
+def registered(folder, file):
+    """Make a folder that registers a file with the function `register` as a plugin of vLLM.
+
+    Returns the environment of engines that load it.
+    """
+    name = Path(file).stem
+    about = Path(folder, f"{name}-1.dist-info")
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    entry_points = f"[vllm.general_plugins]\n{name} = {name}:register\n"
+    (about / "entry_points.txt").write_text(entry_points)
+    Path(folder, f"{name}.py").symlink_to(Path(file).resolve())
+    return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ["PYTHONPATH"]])}
 
 
 class Holder:
