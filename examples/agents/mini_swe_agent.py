@@ -1,12 +1,14 @@
 """An agent for tasks/agent.py with mini-swe-agent (pip install mini-swe-agent), which writes shell
-commands. They run in a jail of its own (apt install bubblewrap).
-
-AGENT="PYTHON examples/agents/mini_swe_agent.py" bash run.sh smol --task agent ... trains SmolLM2.
+commands. They run in a jail of the package's own (apt install bubblewrap).
 """
 
 import asyncio
+import os
 import random
 from concurrent.futures import ThreadPoolExecutor
+
+# Otherwise the package prints a greeting among the problems.
+os.environ["MSWEA_SILENT_STARTUP"] = "1"
 
 import litellm
 from loop import main
