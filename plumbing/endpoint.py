@@ -70,6 +70,15 @@ def error_response(status, message, code):
     return web.json_response({"type": "error", "error": error}, status=status)
 
 
+def cut_off_response(error):
+    """The response to a request for which the attempt has no tokens left; error: its CutOff.
+
+    Clients such as litellm know the first words as OpenAI's, and do not try again.
+    """
+    message = f"This model's maximum context length is reached: {error}"
+    return error_response(400, message, "context_length_exceeded")
+
+
 def over_response():
     """The response to a request whose API key belongs to no attempt in progress."""
     return error_response(
@@ -196,7 +205,7 @@ class Endpoint:
                 return over_response()
             return await handler(request)
         except CutOff as e:
-            return error_response(400, str(e), "context_length_exceeded")
+            return cut_off_response(e)
         except LineFull as e:
             return error_response(429, str(e), "rate_limit_exceeded")
         except EngineUnavailable as e:
@@ -209,7 +218,7 @@ class Endpoint:
         except aiohttp.ClientResponseError as e:
             # this is vLLM's message for a prompt that is too long
             if "maximum context length" in e.message:
-                return error_response(400, str(request[ATTEMPT].cut()), "context_length_exceeded")
+                return cut_off_response(request[ATTEMPT].cut())
             return error_response(e.status, e.message, "invalid_request")
         except NOT_IN_FORM as e:
             message = f"the request is not in the form of the API {request.path}: {e!r}"
