@@ -321,7 +321,7 @@ def learning_rate(config, step):
 # ---------------------------------------------------------------------------- one step
 
 # number of the outcome "correct" in config.OUTCOMES
-CORRECT = 0
+CORRECT = cfg.OUTCOMES.index("correct")
 # Each of these functions makes a metric of its sums over the micro-batches of a step.
 count = int
 
@@ -398,9 +398,9 @@ def micro_batch(policy, batch, version, config, device):
     terms = dict(in_loss=in_loss, late=late, lag=lag * in_loss, clipped=clipped & in_loss)
     terms |= dict(logprobs=logprobs, behavior_logprobs=behavior_logprobs, entropy=entropy)
     terms |= dict(kl_ref=kl_ref, teacher_log_ratio=teacher_log_ratio, per_token=per_token)
-    terms |= dict(advantages=advantages)
+    terms |= dict(advantages=advantages, loss=loss)
     with torch.no_grad():
-        metrics = metric_sums(b, terms | dict(loss=loss))
+        metrics = metric_sums(b, terms)
         if policy.routing:
             metrics |= {name: (mean, *sums) for name, sums in policy.routing.sums().items()}
     return loss, metrics, logprobs.detach()

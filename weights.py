@@ -56,8 +56,8 @@ class SentParameter:
 
     A checkpoint on disk may hold it in several pieces with names of their own; these pieces are
     sent. Its value is function(*tensors): the tensor itself, or a base matrix with its adapters
-    merged. Vectors travel in float32, whatever the compute dtype: engines
-    keep some of them in float32 (the decay of Mamba), and they are few.
+    merged. Vectors travel in float32, whatever the compute dtype: engines keep some of them in
+    float32 (the decay of Mamba), and they are few.
     """
 
     def __init__(self, name, function, tensors, config):

@@ -4,12 +4,16 @@ Not a program.
 """
 
 import asyncio
+import contextlib
 import itertools
+import re
 import shutil
 import time
 from pathlib import Path
 
 import aiohttp
+import numpy as np
+import requests
 
 import config as cfg
 from bench.common import WORK, flags
@@ -39,6 +43,34 @@ def requests_of(prompts, lengths, **sampling):
     for prompt, length in zip(itertools.cycle(prompts), itertools.cycle(lengths)):
         params = dict(max_tokens=length, temperature=1.0, logprobs=0, detokenize=False)
         yield dict(token_ids=prompt, sampling_params=params | sampling)
+
+
+@contextlib.contextmanager
+def statistics():
+    """Within this context engines are started so that their /metrics count guessed tokens."""
+    commands = placement.engine_commands
+
+    def with_statistics(*arguments):
+        engines = commands(*arguments)
+        for _, _, command in engines:
+            command.remove("--disable-log-stats")
+        return engines
+
+    placement.engine_commands = with_statistics
+    try:
+        yield
+    finally:
+        placement.engine_commands = commands
+
+
+def guessed_and_accepted(config):
+    """The numbers of tokens that an engine has guessed and accepted so far, in an array [2]."""
+    text = requests.get(f"{url_of(config)}/metrics", timeout=60).text
+    numbers = []
+    for name in ("draft", "accepted"):
+        values = re.findall(rf"spec_decode_num_{name}_tokens_total{{.*}} ([\d.e+]+)", text)
+        numbers.append(sum(map(float, values)))
+    return np.array(numbers)
 
 
 class Load:

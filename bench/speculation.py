@@ -17,7 +17,6 @@ import contextlib
 import json
 import os
 import random
-import re
 import sys
 import time
 from pathlib import Path
@@ -32,10 +31,16 @@ import mended_speculation
 
 import config as cfg
 from bench.common import ROOT, keep, machine, median_and_range, parser, result_file, table
-from bench.engines import Load, make_run, requests_of, url_of
+from bench.engines import (
+    Load,
+    guessed_and_accepted,
+    make_run,
+    requests_of,
+    statistics,
+    url_of,
+)
 from held_requests import registered
 from plumbing import engine_flags as flags
-from plumbing import placement
 from plumbing.secret import secret_header
 from plumbing.supervise import stop
 from tools.evaluate import start_engines
@@ -69,43 +74,24 @@ def prompts_of(kind, tokenizer, count=64):
 @contextlib.contextmanager
 def engine(name, port, engine_flags):
     """Yield (config, run directory) of a running engine that reports what it accepts."""
-    commands = placement.engine_commands
-
-    def with_statistics(*arguments):
-        started = commands(*arguments)
-        for _, _, command in started:
-            command.remove("--disable-log-stats")
-        return started
-
     knobs = dict(model=MODEL, dtype="float32", concurrency=max(CONCURRENCY), max_model_len=256)
     knobs |= dict(row_tokens=256, engine_threads=1, enforce_eager=True, port=port)
     flags._refuse_on_cpus = lambda: None
     config, run_dir = make_run(name, **knobs)
     config.engine_flags = engine_flags
-    placement.engine_commands = with_statistics
     before = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), before])
     try:
         plugin = Path(run_dir, "plugin")
         os.environ |= registered(plugin, mended_speculation.__file__)
-        engines = start_engines(config)
+        with statistics():
+            engines = start_engines(config)
     finally:
-        placement.engine_commands = commands
         os.environ["PYTHONPATH"] = before
     try:
         yield config, run_dir
     finally:
         stop(engines, 0)
-
-
-def guesses(config):
-    """The numbers of tokens that an engine has guessed and accepted so far."""
-    text = requests.get(f"{url_of(config)}/metrics", timeout=60).text
-    numbers = []
-    for name in ("draft", "accepted"):
-        values = re.findall(rf"spec_decode_num_{name}_tokens_total{{.*}} ([\d.e+]+)", text)
-        numbers.append(sum(map(float, values)))
-    return np.array(numbers)
 
 
 def speed(config, run_dir, prompts, concurrency, seconds):
@@ -150,12 +136,12 @@ def main(argv=None):
             checked = prompts[: 4 if arguments.quick else 8]
             errors = [mismatch(*one, model, checked) for one in (plain, guessing)]
             for concurrency in concurrencies:
-                before = guesses(guessing[0])
+                before = guessed_and_accepted(guessing[0])
                 speeds = [
                     [speed(*one, prompts, concurrency, seconds) for one in (plain, guessing)]
                     for _ in range(rounds)
                 ]
-                guessed, accepted = guesses(guessing[0]) - before
+                guessed, accepted = guessed_and_accepted(guessing[0]) - before
                 share = accepted / max(guessed, 1)
                 ratios = [with_guesses / without for without, with_guesses in speeds]
                 row = [kind, concurrency, *(f"{x:.0f}" for x in np.median(speeds, axis=0))]

@@ -27,7 +27,6 @@ import contextlib
 import hashlib
 import json
 import secrets
-import socket
 from collections import Counter
 from typing import NamedTuple
 
@@ -36,6 +35,7 @@ from aiohttp import web
 
 from plumbing import messages_api, responses_api
 from plumbing.episode import CutOff, EngineUnavailable, LineFull
+from plumbing.placement import endpoint_socket
 
 # the options that become part of the prompt, or say how the answer is sent
 PASSED = {"model", "messages", "tools", "tool_choice", "stream", "stream_options", "prompt"}
@@ -57,8 +57,6 @@ ATTEMPT = web.RequestKey("attempt", object)
 # {HTTP status: the type of the error in both APIs}; all others are "invalid_request_error"
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ERROR_TYPES |= {503: "overloaded_error"}
-
-
 # what Python raises for a body that is not in the form of the API, or nests too many brackets
 NOT_IN_FORM = (LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError)
 
@@ -145,7 +143,7 @@ class Endpoint:
     address of its API, None before the server is started.
     """
 
-    def __init__(self, prompter, engines, host="127.0.0.1", port=0):
+    def __init__(self, prompter, engines, host, port):
         self.host = host
         self.port = port
         self.prompter = prompter
@@ -174,14 +172,12 @@ class Endpoint:
 
     async def start(self):
         await self.runner.setup()
-        # of the addresses of a name, the one that placement.check_endpoint has tried
-        [(family, _, _, _, address), *_] = socket.getaddrinfo(
-            self.host, self.port, type=socket.SOCK_STREAM
-        )
-        await web.SockSite(self.runner, socket.create_server(address, family=family)).start()
+        listening = endpoint_socket(self.host, self.port)
+        address, port, *_ = listening.getsockname()
+        await web.SockSite(self.runner, listening).start()
         # an IPv6 address has colons, and stands in brackets in a URL
-        host = f"[{address[0]}]" if ":" in address[0] else address[0]
-        self.url = f"http://{host}:{self.runner.addresses[0][1]}/v1"
+        host = f"[{address}]" if ":" in address else address
+        self.url = f"http://{host}:{port}/v1"
 
     async def close(self):
         await self.runner.cleanup()

@@ -5,8 +5,8 @@ that the trainer sends, report that distribution's logprobs, and take every upda
 accepted only if it is known to change none of this: up to rounding, the sampled distribution stays
 as it is. All others are refused by name, with the reason, before anything is started.
 
-vLLM checks the values of flags when an engine starts. Here only those of --speculative-config are
-checked.
+vLLM checks the values of flags when an engine starts. Here only the values of --speculative-config
+and --compilation-config are checked.
 """
 
 import json
@@ -128,12 +128,7 @@ def read(c: Config, gpus: int) -> EngineFlags:
         if flag == "speculative-config":
             draft_tokens = _draft_tokens(value)
         elif flag == "compilation-config":
-            unknown = sorted(_settings(value, flag).keys() - COMPILATION)
-            require(
-                not unknown,
-                f"--engine_flags: --compilation-config has {', '.join(unknown)}: only "
-                f"{', '.join(sorted(COMPILATION))} may be given",
-            )
+            _settings(value, flag, COMPILATION)
     require(
         not (draft_tokens and c.replay_routing),
         "--replay_routing True and --speculative-config in --engine_flags: the experts of tokens "
@@ -146,7 +141,7 @@ def read(c: Config, gpus: int) -> EngineFlags:
 
 
 def _refuse_on_cpus():
-    """tests/mended_speculation.py is what vLLM lacks."""
+    """Raise ConfigError. tests/mended_speculation.py mends what is wrong, for tests."""
     raise ConfigError(
         "--engine_flags: --speculative-config needs GPUs: vLLM 0.32's build for CPUs samples "
         "guessed tokens at a temperature that it has not set"
@@ -170,8 +165,8 @@ def _accepted(word):
     )
 
 
-def _settings(text, flag):
-    """The settings of a flag that takes JSON: a dict."""
+def _settings(text, flag, allowed):
+    """The settings of a flag that takes JSON: a dict. allowed: the names that it may have."""
     try:
         settings = json.loads(text)
     except ValueError:
@@ -179,6 +174,12 @@ def _settings(text, flag):
     require(
         isinstance(settings, dict),
         f"--engine_flags: --{flag} {text}: must be JSON, in quotes: '{{\"name\": value}}'",
+    )
+    unknown = sorted(settings.keys() - allowed)
+    require(
+        not unknown,
+        f"--engine_flags: --{flag} has {', '.join(unknown)}, which could change the sampled "
+        f"distribution: only {', '.join(sorted(allowed))} may be given",
     )
     return settings
 
@@ -190,18 +191,12 @@ def _draft_tokens(text):
     the model (rejection sampling, arXiv 2211.17192). Only n-grams are accepted: other methods have
     weights of their own, which updates do not reach, or accept tokens by other rules.
     """
-    settings = _settings(text, "speculative-config")
+    settings = _settings(text, "speculative-config", NGRAM)
     require(
         settings.get("method") == "ngram",
         f"--engine_flags: --speculative-config {text}: the method must be ngram, such as in "
         '\'{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}\': other '
         "methods have weights that updates do not reach",
-    )
-    unknown = sorted(settings.keys() - NGRAM)
-    require(
-        not unknown,
-        f"--engine_flags: --speculative-config has {', '.join(unknown)}, which could change the "
-        f"sampled distribution: only {', '.join(sorted(NGRAM))} may be given",
     )
     count = settings.get("num_speculative_tokens")
     require(

@@ -118,6 +118,13 @@ def own_address(other: str) -> str:
     return address
 
 
+def endpoint_socket(host, port):
+    """A listening socket for the endpoint for agents; port 0: at any free port. Raises OSError."""
+    # A name such as localhost may have several addresses: the first one is taken.
+    [(family, _, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return socket.create_server(address, family=family)
+
+
 def check_endpoint(c: Config):
     """Raise ConfigError unless the endpoint for agents can listen where its two knobs say."""
     given = f"--endpoint_host {c.endpoint_host} --endpoint_port {c.endpoint_port}"
@@ -129,10 +136,8 @@ def check_endpoint(c: Config):
         )
         return
     try:
-        [(family, _, _, _, address), *_] = socket.getaddrinfo(
-            c.endpoint_host, c.endpoint_port, type=socket.SOCK_STREAM
-        )
-        socket.create_server(address, family=family).close()
+        with endpoint_socket(c.endpoint_host, c.endpoint_port) as listening:
+            address = listening.getsockname()
     except OSError as e:
         raise cfg.ConfigError(
             f"{given}: the endpoint for agents cannot listen there ({e}): the host must be an "

@@ -39,7 +39,7 @@ FILES = 16 << 20
 OUTPUT = 10_000
 # seconds
 SECONDS = 5.0
-# as many programs run at the same time
+# the threads that wait for programs; as many programs run at the same time
 THREADS = ThreadPoolExecutor(2 * len(os.sched_getaffinity(0)))
 # system calls that a program may not make
 DENIED = "unshare setns ptrace process_vm_writev bpf io_uring_setup".split()
@@ -333,13 +333,9 @@ class Shell:
         return env | {"PATH": ":".join([*path, SHELL_ENV["PATH"]]), "PYTHONNOUSERSITE": "1"}
 
     def _is_read_only(self, path):
-        parts = PurePosixPath(path).parts
-        return (
-            parts[:1] == ("/",)
-            and ".." not in parts
-            and parts[1:2] != ()
-            and (parts[1] not in self.writable)
-        )
+        """Can no command write into this directory? False for paths that might lead anywhere."""
+        root, top, *below = (*PurePosixPath(path).parts, "", "")
+        return root == "/" and top not in ("", "..", *self.writable) and ".." not in below
 
     def _command(self, filter_fd):
         """The beginning of a command line that runs a program in the jail."""
@@ -351,7 +347,7 @@ class Shell:
         arguments += ["prlimit", f"--as={SHELL_MEMORY}", f"--fsize={2 * SHELL_FILES}"]
         arguments += ["--nofile=256", "--core=0"]
         arguments += "bwrap --unshare-all --die-with-parent --new-session --clearenv".split()
-        # As root they may read and write all files here, whatever their rights.
+        # Like root, commands may read and write all files in the jail, whatever the files' rights.
         arguments += "--uid 0 --gid 0 --cap-drop ALL --cap-add CAP_DAC_OVERRIDE".split()
         if self.rootfs is None:
             for path in SYSTEM:
