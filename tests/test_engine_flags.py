@@ -75,7 +75,10 @@ def test_a_step_has_room_for_the_guessed_tokens_beside_the_longest_prompt():
         ("--speculative-config ngram", "--speculative-config ngram: must be JSON, in quotes"),
         ("--speculative-config '[1]'", "must be JSON, in quotes"),
         ("""--speculative-config='{"method": "eagle"}'""", "the method must be ngram"),
-        ("""--compilation-config '{"inductor_passes": {}}'""", "has inductor_passes, which could change the sampled"),
+        (
+            """--compilation-config '{"inductor_passes": {}}'""",
+            "has inductor_passes, which could change the sampled",
+        ),
         ("--compilation-config 3", "must be JSON, in quotes"),
     ],
 )
