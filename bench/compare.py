@@ -3,6 +3,7 @@
     python bench/compare.py [--lengths tail|equal] [--settings pipeline,G=4] [--seeds 8]
                             [--first_seed 0] [--quick] [--plot] [--knob value ...]
     python bench/compare.py --settings pipeline,G=8,G=8+engines=2+trainers=2
+    python bench/compare.py --preset countup --settings pipeline,G=4,G=8 --seeds 5
     python bench/compare.py --preset math --settings pipeline,G=8,G=32 --steps 192
 
 The task is `tail`: answers of 5 to 397 tokens, 35 on average, most of them short. `--lengths equal`
@@ -14,7 +15,9 @@ bench/results/compare-<lengths>.json, so that the same command goes on after an 
 A setting may have knobs of its own (`G=8+lr=3e-4`); any other flag is a knob of all runs. Plain
 `G=8` has one engine and one trainer rank of one thread each, which take turns, so that one core at
 a time works. `G=8+engines=2+trainers=2` generates with both cores, and then trains with both. With
-`--preset math`, run.sh divides the GPUs of the machine.
+`--preset countup` (SmolLM2) conventional RL has threads for all cores in both phases, the pipeline
+shares the cores as `bash run.sh countup` does. With `--preset math`, run.sh divides the GPUs of the
+machine.
 
 Columns of the table:
 
@@ -281,6 +284,8 @@ def knobs_of(setting, arguments, common_knobs):
     knobs = dict(conventional_g=g) if g else {}
     if arguments.preset == "toy":
         knobs = COMMON | (conventional(g) if g else PIPELINE)
+    if arguments.preset == "countup":
+        knobs = runs.COUNTUP | (runs.COUNTUP_CONVENTIONAL | knobs if g else {})
     if arguments.lengths == "equal":
         knobs |= dict(train_data="equal", eval_data="equal")
     if arguments.quick:

@@ -5,14 +5,15 @@ Not a program. A run is {curve, scores}: columns of one number a step, and [[ver
 time    The seconds since the engines got the first weights and sampling began: start-up does not
         count. The time that checkpoints take counts for the pipeline, whose engines go on
         meanwhile. It does not count for conventional RL, all of which stands still.
-score   The score of a checkpoint of task tail, computed after the run: the probability that the
-        model gives exactly the right answer, averaged over 250 held-out problems. The right answer
-        is known, so nothing is sampled, and evaluations take no engine time, of which conventional
-        RL has some to spare while it trains. The reward of the trained samples is no yardstick:
-        answers that end first are trained first, and long sequences are the hard ones. Tasks other
-        than tail have the scores of the run's own evaluations.
+score   The score of a checkpoint of task tail or countup, computed after the run: the probability
+        that the model gives exactly the right answer, averaged over up to 250 held-out problems.
+        The right answer is known, so nothing is sampled, and evaluations take no engine time, of
+        which conventional RL has some to spare while it trains. The reward of the trained samples
+        is no yardstick: answers that end first are trained first, and long sequences are the hard
+        ones. Other tasks, and runs with --eval_every, have the scores of the run's own evaluations.
 """
 
+import json
 import os
 import random
 import re
@@ -21,6 +22,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -29,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bench.common import INTERRUPTED, ROOT, WORK, flags, machine, measured, parser, result_file
 from plumbing.samples import layout
 from preprocess import pack
-from tasks import tail
+from tasks import countup, tail
 from tools import base_model
 from tools.common import read_metrics
 from train import token_logprobs
@@ -45,11 +47,18 @@ COMMON |= dict(lr=1.5e-4, warmup_steps=3, lr_schedule="constant")
 COMMON |= dict(eval_problems=1, eval_every=0, save_every=8, keep_last=0)
 COMMON |= dict(trainers=1, engines=1, engine_threads=1)
 QUICK = dict(steps=12, max_new_tokens=64)
+# The tasks whose right answers are known
+SCORED = {"tail": tail, "countup": countup}
 # As many sequences in progress as a step has samples keep the data fresh
 PIPELINE = dict(max_lag=1, trainer_threads=1, concurrency=64)
 # A generation phase starts all its sequences at once. With rows this small, a second thread of the
 # trainer makes its steps slower
 CONVENTIONAL = dict(trainer_threads=1, concurrency=1024)
+# The same for preset countup, whose checkpoints are scored, too. Conventional RL has all cores in
+# both phases, and an answer of its phases that does not fit into 256 slots waits for one
+COUNTUP = dict(steps=24, eval_every=0, eval_problems=1, save_every=4, keep_last=0)
+CORES = len(os.sched_getaffinity(0))
+COUNTUP_CONVENTIONAL = dict(engine_threads=CORES, trainer_threads=CORES, concurrency=256)
 COLUMNS = (
     "samples",
     "sampled_tokens",
@@ -175,9 +184,13 @@ def one_run(name, knobs, port, preset="toy", root=ROOT):
     for x in evaluations:
         mean_of_sets = np.mean(list(x["eval"].values()))
         run_scores.append([x["version"], float(mean_of_sets)])
-    if knobs.get("task") == "tail":
-        problems = tail.problems("test", knobs["seed"], knobs.get("eval_data", ""))
-        run_scores = scores(run_dir / "checkpoints", MODEL, problems[:PROBLEMS])
+    # Read as it is, because another checkout may have other knobs
+    config = json.loads((run_dir / "config.json").read_text())["config"]
+    if config["task"] in SCORED and not config["eval_every"]:
+        data = [config["eval_data"]] if config["eval_data"] else []
+        problems = SCORED[config["task"]].problems("test", config["seed"], *data)[:PROBLEMS]
+        folder = run_dir / "checkpoints"
+        run_scores = scores(folder, Path(root, config["model"]), problems, config["temperature"])
     return dict(curve=curve_of(steps, knobs.get("conventional_g", 0)), scores=run_scores)
 
 
