@@ -621,9 +621,13 @@ def parse(argv: list[str], default: Config | None = None, about: str = "") -> Co
             "top_k, min_p and penalties are refused: leave it out; --temperature may be set",
         )
     try:
-        c = replace(default, **knobs.read(argv[has_name:], knobs.knobs_of(Config)))
+        given = knobs.read(argv[has_name:], knobs.knobs_of(Config))
     except ValueError as e:
         raise ConfigError(str(e)) from None
+    if given.get("task", default.task) != default.task:
+        # The data of a preset are those of its task.
+        default = replace(default, train_data="", eval_data="")
+    c = replace(default, **given)
     # It is the name of a directory in --out, and must not lead out of there.
     require(
         re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", c.run),

@@ -3,8 +3,9 @@
     pip install -r bench/requirements.txt
     python bench/against_trl.py [--max_new_tokens 64] [--seeds 8] [--steps 64] [--quick] [--plot]
                                 [--port 8970]
-    bash run.sh smol    # downloads the model of the next line
+    bash run.sh setup smol    # makes the model of the next lines
     python bench/against_trl.py --preset smol --max_new_tokens 96 --steps 16 --seeds 3
+    python bench/against_trl.py --preset countup --steps 24 --seeds 3
 
 Task, pipeline, scores, table and intervals are those of bench/compare.py. Both contenders have:
 
@@ -16,8 +17,8 @@ Task, pipeline, scores, table and intervals are those of bench/compare.py. Both 
 
 TRL has the whole machine in either of its phases, its default loss (`dapo`, on-policy here) and
 float32. It generates with Transformers: its ways to use vLLM, its asynchronous trainer among them,
-need a GPU. On smol, TRL's checkpoints are scored afterwards and the pipeline's by the run itself,
-on the same problems with as many attempts.
+need a GPU. Checkpoints are scored afterwards (bench/runs.py); on smol, the pipeline's by the run
+itself, on the same problems with as many attempts.
 """
 
 import functools
@@ -32,14 +33,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import config as cfg
 from bench import compare, runs
 from bench.common import WORK
-from bench.runs import COMMON, PIPELINE, QUICK, scores
+from bench.runs import COMMON, PIPELINE, PROBLEMS, QUICK, SCORED, problems_of, scores
 
 # The knobs that TRL's runs depend on
 TRL_KNOBS = "task model steps batch_size attempts max_new_tokens lr warmup_steps save_every".split()
 TRL_KNOBS += "train_data eval_data temperature eval_attempts eval_temperature".split()
 # The runs of the real model are short
-SMOL_KNOBS = dict(engines=1, lr_schedule="constant", eval_every=4, eval_attempts=2, save_every=4)
-SMOL_KNOBS |= dict(dtype="float32")
+SMOL_KNOBS = dict(engines=1, lr_schedule="constant", save_every=4, dtype="float32")
+PRESETS = {
+    "toy": COMMON | PIPELINE,
+    "smol": cfg.SMOL | SMOL_KNOBS | dict(eval_every=4, eval_attempts=2),
+    "countup": cfg.COUNTUP | SMOL_KNOBS | runs.COUNTUP,
+}
 # Seconds that a run of TRL may take
 LONGEST = 3600
 # GRPOConfig as the pipeline is by default
@@ -82,7 +87,7 @@ def train_trl(knobs, file):
     folder = Path(file).with_suffix("")
     curve = dict(time=[], samples=[])
     task = cfg.load_task(knobs["task"])
-    problems = task.problems("train", knobs["seed"], knobs.get("train_data", ""))
+    problems = problems_of("train", knobs)
     prompts = [problem["prompt"] for problem in problems]
     if knobs["task"] == "gym":
         prompts = [[dict(role="user", content=prompt)] for prompt in prompts]
@@ -121,7 +126,11 @@ def train_trl(knobs, file):
         callbacks=[watch(curve, knobs["batch_size"])],
     )
     trainer.train()
-    run_scores = sampled(folder, knobs) if knobs["task"] == "gym" else scores(folder, knobs["seed"])
+    if knobs["task"] in SCORED:
+        held_out = problems_of("test", knobs)[:PROBLEMS]
+        run_scores = scores(folder, knobs["model"], held_out, knobs.get("temperature", 1.0))
+    else:
+        run_scores = sampled(folder, knobs)
     Path(file).write_text(json.dumps(dict(curve=curve, scores=run_scores)))
 
 
@@ -134,7 +143,7 @@ def sampled(folder, knobs):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     task = cfg.load_task(knobs["task"])
-    problems = task.problems("test", knobs["seed"], knobs["eval_data"])
+    problems = problems_of("test", knobs)
     tokenizer = AutoTokenizer.from_pretrained(knobs["model"], padding_side="left")
     chats = [[dict(role="user", content=problem["prompt"])] for problem in problems]
     prompts = tokenizer.apply_chat_template(
@@ -166,9 +175,11 @@ def one_run(name, knobs, port, preset):
     file = WORK / f"{name}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     spawn = multiprocessing.get_context("spawn")
-    process = spawn.Process(target=train_trl, args=(knobs, str(file)), daemon=True)
+    # A daemon could not start the process in which task gym makes its problems
+    process = spawn.Process(target=train_trl, args=(knobs, str(file)))
     process.start()
     process.join(LONGEST)
+    process.kill()
     if process.exitcode != 0:
         sys.exit(
             f"bench/against_trl.py: TRL ended with exit code {process.exitcode} (None: it took "
@@ -181,19 +192,21 @@ def one_run(name, knobs, port, preset):
 def main(argv=None):
     p = runs.run_parser(__doc__, seeds=8, port=8970)
     p.add_argument("--steps", type=int, default=64)
-    p.add_argument("--max_new_tokens", type=int, default=COMMON["max_new_tokens"])
-    p.add_argument("--preset", choices=("toy", "smol"), default="toy")
+    p.add_argument(
+        "--max_new_tokens", type=int, help="default: that of bench/runs.py or the preset"
+    )
+    p.add_argument("--preset", choices=PRESETS, default="toy")
     a = p.parse_args(argv)
     name = "against-trl"
-    if a.max_new_tokens != COMMON["max_new_tokens"]:
+    if a.max_new_tokens:
         name += f"-{a.max_new_tokens}"
-    if a.preset == "smol":
-        name += "-smol"
-        common = cfg.SMOL | SMOL_KNOBS
-    else:
-        common = COMMON | PIPELINE
+    if a.preset == "toy":
         runs.make_model()
-    common |= dict(steps=a.steps, max_new_tokens=a.max_new_tokens)
+    else:
+        name += f"-{a.preset}"
+    common = PRESETS[a.preset] | dict(steps=a.steps)
+    if a.max_new_tokens:
+        common |= dict(max_new_tokens=a.max_new_tokens)
     if a.quick:
         common |= QUICK
     settings = {

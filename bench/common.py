@@ -214,7 +214,9 @@ def panels(titles):
     import matplotlib.pyplot as plt
 
     size = (5.2 * len(titles), 5)
-    figure, axes = plt.subplots(1, len(titles), figsize=size, constrained_layout=True)
+    figure, [axes] = plt.subplots(
+        1, len(titles), figsize=size, constrained_layout=True, squeeze=False
+    )
     for ax, title in zip(axes, titles):
         ax.set_title(title)
         ax.grid(alpha=0.3)

@@ -8,9 +8,10 @@
 
 The task is `tail`: answers of 5 to 397 tokens, 35 on average, most of them short. `--lengths equal`
 is the control, where all answers have 37 tokens. Each run is `bash run.sh toy ...` with the real
-vLLM; the order of the settings is drawn anew for each seed. Results are kept in
-bench/results/compare-<lengths>.json, so that the same command goes on after an interruption, and
-`--plot` prints and draws what is there. bench/runs.py says what a run, its time and its score are.
+vLLM; the order of the settings is drawn anew for each seed. Results are kept in bench/results, in a
+file whose name has the lengths or the preset and all knobs that are given, so that the same command
+goes on after an interruption, and `--plot` prints and draws what is there. bench/runs.py says what
+a run, its time and its score are.
 
 A setting may have knobs of its own (`G=8+lr=3e-4`); any other flag is a knob of all runs. Plain
 `G=8` has one engine and one trainer rank of one thread each, which take turns, so that one core at

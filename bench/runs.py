@@ -28,10 +28,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import config as cfg
 from bench.common import INTERRUPTED, ROOT, WORK, flags, machine, measured, parser, result_file
 from plumbing.samples import layout
 from preprocess import pack
-from tasks import countup, tail
 from tools import base_model
 from tools.common import read_metrics
 from train import token_logprobs
@@ -48,7 +48,7 @@ COMMON |= dict(eval_problems=1, eval_every=0, save_every=8, keep_last=0)
 COMMON |= dict(trainers=1, engines=1, engine_threads=1)
 QUICK = dict(steps=12, max_new_tokens=64)
 # The tasks whose right answers are known
-SCORED = {"tail": tail, "countup": countup}
+SCORED = ("tail", "countup")
 # As many sequences in progress as a step has samples keep the data fresh
 PIPELINE = dict(max_lag=1, trainer_threads=1, concurrency=64)
 # A generation phase starts all its sequences at once. With rows this small, a second thread of the
@@ -187,8 +187,7 @@ def one_run(name, knobs, port, preset="toy", root=ROOT):
     # Read as it is, because another checkout may have other knobs
     config = json.loads((run_dir / "config.json").read_text())["config"]
     if config["task"] in SCORED and not config["eval_every"]:
-        data = [config["eval_data"]] if config["eval_data"] else []
-        problems = SCORED[config["task"]].problems("test", config["seed"], *data)[:PROBLEMS]
+        problems = problems_of("test", config)[:PROBLEMS]
         folder = run_dir / "checkpoints"
         run_scores = scores(folder, Path(root, config["model"]), problems, config["temperature"])
     return dict(curve=curve_of(steps, knobs.get("conventional_g", 0)), scores=run_scores)
@@ -201,6 +200,13 @@ def curve_of(steps, conventional_g):
     saved = np.cumsum(curve["save_s"]) if conventional_g else np.zeros(len(steps))
     curve["time"] = [x["wall_s"] - begin - off for x, off in zip(steps, saved.tolist())]
     return curve
+
+
+def problems_of(split, knobs):
+    """The problems of a run's task. knobs: {name: value}, with task, seed and perhaps data."""
+    data = knobs.get("eval_data" if split == "test" else "train_data")
+    task = cfg.load_task(knobs["task"])
+    return task.problems(split, knobs["seed"], *([data] if data else []))
 
 
 def scores(folder, base_model, problems, temperature=1.0):

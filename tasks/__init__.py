@@ -22,10 +22,11 @@ These are all the names that the rest of the code looks for in a task's file:
         ...        anything else that `reward` or `episode` needs
 
     reward(problem, completion, finished) -> reward                  required without `episode`
-        completion is the text that the model wrote. finished is True if the model ended by
-        itself, and False if it was cut off at --max_new_tokens. The function runs in a process of
-        its own, with limits on time (--reward_timeout) and memory. If it exceeds one of them or
-        raises, the outcome is "unparsable", and this is counted.
+        completion is the text that the model wrote, without special tokens. finished is True if
+        the model ended by itself, and False if it was cut off at --max_new_tokens. The function
+        runs in a process of its own, with limits on time (--reward_timeout) and memory; what it
+        prints is discarded. If it exceeds a limit or raises, the outcome is "unparsable", and this
+        is counted. If it returns anything but a reward, the run ends.
 
     async episode(problem, model) -> reward                          instead of `reward`
         For several turns, tools and agents. It runs in the actor, for at most --episode_timeout.

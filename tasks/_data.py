@@ -28,7 +28,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import NamedTuple
 
-from plumbing.prompts import beginning, messages_of
+from plumbing.prompts import beginning, messages_of, prompt_text
 
 # Of these columns, the first one that a data set has is used. `a.b` is the field b of the object in
 # column a.
@@ -42,6 +42,8 @@ LAST_MESSAGE = "messages[-1]"
 MOST_SOURCES = 20
 # These columns hold a part of the prompt that its own column lacks.
 PROMPT_PARTS = ("choices", "options", "context", "passage", "instruction", "system")
+# columns with one choice each: option_a, choice1; besides, there are A, B, C ...
+CHOICE_COLUMN = re.compile(r"(?:choice|option|opt|ans|answer)[ _]?[a-eA-E0-5]")
 IMAGE_COLUMNS = ("image", "images")
 # the names that every problem has beside the columns of its row
 OWN_NAMES = ("where", "read_as", "answer_column")
@@ -54,6 +56,11 @@ SPLIT_NAME = re.compile(
 OTHER_KINDS = (".bz2", ".ndjson", ".tsv", ".xz", ".zip", ".zst")
 # files that Hugging Face writes beside the data
 METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+# What becomes of LaTeX in JSON if a backslash is written once instead of twice: \b is a backspace
+# in "\boxed{5}", \f a form feed in "\frac12", \t a tabulator in "\text{cm}".
+HALF_ESCAPED = re.compile(
+    "\b|\f(?=rac|orall)|\t(?=ext ?{|imes[^a-z]|heta[^a-z])|\r(?=ight[^a-z]|ho[^a-z])"
+)
 # characters that one does not see, and that str.strip leaves
 INVISIBLE = "\u200b\u200c\u200d\u200e\u200f\u2060\ufeff\u00ad"
 
@@ -127,6 +134,8 @@ def problems(names, split, known=None, finish=None):
     # {source: the name of the data set that has it}
     sources = {}
     knob = "--train_data" if split == "train" else "--eval_data"
+    if not names.strip():
+        raise ValueError(f"{knob} is empty: give it a file, a directory or a data set on the hub")
     if not all(name.strip() for name in names.split(",")):
         raise ValueError(f"{knob} {names}: a name between two commas is empty")
     for name in names.split(","):
@@ -155,6 +164,7 @@ def _read_set(name, stem, split, finish):
             columns = columns or Columns.of_row(row)
             _check_columns(row, columns)
             problem = row | _problem(row, columns) | dict(where=where)
+            _check_escapes(problem)
             if finish:
                 finish(problem)
             set_problems.append(problem)
@@ -202,12 +212,36 @@ def _check_columns(row, columns):
     for name in IMAGE_COLUMNS:
         if row.get(name):
             raise ValueError(f"column '{name}' has an image, and prompts can have texts alone")
-    for name in PROMPT_PARTS:
-        if row.get(name) and columns.prompt not in ("prompt", "messages"):
-            raise ValueError(
-                f"the columns '{columns.prompt}' and '{name}' make one prompt in a way that is not "
-                f"known here: write all of it to a column 'prompt', and rename '{columns.prompt}'"
-            )
+    if columns.prompt not in ("prompt", "messages"):
+        has_lettered = bool(row.get("A") and row.get("B"))
+        for name in row:
+            is_choice = CHOICE_COLUMN.fullmatch(name) or (name == "A" and has_lettered)
+            if row[name] and (name in PROMPT_PARTS or is_choice):
+                raise ValueError(
+                    f"the columns '{columns.prompt}' and '{name}' make one prompt in a way that is "
+                    "not known here: write all of it to a column 'prompt', rename "
+                    f"'{columns.prompt}', and write the right answer, for example the letter of a "
+                    "choice, to a column 'answer'"
+                )
+    choices = row.get("choices") or row.get("options")
+    if isinstance(choices, (list, dict)) and _is_index(row, columns.answer, choices):
+        raise ValueError(
+            f"column '{columns.answer}' has the number {_value(row, columns.answer)} beside a list "
+            "of choices. It would be taken as the answer itself: if it is the place of the right "
+            "choice in the list, write the choice's letter or text to a column 'answer', as the "
+            "prompt asks for it, and remove the list"
+        )
+
+
+def _is_index(row, column, choices):
+    """Could the answer in a column be the place of a choice, counted from 0 or from 1?"""
+    if not column or not _has(row, column):
+        return False
+    answer = _value(row, column)
+    if isinstance(answer, str):
+        lists = choices.values() if isinstance(choices, dict) else [choices]
+        return answer.strip().isdigit() and not any(answer in texts for texts in lists)
+    return isinstance(answer, (int, float)) and not isinstance(answer, bool)
 
 
 def _problem(row, columns):
@@ -246,6 +280,20 @@ def _problem(row, columns):
     if columns.answer and "answer" not in problem:
         raise ValueError("the last message must be the assistant's, as in the rows before")
     return problem
+
+
+def _check_escapes(problem):
+    """Raise ValueError if the prompt or the answer has LaTeX whose backslash JSON has swallowed."""
+    for name in ("prompt", "answer"):
+        text = problem.get(name)
+        text = prompt_text(text) if name == "prompt" else text
+        broken = HALF_ESCAPED.search(text) if isinstance(text, str) else None
+        if broken:
+            rest = text[broken.end() :][:20]
+            raise ValueError(
+                f"the {name} has the character {broken[0]!r} before {rest!r}: in JSON a backslash "
+                "is written twice, as in \\\\boxed"
+            )
 
 
 def visible(text):
@@ -406,10 +454,12 @@ def files_of(path, part=""):
         ending = f" whose name begins with {part!r}" if part else ""
         arrow = ", but .arrow files: write them by to_parquet" if any(path.rglob("*.arrow")) else ""
         raise ValueError(f"{path}: no .jsonl, .json, .csv or .parquet file{ending} in it{arrow}")
-    if not part and len(splits) > 1:
+    if len(splits) > 1:
+        first = sorted(splits)[0]
+        chosen = f"{path}@{first}" if not part else f"the files of one of them, or {path}/{first}"
         raise ValueError(
             f"{path}: its files are of several splits, {', '.join(sorted(splits))}: choose one, as "
-            f"{path}@{sorted(splits)[0]}"
+            f"{chosen}"
         )
     kinds = {_kind(file) for file in files}
     if len(kinds) > 1:

@@ -1,6 +1,6 @@
 """Decides whether the final answer of a completion is the reference. If in doubt, it is not.
 
-1. `final_answer` finds the last \\boxed{} outside of thinking.
+1. `final_answer` finds the last \\boxed{} outside of thinking, and all others of its statement.
 2. `normalized_spelling` removes layout.
 3. Answers with the same `comparable_text` are the same.
 4. tasks/_latex.py reads each answer if there is only one way to read it, and else refuses it.
@@ -206,13 +206,16 @@ def small_word(match):
 
 # ---- 5. comparison by kind
 
-# "What percent", "as a percentage", "find the percent", but not "a 20 percent solution"
+# "Find the percent", "as a percentage"; and a question with the word: "How much percent is it?"
+PERCENT = r"(percent|per cent|percentage|\\?%)"
 ASKS_FOR_PERCENT = re.compile(
-    r"\b((what|which|how many|find|compute|determine|express|calculate|give|nearest)"
-    r"( is| are| was)?( the| a| an)?( [a-z]+)?|as( an?| the)?|in) "
-    r"(percent|per cent|percentage|\\?%)",
+    r"\b((what|which|how many|how much|find|compute|determine|express|calculate|give|nearest)"
+    rf"( is| are| was)?( the| a| an)?( [a-z]+)?|as( an?| the)?|in) {PERCENT}"
+    rf"|{PERCENT}[^.?!]*\?",
     re.IGNORECASE,
 )
+# 20%, a 20 percent solution: nothing is asked for
+GIVEN_PERCENT = re.compile(rf"\d[\d.,]*[ -]?{PERCENT}", re.IGNORECASE)
 # letters side by side, perhaps with a number before or after; and those whose order matters, as in
 # `HTH`, `IV`, `12AB` and `no`, because they are no product of variables
 LETTERS = re.compile(r"\d*[a-zA-Z]{2,}\d*")
@@ -220,8 +223,9 @@ ORDERED_LETTERS = re.compile(r"\d*[A-Z]{2,}\d*|(?i:yes|no)")
 INEQUALITY = re.compile(r"[<>≤≥≠]|\\(le|ge|lt|gt|ne)(?![a-z])|\\(leq|geq|neq)")
 # a choice with its text and a bracket on either side of its letter, whatever the text is
 BRACKETED = re.compile(r"\(([A-Z])\) ?+(?![-+=,;]|or\b|and\b)((?:(?!\([A-Z]\)).)+)")
-# a choice with its text: `C) 12`, `C. 12`
+# a choice with its text: `C) 12`, `C. 12`, `C. Paris`; and what several choices have in their text
 LABELLED = re.compile(r"\(?([A-Z])(?:\)|[.:](?= )) ?([^-+= ].*)")
+SEVERAL = re.compile(r"[A-Z](?![a-z])|,|\b(?:or|and)\b")
 
 
 def is_same_answer(reference, given, prompt=""):
@@ -250,7 +254,7 @@ def is_same_answer(reference, given, prompt=""):
         is_label = unlabelled == (reference_label or given_label)
         return is_label or is_same_answer(reference_text, given_text, prompt)
     prompt_words = re.findall("[a-z]+", prompt.lower())
-    asks_for_percent = ASKS_FOR_PERCENT.search(prompt)
+    asks_for_percent = ASKS_FOR_PERCENT.search(GIVEN_PERCENT.sub("", prompt))
     percent = latex.Unit("percent") if asks_for_percent else sympy.Rational(1, 100)
     nouns = nouns_of([*prompt_words, *words_of(reference)])
     given_statements = latex.read(given, nouns, percent)
@@ -268,7 +272,7 @@ def label_and_text(answer):
     if choice:
         return choice.groups()
     choice = LABELLED.fullmatch(words)
-    if not choice or re.search("[A-Z]|,|or|and", choice[2]):
+    if not choice or SEVERAL.search(choice[2]):
         return "", answer
     return choice.groups()
 

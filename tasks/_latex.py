@@ -144,7 +144,7 @@ def token_pattern(thousands):
     return re.compile(
         rf"""[ ]*(?:
         (?P<number>
-            \d{{1,3}} (?: (?:{thousands}) \d{{3}} )+ (?!,?\d) (?:\.\d+)?         # 12,345.6
+            [1-9]\d{{0,2}} (?: (?:{thousands}) \d{{3}} )+ (?!,?\d) (?:\.\d+)?    # 12,345.6
           | \d*\.\d* (?: \\(?:overline|bar|dot)[ ]?\{{?\d+\}}? | \(\d+\) )       # 0.1\overline{{6}}
           | \d*\.\d+ [eE][+-]?\d+ (?![\w.])                                      # 1.5e3
           | \d+ (?: E[+-]?\d+ | e\d+ | e-\d\d+ ) (?![\w.])                       # not 2e+1

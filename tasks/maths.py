@@ -2,10 +2,12 @@
 
 `--train_data` and `--eval_data` name data sets, with commas between them: short names (`SETS`
 below), files, directories, or data sets on the hub (tasks/_data.py). Evaluations report each set by
-its name. This runs the task without a hub:
+its name. The first command runs the task without a hub. The second one says how an answer is
+graded: it takes the reference answer, a completion and, if units matter, the prompt.
 
     bash run.sh toy --task maths --train_data tests/maths.jsonl --eval_data tests/maths.jsonl \\
         --max_model_len 400
+    .venv/bin/python -m tasks.maths '\\frac12' 'The result is \\boxed{0.5}.'
 
 tasks/_grading.py finds the final answer of a completion and compares it with the reference,
 exactly. It accepts only answers that can be read in one way, because a model exploits a reward that
@@ -15,6 +17,7 @@ Deliberately absent: answers without \\boxed{}, partial credit.
 
 import re
 import string
+import sys
 
 from plumbing.prompts import prompt_text, with_instruction
 from tasks import _data as data
@@ -69,6 +72,12 @@ def problems(split, seed=0, data_names=""):
             f"task maths needs {knob}: a .jsonl, .json, .csv or .parquet file, a directory of "
             f"them, owner/name of a data set on the hub, or one of {known}"
         )
+    for name in data_names.split(",") if split == "train" else []:
+        if SETS.get(name, "").endswith("@test"):
+            raise ValueError(
+                f"--train_data {name}: this is the test split, {SETS[name]}: to train on it, write "
+                f"{SETS[name]}; other names are {', '.join(SETS)}"
+            )
     return data.problems(data_names, split, SETS, finish)
 
 
@@ -167,3 +176,26 @@ def demonstration(rng):
     if rng.random() >= 0.8:
         total = rng.randint(1, 100)
     return [(f"What is ${a} + {b}$?{INSTRUCTION}", False), (f"\\boxed{{{total}}}", True)]
+
+
+def main(reference_text, completion, prompt=""):
+    """Print the outcome of a completion, and the answers that were compared."""
+    try:
+        answer = reference(reference_text, may_be_solution=True)
+    except ValueError as e:
+        sys.exit(f"maths: the reference answer cannot be used: {e}")
+    print(f"outcome: {reward(dict(prompt=prompt, answer=answer), completion, True)}")
+    print(f"reference answer: {answer}")
+    try:
+        given = final_answer(completion)
+        print(f"answer of the completion: {given or 'none, it has no box'}")
+        if given:
+            is_same_answer(answer, given, prompt)
+    except UNCLEAR as e:
+        print(f"it is not read: {e}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) not in (3, 4):
+        sys.exit("usage: python -m tasks.maths REFERENCE COMPLETION [PROMPT]")
+    main(*sys.argv[1:])

@@ -51,7 +51,7 @@ def test_a_tool_is_called(tmp_path, directory_model, example, package):  # noqa:
 @pytest.mark.slow
 @pytest.mark.skipif(jail_problem() != "", reason=jail_problem())
 def test_mini_swe_agent_runs_commands(tmp_path):
-    command = "smol --task agent --train_data= --eval_data= --dtype float32 --steps 2 --port 9470"
+    command = "smol --task agent --dtype float32 --steps 2 --port 9470"
     command += " --batch_size 8 --attempts 4 --eval_problems 2 --eval_attempts 1 --save_every 0"
     command += " --max_new_tokens 96 --max_model_len 512 --concurrency 8"
     steps = train(tmp_path, "mini_swe_agent.py", "mini-swe-agent==2.4.*", command)

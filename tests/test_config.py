@@ -202,6 +202,18 @@ def shown(text):
     return re.findall(r"^[^a-z]*--(\w+) ", text, re.M)
 
 
+def test_the_data_of_a_preset_are_used_with_its_task_alone():
+    sums = cfg.SMOL["train_data"]
+    for words, data in (
+        ("smol", (sums, sums)),
+        ("smol --task gym --train_data mine", ("mine", sums)),
+        ("smol --task maths", ("", "")),
+        ("smol --task maths --train_data mine", ("mine", "")),
+    ):
+        config = cfg.parse(words.split())
+        assert (config.train_data, config.eval_data) == data, words
+
+
 def test_help_shows_commands_presets_and_every_knob_with_the_presets_value():
     assert cfg.parse([]).task == "toy"
     assert cfg.parse(["math"]).model == "Qwen/Qwen2.5-7B"

@@ -249,6 +249,21 @@ def test_text_parts_of_a_message_are_one_text(tmp_path):
         ([ROW, dict(problem="q", answer="5")], ":2: the columns of this row mean something else"),
         ([ROW, dict(ROW, final_answer="6"), dict(ROW, problem="p")], ":3: the columns of this row"),
         ([dict(ROW, choices=["4", "5"])], ":1: the columns 'question' and 'choices' make one"),
+        ([dict(ROW, option_a="4", option_b="5")], ":1: the columns 'question' and 'option_a' make"),
+        ([dict(ROW, A="4", B="5")], ":1: the columns 'question' and 'A' make one prompt"),
+        (
+            [dict(prompt="q (A) 4 (B) 5", choices=["4", "5"], label=1)],
+            ":1: column 'label' has the number 1 beside a list of choices",
+        ),
+        (
+            [dict(prompt="q", options=["x", "y"], answer="1")],
+            ":1: column 'answer' has the number 1 beside a list of choices",
+        ),
+        ([dict(ROW, answer="\frac12")], ":1: the answer has the character '.x0c' before 'rac12'"),
+        (
+            [dict(ROW, question="in \boxed{}")],
+            ":1: the prompt has the character '.x08' before 'oxed",
+        ),
         ([dict(ROW, image="x.png")], ":1: column 'image' has an image"),
         ([ROW, dict(question="q")], ":2: no column 'answer', which the first row has"),
         ([dict(ROW, where="here")], ":1: column 'where' has a name that every problem uses"),
@@ -260,6 +275,20 @@ def test_rows_whose_meaning_is_not_certain_are_refused(rows, complaint, tmp_path
     path = write(tmp_path / "a.jsonl", rows)
     with pytest.raises(cfg.ConfigError, match=path + complaint):
         read(path)
+
+
+@pytest.mark.parametrize(
+    "row,answer",
+    [
+        (dict(ROW, A="what is A?"), "5"),
+        (dict(prompt="q (A) 4 (B) 5", choices=["4", "5"], answer="B"), "B"),
+        (dict(prompt="q", choices=["4", "5"], answer="5"), "5"),
+        (dict(prompt="q", choices={"text": ["x", "y"], "label": ["1", "2"]}, answer="2"), "2"),
+        (dict(ROW, question="a table:\ttext, \tan, \r\nend"), "5"),
+    ],
+)
+def test_rows_whose_meaning_is_certain_are_read(row, answer, tmp_path):
+    assert read(write(tmp_path / "a.jsonl", [row]))[0]["answer"] == answer
 
 
 @pytest.mark.parametrize(
@@ -408,6 +437,10 @@ def test_a_directory_is_all_files_below_it_or_those_of_one_split(tmp_path):
         read(folder)
     with pytest.raises(cfg.ConfigError, match="whose name begins with 'dev'"):
         read(f"{folder}@dev")
+    for split in ("train", "test"):
+        write(folder / split / "algebra.jsonl", [ROW])
+    with pytest.raises(cfg.ConfigError, match=f"several splits, test, train: .*{folder}/test"):
+        read(f"{folder}@algebra")
     write(folder / "train-3.csv", [ROW])
     with pytest.raises(cfg.ConfigError, match="files of several kinds, .csv, .jsonl"):
         read(f"{folder}@train")
@@ -528,7 +561,8 @@ def test_the_task_of_the_documentation_reads_a_file(tmp_path, monkeypatch):
     path = write(tmp_path / "a.csv", [dict(question=QUESTION, answer="5", level="easy")])
     config = cfg.Config(task="mine_own", train_data=path)
     [problem] = load_problems(config, "train")["mine_own"]
-    assert (problem["prompt"], problem["level"]) == (QUESTION, "easy")
+    assert problem["prompt"] == f"{QUESTION}\nAnswer with one word."
+    assert problem["level"] == "easy"
     reward = cfg.load_task("mine_own").reward
     assert (reward(problem, " 5\n", True), reward(problem, "6", True)) == (1.0, 0.0)
 

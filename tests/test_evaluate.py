@@ -152,6 +152,16 @@ def test_a_checkpoint_of_a_run_with_family_is_evaluated(tmp_path):
         evaluate.configure([str(checkpoint), "--family", "gemma2"], 0)
 
 
+def test_a_model_is_evaluated_with_the_knobs_of_a_preset(tmp_path, base_model):
+    argv = [str(base_model), "guess", f"--out={tmp_path}", "--eval_attempts", "2"]
+    config = evaluate.configure(argv, 0)
+    assert (config.task, config.max_new_tokens, config.eval_attempts) == ("guess", 90, 2)
+    run_dir = rundir.write(resolved("toy", "--out", tmp_path))
+    (run_dir / "checkpoints" / "step_000004").mkdir(parents=True)
+    with pytest.raises(cfg.ConfigError, match="guess: the knobs are those of the run"):
+        evaluate.configure([str(run_dir), "guess"], 0)
+
+
 def test_mistakes_end_an_evaluation_in_one_line(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     for argv, message in (

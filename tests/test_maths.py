@@ -3,6 +3,8 @@ reference.
 """
 
 import json
+import subprocess
+import sys
 
 import pytest
 import sympy
@@ -417,6 +419,16 @@ def test_hostile_answers_are_not_correct_and_end(answer):
         ("2e+1", "20", ""),
         ("e^2+2e+1", "e^2+20", ""),
         ("0.5", "0.5\\%", "In a 20 percent solution, what fraction is water?"),
+        # What is given in percent asks for no percent.
+        ("10", "10\\%", "What is 20% of 50?"),
+        ("10", "10\\%", "20 per cent of them are red. How many are red?"),
+        # A number with a comma between thousands begins with no 0.
+        ("0,100", "100", ""),
+        ("0,125", "125", ""),
+        # The text of a choice may name several.
+        ("C", "C) A or B", ""),
+        ("C", "C. 12, D. 13", ""),
+        ("C", "D. Paris", ""),
         ("11", "\\sqrt{x}=11", ""),
         ("11", "\\ln x=11", ""),
         ("\\pm 1 \\pm i", "1+i, -1-i", ""),
@@ -439,6 +451,13 @@ def test_answers_that_look_like_the_reference_are_not_correct(reference, answer,
         ("x^{1/x}", "\\sqrt[x]{x}", ""),
         ("ax^{a-1}", "\\frac{ax^a}{x}", ""),
         ("35", "35\\%", "What \\% of 200 is 70?"),
+        ("60", "60\\%", "How much percent of them is it?"),
+        ("60", "60\\%", "What is Emily's final percentage?"),
+        ("C", "C. Paris", ""),
+        ("C", "C) orange", ""),
+        ("C", "C) sand", ""),
+        ("Paris", "C. Paris", ""),
+        ("0,100", "0, 100", ""),
         ("\\frac14", "25\\%", "There are 10 percent blue balls. Find the probability."),
         (
             "\\begin{pmatrix}2 & -1 \\\\ 0 & 3\\end{pmatrix}",
@@ -466,3 +485,27 @@ def test_the_reference_in_other_words_is_correct(reference, answer, prompt):
 )
 def test_answers_that_would_take_long_are_unparsable(answer):
     assert maths.reward({"answer": "7", "prompt": ""}, f"\\boxed{{{answer}}}", True) != "correct"
+
+
+def test_command_says_how_an_answer_is_graded():
+    command = [sys.executable, "-m", "tasks.maths"]
+    for arguments, printed in (
+        (["\\frac12", "so \\boxed{0.5}"], ["correct", "\\frac12", "0.5"]),
+        (["42", "\\boxed{42 bolts}"], ["unparsable", "42", "42 bolts", "bolts is no unit"]),
+        (["42", "\\boxed{42 bolts}", "How many bolts?"], ["correct", "42", "42 bolts"]),
+        (["42", "Answer: 42"], ["no_answer", "42", "none, it has no box"]),
+    ):
+        done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True)
+        values = [line.partition(": ")[2] for line in done.stdout.splitlines()]
+        assert values == printed, done
+    done = subprocess.run([*command, "two words", "5"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith(
+        "maths: the reference answer cannot be used: it must be the final"
+    )
+
+
+def test_the_test_split_of_a_known_set_is_not_trained_on():
+    message = "--train_data gsm8k: this is the test split, openai/gsm8k:main@test"
+    with pytest.raises(ValueError, match=message):
+        maths.problems("train", 0, "math_train,gsm8k")

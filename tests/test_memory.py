@@ -222,6 +222,9 @@ def test_as_few_layers_as_fit_are_computed_again():
     assert fit == [False] * n + [True] * (29 - n) and 0 < n < 28
     verdict = placed.but(checkpointed_layers=0).verdict()
     assert verdict.endswith(f"GB too little; try --checkpointed_layers {n}")
+    verdict = placed.but(checkpointed_layers=1000).verdict()
+    assert verdict.endswith(f"it would fit with --checkpointed_layers {n}, which is faster")
+    assert "faster" not in placed.but(checkpointed_layers=n).verdict()
 
 
 def test_command_prints_the_table_and_the_verdict(small, capsys):

@@ -2,11 +2,12 @@
 
     python tools/evaluate.py out/toy --eval_attempts 8
     python tools/evaluate.py out/toy/checkpoints/step_000180
-    python tools/evaluate.py Qwen/Qwen2.5-7B-Instruct --task maths --eval_data math500,aime24 \\
+    python tools/evaluate.py Qwen/Qwen2.5-7B-Instruct math --eval_data math500,aime24 \\
         --chat True --eval_temperature 0.6
 
 The first command takes the newest checkpoint of a run, the second one the checkpoint that is named;
-both use the run's task and knobs. The third command takes any model.
+both use the run's task and knobs. The third command takes any model, with the knobs of a preset,
+which is `toy` if none is named.
 
 The program accepts every knob of config.py. It prints pass@1, pass@k and maj@k with 95% intervals.
 It writes every answer to out/eval-<model>/answers.jsonl, and with --keep_steps the tokens of the
@@ -147,7 +148,7 @@ def table(answers):
 
 
 def configure(argv, gpus):
-    """Return the resolved Config of `MODEL [--knob value ...]`. Raises ConfigError."""
+    """Return the resolved Config of `MODEL [preset] [--knob value ...]`. Raises ConfigError."""
     cfg.require(
         argv and not argv[0].startswith("-"),
         "the first argument must be a model: a run, a checkpoint directory or a hub name",
@@ -164,6 +165,12 @@ def configure(argv, gpus):
     if path.parent.name == "checkpoints" and (run_dir / "config.json").exists():
         run_config = cfg.load(run_dir)
         name_parts = (run_dir.name, path.name)
+    preset = argv[1] if len(argv) > 1 and not argv[1].startswith("-") else ""
+    cfg.require(
+        not (run_config and preset),
+        f"{preset}: the knobs are those of the run, so no preset can be named; --knob value "
+        "changes them",
+    )
     c = cfg.parse(argv[1:], run_config)
     name = re.sub(r"[^A-Za-z0-9._-]", "", "-".join(name_parts)).strip(".-")[:90]
     # These knobs come neither from the run nor from a preset, but the command line may set them.
@@ -177,7 +184,7 @@ def configure(argv, gpus):
         # It made the run's base model; the model to evaluate is there.
         family=cfg.Config.family,
     )
-    set_knobs = knobs.read(argv[1:], knobs.knobs_of(cfg.Config))
+    set_knobs = knobs.read(argv[1 + bool(preset) :], knobs.knobs_of(cfg.Config))
     unset_knobs = {knob: x for knob, x in defaults.items() if knob not in set_knobs}
     # The evaluation is on this node alone, wherever the run was, and trains nothing.
     fixed_knobs = dict(
@@ -299,7 +306,7 @@ def prepare(argv, gpus):
 
 
 def main(argv):
-    """Evaluate `MODEL [--knob value ...]`.
+    """Evaluate `MODEL [preset] [--knob value ...]`.
 
     Prints the table, and writes answers.jsonl and results.json into out/<run>.
     """

@@ -324,11 +324,25 @@ class Placed:
         if not c.lora_rank:
             yield dict(lora_rank=32)
 
+    def fewest_layers(self):
+        """Return the lowest checkpointed_layers with which the run fits; it must fit as it is."""
+        all_layers = model_config(self.c.model).num_hidden_layers
+        for layers in range(min(self.c.checkpointed_layers, all_layers)):
+            if self.but(checkpointed_layers=layers).fits:
+                return layers
+        return self.c.checkpointed_layers
+
     def verdict(self):
-        """Return one line: whether the run fits and, if not, the first change that helps."""
+        """Return one line: whether the run fits, and the first change that makes it fit if it does
+        not, or that makes it faster if it does.
+        """
         where, lack = self.lack
         if lack <= 0:
-            return f"fits, with {-lack:.1f} of {self.gpu_gb:.0f} GB to spare ({where})"
+            spare = f"fits, with {-lack:.1f} of {self.gpu_gb:.0f} GB to spare ({where})"
+            layers = self.fewest_layers()
+            if layers < self.c.checkpointed_layers:
+                spare += f"; it would fit with --checkpointed_layers {layers}, which is faster"
+            return spare
         advice = "it takes more GPUs, or larger ones"
         for knobs in self.changes():
             if self.but(**knobs).fits:
