@@ -16,9 +16,9 @@ a run, its time and its score are.
 A setting may have knobs of its own (`G=8+lr=3e-4`); any other flag is a knob of all runs. Plain
 `G=8` has one engine and one trainer rank of one thread each, which take turns, so that one core at
 a time works. `G=8+engines=2+trainers=2` generates with both cores, and then trains with both. With
-`--preset countup` (SmolLM2) conventional RL has threads for all cores in both phases, the pipeline
-shares the cores as `bash run.sh countup` does. With `--preset math`, run.sh divides the GPUs of the
-machine.
+`--preset countup` (SmolLM2) conventional RL has threads for all cores in both phases, while the
+pipeline divides the cores as `bash run.sh countup` does. With `--preset math`, run.sh divides the
+GPUs of the machine.
 
 Columns of the table:
 

@@ -54,8 +54,8 @@ PIPELINE = dict(max_lag=1, trainer_threads=1, concurrency=64)
 # A generation phase starts all its sequences at once. With rows this small, a second thread of the
 # trainer makes its steps slower
 CONVENTIONAL = dict(trainer_threads=1, concurrency=1024)
-# The same for preset countup, whose checkpoints are scored, too. Conventional RL has all cores in
-# both phases, and an answer of its phases that does not fit into 256 slots waits for one
+# The same for the preset countup: the knobs of all runs, and those of conventional RL, which has
+# all cores in both phases. If a phase has more than 256 answers, the others wait for a free slot
 COUNTUP = dict(steps=24, eval_every=0, eval_problems=1, save_every=4, keep_last=0)
 CORES = len(os.sched_getaffinity(0))
 COUNTUP_CONVENTIONAL = dict(engine_threads=CORES, trainer_threads=CORES, concurrency=256)

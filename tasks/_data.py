@@ -456,10 +456,11 @@ def files_of(path, part=""):
         raise ValueError(f"{path}: no .jsonl, .json, .csv or .parquet file{ending} in it{arrow}")
     if len(splits) > 1:
         first = sorted(splits)[0]
-        chosen = f"{path}@{first}" if not part else f"the files of one of them, or {path}/{first}"
+        advice = f"choose one, as {path}@{first}"
+        if part:
+            advice = f"name the files or the folder of one split, for example {path}/{first}"
         raise ValueError(
-            f"{path}: its files are of several splits, {', '.join(sorted(splits))}: choose one, as "
-            f"{chosen}"
+            f"{path}: its files are of several splits, {', '.join(sorted(splits))}: {advice}"
         )
     kinds = {_kind(file) for file in files}
     if len(kinds) > 1:

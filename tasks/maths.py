@@ -181,7 +181,7 @@ def demonstration(rng):
 def main(reference_text, completion, prompt=""):
     """Print the outcome of a completion, and the answers that were compared."""
     try:
-        answer = reference(reference_text, may_be_solution=True)
+        answer = reference(reference_text)
     except ValueError as e:
         sys.exit(f"maths: the reference answer cannot be used: {e}")
     print(f"outcome: {reward(dict(prompt=prompt, answer=answer), completion, True)}")

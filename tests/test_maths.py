@@ -498,7 +498,7 @@ def test_command_says_how_an_answer_is_graded():
         done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True)
         values = [line.partition(": ")[2] for line in done.stdout.splitlines()]
         assert values == printed, done
-    done = subprocess.run([*command, "two words", "5"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([*command, "proof", "5"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith(
         "maths: the reference answer cannot be used: it must be the final"

@@ -327,10 +327,9 @@ class Placed:
     def fewest_layers(self):
         """Return the lowest checkpointed_layers with which the run fits; it must fit as it is."""
         all_layers = model_config(self.c.model).num_hidden_layers
-        for layers in range(min(self.c.checkpointed_layers, all_layers)):
-            if self.but(checkpointed_layers=layers).fits:
-                return layers
-        return self.c.checkpointed_layers
+        fewer = range(min(self.c.checkpointed_layers, all_layers))
+        fit = (layers for layers in fewer if self.but(checkpointed_layers=layers).fits)
+        return next(fit, self.c.checkpointed_layers)
 
     def verdict(self):
         """Return one line: whether the run fits, and the first change that makes it fit if it does
