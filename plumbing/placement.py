@@ -57,9 +57,11 @@ QUIET = SLEEP_SOON | {
     "TOKENIZERS_PARALLELISM": "false",
     "CUDA_VISIBLE_DEVICES": "",
 }
-# The process keeps the memory that it frees. A training step on CPU, whose rows all need the same
-# amount, takes a tenth less time than if the system clears each page again (bench/train.py).
-KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 62), "MALLOC_MMAP_MAX_": "0"}
+# The trainer's allocator keeps up to 1 GB of freed memory for the next row: a training step on CPU
+# takes a tenth less time than if the system clears each page again (bench/train.py). A block of
+# 32 MB or more goes back to the system at once. If it stayed, rows of different sizes would leave
+# gaps between such blocks that the next row does not fit, and the process would grow without end.
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 # On a GPU rows have many sizes: with one heap that grows, the memory of one row fits the next.
 ONE_HEAP = {"PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")}
 # On a GPU the broadcasts of weights must not queue up behind a process's own kernels.
