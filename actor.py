@@ -52,7 +52,9 @@ def allowed_groups(config, version):
 
 
 class Sampler:
-    """The order of the problems: each task's problems once per epoch, shuffled anew every time.
+    """The order of the problems; it samples no tokens.
+
+    Each task's problems come once per epoch, shuffled anew every time.
 
     indices: {task: indices of the problems that it may draw}. shares: {task: its share of all
     problems}, fractions that add up to 1 (config.task_weights). Problems are drawn in cycles of
@@ -88,10 +90,11 @@ class Sampler:
         order = self.shuffled(task, epoch, len(indices))
         return task, indices[order[position_in_epoch]]
 
-    def update(self, task, problem, rewards, successes):
+    def update(self, task, index, rewards, successes):
         """A group is done: a curriculum may learn from it.
 
-        rewards, successes (0 or 1): one for each attempt that did not fail, at least one.
+        index: the number of its problem in the task's list, as `next` returns it. rewards,
+        successes (0 or 1): one for each attempt that did not fail, at least one.
         """
 
     def state(self):
@@ -143,6 +146,8 @@ class Actor:
         self.failures_in_a_row = 0
         # the trainer's version; -1 before its first one
         self.version = -1
+        # the version that the engines have; in conventional RL the trainer is ahead of it
+        self.served = -1
         self.pace_published_at = -math.inf
 
     @functools.cached_property
@@ -180,12 +185,16 @@ class Actor:
         # without a turn there is nothing to train
         if attempt.failed or not attempt.turns:
             self.failures_in_a_row += 1
+            reasons = [str(reason) for name, reason in reply.items() if name != "value"]
+            why = "; ".join(reasons) or "it ended before the model had made a turn"
             if self.failures_in_a_row == 1:
-                print(f"actor: tasks/{task}.py: an attempt failed: {reply}", flush=True)
+                print(
+                    f"actor: tasks/{task}.py: an attempt failed and is left out: {why}", flush=True
+                )
             cfg.require(
                 self.failures_in_a_row < 100,
-                f"100 attempts in a row failed, the last one in tasks/{task}.py with: {reply}; see "
-                "the first error above and logs/engine*.log",
+                f"100 attempts in a row failed, the last one in tasks/{task}.py: {why}; see the "
+                "first error above and logs/engine*.log",
             )
             return None
         self.failures_in_a_row = 0
@@ -284,6 +293,13 @@ class Actor:
             versions=[min(versions, default=0), max(versions, default=0)],
         )
         self.evals.put(record)
+        failed = len(attempts) - record["answers"]
+        if failed:
+            print(
+                f"actor: evaluation of version {version}: {failed} of {len(attempts)} attempts "
+                "failed and are not in its scores",
+                flush=True,
+            )
 
     # ---- the run
 
@@ -298,6 +314,7 @@ class Actor:
         if not trainer:
             return None
         self.version = trainer["version"]
+        self.served = trainer["served"]
         self.engines.set_engines(trainer["engines"])
         self.publish_pace()
         return read_json(self.queues / "position.json") or None
@@ -319,7 +336,7 @@ class Actor:
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"actor: the trainer has put no weights into engines within {limit:.0f} s: "
-                    f"{self.queues}/version.json is absent, see the trainer's log"
+                    f"{self.queues}/version.json is absent, see {self.run_dir}/logs/train.log"
                 )
             await asyncio.sleep(0.05)
 
@@ -359,12 +376,12 @@ class Actor:
         # The garbage collector need not look at modules and problems any more: they stay
         gc.freeze()
         seen = self.version
-        evaluated = self.version
+        evaluated = self.served
         patience = Patience(c, self.run_dir)
         # The number of groups started, for the gate. When a run is continued, it begins at the
         # number of groups trained so far.
         started = state["version"] * c.groups_per_step
-        evaluations = {asyncio.create_task(self.evaluate(self.version))}
+        evaluations = {asyncio.create_task(self.evaluate(self.served))}
         groups = set()
         while self.version < c.steps:
             position = self.read_trainer()
@@ -374,10 +391,11 @@ class Actor:
                 seen = self.version
                 patience.start()
             patience.check(f"actor: the trainer has stayed at version {seen}")
-            is_due = c.eval_every and seen // c.eval_every > evaluated // c.eval_every
-            if seen >= c.steps or is_due:
-                evaluated = seen
-                evaluations.add(asyncio.create_task(self.evaluate(seen)))
+            # Engines answer evaluations, so the scores belong to the version that they have.
+            is_due = c.eval_every and self.served // c.eval_every > evaluated // c.eval_every
+            if self.version >= c.steps or is_due:
+                evaluated = self.served
+                evaluations.add(asyncio.create_task(self.evaluate(self.served)))
             new = self.start_groups(draws, problems, started)
             started += len(new)
             groups = await reap(groups | new)

@@ -112,15 +112,15 @@ class Config:
     # number of attempts at each problem; together they are a group, in which advantages are
     # computed
     attempts: Count = 16
-    # work on a group may begin at most this many steps before the step that it is meant for; 0:
-    # the engines wait until the step before is made. This limits when a group starts, not how old
-    # it gets: if its answers take longer than that, its tokens are older when they are trained
-    # (see late)
+    # while the trainer makes step s, groups may be started for the steps up to s + max_lag. 0: the
+    # engines wait until the step before is made. This limits when a group starts, not how old it
+    # gets: if its answers take longer than that, its tokens are older when they are trained (see
+    # late)
     max_lag: CountOr0 = 1
     # 0: the pipeline. G > 0: conventional RL, for comparison: the engines generate the data
     # of G steps, then the trainer makes these G steps, on tokens that are up to G - 1 versions
-    # old. max_lag then does not limit when groups start; with late mask it still counts, so set it
-    # to G - 1
+    # old. max_lag then does not limit when groups start. Sampling the groups of G steps must take
+    # less time than stall_timeout
     conventional_g: CountOr0 = 0
     # what happens to groups that wait because the trainer is slower than the engines. block: all
     # of them wait, on disk, and the engines stop only at the limit that max_lag sets; drop_oldest:
@@ -229,8 +229,8 @@ class Config:
     clip_high: float = -1.0
     # what the loss, summed over the sampled tokens of a step, is divided by. samples: the number
     # of samples, as in PipelineRL; tokens: the number of sampled tokens in the loss; sequence:
-    # the terms of each attempt by its number of sampled tokens, then their sum by the number of
-    # samples; empty: sequence if ratio is sequence, else samples
+    # the terms of each attempt by its number of tokens in the loss, then their sum by the number
+    # of samples; empty: sequence if ratio is sequence, else samples
     normalizer: Literal["", "samples", "tokens", "sequence"] = ""
     # on-policy distillation: the name of a teacher, a directory or hub name, with the same
     # vocabulary as the model. The policy follows it and the rewards; with attempts 1 it follows
@@ -243,8 +243,8 @@ class Config:
     # before training. Above 0 the trainer holds base as a second, frozen model; not so with
     # lora_rank, where base is the policy without its adapters
     kl_coef: NotNegative = 0.0
-    # weight of (log w)^2 of each token in the loss, w its importance weight: holds the policy near
-    # the one that sampled the data
+    # weight of (log w)^2 of each token in the loss, where w is the importance weight of the token
+    # itself, whatever ratio is: holds the policy near the one that sampled the data
     kl_behavior_coef: NotNegative = 0.0
     # weight of a bonus on the entropy of the distribution that each sampled token came from
     entropy_coef: NotNegative = 0.0
@@ -261,7 +261,7 @@ class Config:
     # linear warm-up of the learning rate, steps
     warmup_steps: CountOr0 = 0
     # constant: after the warm-up the rate stays at lr; linear: it is also multiplied by a factor
-    # that falls evenly from 1 at the first step to 0.1 at the last one
+    # that falls evenly from 1 at the first step to nearly 0.1 at the last one: 1 - 0.9 step / steps
     lr_schedule: Literal["constant", "linear"] = "constant"
     # multiply the rate of each step by the square root of the effective sample size of its samples
     # (metric ess_sample): steps on data that is far off-policy are small
@@ -358,7 +358,7 @@ class Config:
     endpoint_port: Annotated[int, Bounds(0, 65535)] = 0
     # port of node 0 at which trainer ranks find each other, or the next one that is free; 0: port
     # + engines
-    master_port: CountOr0 = 0
+    master_port: Annotated[int, Bounds(0, 65535)] = 0
     # deadline for an engine's start, seconds
     start_timeout: Seconds = 900.0
     # the run ends if a stage waits for another one longer than this, seconds; the time in which
@@ -701,7 +701,7 @@ def check(c: Config) -> Config:
         for x in value if isinstance(value, tuple) else [value]:
             require(
                 isinstance(x, str) or least <= x <= most,
-                f"--{name} {x}: must be from {least:g} to {most:g}",
+                f"--{name} {x}: must be from {least:.10g} to {most:.10g}",
             )
     require(
         c.loss in LOSSES,
@@ -748,6 +748,10 @@ def check(c: Config) -> Config:
         "--late wait and hold need --on_full block": (
             c.late not in ("wait", "hold") or c.on_full == "block"
         ),
+        "--late mask with --conventional_g G needs a --max_lag of at least G - 1, or tokens of the "
+        "last steps of a phase are never trained": (
+            c.late != "mask" or c.max_lag >= c.conventional_g - 1
+        ),
         "--late hold works in the pipeline alone: it needs --conventional_g 0": (
             c.late != "hold" or not c.conventional_g
         ),
@@ -773,6 +777,10 @@ def load(run_dir: str) -> Config:
     Raises ConfigError if the file is damaged or comes from another version of this code.
     """
     path = Path(run_dir, "config.json")
+    require(
+        path.is_file(),
+        f"{path} is absent: {run_dir} must be the directory of a run, such as out/toy",
+    )
     try:
         return from_json(json.loads(path.read_text())["config"])
     except (ValueError, TypeError, KeyError) as e:

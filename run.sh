@@ -25,9 +25,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
 die() { echo "run.sh: $*" >&2; exit 1; }
-trap 'echo "run.sh: interrupted, nothing was started; the same command goes on" >&2; exit 130' INT
+trap 'echo "run.sh: interrupted before the run began; the same command goes on with the installation" >&2; exit 130' INT
 
-sees_gpus() { nvidia-smi -L > /dev/null 2>&1; }
+# An empty CUDA_VISIBLE_DEVICES, or -1, hides all GPUs
+sees_gpus() {
+  [[ ${CUDA_VISIBLE_DEVICES-all} =~ ^(|-1)$ ]] && return 1
+  nvidia-smi -L > /dev/null 2>&1
+}
 
 # python_of CONDITION PROGRAM ...: prints the first program that is a Python whose version v fulfils
 # the condition, or nothing
@@ -104,7 +108,8 @@ print(*(r for r in needed if not re.match(left_out, r)), sep="\n")' > .venv/vllm
 check_gpus() {
   local cuda header
   if ! sees_gpus; then
-    echo "run.sh: .venv is for GPUs, and nvidia-smi lists none here: engines will not start" >&2
+    echo "run.sh: .venv is for GPUs, and none is visible here (nvidia-smi -L, CUDA_VISIBLE_DEVICES):" \
+      "engines will not start" >&2
     return 0
   fi
   # libcuda is the driver's, or a newer one that a container brings along
@@ -135,9 +140,15 @@ if $asks_for_help; then
 fi
 if [ -n "${PIPELINE_PYTHON:-}" ]; then
   python=$PIPELINE_PYTHON
-  [ -x "$python" ] || die "PIPELINE_PYTHON=$python is not an executable"
+  [[ $python == /* && -f $python && -x $python ]] ||
+    die "PIPELINE_PYTHON=$python must be the whole path of a Python, such as /opt/env/bin/python"
+  [ "${1:-}" != setup ] || die "setup installs into .venv, which PIPELINE_PYTHON=$python replaces"
 else
   python=$PWD/.venv/bin/python
+  if [ "${1:-}" = setup ] && [[ $# -gt 2 || ! ${2:-smol} =~ ^(smol|countup|gpu)$ ]]; then
+    die "setup ${*:2}: one word may follow, smol, countup or gpu; setup alone is enough for the" \
+      "other presets"
+  fi
   setup "${@:1:2}"
   [ $flavour = cpu ] || [[ "${1:-}" =~ ^(setup|status)$ ]] || check_gpus
 fi

@@ -661,7 +661,8 @@ def train(config, run_dir, ranks):
                 sums.add(metrics)
                 log.samples(batch, logprobs, version)
             if version == first:
-                # Nothing is trained before engines and trainer are seen to agree.
+                # Engines and trainer are compared before the first step. If no engine answers,
+                # training begins all the same; Guards ends the run if that happens again and again.
                 log.mismatch(version, guards.measure(policy, batch, sender, version))
                 # The others wait here for rank 0, longer than they would in the next reduction.
                 ranks.check_stop()
@@ -705,8 +706,8 @@ def main(run_dir):
         ranks = Ranks(config)
         cfg.require(
             ranks.world == config.trainers,
-            f"{ranks.world} ranks were started, and micro-batches are packed for --trainers "
-            f"{config.trainers}: start as many ranks",
+            f"{ranks.world} ranks were started, and --trainers of the run is {config.trainers}, "
+            f"for which micro-batches are packed: start {config.trainers} ranks",
         )
         torch.manual_seed(config.seed + ranks.rank)
         train(config, run_dir, ranks)

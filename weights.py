@@ -276,7 +276,8 @@ class Sender:
             except (RuntimeError, TimeoutError) as e:
                 self._leave_group()
                 print(
-                    f"weights: version {self.version} did not reach all engines: {str(e)[:300]}",
+                    f"weights: version {self.version} did not reach all engines, and is sent again "
+                    f"to those that are left: {str(e)[:300]}",
                     flush=True,
                 )
         raise RuntimeError(
@@ -330,8 +331,8 @@ class Sender:
         if self.version == 0:
             self.group.send(self.version, self.buckets)
         print(
-            f"weights: {self.config.weight_backend} group of the trainer and "
-            f"{len(engines)} engines",
+            f"weights: the trainer and {len(engines)} engine(s) have formed a group for updates "
+            f"({self.config.weight_backend})",
             flush=True,
         )
 

@@ -30,6 +30,7 @@ class Patience:
     def __init__(self, config, run_dir):
         self.config = config
         self.engines = Path(run_dir, "engines")
+        self.logs = Path(run_dir, "logs")
         self.start()
 
     def start(self):
@@ -52,7 +53,10 @@ class Patience:
             self.waited += now - self.looked
         self.looked = now
         if self.waited > self.config.stall_timeout:
-            raise TimeoutError(f"{complaint} for {self.config.stall_timeout:.0f} s")
+            raise TimeoutError(
+                f"{complaint} for {self.config.stall_timeout:.0f} s: the files in {self.logs} say "
+                "which stage hangs; if it is only slow, raise --stall_timeout"
+            )
         if now > self.started + longest_wait(self.config):
             raise TimeoutError(
                 f"{complaint} for {longest_wait(self.config):.0f} s, in most of which no engine "

@@ -92,5 +92,6 @@ class Reader:
                 break
             number, record = numbered_record
             self.evals.ack(number)
-            self.evaluated = record["version"]
+            # Evaluations that run at the same time may arrive in any order.
+            self.evaluated = max(self.evaluated, record["version"])
             yield record

@@ -89,7 +89,10 @@ def claim_port(host, first):
         # server binds with it.
         claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         return claim
-    raise OSError(f"no port of {host} from {first} on can be taken ({error}): change --port")
+    raise OSError(
+        f"no port of {host} from {first} to 65535 is free ({error}): choose a smaller --port or "
+        "--master_port"
+    )
 
 
 def is_healthy(url, timeout=HEALTH_TIMEOUT):

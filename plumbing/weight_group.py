@@ -177,7 +177,9 @@ class WeightGroup:
         """
         future = transport.in_thread(function, *args)
         if not self._wait_until(future.done):
-            raise TimeoutError(f"{function.__name__} took longer than {self.timeout:.0f} s")
+            raise TimeoutError(
+                f"{function.__name__} took longer than --sync_timeout {self.timeout:.0f} s"
+            )
         return future.result()
 
     def _wait_until(self, is_done, *args):
@@ -193,6 +195,8 @@ class WeightGroup:
                 return False
             if time.monotonic() > next_look:
                 next_look += 1.0
-                if not set(self.members) <= set(self.engines.listed()):
-                    raise RuntimeError("an engine is gone")
+                gone = set(self.members) - set(self.engines.listed())
+                if gone:
+                    urls = ", ".join(sorted(url for url, _ in gone))
+                    raise RuntimeError(f"these engines are gone: {urls}")
         return True

@@ -33,18 +33,30 @@ from plumbing.prompts import beginning, messages_of, prompt_text
 # Of these columns, the first one that a data set has is used. `a.b` is the field b of the object in
 # column a.
 PROMPT_COLUMNS = ("problem", "question", "prompt", "messages", "input", "0.value")
-ANSWER_COLUMNS = ("answer", "final_answer", "expected_answer", "ground_truth", "label")
-ANSWER_COLUMNS += ("reward_model.ground_truth", "solution", "1.ground_truth.value")
+ANSWER_COLUMNS = ("answer", "final_answer", "expected_answer", "ground_truth")
+ANSWER_COLUMNS += ("reward_model.ground_truth", "solution", "1.ground_truth.value", "label")
 SOURCE_COLUMNS = ("data_source", "dataset", "source")
 # stands for the answer's column where a conversation ends with the right answer of the assistant
 LAST_MESSAGE = "messages[-1]"
 # A column with more different values than this does not hold the name of the set of a row.
 MOST_SOURCES = 20
-# These columns hold a part of the prompt that its own column lacks.
-PROMPT_PARTS = ("choices", "options", "context", "passage", "instruction", "system")
-# columns with one choice each: option_a, choice1; besides, there are A, B, C ...
-CHOICE_COLUMN = re.compile(r"(?:choice|option|opt|ans|answer)[ _]?[a-eA-E0-5]")
-IMAGE_COLUMNS = ("image", "images")
+# These columns hold a part of the prompt that its own column lacks. Here and below, their names may
+# also have capital letters.
+PROMPT_PARTS = set(
+    """
+    context passage instruction system system_prompt body story article paragraph paragraphs table
+    document documents pre_text post_text premise premises facts background dialogue
+    """.split()
+)
+# columns with a list of choices
+CHOICE_LISTS = {"choices", "options", "endings", "candidates", "distractors"}
+# columns with one choice each: option_a, choice1, opa, distractor2; besides, there are A, B, C ...
+CHOICE_COLUMN = re.compile(
+    r"(?:choice|option|opt|ans|answer)[ _]?[a-e0-5]|op[a-e]|(?:distractor|incorrect.*)[ _]?\d"
+)
+IMAGE_COLUMN = re.compile(r"(?:.*_)?(?:image|img|figure|picture|photo)s?(?:[_ ]?\d+|_.*)?")
+# an image in the middle of a prompt
+IMAGE = re.compile(r"<image(?:[ _]?\d+)?>|!\[[^\]]*\]\(")
 # the names that every problem has beside the columns of its row
 OWN_NAMES = ("where", "read_as", "answer_column")
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([^@]+))?(?:@(.+))?")
@@ -53,14 +65,20 @@ SPLIT_NAME = re.compile(
     r"(?:^|[._-])(train|test|validation|valid|val|dev|eval|held_?out)(?:ing)?(?![a-z])"
 )
 # endings of files with data that are not read here
-OTHER_KINDS = (".bz2", ".ndjson", ".tsv", ".xz", ".zip", ".zst")
+OTHER_KINDS = ".arrow .avro .bz2 .feather .jl .jsonlines .lz4 .ndjson .orc .pickle .pkl .tar .tgz"
+OTHER_KINDS = tuple(f"{OTHER_KINDS} .tsv .xlsx .xz .zip .zst".split())
 # files that Hugging Face writes beside the data
 METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 # What becomes of LaTeX in JSON if a backslash is written once instead of twice: \b is a backspace
 # in "\boxed{5}", \f a form feed in "\frac12", \t a tabulator in "\text{cm}".
 HALF_ESCAPED = re.compile(
-    "\b|\f(?=rac|orall)|\t(?=ext ?{|imes[^a-z]|heta[^a-z])|\r(?=ight[^a-z]|ho[^a-z])"
+    "[\b\a\v]|\f(?=rac|orall|loor)|\t(?=(?:ext|ilde) ?{|(?:imes|heta|au)[^a-z]|frac|riangle)"
+    "|\r(?=(?:ight|ho|angle|ceil|floor|ightarrow)[^a-z])|\n(?=(?:eq|abla)[^a-z])"
 )
+# In an answer of one line, a control character before a letter is nothing else.
+HALF_ESCAPED_ANSWER = re.compile("[\b\a\v\f\t\r](?=[a-zA-Z])|^\n(?=[a-z])")
+# the most characters of an answer that is looked at in this way, because it is no solution
+SHORT_ANSWER = 100
 # characters that one does not see, and that str.strip leaves
 INVISIBLE = "\u200b\u200c\u200d\u200e\u200f\u2060\ufeff\u00ad"
 
@@ -91,8 +109,10 @@ class Columns(NamedTuple):
         taken = [name for name in OWN_NAMES if name in row]
         if taken:
             raise ValueError(f"column '{taken[0]}' has a name that every problem uses: rename it")
-        if prompts[0] == "messages" and not answers and _ends_with_assistant(row["messages"]):
-            answers = [LAST_MESSAGE]
+        is_answered = prompts[0] == "messages" and _ends_with_assistant(row["messages"])
+        if is_answered and answers in ([], ["label"]):
+            # beside a whole conversation, a label says what kind it is
+            answers = [LAST_MESSAGE, *answers]
         return cls(
             prompt=prompts[0],
             answer=answers[0] if answers else "",
@@ -142,7 +162,8 @@ def problems(names, split, known=None, finish=None):
         stem = name if name in known else stem_of(name)
         set_problems = _read_set(known.get(name, name), stem, split, finish)
         for source in {problem["source"] for problem in set_problems}:
-            if source in sources:
+            # only evaluations tell sets apart
+            if split == "test" and source in sources:
                 raise ValueError(
                     f"{knob}: both {sources[source]} and {name} have a set called {source}, and "
                     "evaluations tell sets apart by that: rename a file, or name a source in each "
@@ -164,7 +185,7 @@ def _read_set(name, stem, split, finish):
             columns = columns or Columns.of_row(row)
             _check_columns(row, columns)
             problem = row | _problem(row, columns) | dict(where=where)
-            _check_escapes(problem)
+            _check_text(problem)
             if finish:
                 finish(problem)
             set_problems.append(problem)
@@ -209,39 +230,75 @@ def _check_columns(row, columns):
             f"the columns of this row mean something else than those of the first row: {own}; "
             f"there: {columns}"
         )
-    for name in IMAGE_COLUMNS:
-        if row.get(name):
+    for name in row:
+        if row[name] and IMAGE_COLUMN.fullmatch(name.lower()):
             raise ValueError(f"column '{name}' has an image, and prompts can have texts alone")
-    if columns.prompt not in ("prompt", "messages"):
-        has_lettered = bool(row.get("A") and row.get("B"))
-        for name in row:
-            is_choice = CHOICE_COLUMN.fullmatch(name) or (name == "A" and has_lettered)
-            if row[name] and (name in PROMPT_PARTS or is_choice):
-                raise ValueError(
-                    f"the columns '{columns.prompt}' and '{name}' make one prompt in a way that is "
-                    "not known here: write all of it to a column 'prompt', rename "
-                    f"'{columns.prompt}', and write the right answer, for example the letter of a "
-                    "choice, to a column 'answer'"
-                )
-    choices = row.get("choices") or row.get("options")
-    if isinstance(choices, (list, dict)) and _is_index(row, columns.answer, choices):
+    parts = [name for name in row if row[name] and name.lower() in PROMPT_PARTS]
+    choices = _choice_columns(row)
+    if columns.prompt not in ("prompt", "messages") and (parts or choices):
         raise ValueError(
-            f"column '{columns.answer}' has the number {_value(row, columns.answer)} beside a list "
-            "of choices. It would be taken as the answer itself: if it is the place of the right "
-            "choice in the list, write the choice's letter or text to a column 'answer', as the "
-            "prompt asks for it, and remove the list"
+            f"the columns '{columns.prompt}' and '{[*parts, *choices][0]}' make one prompt in a "
+            "way that is not known here: write all of it to a column 'prompt', rename "
+            f"'{columns.prompt}', and write the right answer, for example the letter of a choice, "
+            "to a column 'answer'"
+        )
+    texts = [text for name in choices for text in _texts(row[name])]
+    labels = [label for name in choices for label in _labels(row[name])]
+    if texts and _is_index(row, columns.answer, texts, labels):
+        raise ValueError(
+            f"column '{columns.answer}' has the number {_value(row, columns.answer)} beside the "
+            f"choices in '{choices[0]}'. It would be taken as the answer itself: if it is the "
+            "place of the right choice, write the choice's letter or text to a column 'answer', "
+            "as the prompt asks for it, and remove the columns of choices"
         )
 
 
-def _is_index(row, column, choices):
-    """Could the answer in a column be the place of a choice, counted from 0 or from 1?"""
+def _choice_columns(row):
+    """The names of a row's columns that hold choices, all of them or one each."""
+    names = {name.lower(): name for name in row if row[name]}
+    are_lettered = "a" in names and "b" in names
+    return [
+        name
+        for lower, name in names.items()
+        if lower in CHOICE_LISTS
+        or CHOICE_COLUMN.fullmatch(lower)
+        or (are_lettered and lower in ("a", "b", "c", "d", "e"))
+    ]
+
+
+def _texts(value):
+    """The texts of choices: of a list, of an object's values, or of one that is written as text."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [text for part in value for text in _texts(part)]
+    if isinstance(value, str) and re.match(r"\s*[\[{]", value):
+        try:
+            return _texts(json.loads(value.replace("'", '"')))
+        except json.JSONDecodeError:
+            pass
+    return [str(value).strip()]
+
+
+def _labels(value):
+    """The names of choices that are an object: its keys, and the texts in its list `label`."""
+    return [*value, *_texts(value.get("label", []))] if isinstance(value, dict) else []
+
+
+def _is_index(row, column, texts, labels):
+    """Could the answer in a column be the place of one of these choices, from 0 or from 1 on?
+
+    A number that is also the text of a choice may be either if it is not above their number. If it
+    is the label of a choice, it is no place.
+    """
     if not column or not _has(row, column):
         return False
     answer = _value(row, column)
-    if isinstance(answer, str):
-        lists = choices.values() if isinstance(choices, dict) else [choices]
-        return answer.strip().isdigit() and not any(answer in texts for texts in lists)
-    return isinstance(answer, (int, float)) and not isinstance(answer, bool)
+    if isinstance(answer, bool) or not re.fullmatch(r"\s*\d+(\.0)?\s*", str(answer)):
+        return False
+    if str(answer).strip() in labels:
+        return False
+    return str(answer).strip() not in texts or float(answer) <= len(texts)
 
 
 def _problem(row, columns):
@@ -282,12 +339,21 @@ def _problem(row, columns):
     return problem
 
 
-def _check_escapes(problem):
-    """Raise ValueError if the prompt or the answer has LaTeX whose backslash JSON has swallowed."""
+def _check_text(problem):
+    """Raise ValueError if the prompt or the answer lacks something that texts cannot have, or has
+    lost: images, and the backslashes of LaTeX that JSON has swallowed.
+    """
+    image = IMAGE.search(prompt_text(problem["prompt"]))
+    if image:
+        raise ValueError(f"the prompt has an image, {image[0]!r}, and can have texts alone")
     for name in ("prompt", "answer"):
         text = problem.get(name)
         text = prompt_text(text) if name == "prompt" else text
-        broken = HALF_ESCAPED.search(text) if isinstance(text, str) else None
+        if not isinstance(text, str):
+            continue
+        broken = HALF_ESCAPED.search(text)
+        if name == "answer" and len(text) <= SHORT_ANSWER and "\n" not in text.strip():
+            broken = broken or HALF_ESCAPED_ANSWER.search(text)
         if broken:
             rest = text[broken.end() :][:20]
             raise ValueError(

@@ -35,7 +35,9 @@ THINKING_TAG = (
 THINKING_TAG = re.compile(THINKING_TAG, re.IGNORECASE)
 SENTENCE_END = re.compile(r"[.?!:;]\s|\n")
 # the beginning of a sentence whose box adds to the boxes before it and does not replace them
-ANOTHER = re.compile(r"(^|[.?!\n(]\s*)(or|maybe|alternatively|case|answer \d)\b[^.?!]{0,20}$", re.I)
+ANOTHER = re.compile(
+    r"(^|[.?!:;\n(]\s*)(or|maybe|alternatively|case|answer \d)\b[^.?!]{0,20}$", re.I
+)
 
 
 def final_answer(text):
@@ -57,14 +59,18 @@ def final_answer(text):
         closed = end_of_braces(text, box.end())
         if box.start() < end or not closed:
             continue
-        _, *after = SENTENCE_END.split(text[end : box.start()], maxsplit=1)
-        has_words = after and re.search("[a-zA-Z]{2}", after[0])
-        if has_words and not ANOTHER.search(text, end, box.start()):
+        sentence_end = SENTENCE_END.search(text, end, box.start())
+        begins_anew = sentence_end and re.search(
+            "[a-zA-Z]{2}", text[sentence_end.end() : box.start()]
+        )
+        if begins_anew and not ANOTHER.search(text, end, box.start()):
             boxes = []
         boxes.append(text[box.end() + 1 : closed - 1].strip())
         end = closed
     if last >= 0 and end <= text.rfind("\\boxed"):
-        raise ValueError(f"the last box does not end within {latex.LONGEST} characters")
+        raise ValueError(
+            f"the last \\boxed has no braces that close within {latex.LONGEST} characters"
+        )
     if len(boxes) > MOST_BOXES:
         raise ValueError(f"{len(boxes)} boxes in one statement, there may be {MOST_BOXES}")
     answers = []
@@ -128,8 +134,8 @@ SPELLINGS = [
     (r"(?<!\\)\\[,:;> ]|\\q?quad|~|\s+", " "),
     # 20^\circ C; 3:30 p.m.; \text{15 cm}
     (r"\^ ?\{ ?\\circ ?\}|\^? ?\\degree(?![a-z])", r"^\\circ "),
-    (r"\^\\circ ?(\\text ?\{ ?)?C\b ?\}?$", r"\\text{celsius}"),
-    (r"\^\\circ ?(\\text ?\{ ?)?F\b ?\}?$", r"\\text{fahrenheit}"),
+    (r"\^\\circ ?(\\(?:text|mathrm) ?\{ ?)?C\b ?\}?$", r"\\text{celsius}"),
+    (r"\^\\circ ?(\\(?:text|mathrm) ?\{ ?)?F\b ?\}?$", r"\\text{fahrenheit}"),
     (r"(?<=:\d\d) ?(?:\\text ?\{ ?([aApP])\.? ?[mM]\.? ?\}|([aApP])\.?[mM]\b)", r"\\text{\1\2m}"),
     (r"\\text ?\{ ?(-?[\d.,/]+) ?([a-zA-Z/]+) ?\}", r"\1\\text{\2}"),
     # 1 2/3; (mod 7); (11)_2; a system of equations
@@ -220,6 +226,16 @@ GIVEN_PERCENT = re.compile(rf"\d[\d.,]*[ -]?{PERCENT}", re.IGNORECASE)
 # `HTH`, `IV`, `12AB` and `no`, because they are no product of variables
 LETTERS = re.compile(r"\d*[a-zA-Z]{2,}\d*")
 ORDERED_LETTERS = re.compile(r"\d*[A-Z]{2,}\d*|(?i:yes|no)")
+# words as short as a product of variables may be
+SHORT_WORDS = re.compile(
+    rf"[a-zA-Z]{{2,{latex.LONGEST_PRODUCT}}}( [a-zA-Z]{{2,{latex.LONGEST_PRODUCT}}})*"
+)
+# what separates the answers of a list
+LIST_SIGN = re.compile(r"[,;]|\b(?:and|or)\b")
+# formulas of a prompt; letters that stand alone, or beside a sign, are variables even outside
+FORMULA = re.compile(r"\$.*?\$|\\\(.*?\\\)|\\\[.*?\\\]", re.S)
+COMMAND = re.compile(r"\\[a-zA-Z]+")
+VARIABLES = re.compile(r"\b[a-zA-Z]\b|[a-zA-Z]+(?= ?[+*^=])|(?<=[+*^=\d]) ?[a-zA-Z]{1,4}\b")
 INEQUALITY = re.compile(r"[<>≤≥≠]|\\(le|ge|lt|gt|ne)(?![a-z])|\\(leq|geq|neq)")
 # a choice with its text and a bracket on either side of its letter, whatever the text is
 BRACKETED = re.compile(r"\(([A-Z])\) ?+(?![-+=,;]|or\b|and\b)((?:(?!\([A-Z]\)).)+)")
@@ -245,6 +261,10 @@ def is_same_answer(reference, given, prompt=""):
     words = [without_fonts(word).replace(" ", "") for word in lists[0] + lists[1]]
     if all(map(LETTERS.fullmatch, words)) and any(map(ORDERED_LETTERS.fullmatch, words)):
         return sorted(map(comparable_text, lists[0])) == sorted(map(comparable_text, lists[1]))
+    items = [LIST_SIGN.split(without_fonts(answer)) for answer in (reference, given)]
+    items = [[item.strip(" ()") for item in both] for both in items]
+    if prompt and all(is_word(item, prompt) for item in items[0]):
+        return sorted(map(comparable_text, items[0])) == sorted(map(comparable_text, items[1]))
     reference_label, reference_text = label_and_text(reference)
     given_label, given_text = label_and_text(given)
     if reference_label and given_label:
@@ -263,6 +283,32 @@ def is_same_answer(reference, given, prompt=""):
     except UNCLEAR:
         return False
     return is_same_list(reference_statements, given_statements)
+
+
+def has_value(reference, prompt=""):
+    """Can a reference be read as a formula? If not, it is equal only to its own words."""
+    nouns = nouns_of([*re.findall("[a-z]+", prompt.lower()), *words_of(reference)])
+    try:
+        latex.read(normalized_spelling(reference), nouns, sympy.Rational(1, 100))
+    except UNCLEAR:
+        return False
+    return True
+
+
+def is_word(letters, prompt):
+    """Are a few letters, such as `cat` or `iv`, a word and not a product of the prompt's variables?
+
+    Units and words of the prompt, which may be units, do not count.
+    """
+    parts = [part.lower() for part in letters.split()]
+    nouns = nouns_of(re.findall("[a-z]+", prompt.lower()))
+    others = {*latex.UNIT_WORDS, *latex.COMMAND_WORDS, *nouns}
+    is_other = any(part in others or part.removesuffix("s") in others for part in parts)
+    if is_other or not SHORT_WORDS.fullmatch(letters):
+        return False
+    formulas = " ".join(FORMULA.findall(prompt))
+    around = " ".join(VARIABLES.findall(FORMULA.sub(" ", prompt)))
+    return not set("".join(letters.split())) <= set(COMMAND.sub(" ", formulas) + around)
 
 
 def label_and_text(answer):

@@ -80,6 +80,7 @@ in inch inche | ft foot feet | yd yard | mi mile | l liter litre | ml milliliter
 mg milligram | g gram | kg kilogram | pound lb | ounce | degree deg | rad radian
 celsius | fahrenheit
 s sec second | min minute | h hr hour | am | pm | day | week | month | year yr
+newton | joule | watt | volt | ampere amp | kelvin | pascal | hertz
 dollar usd buck | cent | euro eur | percent | unit | people person | student | way | time | piece
 """
 UNITS = [names.split() for names in re.split(r"[|\n]", UNITS.strip())]
@@ -95,6 +96,8 @@ MULTIPLES = {
     "trillion": 10**12,
 }
 UNIT_WORDS = {*UNITS, *RATES, *POWERS, *MULTIPLES, "per"}
+# Single letters that are units in \text or \mathrm after a number, and variables elsewhere.
+LETTER_UNITS = dict(N="newton", J="joule", W="watt", V="volt", A="ampere", K="kelvin", L="liter")
 # Units that need no \text even where they touch a number: `15cm`; but `5ft` is f times t.
 TOUCHING = {"cm", "mm", "km", "kg"}
 CURRENCIES = {
@@ -203,6 +206,10 @@ def spelled(match, nouns):
         return [","]
     if content in COMMAND_WORDS and (content not in UNITS or "operatorname" in match["font"]):
         return [SYNONYMS.get("\\" + content, "\\" + content)]
+    before = match.string[: match.start("font")]
+    if content in LETTER_UNITS and re.match(r"\\(text|mathrm)[ {]?$", match["font"]):
+        if re.search(r"[\d}] ?$", before):
+            return [f"\\text{{{LETTER_UNITS[content]}}}"]
     is_unit = content in UNITS and not re.match(r"\\(mathbf|mathit|b)", match["font"])
     if re.fullmatch(r"[a-zA-Z]|[\d.]+|", content) and not is_unit:
         return [content] if content else []

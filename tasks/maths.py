@@ -18,6 +18,7 @@ Deliberately absent: answers without \\boxed{}, partial credit.
 import re
 import string
 import sys
+from decimal import Decimal
 
 from plumbing.prompts import prompt_text, with_instruction
 from tasks import _data as data
@@ -25,6 +26,7 @@ from tasks._grading import (
     UNCLEAR,
     comparable_text,
     final_answer,
+    has_value,
     is_same_answer,
     outside_of_thinking,
 )
@@ -49,10 +51,17 @@ SETS = {
 }
 # A reference with more characters than this is a solution, not its final answer.
 LONGEST_REFERENCE = 500
+# the most references that are looked at, because this takes milliseconds for each
+MOST_TRIED = 300
 # 1,234 with commas in the right places, and in no list or interval
 LARGE_NUMBER = re.compile(r"(?<![\d,(\[{.])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
 # what stands in data sets for an answer that is not known
-PLACEHOLDERS = {"proof", "notfound", "not found", "unknown", "n/a", "?", "-"}
+PLACEHOLDERS = {"proof", "notfound", "not found", "unknown", "n/a", "na", "?", "-", "null", "tbd"}
+PLACEHOLDERS |= {"see above", "see solution", "no solution provided", "image"}
+# an answer that has none of these says nothing: `$ $`, `[]`
+SAYS_SOMETHING = re.compile(r"[\w\\∞∅]")
+# a large number as programs write it: 1e+16
+PROGRAM_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?[eE][-+]?\d{2,}")
 # a command of LaTeX, and a word of at least two letters
 COMMAND = re.compile(r"\\text\{[^}]*\}|\\[a-zA-Z]+")
 WORD = re.compile(r"[^\W\d_]{2,}")
@@ -78,7 +87,17 @@ def problems(split, seed=0, data_names=""):
                 f"--train_data {name}: this is the test split, {SETS[name]}: to train on it, write "
                 f"{SETS[name]}; other names are {', '.join(SETS)}"
             )
-    return data.problems(data_names, split, SETS, finish)
+    all_problems = data.problems(data_names, split, SETS, finish)
+    tried = all_problems[:: len(all_problems) // MOST_TRIED + 1]
+    words = [x for x in tried if not has_value(x["answer"], prompt_text(x["prompt"]))]
+    if words:
+        print(
+            f"{data_names}: {len(words)} of {len(tried)} reference answers that were looked at are "
+            "no formula, so that only the same words count as right; the first: "
+            f"{words[0]['where']}: {words[0]['answer'][:80]!r}",
+            flush=True,
+        )
+    return all_problems
 
 
 def finish(problem):
@@ -136,7 +155,12 @@ def reference(text, may_be_solution=False):
             f"{LONGEST_REFERENCE} characters, or a solution that has it in \\boxed{{...}} or after "
             f"####; it is {text[:100]!r}"
         )
-    if answer.lower() in PLACEHOLDERS or re.search(r"\banswer\b", answer, re.IGNORECASE):
+    if PROGRAM_NUMBER.fullmatch(answer) and abs(int(answer.lower().rpartition("e")[2])) < 100:
+        return format(Decimal(answer), "f")
+    # Python writes None where there is no answer; \text{None} is one.
+    bare = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", answer).strip(" $.").lower()
+    is_empty = answer == "None" or not SAYS_SOMETHING.search(answer)
+    if is_empty or bare in PLACEHOLDERS or re.search(r"\banswer\b", answer, re.IGNORECASE):
         raise ValueError(f"it must be the final answer alone, it is {answer[:100]!r}")
     if len(answer) > 2 and answer[0] == answer[-1] and answer[0] in "\"'`":
         raise ValueError(f"it is in quotation marks, {answer[:100]!r}: write it without them")
@@ -192,7 +216,7 @@ def main(reference_text, completion, prompt=""):
         if given:
             is_same_answer(answer, given, prompt)
     except UNCLEAR as e:
-        print(f"it is not read: {e}")
+        print(f"the answer of the completion cannot be read: {e}")
 
 
 if __name__ == "__main__":

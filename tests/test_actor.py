@@ -211,9 +211,9 @@ def with_fake_engine(run_dir, model, answer, work, engine=None, **knobs):
             publish_json(run_dir / "queues" / "position.json", **position)
             # The position alone says nothing: the engines have no weights yet
             assert actor.read_trainer() is None
-            publish_json(run_dir / "queues" / "version.json", version=5, engines=[url])
+            publish_json(run_dir / "queues" / "version.json", version=5, served=4, engines=[url])
             assert actor.read_trainer() == position
-            assert actor.version == 5
+            assert actor.version == 5 and actor.served == 4
             await actor.start()
             await work(actor)
             await actor.close()
@@ -447,3 +447,29 @@ def test_evaluation_takes_the_first_held_out_problems(tmp_path, base_model):
     assert line["eval"] == {"toy": 0.0}
     assert line["versions"] == [4, 5]
     assert len(Queue(tmp_path / "queues" / "rollouts")) == 0
+
+
+def test_scores_of_conventional_rl_belong_to_the_version_that_engines_have(tmp_path, base_model):
+    """Within a phase of G steps the trainer is ahead of the engines."""
+    limits = dict(max_new_tokens=40, max_model_len=200, start_timeout=300, reward_timeout=300)
+    sizes = dict(steps=8, batch_size=4, attempts=2, eval_every=2, eval_problems=1, eval_attempts=1)
+    config = cfg.Config(model=str(base_model), engines=1, conventional_g=4, **limits | sizes)
+    queues = tmp_path / "queues"
+    queues.mkdir()
+    secret.make_secret(tmp_path)
+
+    async def run():
+        actor = Actor(config, tmp_path)
+        async with FakeEngine(good).serve() as url:
+            publish_json(queues / "position.json", next=0, ahead=[])
+            publish_json(queues / "version.json", version=0, served=0, engines=[url])
+            running = asyncio.create_task(actor.run())
+            for version, served in ((0, 0), (3, 0), (4, 4), (7, 4), (8, 8)):
+                publish_json(queues / "version.json", version=version, served=served, engines=[url])
+                while actor.version < version:
+                    await asyncio.sleep(0.01)
+            await running
+
+    asyncio.run(asyncio.wait_for(run(), 300))
+    evaluations = Queue(queues / "evals")
+    assert sorted(evaluations.get()[1]["version"] for _ in range(len(evaluations))) == [0, 4, 8]

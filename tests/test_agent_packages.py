@@ -7,24 +7,33 @@ index the tests are skipped.
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 
 import pytest
-from test_agents import KNOBS, directory_model  # noqa: F401, a fixture
+from test_agents import KNOBS, directory_model, make_model  # noqa: F401, a fixture
 
 from conftest import ROOT, jail_problem
 
 
-def train(folder, example, package, command):
-    """Two steps with the agent of an example. Returns the lines of the steps in metrics.jsonl."""
-    subprocess.run([sys.executable, "-m", "venv", f"{folder}/venv"], check=True)
-    install = [f"{folder}/venv/bin/pip", "install", "-q", package]
-    done = subprocess.run(install, capture_output=True, text=True, timeout=900)
-    if "No matching distribution" in done.stderr:
-        pytest.skip(f"pip finds no {package}")
+def install(command, no_such_package):
+    """Install a package; the test is skipped if the index does not have it."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    if no_such_package in done.stderr:
+        pytest.skip(f"{command[-1]} is not to be had")
     assert done.returncode == 0, done.stderr[-2000:]
-    agent = [f"{folder}/venv/bin/python", f"{ROOT}/examples/agents/{example}"]
+
+
+def with_package(folder, example, package):
+    """The command of an example in an environment of its own, with a package of PyPI."""
+    subprocess.run([sys.executable, "-m", "venv", f"{folder}/venv"], check=True)
+    install([f"{folder}/venv/bin/pip", "install", "-q", package], "No matching distribution")
+    return [f"{folder}/venv/bin/python", f"{ROOT}/examples/agents/{example}"]
+
+
+def train(folder, agent, command):
+    """Two steps with an agent's command. Returns the lines of the steps in metrics.jsonl."""
     env = os.environ | {"AGENT": shlex.join(agent)}
     command = f"bash run.sh {command} --out {folder} --run a --samples_logged 100".split()
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800)
@@ -36,13 +45,21 @@ def train(folder, example, package, command):
     return [x for x in lines if "step" in x]
 
 
+def texts_of_samples(folder):
+    """The texts of all logged samples, [one for each span of each sample]."""
+    samples = (folder / "a" / "samples.jsonl").read_text().splitlines()
+    spans = [span for line in samples for span in json.loads(line)["spans"]]
+    return ["".join(texts) for version, texts, *_ in spans]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "example, package",
     [("openai_agents.py", "openai-agents==0.24.*"), ("verifiers_env.py", "verifiers==0.4.*")],
 )
 def test_a_tool_is_called(tmp_path, directory_model, example, package):  # noqa: F811
-    steps = train(tmp_path, example, package, f"agent --model {directory_model} {KNOBS}")
+    agent = with_package(tmp_path, example, package)
+    steps = train(tmp_path, agent, f"agent --model {directory_model} {KNOBS}")
     # Turns of one conversation are one segment.
     assert [x["segments"] for x in steps] == [1.0, 1.0]
     assert all(1.4 < x["turns"] <= 4 for x in steps)
@@ -54,10 +71,31 @@ def test_mini_swe_agent_runs_commands(tmp_path):
     command = "smol --task agent --dtype float32 --steps 2 --port 9470"
     command += " --batch_size 16 --attempts 4 --eval_problems 2 --eval_attempts 1 --save_every 0"
     command += " --max_new_tokens 120 --max_model_len 512 --concurrency 16"
-    steps = train(tmp_path, "mini_swe_agent.py", "mini-swe-agent==2.4.*", command)
+    agent = with_package(tmp_path, "mini_swe_agent.py", "mini-swe-agent==2.4.*")
+    steps = train(tmp_path, agent, command)
     # The agent forgets an answer without a command, so the turn after it begins a new segment.
     assert all(x["segments"] <= x["turns"] <= 3 for x in steps)
     # The model has seen what commands returned.
-    samples = (tmp_path / "a" / "samples.jsonl").read_text().splitlines()
-    spans = [span for line in samples for span in json.loads(line)["spans"]]
-    assert any("<returncode>" in "".join(texts) for version, texts, *_ in spans)
+    assert any("<returncode>" in text for text in texts_of_samples(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jail_problem() != "", reason=jail_problem())
+@pytest.mark.skipif(not shutil.which("npm"), reason="there is no npm")
+def test_codex_writes_files(tmp_path):
+    """Codex is installed from npm and runs commands of a tiny model in its own sandbox."""
+    folder = tmp_path / "npm"
+    install(["npm", "install", "--prefix", str(folder), "@openai/codex@0.171"], "E404")
+    make_model(tmp_path / "model", "examples/agents", "files", 400)
+    # Codex keeps programs of its sandbox in a directory that must not be a temporary one.
+    home = ROOT / "out" / "codex"
+    variables = [f"PATH={folder}/node_modules/.bin:{os.environ['PATH']}", f"CODEX_HOME={home}"]
+    variables.append(f"TMPDIR={tmp_path}")
+    agent = ["env", *variables, sys.executable, f"{ROOT}/examples/agents/codex.py"]
+    command = f"agent --model {tmp_path}/model --steps 2 --batch_size 16 --attempts 4 --port 9470"
+    command += " --max_new_tokens 100 --max_model_len 200 --concurrency 16 --save_every 0"
+    steps = train(tmp_path, agent, f"{command} --eval_problems 2 --eval_attempts 1")
+    # A call and the answer after it are one segment, and some files were right.
+    assert [x["segments"] for x in steps] == [1.0, 1.0]
+    assert any(x["turns"] > 1 for x in steps)
+    assert any(x["reward"] > 0 for x in steps)

@@ -253,11 +253,11 @@ def test_text_parts_of_a_message_are_one_text(tmp_path):
         ([dict(ROW, A="4", B="5")], ":1: the columns 'question' and 'A' make one prompt"),
         (
             [dict(prompt="q (A) 4 (B) 5", choices=["4", "5"], label=1)],
-            ":1: column 'label' has the number 1 beside a list of choices",
+            ":1: column 'label' has the number 1 beside the choices in",
         ),
         (
             [dict(prompt="q", options=["x", "y"], answer="1")],
-            ":1: column 'answer' has the number 1 beside a list of choices",
+            ":1: column 'answer' has the number 1 beside the choices in",
         ),
         ([dict(ROW, answer="\frac12")], ":1: the answer has the character '.x0c' before 'rac12'"),
         (
@@ -265,6 +265,35 @@ def test_text_parts_of_a_message_are_one_text(tmp_path):
             ":1: the prompt has the character '.x08' before 'oxed",
         ),
         ([dict(ROW, image="x.png")], ":1: column 'image' has an image"),
+        ([dict(ROW, decoded_image="x.png")], ":1: column 'decoded_image' has an image"),
+        ([dict(ROW, image_1="x.png")], ":1: column 'image_1' has an image"),
+        ([dict(ROW, question="See <image 1>.")], ":1: the prompt has an image, '<image 1>'"),
+        ([dict(ROW, question="![](https://a.b/c.jpg) What?")], ":1: the prompt has an image"),
+        ([dict(ROW, Body="A story.")], ":1: the columns 'question' and 'Body' make one prompt"),
+        ([dict(ROW, article="A story.")], ":1: the columns 'question' and 'article' make one"),
+        ([dict(ROW, endings=["a", "b"])], ":1: the columns 'question' and 'endings' make one"),
+        ([dict(ROW, a="4", b="5")], ":1: the columns 'question' and 'a' make one prompt"),
+        ([dict(ROW, opa="4")], ":1: the columns 'question' and 'opa' make one prompt"),
+        (
+            [dict(prompt="q", choices="['x', 'y']", answer=1)],
+            ":1: column 'answer' has the number 1 beside the choices in 'choices'",
+        ),
+        (
+            [dict(prompt="q", option_a="x", option_b="y", answer=1)],
+            ":1: column 'answer' has the number 1 beside the choices in 'option_a'",
+        ),
+        (
+            [dict(prompt="q", choices={"A": "12 apples", "B": "3"}, answer="1")],
+            ":1: column 'answer' has the number 1 beside the choices in 'choices'",
+        ),
+        (
+            [dict(prompt="q", choices=["1", "2", "3"], answer="2")],
+            ":1: column 'answer' has the number 2 beside the choices in 'choices'",
+        ),
+        ([dict(ROW, answer="\tfrac{1}{2}")], ":1: the answer has the character '.t' before 'frac"),
+        ([dict(ROW, answer="2\tan x")], ":1: the answer has the character '.t' before 'an x'"),
+        ([dict(ROW, answer="\neq 3")], ":1: the answer has the character '.n' before 'eq 3'"),
+        ([dict(ROW, question="\triangle ABC")], ":1: the prompt has the character '.t' before 'ri"),
         ([ROW, dict(question="q")], ":2: no column 'answer', which the first row has"),
         ([dict(ROW, where="here")], ":1: column 'where' has a name that every problem uses"),
         ([dict(ROW, source=5)], ":1: column 'source' must be a text, it is int '5'"),
@@ -412,9 +441,11 @@ def test_several_files_may_have_one_name_if_their_rows_name_different_sources(tm
         rows = [dict(ROW, data_source=source)]
         names.append(write(tmp_path / source / "test.jsonl", rows))
     assert [problem["source"] for problem in read(", ".join(names))] == ["gsm8k", "math"]
-    write(tmp_path / "other" / "b.jsonl", [dict(ROW, data_source="math")])
+    other = write(tmp_path / "other" / "b.jsonl", [dict(ROW, data_source="math")])
     with pytest.raises(cfg.ConfigError, match="have a set called math, and evaluations"):
-        read(f"{names[1]},{tmp_path}/other/b.jsonl")
+        read(f"{names[1]},{other}", "test")
+    # Nothing tells the sets of training problems apart.
+    assert len(read(f"{names[1]},{other}")) == 2
 
 
 def test_a_byte_order_mark_and_separators_within_texts_are_read(tmp_path):

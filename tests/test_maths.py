@@ -41,6 +41,30 @@ def test_maths_accepts_its_own_answers_and_refuses_others():
             assert maths.reward(p, text, True) == expected, p
 
 
+def test_a_word_is_no_product_of_its_letters():
+    asked = "Which animal is it?"
+    variables = "Let $a$ and $c$ be numbers, $t > 0$. Simplify."
+    for prompt, reference, answer, expected in [
+        (asked, "cat", "act", "wrong"),
+        (asked, "\\text{cat}", "act", "wrong"),
+        (asked, "cat", "\\text{cat}", "correct"),
+        (asked, "Cat", "cat", "correct"),
+        (asked, "iv", "vi", "wrong"),
+        (asked, "iv", "(iv)", "correct"),
+        (asked, "ii", "-1", "wrong"),
+        (asked, "the cat", "cat the", "wrong"),
+        (asked, "Tom, Ann", "Ann and Tom", "correct"),
+        (asked, "Tom, Ann", "Ann, Mot", "wrong"),
+        (variables, "cat", "act", "correct"),
+        ("Factor a*b + 0.", "ab", "ba", "correct"),
+        ("Simplify $xy + 0$.", "xy", "y \\cdot x", "correct"),
+        (asked, "3 \\text{ cm}", "3 cm", "correct"),
+        (asked, "cm", "\\text{cm}", "correct"),
+    ]:
+        problem = {"prompt": prompt, "answer": reference}
+        assert maths.reward(problem, f"\\boxed{{{answer}}}", True) == expected, (reference, answer)
+
+
 def test_the_last_statements_boxes_are_the_answer():
     for text, answer in [
         ("none", ""),
@@ -49,6 +73,7 @@ def test_the_last_statements_boxes_are_the_answer():
         ("\\boxed{9}? No: \\boxed{7}", "7"),
         ("\\boxed{9} or \\boxed{7}", "9, 7"),
         ("\\boxed{9}. Or maybe \\boxed{7}", "9, 7"),
+        ("\\boxed{9}; or \\boxed{7}", "9, 7"),
         ("Case 1: \\boxed{9}. Case 2: \\boxed{7}.", "9, 7"),
         ("\\boxed{9}\n\\boxed{7}", "9, 7"),
         ("\\boxed{9 \\boxed{7}}", "9 \\boxed{7}"),

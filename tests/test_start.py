@@ -135,7 +135,7 @@ def test_interrupted_installation_starts_nothing(tmp_path):
     os.killpg(started.pid, signal.SIGINT)
     _, error = started.communicate(timeout=300)
     assert started.returncode == 130
-    assert error.startswith("run.sh: interrupted, nothing was started")
+    assert error.startswith("run.sh: interrupted before the run began")
 
 
 def status(folder, *arguments):

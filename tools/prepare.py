@@ -250,8 +250,11 @@ def describe(problems):
                     by_columns.setdefault(key, []).append(problem)
             for (source, read_as), same_columns in by_columns.items():
                 first = same_columns[0]["where"]
-                count = len(same_columns)
-                say(f"{split} set {source}: {count} problems from {first} on, {read_as}")
+                count = f"{len(same_columns)} problems"
+                different = len({str(problem["prompt"]) for problem in same_columns})
+                if different < len(same_columns):
+                    count += f" with {different} different prompts"
+                say(f"{split} set {source}: {count} from {first} on, {read_as}")
 
 
 def show(config, problems, prompter):

@@ -5,12 +5,12 @@ Its environment needs `pip install mini-swe-agent`, and the machine `apt install
 
 import asyncio
 import os
-import random
 from concurrent.futures import ThreadPoolExecutor
 
 # Otherwise mini-swe-agent prints a greeting, which would come between the lines of `main`
 os.environ["MSWEA_SILENT_STARTUP"] = "1"
 
+import files
 from litellm import ContextWindowExceededError
 from loop import main
 from minisweagent.agents.default import DefaultAgent
@@ -23,13 +23,6 @@ MODEL = dict(model_name="openai/policy", action_regex=r"```(?:bash|sh)\n(.*?)\n?
 TEMPLATES = dict(system_template="Answer with a ```bash block.", instance_template="{{task}}")
 
 
-def problems(split, seed):
-    rng = random.Random(f"{split}{seed}")
-    for _ in range(100 if split == "test" else 2000):
-        name, number = f"{rng.choice('abcdefgh')}{rng.randrange(100)}.txt", str(rng.randrange(1000))
-        yield dict(prompt=f"Write {number} into the file {name}.", name=name, number=number)
-
-
 def work(problem, base_url, api_key):
     """Let the agent run three commands. The reward is 1 if the file then holds the number."""
     address = dict(api_base=base_url, api_key=api_key)
@@ -39,8 +32,7 @@ def work(problem, base_url, api_key):
         DefaultAgent(model, jail, step_limit=3, **TEMPLATES).run(problem["prompt"])
     except ContextWindowExceededError:
         pass  # No tokens are left: what the agent has done counts
-    file = jail.working_dir / problem["name"]
-    return float(file.is_file() and file.read_text().strip() == problem["number"])
+    return files.reward(problem, jail.working_dir)
 
 
 async def attempt(problem, base_url, api_key):
@@ -50,4 +42,4 @@ async def attempt(problem, base_url, api_key):
 
 
 if __name__ == "__main__":
-    main(problems, attempt)
+    main(files.problems, attempt)
