@@ -1,9 +1,9 @@
 """Stage 2: groups of samples -> advantages -> packed micro-batches for the trainer's ranks.
 
 It reads queues/rollouts (from actor.py) and writes queues/batches/rank_<r> (for train.py). A step
-is `groups_per_step` groups, even if some of their attempts have failed. As soon as there is a full
-micro-batch for each rank, these are written, before the step is complete. Groups that arrive early
-wait in a buffer.
+is `groups_per_step` groups, even if some of their attempts have failed. As soon as the samples that
+wait fill two micro-batches for each rank, the full ones (`ROW_IS_FULL`) are written, although the
+step is not complete. Groups that arrive early wait in a buffer.
 
 Dropped samples are counted by reason. An attempt that is dropped makes its group smaller. Groups
 that are dropped whole are announced in queues/dropped.json, so that the actor's gate lets others
@@ -64,9 +64,10 @@ def advantages(rewards, kind):
     A group of one has no baseline: its advantage is 0, except with `none`.
     Rewards [1, 0, 0, 0], loo -> [1, -1/3, -1/3, -1/3].
 
-    Where turns or tokens have rewards of their own, rewards are [G, P]: the reward to go of each
-    of P parts (samples.credit), NaN where an attempt has fewer parts. Each part is compared with
-    the same part of the attempts that have it. Raises ValueError if max_rl gets a negative reward.
+    A part of an attempt is a turn or a token that has a reward of its own. Where there are parts,
+    rewards are [G, P]: the sum of the rewards of each of P parts and of all later ones
+    (samples.credit), NaN where an attempt has fewer parts. Each part is compared with the same
+    part of the attempts that have it. Raises ValueError if max_rl gets a negative reward.
     """
     r = np.asarray(rewards, dtype=np.float64)
     if kind == "none":
@@ -375,7 +376,10 @@ class GroupBuffer:
             try:
                 add_advantages(samples, config.advantage)
             except ValueError as e:
-                raise cfg.ConfigError(f"draw {draw}: {e}") from None
+                task = list(cfg.task_weights(config.task))[samples[0]["task"]]
+                raise cfg.ConfigError(
+                    f"tasks/{task}.py: training problem {samples[0]['problem']}: {e}"
+                ) from None
         has_signal = any(np.abs(sample["advantage"]).max() > 1e-6 for sample in samples)
         for sample in samples:
             # This is the over-length filtering of DAPO (arXiv 2503.14476) section 3.4.
@@ -386,7 +390,7 @@ class GroupBuffer:
         if samples and (config.no_signal == "keep" or has_signal):
             self.groups.append(group)
         else:
-            self.drop(group, "no_signal")
+            self.drop(group, "no_signal" if samples else "failed")
 
     def drop(self, group, reason):
         """Note that a whole group will not be trained; the gate then lets another one start."""

@@ -269,6 +269,7 @@ def policy_loss(kind, logprobs, behavior_logprobs, advantages, sample_index, con
     elif config.ratio == "product":
         log_w = sum_for_each_token(log_w, sample_index)
     w = log_w.exp()
+    outside = (w < low) | (w > high)
     if kind == "reinforce":
         loss = -w.clamp(max=high).detach() * advantages * logprobs
     elif kind in ("ppo", "gspo"):
@@ -276,15 +277,14 @@ def policy_loss(kind, logprobs, behavior_logprobs, advantages, sample_index, con
     elif kind == "cispo":
         loss = -w.clamp(low, high).detach() * advantages * logprobs
     elif kind == "icepop":
-        kept = torch.where((w >= low) & (w <= high), w, 0.0)
-        loss = -kept.detach() * advantages * logprobs
+        loss = -torch.where(outside, 0.0, w).detach() * advantages * logprobs
     elif kind == "dppo":
         is_far = (logprobs.exp() - behavior_logprobs.exp()).abs() > high
-        left_out = is_far & (advantages * log_w > 0)
-        return -torch.where(left_out, 0.0, w).detach() * advantages * logprobs, left_out
+        outside = is_far & (advantages * log_w > 0)
+        loss = -torch.where(outside, 0.0, w).detach() * advantages * logprobs
     else:
         raise ValueError(f"unknown loss '{kind}'")
-    return loss, (w < low) | (w > high)
+    return loss, outside
 
 
 def kl(log_p, log_q):
@@ -395,10 +395,20 @@ def micro_batch(policy, batch, version, config, device):
     per_token = torch.where(in_loss, per_token, 0.0)
     loss = per_token.sum()
 
-    terms = dict(in_loss=in_loss, late=late, lag=lag * in_loss, clipped=clipped & in_loss)
-    terms |= dict(logprobs=logprobs, behavior_logprobs=behavior_logprobs, entropy=entropy)
-    terms |= dict(kl_ref=kl_ref, teacher_log_ratio=teacher_log_ratio, per_token=per_token)
-    terms |= dict(advantages=advantages, loss=loss)
+    terms = dict(
+        in_loss=in_loss,
+        late=late,
+        lag=lag * in_loss,
+        clipped=clipped & in_loss,
+        logprobs=logprobs,
+        behavior_logprobs=behavior_logprobs,
+        entropy=entropy,
+        kl_ref=kl_ref,
+        teacher_log_ratio=teacher_log_ratio,
+        per_token=per_token,
+        advantages=advantages,
+        loss=loss,
+    )
     with torch.no_grad():
         metrics = metric_sums(b, terms)
         if policy.routing:
@@ -517,6 +527,7 @@ def optimizer_step(model, optimizers, sums, version, config):
         if torch.isfinite(grad_norm):
             optimizer.step()
         optimizer.zero_grad()
+    # lr is the rate before lr_scale: adapters of LoRA have ten times this rate.
     return metrics | {"grad_norm": float(grad_norm), "lr": lr}
 
 

@@ -66,14 +66,14 @@ class SentParameter:
         self.tensors = tensors
         self.dtype = config.dtype if tensors[0].dim() > 1 else "float32"
         self.size = padded_bytes(tensors[0].shape, self.dtype)
-        # True if a checkpoint holds it under this name, in this shape; tensors_on_disk sets it
-        self.is_as_on_disk = False
+        # True if a checkpoint holds it under this name, in this shape; checkpoint_tensors sets it
+        self.is_same_in_checkpoint = False
 
-    def tensors_on_disk(self, model):
+    def checkpoint_tensors(self, model):
         """[(name, shape, name of the dtype)] of the tensors on disk that it is made of."""
         tensor = torch.empty(self.tensors[0].shape, device="meta")
         saved = revert_weight_conversion(model, {self.name: tensor})
-        self.is_as_on_disk = {name: x.shape for name, x in saved.items()} == {
+        self.is_same_in_checkpoint = {name: x.shape for name, x in saved.items()} == {
             self.name: tensor.shape
         }
         return [(name, list(x.shape), self.dtype) for name, x in saved.items()]
@@ -82,10 +82,10 @@ class SentParameter:
         """The arguments of `function`, with the shards of all ranks put together. Collective."""
         return [whole(x.to(getattr(torch, self.dtype))) for x in self.tensors]
 
-    def values_on_disk(self, model, tensors):
+    def checkpoint_values(self, model, tensors):
         """The values of the tensors on disk, from what `gather` returned."""
         value = self.function(*tensors)
-        if self.is_as_on_disk:
+        if self.is_same_in_checkpoint:
             return [value]
         return list(revert_weight_conversion(model, {self.name: value}).values())
 
@@ -109,11 +109,11 @@ class Sender:
         self.timing = dict.fromkeys(TIMES, 0.0)
         if ranks.rank != 0:
             return
-        is_whole = len(self.parameters) == len(list(model.parameters()))
-        self.layout = {"buckets": [], "whole": is_whole}
+        sends_all = len(self.parameters) == len(list(model.parameters()))
+        self.layout = {"buckets": [], "whole": sends_all}
         for first, last in self.ranges:
             parameters = self.parameters[first:last]
-            tensors = [tensor for p in parameters for tensor in p.tensors_on_disk(model)]
+            tensors = [tensor for p in parameters for tensor in p.checkpoint_tensors(model)]
             self.layout["buckets"].append(tensors)
         self.model = model
         pinned = ranks.device.type == "cuda"
@@ -130,7 +130,7 @@ class Sender:
         self.status_lock = threading.Lock()
         # This lock guards `buckets` and `version`. It is held from `push` until the weights are
         # delivered, and while an engine is admitted.
-        self.lock = threading.Lock()
+        self.delivery = threading.Lock()
         self.version = None
         self.pushed = threading.Event()
         self.closed = threading.Event()
@@ -147,7 +147,7 @@ class Sender:
         run is to stop.
         """
         start = time.monotonic()
-        self._acquire()
+        self._wait_until_delivered()
         self.ranks.check_stop()
         waited = time.monotonic() - start
         for k, (first, last) in enumerate(self.ranges):
@@ -156,7 +156,7 @@ class Sender:
             if self.ranks.rank == 0:
                 values = []
                 for parameter, tensors in zip(self.parameters[first:last], gathered):
-                    values += parameter.values_on_disk(self.model, tensors)
+                    values += parameter.checkpoint_values(self.model, tensors)
                 views = named_views(self.layout["buckets"][k], self.buckets[k])
                 for (_, view), value in zip(views, values, strict=True):
                     view.copy_(value, non_blocking=True)
@@ -170,13 +170,14 @@ class Sender:
         self.pushed_at = start
         self.pushed.set()
 
-    def _acquire(self):
-        """Rank 0: wait until nothing is on its way and take the lock.
+    def _wait_until_delivered(self):
+        """Rank 0: wait until the last push is delivered, and begin the next delivery.
 
-        Returns whether it is taken: a stop ends the wait.
+        Whoever ends the delivery releases the lock `delivery`. Returns False, and begins nothing,
+        if the run is to stop, and on other ranks.
         """
         while self.ranks.rank == 0 and not self.ranks.stop.is_set():
-            if self.lock.acquire(timeout=0.1):
+            if self.delivery.acquire(timeout=0.1):
                 return True
         return False
 
@@ -185,8 +186,8 @@ class Sender:
 
         Raises Stopped, on all ranks, if the run is to stop: a delivery that fails stops it.
         """
-        if self._acquire():
-            self.lock.release()
+        if self._wait_until_delivered():
+            self.delivery.release()
         self.ranks.check_stop()
 
     def take_timing(self):
@@ -236,12 +237,12 @@ class Sender:
                 if self.pushed.wait(1.0):
                     self.pushed.clear()
                     self.timing = self.push_times | self._deliver()
-                    self.lock.release()
+                    self.delivery.release()
                 elif self.version is not None and self.engines.newcomers(self.tried):
                     # If the lock is taken, a push comes next, which admits the engine as well.
-                    if self.lock.acquire(blocking=False):
+                    if self.delivery.acquire(blocking=False):
                         self._deliver()
-                        self.lock.release()
+                        self.delivery.release()
         except BaseException as e:
             self.ranks.fail(RuntimeError(f"weights: {type(e).__name__}: {e}"))
 

@@ -32,6 +32,8 @@ from tasks._grading import (
 )
 
 INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+# the tiny model that is made if --model is empty: texts that are one token, other characters, and
+# the length of its longest sequence
 TINY = dict(words=(INSTRUCTION, "\\boxed{"), characters=tuple(string.printable), positions=512)
 
 

@@ -15,7 +15,7 @@ LETTERS = sorted(string.ascii_letters)
 # number of letters; the answer has one token more, the stop token
 SHORTEST = 3
 LONGEST = 39
-# no text can keep this task's functions busy
+# True: reward is fast for any text, so the actor calls it itself, without limits on time and memory
 INSTANT = True
 # chance of a wrong letter in demonstrations
 SLOPPINESS = 0.08
@@ -51,7 +51,10 @@ def reward(problem, completion, finished):
 
 
 def demonstration(rng):
-    """One example for the tiny base model, with a wrong letter now and then."""
+    """One example for the tiny base model, with a wrong letter now and then.
+
+    Returns [(text, is it learned?), ...]: the prompt is not, the answer is.
+    """
     problem = _draw(rng)
     letters = problem["prompt"][:-1]
     answer = ""

@@ -383,7 +383,7 @@ def test_an_engine_that_comes_back_is_admitted(engine, sender, monkeypatch):
 
     def is_admitted():
         assert not sender.ranks.error
-        return sender.group is not previous_group and not sender.lock.locked()
+        return sender.group is not previous_group and not sender.delivery.locked()
 
     # The trainer has nothing to send at that time.
     wait_until(is_admitted)
@@ -396,7 +396,7 @@ def test_an_engine_that_comes_back_is_admitted(engine, sender, monkeypatch):
     sender.push(401)
     wait_until(lambda: len(looks) > 8)
     assert not sender.ranks.error
-    assert sender.lock.locked()
+    assert sender.delivery.locked()
     register(run_dir, "engine0", url_of(engine))
     sender.wait()
     assert_serves(engine, sender.model, 401)
