@@ -701,7 +701,7 @@ def check(c: Config) -> Config:
         for x in value if isinstance(value, tuple) else [value]:
             require(
                 isinstance(x, str) or least <= x <= most,
-                f"--{name} {x}: must be from {least:.10g} to {most:.10g}",
+                f"--{name} {x}: must be from {least:,.10g} to {most:,.10g}",
             )
     require(
         c.loss in LOSSES,

@@ -96,7 +96,7 @@ from tools import run
         ("toy --teacher a/b --no_signal drop", "--teacher needs --no_signal keep; the values"),
         ("toy --adam_8bit True", "--adam_8bit needs torchao"),
         ("toy --clip_low 6", "--clip_low must be below --clip_high; the values are --clip_low 6.0"),
-        ("toy --max_lag -1", "--max_lag -1: must be from 0 to 1e+09"),
+        ("toy --max_lag -1", "--max_lag -1: must be from 0 to 1,000,000,000"),
         ("toy --temperature 0", "--temperature 0.0: must be from 0.01 to 100"),
         ("toy --engines 3 --tensor_parallel 2 --trainers 4", "do not go into 1 nodes of 8 GPUs"),
     ],

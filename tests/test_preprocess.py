@@ -510,7 +510,7 @@ def test_rewards_that_the_advantage_does_not_allow_are_one_line(tmp_path):
     Queue(run_dir / "queues" / "rollouts").put(group_record(3, two))
     done = run_stage(run_dir)
     assert done.returncode == 1
-    line = "preprocess: draw 3: --advantage max_rl divides by the mean reward: a reward (to go) of "
+    line = "preprocess: tasks/toy.py: training problem 0: --advantage max_rl divides by the mean"
     assert done.stderr.startswith(line) and done.stderr.count("\n") == 1
 
 
