@@ -86,7 +86,7 @@ def test_codex_writes_files(tmp_path):
     """Codex is installed from npm and runs commands of a tiny model in its own sandbox."""
     folder = tmp_path / "npm"
     install(["npm", "install", "--prefix", str(folder), "@openai/codex@0.171"], "E404")
-    make_model(tmp_path / "model", "examples/agents", "files", 400)
+    make_model(tmp_path / "model", "examples/agents", "files", 150)
     # Codex keeps programs of its sandbox in a directory that must not be a temporary one.
     home = ROOT / "out" / "codex"
     variables = [f"PATH={folder}/node_modules/.bin:{os.environ['PATH']}", f"CODEX_HOME={home}"]

@@ -33,6 +33,9 @@ async def attempt(problem, base_url, api_key):
                 cwd=folder,
                 env=env,
                 stdin=asyncio.subprocess.DEVNULL,
+                # What it prints would fill the actor's log
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.DEVNULL,
             )
             await codex.wait()
             return files.reward(problem, folder)

@@ -48,7 +48,7 @@ TEMPLATE = """\
 {% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
 MARKS = ("<user>", "<tool>", "<assistant>", "<tool_call>", "</tool_call>", "done")
 TEXTS = ("Write ", " into the file ", ".txt", " > ")
-TINY = dict(words=(*MARKS, *TEXTS, CALL, END), steps=900, layers=3, chat_template=TEMPLATE)
+TINY = dict(words=(*MARKS, *TEXTS, CALL, END), steps=300, layers=3, chat_template=TEMPLATE)
 
 
 def copied(text, rng):

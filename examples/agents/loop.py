@@ -5,6 +5,7 @@ returns the reward. This file needs the standard library alone.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -34,7 +35,9 @@ async def serve(attempt, answers):
             line = json.dumps({"api_key": api_key, "reward": reward}, default=number)
         except (Exception, asyncio.CancelledError) as e:
             line = json.dumps({"api_key": api_key, "error": f"{type(e).__name__}: {e}"})
-        print(line, file=answers, flush=True)
+        # If the actor has ended, nobody reads the answer
+        with contextlib.suppress(BrokenPipeError):
+            print(line, file=answers, flush=True)
 
     reader = asyncio.StreamReader(limit=1 << 24)
     loop = asyncio.get_running_loop()
