@@ -717,8 +717,8 @@ def main(run_dir):
         ranks = Ranks(config)
         cfg.require(
             ranks.world == config.trainers,
-            f"{ranks.world} ranks were started, and --trainers of the run is {config.trainers}, "
-            f"for which micro-batches are packed: start {config.trainers} ranks",
+            f"{ranks.world} ranks were started, and the run has --trainers {config.trainers}, for "
+            f"which micro-batches are packed: start {config.trainers} ranks",
         )
         torch.manual_seed(config.seed + ranks.rank)
         train(config, run_dir, ranks)
