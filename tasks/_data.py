@@ -17,6 +17,7 @@ This is not a task: its name starts with `_`.
 """
 
 import csv
+import functools
 import gzip
 import io
 import json
@@ -230,17 +231,22 @@ def _check_columns(row, columns):
             f"the columns of this row mean something else than those of the first row: {own}; "
             f"there: {columns}"
         )
+    by_kind = {}
     for name in row:
-        if row[name] and IMAGE_COLUMN.fullmatch(name.lower()):
-            raise ValueError(f"column '{name}' has an image, and prompts can have texts alone")
-    parts = [name for name in row if row[name] and name.lower() in PROMPT_PARTS]
-    choices = _choice_columns(row)
-    if columns.prompt not in ("prompt", "messages") and (parts or choices):
+        if row[name]:
+            by_kind.setdefault(_kind_of_column(name), []).append(name)
+    for name in by_kind.get("image", []):
+        raise ValueError(f"column '{name}' has an image, and prompts can have texts alone")
+    choices = by_kind.get("choice", [])
+    letters = by_kind.get("letter", [])
+    if {"a", "b"} <= {name.lower() for name in letters}:
+        choices = choices + letters
+    parts = by_kind.get("part", []) + choices
+    if columns.prompt not in ("prompt", "messages") and parts:
         raise ValueError(
-            f"the columns '{columns.prompt}' and '{[*parts, *choices][0]}' make one prompt in a "
-            "way that is not known here: write all of it to a column 'prompt', rename "
-            f"'{columns.prompt}', and write the right answer, for example the letter of a choice, "
-            "to a column 'answer'"
+            f"the columns '{columns.prompt}' and '{parts[0]}' make one prompt in a way that is not "
+            f"known here: write all of it to a column 'prompt', rename '{columns.prompt}', and "
+            "write the right answer, for example the letter of a choice, to a column 'answer'"
         )
     texts = [text for name in choices for text in _texts(row[name])]
     labels = [label for name in choices for label in _labels(row[name])]
@@ -253,17 +259,21 @@ def _check_columns(row, columns):
         )
 
 
-def _choice_columns(row):
-    """The names of a row's columns that hold choices, all of them or one each."""
-    names = {name.lower(): name for name in row if row[name]}
-    are_lettered = "a" in names and "b" in names
-    return [
-        name
-        for lower, name in names.items()
-        if lower in CHOICE_LISTS
-        or CHOICE_COLUMN.fullmatch(lower)
-        or (are_lettered and lower in ("a", "b", "c", "d", "e"))
-    ]
+@functools.cache
+def _kind_of_column(name):
+    """What a column with this name holds, if it is neither the prompt nor the answer.
+
+    "image"; "part", a part of the prompt; "choice", one choice or several; "letter", one choice if
+    there are at least the columns A and B; "" for anything else.
+    """
+    name = name.lower()
+    if IMAGE_COLUMN.fullmatch(name):
+        return "image"
+    if name in PROMPT_PARTS:
+        return "part"
+    if name in CHOICE_LISTS or CHOICE_COLUMN.fullmatch(name):
+        return "choice"
+    return "letter" if name in ("a", "b", "c", "d", "e") else ""
 
 
 def _texts(value):

@@ -226,13 +226,14 @@ GIVEN_PERCENT = re.compile(rf"\d[\d.,]*[ -]?{PERCENT}", re.IGNORECASE)
 # `HTH`, `IV`, `12AB` and `no`, because they are no product of variables
 LETTERS = re.compile(r"\d*[a-zA-Z]{2,}\d*")
 ORDERED_LETTERS = re.compile(r"\d*[A-Z]{2,}\d*|(?i:yes|no)")
-# words as short as a product of variables may be
+# one or several words, each as short as a product of variables may be
 SHORT_WORDS = re.compile(
     rf"[a-zA-Z]{{2,{latex.LONGEST_PRODUCT}}}( [a-zA-Z]{{2,{latex.LONGEST_PRODUCT}}})*"
 )
-# what separates the answers of a list
+# what separates the words of a list
 LIST_SIGN = re.compile(r"[,;]|\b(?:and|or)\b")
-# formulas of a prompt; letters that stand alone, or beside a sign, are variables even outside
+# The variables of a prompt are all letters of its formulas, without the names of commands, and
+# outside of formulas the letters that stand alone, or beside a sign or a number.
 FORMULA = re.compile(r"\$.*?\$|\\\(.*?\\\)|\\\[.*?\\\]", re.S)
 COMMAND = re.compile(r"\\[a-zA-Z]+")
 VARIABLES = re.compile(r"\b[a-zA-Z]\b|[a-zA-Z]+(?= ?[+*^=])|(?<=[+*^=\d]) ?[a-zA-Z]{1,4}\b")
@@ -260,11 +261,12 @@ def is_same_answer(reference, given, prompt=""):
     lists = [re.split("[,;]", answer) for answer in (reference, given)]
     words = [without_fonts(word).replace(" ", "") for word in lists[0] + lists[1]]
     if all(map(LETTERS.fullmatch, words)) and any(map(ORDERED_LETTERS.fullmatch, words)):
-        return sorted(map(comparable_text, lists[0])) == sorted(map(comparable_text, lists[1]))
-    items = [LIST_SIGN.split(without_fonts(answer)) for answer in (reference, given)]
-    items = [[item.strip(" ()") for item in both] for both in items]
+        return are_same_texts(*lists)
+    items = []
+    for answer in (reference, given):
+        items.append([item.strip(" ()") for item in LIST_SIGN.split(without_fonts(answer))])
     if prompt and all(is_word(item, prompt) for item in items[0]):
-        return sorted(map(comparable_text, items[0])) == sorted(map(comparable_text, items[1]))
+        return are_same_texts(*items)
     reference_label, reference_text = label_and_text(reference)
     given_label, given_text = label_and_text(given)
     if reference_label and given_label:
@@ -285,6 +287,11 @@ def is_same_answer(reference, given, prompt=""):
     return is_same_list(reference_statements, given_statements)
 
 
+def are_same_texts(texts, others):
+    """Are two lists of answers equal as texts, in any order?"""
+    return sorted(map(comparable_text, texts)) == sorted(map(comparable_text, others))
+
+
 def has_value(reference, prompt=""):
     """Can a reference be read as a formula? If not, it is equal only to its own words."""
     nouns = nouns_of([*re.findall("[a-z]+", prompt.lower()), *words_of(reference)])
@@ -300,11 +307,12 @@ def is_word(letters, prompt):
 
     Units and words of the prompt, which may be units, do not count.
     """
-    parts = [part.lower() for part in letters.split()]
+    if not SHORT_WORDS.fullmatch(letters):
+        return False
+    parts = letters.lower().split()
     nouns = nouns_of(re.findall("[a-z]+", prompt.lower()))
     others = {*latex.UNIT_WORDS, *latex.COMMAND_WORDS, *nouns}
-    is_other = any(part in others or part.removesuffix("s") in others for part in parts)
-    if is_other or not SHORT_WORDS.fullmatch(letters):
+    if any(part in others or part.removesuffix("s") in others for part in parts):
         return False
     formulas = " ".join(FORMULA.findall(prompt))
     around = " ".join(VARIABLES.findall(FORMULA.sub(" ", prompt)))

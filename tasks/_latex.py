@@ -206,10 +206,10 @@ def spelled(match, nouns):
         return [","]
     if content in COMMAND_WORDS and (content not in UNITS or "operatorname" in match["font"]):
         return [SYNONYMS.get("\\" + content, "\\" + content)]
-    before = match.string[: match.start("font")]
-    if content in LETTER_UNITS and re.match(r"\\(text|mathrm)[ {]?$", match["font"]):
-        if re.search(r"[\d}] ?$", before):
-            return [f"\\text{{{LETTER_UNITS[content]}}}"]
+    is_after_number = re.search(r"[\d}] ?$", match.string[: match.start("font")])
+    is_upright = re.match(r"\\(text|mathrm)(?![a-z])", match["font"])
+    if content in LETTER_UNITS and is_after_number and is_upright:
+        return [f"\\text{{{LETTER_UNITS[content]}}}"]
     is_unit = content in UNITS and not re.match(r"\\(mathbf|mathit|b)", match["font"])
     if re.fullmatch(r"[a-zA-Z]|[\d.]+|", content) and not is_unit:
         return [content] if content else []

@@ -53,7 +53,7 @@ SETS = {
 }
 # A reference with more characters than this is a solution, not its final answer.
 LONGEST_REFERENCE = 500
-# the most references that are looked at, because this takes milliseconds for each
+# the most references that are tried whether they can be read, because a long one takes milliseconds
 MOST_TRIED = 300
 # 1,234 with commas in the right places, and in no list or interval
 LARGE_NUMBER = re.compile(r"(?<![\d,(\[{.])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
@@ -62,7 +62,7 @@ PLACEHOLDERS = {"proof", "notfound", "not found", "unknown", "n/a", "na", "?", "
 PLACEHOLDERS |= {"see above", "see solution", "no solution provided", "image"}
 # an answer that has none of these says nothing: `$ $`, `[]`
 SAYS_SOMETHING = re.compile(r"[\w\\∞∅]")
-# a large number as programs write it: 1e+16
+# a very large or very small number as programs write it: 1e+16, 1.5e-05
 PROGRAM_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?[eE][-+]?\d{2,}")
 # a command of LaTeX, and a word of at least two letters
 COMMAND = re.compile(r"\\text\{[^}]*\}|\\[a-zA-Z]+")
@@ -94,8 +94,8 @@ def problems(split, seed=0, data_names=""):
     words = [x for x in tried if not has_value(x["answer"], prompt_text(x["prompt"]))]
     if words:
         print(
-            f"{data_names}: {len(words)} of {len(tried)} reference answers that were looked at are "
-            "no formula, so that only the same words count as right; the first: "
+            f"{data_names}: {len(words)} of the {len(tried)} reference answers that were tried "
+            "cannot be read as a formula: only the same words count as right; the first is "
             f"{words[0]['where']}: {words[0]['answer'][:80]!r}",
             flush=True,
         )

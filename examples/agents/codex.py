@@ -11,8 +11,9 @@ from pathlib import Path
 import files
 from loop import main
 
-# Codex puts programs of its sandbox here, which it refuses to do in a directory for temporary files
+# Codex keeps programs of its sandbox here, and refuses to in a directory for temporary files
 HOME = Path(os.environ.get("CODEX_HOME", "~/.codex")).expanduser()
+HOME.mkdir(parents=True, exist_ok=True)
 FLAGS = "--ephemeral --ignore-user-config --skip-git-repo-check --sandbox workspace-write".split()
 # Each attempt in progress is a process of Codex; others wait
 PROCESSES = asyncio.Semaphore(2 * os.cpu_count())
@@ -25,7 +26,6 @@ async def attempt(problem, base_url, api_key):
     for name, value in provider.items():
         options += ["--config", f'model_providers.run.{name}="{value}"']
     env = os.environ | {"CODEX_HOME": str(HOME), "ATTEMPT_KEY": api_key}
-    HOME.mkdir(exist_ok=True)
     async with PROCESSES:
         with tempfile.TemporaryDirectory() as folder:
             codex = await asyncio.create_subprocess_exec(

@@ -36,9 +36,9 @@ SLOPPINESS = 0.07
 # The text of a tool call before the number, and after the name of the file
 CALL = '{"name": "exec_command", "arguments": {"cmd": "echo '
 END = '"}}'
-# A Jinja template. Codex tells the model 20,000 tokens, which this tiny model cannot read: the
-# template leaves out the instructions, the tools, messages that begin with "<", which describe the
-# machine, and what a command has printed.
+# A Jinja template. Codex begins with thousands of tokens that this tiny model cannot read. So the
+# template leaves out instructions and tools, messages that begin with "<", in which Codex describes
+# the machine, and what a command has printed.
 TEMPLATE = """\
 {% for m in messages %}{% if m.role == 'assistant' %}<assistant>{{ m.content or '' }}\
 {% for c in m.tool_calls or [] %}<tool_call>{{ \
