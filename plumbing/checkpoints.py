@@ -132,6 +132,21 @@ def next_state(state, metrics, record, wall_s):
     }
 
 
+def most_to_come(config, version, existing):
+    """The number of checkpoints for which the disk must have room, beside the existing ones.
+
+    version: the version that the run continues from. A checkpoint is written before the oldest one
+    is deleted, so there may be keep_last + 1 of them.
+    """
+    if version >= config.steps:
+        return 0
+    every = config.save_every or config.steps
+    to_come = math.ceil(config.steps / every) - version // every
+    if config.keep_last:
+        to_come = min(to_come, config.keep_last + 1 - existing)
+    return max(to_come, 1)
+
+
 class Saver:
     """Writes the checkpoints of a run, in a thread, while training goes on.
 
@@ -222,18 +237,25 @@ class Saver:
         import torch
         from transformers.core_model_loading import revert_weight_conversion
 
-        size = 0
+        # a trainer that was killed while it wrote may have left a torn checkpoint
+        for torn in (self.run_dir / "checkpoints").glob("*.tmp"):
+            shutil.rmtree(torn)
+        # Bytes of the parameters as they are trained; a tied head is there under both of its names.
+        size = sum(x.nbytes for x in self.model.state_dict().values())
         shapes = {}
         for name, p in self.model.named_parameters():
             shapes[name] = torch.empty(p.shape, dtype=p.dtype, device="meta")
-            # bytes of the parameter as it is trained, as it is served, and of AdamW's two moments
-            size += p.numel() * (p.element_size() + getattr(torch, self.config.dtype).itemsize)
+            # bytes of the parameter as it is served, and of AdamW's two moments
+            size += p.numel() * getattr(torch, self.config.dtype).itemsize
             size += p.numel() * p.requires_grad * (2 if self.config.adam_8bit else 8)
+        count = most_to_come(self.config, self.saved, len(all_of(self.run_dir)))
         free = shutil.disk_usage(self.run_dir).free
         require(
-            size < free,
-            f"{self.run_dir}: a checkpoint takes {size / 1e9:.1f} GB, and {free / 1e9:.1f} GB are "
-            "free: make room",
+            count * size < free,
+            f"{self.run_dir}: a checkpoint takes {size / 1e9:.1f} GB, this run needs room for "
+            f"{count} more, and {free / 1e9:.1f} GB are free: make room, or let the run write "
+            "fewer (--save_every) or keep fewer (--keep_last; a new one is written before the "
+            "oldest one is deleted)",
         )
         try:
             revert_weight_conversion(self.model, shapes)
@@ -255,9 +277,6 @@ class Saver:
         temporary = final.with_name(final.name + ".tmp")
         try:
             if self.ranks.rank == 0:
-                # a trainer that was killed while it wrote may have left a torn checkpoint
-                for torn in final.parent.glob("*.tmp"):
-                    shutil.rmtree(torn)
                 # This raises an error if the run directory was deleted: it is not made again.
                 final.parent.mkdir(exist_ok=True)
                 copy_model_files(self.run_dir / "model_files", temporary)

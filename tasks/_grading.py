@@ -120,11 +120,15 @@ def is_clearly_same(box, other):
 SIGNS = r"""
 π \pi | θ \theta | α \alpha | β \beta | √ \sqrt | ∞ \infty | ∅ \emptyset | ≤ \le | ≥ \ge | ≠ \ne
 ≈ \approx | ≡ \equiv | ∈ \in | ∪ \cup | ± \pm | × \cdot | · \cdot | ⋅ \cdot | ÷ / | − - | – -
-° ^\circ | ² ^2 | ³ ^3 | ½ \frac12 | ¼ \frac14 | ¾ \frac34 | ℝ \mathbb{R} | ⟨ ( | ⟩ )
+° ^\circ | ½ \frac12 | ¼ \frac14 | ¾ \frac34 | ℝ \mathbb{R} | ⟨ ( | ⟩ )
 ， , | ； ; | ： : | （ ( | ） )
 """
 SIGNS = dict(pair.split() for pair in re.split(r" \| |\n", SIGNS.strip()))
 SIGNS = str.maketrans({sign: latex + " " for sign, latex in SIGNS.items()})
+# raised and lowered digits: x², 2¹⁰, 10⁻³, x₁; but ⁰ alone may be a degree, and ⁴√ is a root
+RAISED = re.compile("⁻?[¹²³⁴⁵⁶⁷⁸⁹][⁰¹²³⁴⁵⁶⁷⁸⁹]*+(?! ?(?:√|\\\\sqrt))")
+LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
+DIGITS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹₀₁₂₃₄₅₆₇₈₉", "-01234567890123456789")
 SPELLINGS = [
     # sizes, delimiters of formulas, spaces
     (r"(?<=\\\\) ?\[-?[\d.]+ ?(?:pt|em|ex|mm|cm)\]", ""),
@@ -132,12 +136,13 @@ SPELLINGS = [
     (r"\\(left|right|[bB]igg?[lrm]?|displaystyle|textstyle|[lL]arge)(?![a-zA-Z])", ""),
     (r"(?<!\\)\\[()\[\]]| ?(?<!\\)\\! ?|\\+$", ""),
     (r"(?<!\\)\\[,:;> ]|\\q?quad|~|\s+", " "),
-    # 20^\circ C; 3:30 p.m.; \text{15 cm}
+    # 20^\circ C; 3:30 p.m.; \text{15 cm}; \text{m/s^2}
     (r"\^ ?\{ ?\\circ ?\}|\^? ?\\degree(?![a-z])", r"^\\circ "),
     (r"\^\\circ ?(\\(?:text|mathrm) ?\{ ?)?C\b ?\}?$", r"\\text{celsius}"),
     (r"\^\\circ ?(\\(?:text|mathrm) ?\{ ?)?F\b ?\}?$", r"\\text{fahrenheit}"),
     (r"(?<=:\d\d) ?(?:\\text ?\{ ?([aApP])\.? ?[mM]\.? ?\}|([aApP])\.?[mM]\b)", r"\\text{\1\2m}"),
     (r"\\text ?\{ ?(-?[\d.,/]+) ?([a-zA-Z/]+) ?\}", r"\1\\text{\2}"),
+    (r"\\(text|mathrm) ?\{([^{}^]*)\^ ?\{?(-?\d)\}?\}", r"\\\1{\2}^{\3}"),
     # 1 2/3; (mod 7); (11)_2; a system of equations
     (r"(?<![\d.])(\d+) +(\d+)/(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
     (r"\( ?\\(?:b?mod|(?:text|mathrm) ?\{ ?mod ?\}) ?([^()]*)\)", r"\\pmod{\1}"),
@@ -152,6 +157,8 @@ FONT_GROUP = re.compile(latex.FONT + r"\{([^{}]*)\}")
 
 def normalized_spelling(text):
     """A text without layout and without delimiters around it: `\\[\\boxed{5}\\].` -> `5`."""
+    text = RAISED.sub(lambda digits: f"^{{{digits[0].translate(DIGITS)}}}", text)
+    text = LOWERED.sub(lambda digits: f"_{{{digits[0].translate(DIGITS)}}}", text)
     text = text.translate(SIGNS).strip()
     if "\\begin" not in text:
         # some data sets double their backslashes, as in \\\\frac
@@ -237,6 +244,15 @@ LIST_SIGN = re.compile(r"[,;]|\b(?:and|or)\b")
 FORMULA = re.compile(r"\$.*?\$|\\\(.*?\\\)|\\\[.*?\\\]", re.S)
 COMMAND = re.compile(r"\\[a-zA-Z]+")
 VARIABLES = re.compile(r"\b[a-zA-Z]\b|[a-zA-Z]+(?= ?[+*^=])|(?<=[+*^=\d]) ?[a-zA-Z]{1,4}\b")
+# several choices: `A, C, D`, `(A) and (C)`; and what has a letter of a choice in a prompt, `A) 12`
+SINGLE_CHOICE = r"(?:\([A-H]\)|[A-H])"
+CHOICES = re.compile(rf"{SINGLE_CHOICE}(?:(?:,|;|,? and| ?&) ?{SINGLE_CHOICE})+")
+CHOICE_OF_PROMPT = re.compile(r"(?<![a-zA-Z])([A-H])[).] ?\S")
+# `5 m/s`, `9.8 m/s^2`: a number, a space, and a rate without \text
+PLAIN_RATE = re.compile(r"(-?[\d.,/]*\d) ([a-zA-Z]+) ?/ ?([a-zA-Z]+)((?:\^\{?\d\}?)?)")
+# a decimal as programs print it, of which they have rounded the last digit
+ROUNDED = re.compile(r"-?(?!0*\.?0*$)\d{1,6}\.\d{10,}(?<!0)")
+ROUNDING_ERROR = sympy.Rational(1, 10**15)
 INEQUALITY = re.compile(r"[<>≤≥≠]|\\(le|ge|lt|gt|ne)(?![a-z])|\\(leq|geq|neq)")
 # a choice with its text and a bracket on either side of its letter, whatever the text is
 BRACKETED = re.compile(r"\(([A-Z])\) ?+(?![-+=,;]|or\b|and\b)((?:(?!\([A-Z]\)).)+)")
@@ -258,6 +274,9 @@ def is_same_answer(reference, given, prompt=""):
     if is_same_text and not (INEQUALITY.search(given) and has_and[0] != has_and[1]):
         return True
     reference, given = normalized_spelling(reference), normalized_spelling(given)
+    choices = [choices_of(answer) for answer in (reference, given)]
+    if all(choices) and {"A", "B", *choices[0]} <= set(CHOICE_OF_PROMPT.findall(prompt)):
+        return choices[0] == choices[1]
     lists = [re.split("[,;]", answer) for answer in (reference, given)]
     words = [without_fonts(word).replace(" ", "") for word in lists[0] + lists[1]]
     if all(map(LETTERS.fullmatch, words)) and any(map(ORDERED_LETTERS.fullmatch, words)):
@@ -284,7 +303,14 @@ def is_same_answer(reference, given, prompt=""):
         reference_statements = latex.read(reference, nouns, percent)
     except UNCLEAR:
         return False
-    return is_same_list(reference_statements, given_statements)
+    if is_same_list(reference_statements, given_statements):
+        return True
+    if is_rounded(reference):
+        return is_same_rounded(reference_statements[0].values[0], given_statements)
+    rates = [with_text(answer, reference + " " + prompt) for answer in (reference, given)]
+    if rates != [reference, given]:
+        reference_statements, given_statements = (latex.read(x, nouns, percent) for x in rates)
+    return rates != [reference, given] and is_same_list(reference_statements, given_statements)
 
 
 def are_same_texts(texts, others):
@@ -317,6 +343,46 @@ def is_word(letters, prompt):
     formulas = " ".join(FORMULA.findall(prompt))
     around = " ".join(VARIABLES.findall(FORMULA.sub(" ", prompt)))
     return not set("".join(letters.split())) <= set(COMMAND.sub(" ", formulas) + around)
+
+
+def choices_of(answer):
+    """The letters of several choices: `A, C`, `(A) and (C)` and `AC` -> {"A", "C"}; else set().
+
+    In `CA` the order may matter, so it is none.
+    """
+    words = without_fonts(answer)
+    letters = words.replace(" ", "")
+    is_run = re.fullmatch("[A-H]{2,8}", letters) and list(letters) == sorted(set(letters))
+    return set(re.findall("[A-H]", words)) if is_run or CHOICES.fullmatch(words) else set()
+
+
+def with_text(answer, known):
+    """`5 m/s` -> `5\\text{m/s}`, if the text `known` has `m/s` after a number, \\text or `in`."""
+    rate = PLAIN_RATE.fullmatch(answer)
+    if not rate or not {rate[2], rate[3]} <= {*latex.UNITS, *latex.LETTER_UNITS}:
+        return answer
+    before = r"(?:\d|\bin|\\text ?\{|\\mathrm ?\{)[ ~,\\]*"
+    if not re.search(rf"{before}{rate[2]} ?/ ?{rate[3]}(?![a-zA-Z])", known):
+        return answer
+    return f"{rate[1]}\\text{{{rate[2]}/{rate[3]}}}{rate[4]}"
+
+
+def is_rounded(reference):
+    """Is it a decimal of 16 or 17 digits, as programs print it: 0.30000000000000004?"""
+    digits = len(reference.replace(".", "").strip("-0"))
+    return bool(ROUNDED.fullmatch(reference)) and digits in (16, 17)
+
+
+def is_same_rounded(decimal, given):
+    """Is the only given value a real number, or several equal ones, that a program rounds so?"""
+    values = given[0].values if len(given) == 1 else ()
+    for value in values:
+        if not is_expression(value) or not value.is_number or value.is_real is not True:
+            return False
+        error = defined(value - decimal).evalf(10, maxn=1000)
+        if abs(error) > abs(decimal) * ROUNDING_ERROR:
+            return False
+    return bool(values)
 
 
 def label_and_text(answer):
@@ -390,7 +456,10 @@ def with_names(statements):
             statement = statement._replace(name=named[-1].name)
         named.append(statement)
     names = {statement.name for statement in named}
-    values = [value for statement in named for value in statement.values]
+    values = []
+    for statement in named:
+        is_in = statement.relation == "\\in"
+        values += [latex.interval(*x) for x in statement.values] if is_in else statement.values
     are_intervals = all(latex.is_interval(value) and value.kind != "()" for value in values)
     has_one_name = len(names) == 1 and None not in names
     if len(named) > 1 and has_one_name and len(values) == len(named) and are_intervals:
@@ -413,6 +482,9 @@ def is_same_statement(reference, given):
     """Do two Statements mean the same? All given values, as in `x = 6/2 = 3`, must be right."""
     if is_open_relation(reference):
         return is_same_relation(reference, given)
+    if reference.relation == "\\in":
+        # (1, 2) alone may be a point; in `x \in (1, 2)` it is an interval
+        reference = reference._replace(values=(latex.interval(*reference.values[-1]),))
     has_other_name = reference.name != given.name and None not in (reference.name, given.name)
     if has_other_name or not given.values:
         return False

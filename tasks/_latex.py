@@ -65,7 +65,7 @@ class Statement(NamedTuple):
     name: str | None
     # the values that are equal, without the name; () for an inequality
     values: tuple
-    # "" for a value, "=", or the signs of an inequality, such as "< \\le"
+    # "" for a value, "=", "\\in" for an interval, or the signs of an inequality, such as "< \\le"
     relation: str = ""
     # left side - right side, for each sign between expressions
     differences: tuple = ()
@@ -486,7 +486,9 @@ class Reader:
         if not signs:
             return Statement(None, tuple(sides))
         if set(signs) <= {"=", "\\in"}:
-            return equation(name, sides)
+            statement = equation(name, sides)
+            is_in_interval = signs[-1] == "\\in" and is_interval(statement.values[-1])
+            return statement._replace(relation="\\in") if is_in_interval else statement
         return inequality(sides, signs)
 
     def name(self):
@@ -633,7 +635,10 @@ class Reader:
 
     def unit(self):
         """The factor that `\\text{ square km per hour}`, or `\\text{cm}^2`, stands for."""
-        words = self.take()[len("\\text{") : -1].lower().replace(".", "")
+        words = self.take()[len("\\text{") : -1].replace(".", "")
+        # N/m and J/K, but not `grade A`
+        in_rate = r"\b[A-Z](?= ?/)|(?<=/)[A-Z]\b"
+        words = re.sub(in_rate, lambda word: LETTER_UNITS.get(word[0], word[0]), words).lower()
         words = re.sub("[a-z]+", lambda word: RATES.get(word[0], word[0]), words)
         words = re.findall(r"[^\W\d_]+|\S", words)
         factor = sympy.Integer(1)

@@ -10,8 +10,9 @@ graded: it takes the reference answer, a completion and, if units matter, the pr
     .venv/bin/python -m tasks.maths '\\frac12' 'The result is \\boxed{0.5}.'
 
 tasks/_grading.py finds the final answer of a completion and compares it with the reference,
-exactly. It accepts only answers that can be read in one way, because a model exploits a reward that
-guesses; all others are `unparsable`. `python bench/rewards.py` prints how often a verdict is wrong.
+exactly (except for references that a program has rounded). It accepts only answers that can be read
+in one way, because a model exploits a reward that guesses; all others are `unparsable`. `python
+bench/rewards.py` prints how often a verdict is wrong.
 Deliberately absent: answers without \\boxed{}, partial credit.
 """
 

@@ -22,7 +22,7 @@ import train
 from conftest import resolved, with_knobs
 from plumbing import checkpoints, rundir
 from plumbing.queues import publish_json
-from tools import run
+from tools import memory, run
 
 # Every knob, by what happens to it on a continued run. A change of a "fixed" knob is refused.
 # "given" knobs name the start itself and are compared with nothing. All others are in effect from
@@ -227,6 +227,7 @@ def test_a_models_own_files_are_copied_as_they_are(tmp_path, base_model, monkeyp
     )
     # The model's directory may be removed while a run goes on
     contents_before = {path.name: path.read_bytes() for path in model.glob("*.json*")}
+    estimate, _ = memory.checkpoint_gb(config)
     shutil.rmtree(model)
     saver.save(checkpoints.NEW_RUN | {"version": 1})
     saver.finish()
@@ -235,6 +236,8 @@ def test_a_models_own_files_are_copied_as_they_are(tmp_path, base_model, monkeyp
         assert (checkpoint / name).read_bytes() == contents_before[name], name
     written = json.loads((checkpoint / "config.json").read_text())
     assert written == json.loads(contents_before["config.json"]) | {"dtype": "float32"}
+    tensors = [*checkpoint.glob("*.safetensors"), *checkpoint.glob("trainer/*.distcp")]
+    assert sum(x.stat().st_size for x in tensors) / 1e9 == pytest.approx(estimate, rel=0.05)
     again = train.load_model(with_knobs(config, model=str(checkpoint)), torch.float32)
     for (name, p), q in zip(policy.model.named_parameters(), again.parameters(), strict=True):
         assert torch.equal(p, q), name
@@ -248,8 +251,34 @@ def test_disk_without_room_for_a_checkpoint_is_refused_before_training(
     policy, optimizers = train.build(config, CPU, 1)
     # FAKE: the disk is full
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 1000))
-    with pytest.raises(cfg.ConfigError, match="a checkpoint takes 0.0 GB, and 0.0 GB are free"):
+    with pytest.raises(cfg.ConfigError, match="room for 3 more, and 0.0 GB are free: make room"):
         checkpoints.Saver(config, run_dir, policy.model, optimizers, OneRank, checkpoints.NEW_RUN)
+
+
+@pytest.mark.parametrize(
+    "steps, save_every, keep_last, version, existing, count",
+    [
+        (270, 90, 2, 0, 0, 3),
+        (270, 90, 2, 90, 1, 2),
+        # The last step is not a multiple of save_every
+        (100, 90, 2, 0, 0, 2),
+        # One checkpoint is written before the oldest one is deleted
+        (1000, 50, 2, 0, 0, 3),
+        (1000, 50, 2, 500, 2, 1),
+        (1000, 50, 1, 500, 2, 1),
+        # All are kept
+        (1000, 50, 0, 500, 10, 10),
+        # Only the last version is saved
+        (1000, 0, 2, 0, 0, 1),
+        # The run has made its last step
+        (270, 90, 0, 270, 3, 0),
+    ],
+)
+def test_number_of_checkpoints_that_need_room(
+    steps, save_every, keep_last, version, existing, count
+):
+    config = cfg.Config(steps=steps, save_every=save_every, keep_last=keep_last)
+    assert checkpoints.most_to_come(config, version, existing) == count
 
 
 # ---- a start that fails

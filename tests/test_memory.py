@@ -234,7 +234,7 @@ def test_command_prints_the_table_and_the_verdict(small, capsys):
     ).split()
     memory.main(arguments)
     printed = capsys.readouterr().out
-    for row in ("trainer rank", "optimizer", "KV cache"):
+    for row in ("trainer rank", "optimizer", "KV cache", "checkpoint"):
         assert row in printed
     assert printed.splitlines()[-1].startswith(f"memory: {small} fits")
     with pytest.raises(SystemExit) as done:

@@ -24,7 +24,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 import config as cfg
-from plumbing import guards, placement
+from plumbing import checkpoints, guards, placement
 from plumbing.model import decoder_of, layers_of
 from plumbing.routing import expert_blocks
 from train import head_chunk
@@ -211,6 +211,24 @@ def trainer_gb(c):
     return {part: amount / GB for part, amount in amounts.items()}
 
 
+def checkpoint_gb(c):
+    """Return (GB of a checkpoint on the disk, GB of host memory while it is saved).
+
+    On the disk are the parameters as they are trained and as they are served, and the moments of
+    the trained ones (plumbing/checkpoints.py); as it is trained, a tied head is there under both
+    of its names. In memory rank 0 also has all parameters once more while it changes their dtype.
+    """
+    total = parameters(c.model)
+    named = sum(x.numel() for x in empty_model(c.model).state_dict().values())
+    trained = adapters(c) or total
+    size = itemsize(c)
+    as_trained = (size * named + 4 * trained) if c.lora_rank else 4 * named
+    moments = (2 if c.adam_8bit else 8) * trained
+    as_served = size * total
+    disk = as_trained + moments + as_served
+    return disk / GB, (disk + as_trained) / GB
+
+
 # ---- all of a run
 
 
@@ -363,6 +381,13 @@ class Placed:
         print(
             f"KV cache of an engine: {sequences:.0f} sequences of {c.max_model_len} tokens fit, up "
             f"to {c.concurrency} are in progress"
+        )
+        disk, host = checkpoint_gb(c)
+        count = checkpoints.most_to_come(c, 0, 0)
+        print(
+            f"checkpoint: {disk:.1f} GB; a new run needs room on the disk for {count}. While one "
+            f"is saved, the trainer takes up to {host:.1f} GB of host memory, and weight updates "
+            f"take {itemsize(c) * parameters(c.model) / GB:.1f} GB more"
         )
 
 
