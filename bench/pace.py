@@ -17,9 +17,9 @@ import json
 import multiprocessing
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -146,26 +146,38 @@ def serve_fake_engines(*arguments):
 
 
 class FakeRank:
-    """FAKE: the rank of a trainer (plumbing.ranks.Ranks) without a process group."""
+    """FAKE: the rank of a trainer (plumbing.ranks.Ranks) without a process group.
 
-    def __init__(self, rank):
+    stages: {name: process}, which may be filled later; the rank stops when one of them has ended.
+    """
+
+    def __init__(self, rank, stages):
         self.rank = rank
-        self.stop = threading.Event()
+        self.stages = stages
+        self.stop = SimpleNamespace(is_set=self.ended_stages)
+
+    def ended_stages(self):
+        return [name for name, process in self.stages.items() if process.poll() is not None]
 
     def fail(self, error):
         raise error
 
     def check_stop(self):
-        pass
+        for name in self.ended_stages():
+            raise RuntimeError(f"pace: {name} has ended: see its log in the run's folder logs/")
 
 
 class FakeTrainer:
-    """FAKE: reads the micro-batches of all ranks and announces a version after every step."""
+    """FAKE: reads the micro-batches of all ranks and announces a version after every step.
 
-    def __init__(self, config, run_dir):
+    stages: {name: process} of the actor and the preprocessor.
+    """
+
+    def __init__(self, config, run_dir, stages):
         self.config = config
         self.queues = Path(run_dir, "queues")
-        self.readers = [Reader(config, run_dir, FakeRank(r)) for r in range(config.trainers)]
+        ranks = [FakeRank(rank, stages) for rank in range(config.trainers)]
+        self.readers = [Reader(config, run_dir, rank) for rank in ranks]
         self.urls = [f"http://127.0.0.1:{config.port + i}" for i in range(config.engines)]
         self.version = 0
         # sampled tokens in the micro-batches read so far
@@ -174,9 +186,8 @@ class FakeTrainer:
 
     def announce(self, position):
         publish_json(self.queues / "position.json", **position)
-        publish_json(
-            self.queues / "version.json", version=self.version, engines=self.urls, done=False
-        )
+        status = dict(version=self.version, served=self.version, engines=self.urls, done=False)
+        publish_json(self.queues / "version.json", **status)
 
     def step(self):
         for rows in zip(*(reader.step(self.version) for reader in self.readers), strict=True):
@@ -231,20 +242,21 @@ def summary(looks, processes, possible):
     return numbers
 
 
-def start(config, run_dir, lengths, step_s):
-    """Start the FAKE engines and the two real stages: {name: process}."""
+def start_engines(config, run_dir, lengths, step_s):
+    """Start the process of the FAKE engines."""
     stop_token = min(Prompter(config).stop)
     engines = multiprocessing.Process(
         target=serve_fake_engines, args=(config, run_dir, lengths, step_s, stop_token), daemon=True
     )
     engines.start()
-    processes = {"FAKE engines": engines}
-    for stage in ("actor", "preprocess"):
-        with open(run_dir / "logs" / f"{stage}.log", "w") as log:
-            processes[stage] = subprocess.Popen(
-                [sys.executable, f"{stage}.py", str(run_dir)], cwd=cfg.ROOT, stdout=log, stderr=log
-            )
-    return processes
+    return engines
+
+
+def start_stage(stage, run_dir):
+    """Start actor.py or preprocess.py."""
+    with open(run_dir / "logs" / f"{stage}.log", "w") as log:
+        command = [sys.executable, f"{stage}.py", str(run_dir)]
+        return subprocess.Popen(command, cwd=cfg.ROOT, stdout=log, stderr=log)
 
 
 def measure(arguments):
@@ -268,12 +280,16 @@ def measure(arguments):
         max_new_tokens=longest,
         max_model_len=longest + 128,
         row_tokens=max(16384, longest + 128),
-        stall_timeout=36000,
+        stall_timeout=600,
     )
     (run_dir / "queues").mkdir(exist_ok=True)
     (run_dir / "logs").mkdir(exist_ok=True)
-    trainer = FakeTrainer(config, run_dir)
-    processes = start(config, run_dir, lengths, step_s)
+    stages = {}
+    trainer = FakeTrainer(config, run_dir, stages)
+    engines = start_engines(config, run_dir, lengths, step_s)
+    for stage in ("actor", "preprocess"):
+        stages[stage] = start_stage(stage, run_dir)
+    processes = {"FAKE engines": engines} | stages
     looks = []
     try:
         begin = time.monotonic()

@@ -4,10 +4,12 @@ The slow test has the real actor and preprocess between them and the FAKE traine
 """
 
 import json
+import subprocess
 
 import numpy as np
 import pytest
 
+import config as cfg
 from bench import pace
 
 
@@ -30,6 +32,16 @@ def test_version_spans_cover_an_answer(first, last, length):
     assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans[:-1])]
     assert spans[-1]["end"] == length and spans[-1]["version"] == str(last)
     assert all(span["start"] < span["end"] for span in spans)
+
+
+def test_a_stage_that_ends_is_named(tmp_path):
+    (tmp_path / "queues").mkdir()
+    stages = {}
+    trainer = pace.FakeTrainer(cfg.Config(run_id="abc", trainers=1, engines=1), tmp_path, stages)
+    stages["actor"] = subprocess.Popen(["false"])
+    with pytest.raises(RuntimeError, match="actor has ended"):
+        trainer.step()
+    stages["actor"].wait()
 
 
 @pytest.mark.slow
