@@ -1,6 +1,6 @@
 """Agents that are a program of their own, with any framework that takes an OpenAI URL.
 
-    AGENT="/path/to/python /path/to/my_agent.py" bash run.sh smol --task agent \\
+    AGENT="/path/to/python /path/to/my_agent.py" bash run.sh smol --run mine --task agent \\
         --max_new_tokens 400 --max_model_len 2048 --row_tokens 2048
 
 The program may have a Python environment of its own. It is started twice:

@@ -52,6 +52,8 @@ SETS = {
     "aime25": "math-ai/aime25@test",
     "amc23": "math-ai/amc23@test",
 }
+# those that are made for evaluation, though the split of `aime24` is called train
+EVALUATION_SETS = ("gsm8k", "math500", "aime24", "aime25", "amc23")
 # A reference with more characters than this is a solution, not its final answer.
 LONGEST_REFERENCE = 500
 # the most references that are tried whether they can be read, because a long one takes milliseconds
@@ -85,10 +87,10 @@ def problems(split, seed=0, data_names=""):
             f"them, owner/name of a data set on the hub, or one of {known}"
         )
     for name in data_names.split(",") if split == "train" else []:
-        if SETS.get(name, "").endswith("@test"):
+        if name in EVALUATION_SETS:
             raise ValueError(
-                f"--train_data {name}: this is the test split, {SETS[name]}: to train on it, write "
-                f"{SETS[name]}; other names are {', '.join(SETS)}"
+                f"--train_data {name}: this set is for evaluation, {SETS[name]}: to train on it, "
+                f"write {SETS[name]}; other names are {', '.join(SETS)}"
             )
     all_problems = data.problems(data_names, split, SETS, finish)
     tried = all_problems[:: len(all_problems) // MOST_TRIED + 1]

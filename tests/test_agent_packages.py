@@ -69,7 +69,7 @@ def test_a_tool_is_called(tmp_path, directory_model, example, package):  # noqa:
 @pytest.mark.skipif(jail_problem() != "", reason=jail_problem())
 def test_mini_swe_agent_runs_commands(tmp_path):
     command = "smol --task agent --dtype float32 --steps 2 --port 9470"
-    command += " --batch_size 16 --attempts 4 --eval_problems 2 --eval_attempts 1 --save_every 0"
+    command += " --batch_size 8 --attempts 4 --eval_problems 2 --eval_attempts 1 --save_every 0"
     command += " --max_new_tokens 120 --max_model_len 512 --concurrency 16"
     agent = with_package(tmp_path, "mini_swe_agent.py", "mini-swe-agent==2.4.*")
     steps = train(tmp_path, agent, command)
