@@ -323,7 +323,7 @@ def run():
     knobs |= dict(run="run", engines=2)
     code, output = launched(root, model, 4, steps=3, **knobs)
     yield line("exit code of three steps", code, 0)
-    yield line("NCCL", "nccl group of the trainer and 2 engines" in output, True)
+    yield line("NCCL", "and 2 engine(s) have formed a group for updates (nccl)" in output, True)
     code, output = launched(root, model, 4, steps=5, **knobs)
     yield line("exit code of two more steps", code, 0)
     yield line("they go on from the checkpoint", "step 4/5" in output, True)
