@@ -27,8 +27,8 @@ KNOBS = (
     "--concurrency 128 --no_signal drop --save_every 4 --eval_every 0"
 )
 ENGINE = "vllm.entrypoints"
-# The run survives the death of an engine. After each other death it is started again.
-KILLS = [ENGINE] * 16 + ["actor.py", "preprocess.py", "train.py", "launcher"]
+# The run survives the death of an engine, and needs no new start.
+KILLS = [ENGINE] * 12 + ["actor.py", "preprocess.py", "train.py", "launcher"] * 2
 
 
 class Run(User):
