@@ -3,8 +3,8 @@
     python examples/shell_problems.py out/shell/train --count 200
     python examples/shell_problems.py out/shell/test --count 40 --held_out
     python -m tasks.shell out/shell/test                    # is each solution graded as right?
-    bash run.sh smol --run shell --task shell --train_data out/shell/train --eval_data out/shell/test \\
-        --max_new_tokens 96 --max_model_len 512
+    bash run.sh smol --run shell --task shell --train_data out/shell/train \\
+        --eval_data out/shell/test --max_new_tokens 96 --max_model_len 512
 
 A problem asks for a new file, a new directory, a copy of a file, another name for it, or its
 removal. With --held_out the names of files are made of other words than without it.

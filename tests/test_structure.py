@@ -26,7 +26,7 @@ FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 
 @pytest.mark.parametrize("words", ["format --check", "check"])
 def test_ruff_finds_nothing(words):
-    command = [sys.executable, "-m", "ruff", *words.split(), *map(str, FILES)]
+    command = [sys.executable, "-m", "ruff", *words.split(), "."]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
