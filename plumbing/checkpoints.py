@@ -233,7 +233,10 @@ class Saver:
         temporary.rename(kept)
 
     def _rehearse(self):
-        """Check disk space and the conversion of weights; ConfigError if a save would fail."""
+        """Remove torn checkpoints; raise ConfigError if a save would fail.
+
+        A save fails if the disk has too little room, or if the weights cannot be converted.
+        """
         import torch
         from transformers.core_model_loading import revert_weight_conversion
 

@@ -251,7 +251,8 @@ CHOICE_OF_PROMPT = re.compile(r"(?<![a-zA-Z])([A-H])[).] ?\S")
 # `5 m/s`, `9.8 m/s^2`: a number, a space, and a rate without \text
 PLAIN_RATE = re.compile(r"(-?[\d.,/]*\d) ([a-zA-Z]+) ?/ ?([a-zA-Z]+)((?:\^\{?\d\}?)?)")
 # a decimal as programs print it, of which they have rounded the last digit
-ROUNDED = re.compile(r"-?(?!0*\.?0*$)\d{1,6}\.\d{10,}(?<!0)")
+ROUNDED = re.compile(r"-?\d{1,6}\.\d{10,}(?<!0)")
+# the largest relative difference between such a decimal and the number that was rounded
 ROUNDING_ERROR = sympy.Rational(1, 10**15)
 INEQUALITY = re.compile(r"[<>≤≥≠]|\\(le|ge|lt|gt|ne)(?![a-z])|\\(leq|geq|neq)")
 # a choice with its text and a bracket on either side of its letter, whatever the text is
@@ -307,10 +308,10 @@ def is_same_answer(reference, given, prompt=""):
         return True
     if is_rounded(reference):
         return is_same_rounded(reference_statements[0].values[0], given_statements)
-    rates = [with_text(answer, reference + " " + prompt) for answer in (reference, given)]
-    if rates != [reference, given]:
-        reference_statements, given_statements = (latex.read(x, nouns, percent) for x in rates)
-    return rates != [reference, given] and is_same_list(reference_statements, given_statements)
+    rates = [rate_in_text(answer, reference + " " + prompt) for answer in (reference, given)]
+    if rates == [reference, given]:
+        return False
+    return is_same_list(*(latex.read(answer, nouns, percent) for answer in rates))
 
 
 def are_same_texts(texts, others):
@@ -346,9 +347,9 @@ def is_word(letters, prompt):
 
 
 def choices_of(answer):
-    """The letters of several choices: `A, C`, `(A) and (C)` and `AC` -> {"A", "C"}; else set().
+    """The letters of several choices: `A, C`, `(A) and (C)` and `AC` -> {"A", "C"}.
 
-    In `CA` the order may matter, so it is none.
+    For all other answers it is the empty set, and for `CA`, too, where the order may matter.
     """
     words = without_fonts(answer)
     letters = words.replace(" ", "")
@@ -356,13 +357,13 @@ def choices_of(answer):
     return set(re.findall("[A-H]", words)) if is_run or CHOICES.fullmatch(words) else set()
 
 
-def with_text(answer, known):
-    """`5 m/s` -> `5\\text{m/s}`, if the text `known` has `m/s` after a number, \\text or `in`."""
+def rate_in_text(answer, context):
+    """`5 m/s` -> `5\\text{m/s}`, if the text `context` has `m/s` after a number, \\text or `in`."""
     rate = PLAIN_RATE.fullmatch(answer)
     if not rate or not {rate[2], rate[3]} <= {*latex.UNITS, *latex.LETTER_UNITS}:
         return answer
     before = r"(?:\d|\bin|\\text ?\{|\\mathrm ?\{)[ ~,\\]*"
-    if not re.search(rf"{before}{rate[2]} ?/ ?{rate[3]}(?![a-zA-Z])", known):
+    if not re.search(rf"{before}{rate[2]} ?/ ?{rate[3]}(?![a-zA-Z])", context):
         return answer
     return f"{rate[1]}\\text{{{rate[2]}/{rate[3]}}}{rate[4]}"
 
@@ -456,15 +457,20 @@ def with_names(statements):
             statement = statement._replace(name=named[-1].name)
         named.append(statement)
     names = {statement.name for statement in named}
-    values = []
-    for statement in named:
-        is_in = statement.relation == "\\in"
-        values += [latex.interval(*x) for x in statement.values] if is_in else statement.values
+    values = [value for statement in named for value in as_interval(statement).values]
     are_intervals = all(latex.is_interval(value) and value.kind != "()" for value in values)
     has_one_name = len(names) == 1 and None not in names
     if len(named) > 1 and has_one_name and len(values) == len(named) and are_intervals:
         return [latex.Statement(named[0].name, (latex.union(values),))]
     return named
+
+
+def as_interval(statement):
+    """`x \\in (1, 2)` with an interval: (1, 2) alone may be a point. Others stay as they are."""
+    if statement.relation != "\\in":
+        return statement
+    *others, last = statement.values
+    return statement._replace(values=(*others, latex.interval(*last)))
 
 
 def is_same_multiset(reference, given, is_same):
@@ -482,9 +488,7 @@ def is_same_statement(reference, given):
     """Do two Statements mean the same? All given values, as in `x = 6/2 = 3`, must be right."""
     if is_open_relation(reference):
         return is_same_relation(reference, given)
-    if reference.relation == "\\in":
-        # (1, 2) alone may be a point; in `x \in (1, 2)` it is an interval
-        reference = reference._replace(values=(latex.interval(*reference.values[-1]),))
+    reference = as_interval(reference)
     has_other_name = reference.name != given.name and None not in (reference.name, given.name)
     if has_other_name or not given.values:
         return False

@@ -15,5 +15,5 @@ for argument in "$@"; do
 done
 bash run.sh setup "${extra[@]}"
 # Two processes take a file at a time, as most of a run's start is one thread. A debugger needs `-n 0`.
-# If a test ends its process, the tests end, too: pytest-xdist would start the same test again.
+# If a test makes its process crash, all tests end: otherwise pytest-xdist would start that test again and again.
 exec "${PIPELINE_PYTHON:-$PWD/.venv/bin/python}" -m pytest -v -n 2 --dist loadfile --max-worker-restart 0 --no-loadscope-reorder --durations=15 --no-header "${selection[@]}" "${arguments[@]}"

@@ -3,7 +3,6 @@ reference.
 """
 
 import json
-import re
 import subprocess
 import sys
 
@@ -14,7 +13,13 @@ from bench import rewards
 from conftest import ROOT
 from tasks import maths
 from tasks._exact import is_same_expression, is_same_number
-from tasks._grading import comparable_text, final_answer, is_same_answer, normalized_spelling
+from tasks._grading import (
+    comparable_text,
+    final_answer,
+    is_rounded,
+    is_same_answer,
+    normalized_spelling,
+)
 from tasks._latex import Collection, Statement, read
 
 MATHS = ROOT / "tests" / "maths.jsonl"
@@ -365,13 +370,11 @@ def test_votes_for_the_same_answer_are_judged_alike():
             assert (vote_verdict == "correct") == correct, (pair, vote)
 
 
-def is_rounded(reference):
-    """Is it a decimal that a program has rounded, so that only its first 15 digits count?"""
-    return re.fullmatch(r"-?\d+\.\d{15,}", reference) is not None
-
-
 def test_an_answer_equals_itself_in_other_spellings_and_no_other():
-    """This holds for any reference: one that cannot be read still equals its own text."""
+    """This holds for any reference: one that cannot be read still equals its own text.
+
+    Of a reference that a program has rounded, the last digits do not count.
+    """
     for reference in {pair["reference"] for pair in PAIRS}:
         for answer in (reference, f"\\[ {reference} \\]", f"{{{reference}}}.", f" {reference} "):
             assert outcome(reference, answer) == "correct", answer
