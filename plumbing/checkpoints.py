@@ -253,13 +253,23 @@ class Saver:
             size += p.numel() * p.requires_grad * (2 if self.config.adam_8bit else 8)
         count = most_to_come(self.config, self.saved, len(all_of(self.run_dir)))
         free = shutil.disk_usage(self.run_dir).free
+        # With --keep_last 0 the run needs room for the next checkpoint only: somebody may move the
+        # others away in time, or stop the run long before its last step, as the doctor does.
+        needed = count if self.config.keep_last else min(count, 1)
         require(
-            count * size < free,
+            needed * size < free,
             f"{self.run_dir}: a checkpoint takes {size / 1e9:.1f} GB, this run needs room for "
-            f"{count} more, and {free / 1e9:.1f} GB are free: make room, or let the run write "
+            f"{needed} more, and {free / 1e9:.1f} GB are free: make room, or let the run write "
             "fewer (--save_every) or keep fewer (--keep_last; a new one is written before the "
             "oldest one is deleted)",
         )
+        if count * size >= free:
+            print(
+                f"train: warning: --keep_last 0 keeps all checkpoints: {count} of {size / 1e9:.1f} "
+                f"GB are to come, and {free / 1e9:.1f} GB are free: move them away in time, or "
+                "give --keep_last a number",
+                flush=True,
+            )
         try:
             revert_weight_conversion(self.model, shapes)
         # transformers raises errors of many kinds for a model that it can load, but not write

@@ -255,6 +255,28 @@ def test_disk_without_room_for_a_checkpoint_is_refused_before_training(
         checkpoints.Saver(config, run_dir, policy.model, optimizers, OneRank, checkpoints.NEW_RUN)
 
 
+def test_run_that_keeps_all_checkpoints_needs_room_for_one(
+    tmp_path, base_model, monkeypatch, capfd
+):
+    """The doctor is such a run: it has 10,000 steps and is stopped after a few."""
+    knobs = "--steps 10000 --save_every 1 --keep_last 0".split()
+    config = resolved("toy", "--out", tmp_path, "--run", "r", "--model", base_model, *knobs)
+    run_dir = rundir.write(config)
+    policy, optimizers = train.build(config, CPU, 1)
+    arguments = (config, run_dir, policy.model, optimizers, OneRank, checkpoints.NEW_RUN)
+    # FAKE: a disk with room for 20 checkpoints
+    free = round(20 * 1e9 * memory.checkpoint_gb(config)[0])
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, free))
+    checkpoints.Saver(*arguments)
+    assert (
+        "--keep_last 0 keeps all checkpoints: 10000 of 0.0 GB are to come" in capfd.readouterr().out
+    )
+    # FAKE: a full disk
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 1000))
+    with pytest.raises(cfg.ConfigError, match="room for 1 more, and 0.0 GB are free"):
+        checkpoints.Saver(*arguments)
+
+
 @pytest.mark.parametrize(
     "steps, save_every, keep_last, version, existing, count",
     [

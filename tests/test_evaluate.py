@@ -179,7 +179,7 @@ def test_new_task_of_the_readme_trains_as_written(tmp_path, base_model):
     """The test follows the section "A new task" to the letter, in a copy with a FAKE engine."""
     following_text = (ROOT / "README.md").read_text().partition("### A new task")[2]
     section = re.split(r"\n##+ ", following_text)[0]
-    code, command = re.findall(r"```(?:python|bash)\n(.*?)```", section, re.S)
+    code, command, own_model = re.findall(r"```(?:python|bash)\n(.*?)```", section, re.S)
     name = re.search(r"`tasks/(\w+)\.py`", section)[1]
     copy = copy_of_the_repository(tmp_path / "copy", base_model)
     (copy / "tasks" / f"{name}.py").write_text(code)
@@ -192,4 +192,9 @@ def test_new_task_of_the_readme_trains_as_written(tmp_path, base_model):
     steps, evals = metrics(next((copy / "out").glob("*/metrics.jsonl")).parent)
     assert len(steps) == 4 and all(set(x["by_task"]) == {name} for x in steps)
     assert 0 < steps[0]["reward"] < 1 and set(evals[0]["eval"]) == {name}
+    # The tiny model stands for one's own; it has no chat template and 256 positions.
+    assert f"bash run.sh smol --task {name} " in own_model
+    own_model = own_model.replace("DIRECTORY_OR_HUB_NAME", str(base_model))
+    own_model += " --chat False --max_model_len 256 --dry_run True"
+    run_in(copy, own_model.split(), 200, **environment)
     assert leftovers(tmp_path) == []
