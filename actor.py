@@ -69,11 +69,13 @@ class Sampler:
         self.orders = {}
         # the number of problems drawn so far
         self.drawn = (state or {}).get("drawn", 0)
-        # the task of each problem of a cycle, before the cycle is shuffled
+        # The number of a cycle's problems of each task: 100 times its share, rounded down, but at
+        # least 1. What is then missing to 100 goes to the tasks that lost most by the rounding.
         count = {task: max(int(100 * share), 1) for task, share in shares.items()}
         by_remainder = sorted(shares, key=lambda task: count[task] - 100 * shares[task])
         for task in by_remainder[: max(100 - sum(count.values()), 0)]:
             count[task] += 1
+        # the task of each problem of a cycle, before the cycle is shuffled
         self.cycle = [task for task in count for _ in range(count[task])]
 
     def next(self):
@@ -176,8 +178,9 @@ class Actor:
         """Make one attempt at a problem and score it.
 
         Returns a sample (plumbing/samples.py) that also has `success`, `completion` and `logged`,
-        or None if the attempt failed. engine: URL of the engine that is asked first. seed: see
-        Attempt.
+        or None if the attempt failed: then there is no answer that could be scored, because no
+        engine answered or a tool was out of order. (A wrong answer is no failure.) engine: URL of
+        the engine that is asked first. seed: see Attempt.
         """
         module = self.sandbox.tasks[task]
         attempt = Attempt(self.services, task, temperature, self.version, engine, seed)
@@ -221,8 +224,8 @@ class Actor:
         """Make all attempts at one problem -> one record in queues/rollouts.
 
         An attempt that failed makes the group smaller, and is counted. A tree search would replace
-        this method. draw: the group's number in the run. i: index of the problem in the task's
-        list.
+        this method. draw: the number of the choice of this problem, counted over the whole run; it
+        is the number of the group, too. i: index of the problem in the task's list.
         """
         c = self.config
         # with prefix caching one engine gets all attempts: it computes their prompt only once
@@ -303,12 +306,12 @@ class Actor:
 
     # ---- the run
 
-    def read_trainer(self):
-        """Read the trainer's version and its engines.
+    def follow_trainer(self):
+        """Take over the trainer's version and its engines from its files, and publish the pace.
 
-        Returns {"next": n, "ahead": [...]}: the trainer is done with all draws below n and with
-        those of the list. Returns None if this cannot be read now, for example before the trainer
-        has put its first weights into engines.
+        Returns the draws that the trainer is done with, as {"next": n, "ahead": [...]}: all below n
+        and those of the list. Returns None if they cannot be read now, for example before the
+        trainer has put its first weights into engines.
         """
         trainer = read_json(self.queues / "version.json")
         if not trainer:
@@ -332,7 +335,7 @@ class Actor:
         # The trainer gives up before this limit, with a message that says why.
         limit = longest_wait(self.config)
         deadline = time.monotonic() + limit
-        while self.read_trainer() is None:
+        while self.follow_trainer() is None:
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"actor: the trainer has put no weights into engines within {limit:.0f} s: "
@@ -341,7 +344,10 @@ class Actor:
             await asyncio.sleep(0.05)
 
     def start_groups(self, draws, problems, started):
-        """Start as many groups as free slots and the gate allow; returns their asyncio tasks."""
+        """Start as many groups as free slots and the gate allow; returns their asyncio tasks.
+
+        A group is started as soon as a single slot is free, so that some of its attempts may wait.
+        """
         # a group that was dropped whole may be replaced by another one
         dropped = read_json(self.queues / "dropped.json").get("groups", 0)
         allowed = allowed_groups(self.config, self.version) + dropped - started
@@ -384,7 +390,7 @@ class Actor:
         evaluations = {asyncio.create_task(self.evaluate(self.served))}
         groups = set()
         while self.version < c.steps:
-            position = self.read_trainer()
+            position = self.follow_trainer()
             if position:
                 draws.forget(position)
             if self.version != seen:
@@ -404,7 +410,7 @@ class Actor:
             group.cancel()
         await asyncio.gather(*groups, return_exceptions=True)
         while evaluations:
-            self.read_trainer()
+            self.follow_trainer()
             evaluations = await reap(evaluations)
         await self.close()
         counts = self.engines.counts + self.sandbox.counts + self.endpoint.counts

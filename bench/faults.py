@@ -241,8 +241,8 @@ ALL_FAULTS = [
     Fault(
         name="steps of fewer groups",
         file="preprocess.py",
-        old="s == self.config.groups_per_step",
-        new="s >= self.config.groups_per_step - 1",
+        old="== self.config.groups_per_step",
+        new=">= self.config.groups_per_step - 1",
     ),
     Fault(
         name="late tokens masked though kept",

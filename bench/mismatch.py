@@ -35,6 +35,9 @@ def tokens_of(run_dir):
         rollout = json.loads(line)
         if any(version not in (-1, rollout["step"] - 1) for version, *_ in rollout["spans"]):
             continue
+        # --overlong_mask leaves attempts out of the loss; their ratios are null.
+        if None in rollout["log_ratios"]:
+            continue
         n = len(rollout["log_ratios"])
         tokens["position"] += range(1, n + 1)
         tokens["probability"] += np.exp(rollout["behavior_logprobs"]).tolist()

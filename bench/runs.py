@@ -186,7 +186,8 @@ def one_run(name, knobs, port, preset="toy", root=ROOT):
         run_scores.append([x["version"], float(mean_of_sets)])
     # Read as it is, because another checkout may have other knobs
     config = json.loads((run_dir / "config.json").read_text())["config"]
-    if config["task"] in SCORED and not config["eval_every"]:
+    # An evaluation of a single problem is no score: such runs are scored from their checkpoints.
+    if config["task"] in SCORED and config["eval_problems"] == 1:
         problems = problems_of("test", config)[:PROBLEMS]
         folder = run_dir / "checkpoints"
         run_scores = scores(folder, Path(root, config["model"]), problems, config["temperature"])

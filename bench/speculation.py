@@ -43,6 +43,7 @@ from held_requests import registered
 from plumbing import engine_flags as flags
 from plumbing.secret import secret_header
 from plumbing.supervise import stop
+from tools import prepare
 from tools.evaluate import start_engines
 from train import token_logprobs
 
@@ -126,6 +127,7 @@ def main(argv=None):
     arguments = p.parse_args(argv)
     concurrencies = CONCURRENCY[:2] if arguments.quick else CONCURRENCY
     rounds, seconds = (1, 3.0) if arguments.quick else (ROUNDS, SECONDS)
+    prepare.bring_model(MODEL, cfg.SMOL["task"])
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     speculation = f"--speculative-config '{json.dumps(FLAGS)}'"

@@ -1,16 +1,16 @@
 """The actor's HTTP client of all engines.
 
-The least loaded engine samples; failed requests go to another one. The answers of the engines
-(plumbing/engine.py) are checked here, and nowhere else.
+Each request goes to the engine with the fewest requests; if it fails, another engine gets it. The
+answers of the engines (plumbing/engine.py) are checked here, and nowhere else.
 
-An engine is lost when the connection of a request in progress breaks, or when the trainer no longer
-lists it: it has died or hangs, or its host has vanished. Its requests move to other engines, or
-wait until it has been started again. One of the requests may be the cause, and would kill one
-engine after the other. Therefore:
+An engine counts as crashed when the connection of a request in progress breaks, or when the trainer
+no longer lists it: it has died or hangs, or its host has vanished. Its requests move to other
+engines, or wait until it has been started again. One of the requests may be the cause, and would
+make one engine after the other crash. Therefore:
 
-    A prompt that was in progress at two losses is sent alone, to an engine that does nothing else.
-    If this engine is lost as well, the prompt is never sent again, and its attempts fail.
-    The run ends if an engine is lost five times while no request to any engine finishes.
+    A prompt that was in progress during two crashes is sent alone, to an engine that has no other
+    work. If this engine crashes as well, the prompt is never sent again, and its attempts fail.
+    The run ends if an engine crashes five times while no request to any engine finishes.
 
 Deliberately absent: health checks of the engines. Whoever started an engine kills it if it hangs,
 and the trainer drops it if its host has vanished.
@@ -35,10 +35,10 @@ from plumbing.secret import secret_header
 RETRIES = 3
 # seconds that an engine gets no work after a request to it failed
 BACK_OFF = 2.5
-# a prompt that was in progress at so many losses of engines is sent alone
+# a prompt that was in progress during so many crashes of engines is sent alone
 SUSPICIOUS = 2
-# losses of one engine that end the run if no request to any engine finishes in between
-MAX_LOSSES = 5
+# crashes of one engine that end the run if no request to any engine finishes in between
+MAX_CRASHES = 5
 
 
 class NoWeights(aiohttp.ClientConnectionError):
@@ -61,12 +61,16 @@ class KillsEngines(aiohttp.ClientResponseError):
 
 @dataclass(eq=False)
 class Request:
-    """A request in progress. life: how often its engine had been lost when it was sent."""
+    """A request in progress.
 
-    # the token ids as JSON; for a call of vLLM's own, its path and its body
+    prompt: the token ids as JSON; for a call of vLLM's own, its path and its body. url: that of its
+    engine. crashes_before: how often this engine had crashed when the request was sent; it tells
+    the requests of an engine that has crashed from those of the engine that was started again.
+    """
+
     prompt: bytes
     url: str
-    life: int
+    crashes_before: int
 
 
 class Span(msgspec.Struct):
@@ -220,11 +224,12 @@ class EngineClient:
         self.in_progress = set()
         # futures of the requests that wait for a slot, the one that has waited longest first
         self.waiting = deque()
-        # {url: how often the engine was lost}: in all, and since a request to any engine finished
-        self.lives = Counter()
-        self.losses_in_a_row = Counter()
-        # {prompt: number of losses at which it was in progress}
-        self.losses = Counter()
+        # {url: how often the engine has crashed}: in all, and since a request to any engine has
+        # finished
+        self.crashes = Counter()
+        self.crashes_in_a_row = Counter()
+        # {prompt: number of crashes during which it was in progress}
+        self.crashes_with_prompt = Counter()
         # the prompts that are never sent again
         self.killers = set()
         # held while a suspicious prompt is sent alone, to the engine `reserved`
@@ -254,19 +259,19 @@ class EngineClient:
         """Set the engines that serve the trainer's weights now.
 
         The requests of an engine that is no longer among them move to others. Raises ConfigError if
-        an engine is lost again and again while no request finishes.
+        an engine crashes again and again while no request finishes.
         """
         for url in set(self.serving) - set(urls):
-            self._note_loss(url, self.lives[url])
+            self._note_crash(url, self.crashes[url])
             if url in self.sessions:
                 asyncio.get_running_loop().create_task(self.sessions.pop(url).close())
         self.serving = list(urls)
-        for url, losses in self.losses_in_a_row.items():
+        for url, crashes in self.crashes_in_a_row.items():
             require(
-                losses < MAX_LOSSES,
-                f"the engine {url} was lost {losses} times, each time with requests in progress, "
-                "and no request has finished in between: see in the run's logs/engine*.log why it "
-                "died",
+                crashes < MAX_CRASHES,
+                f"the engine {url} has crashed {crashes} times, each time with requests in "
+                "progress, and no request has finished in between: see in the run's "
+                "logs/engine*.log why it died",
             )
 
     def _session(self, url):
@@ -290,8 +295,8 @@ class EngineClient:
     def least_loaded(self, max_load=math.inf, preferred=None):
         """The URL of the engine with the fewest sequences, or of the preferred engine.
 
-        It serves and is well, has fewer than max_load sequences, and is not reserved for a
-        suspicious prompt. None if there is no such engine.
+        Only those engines qualify that serve, are not backing off, have fewer than max_load
+        sequences, and are not reserved for a suspicious prompt. None if no engine does.
         """
         reserved = self.reserved if self.quarantine.locked() else None
         well = []
@@ -322,7 +327,7 @@ class EngineClient:
 
         Returns the result of `read_answer` with the URL of the `engine`. Returns None if all
         retries have failed, if engines refuse the prompt, or if it kills them. Requests that were
-        broken off by the loss of an engine move to another one, and do not count as retries.
+        broken off by the crash of an engine move to another one, and do not count as retries.
 
         salt: prompts of the same salt share the KV cache of equal beginnings; None: no sharing.
         engine: URL of the engine that gets the request if it has a free slot. experts_from: the
@@ -347,8 +352,8 @@ class EngineClient:
                     ended = self._occupied(url)
                 self.tokens += len(answer["tokens"])
                 self._note_duration(len(answer["tokens"]), *(ended - began))
-                self.losses.pop(key, None)
-                self.losses_in_a_row.clear()
+                self.crashes_with_prompt.pop(key, None)
+                self.crashes_in_a_row.clear()
                 return answer | dict(engine=url)
             except KillsEngines:
                 self.counts["left out, as their prompts kill engines"] += 1
@@ -376,7 +381,7 @@ class EngineClient:
             try:
                 async with self._engine_for(key) as url:
                     answer = msgspec.json.decode(await self._post(url, path, body))
-                self.losses.pop(key, None)
+                self.crashes_with_prompt.pop(key, None)
                 return answer
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as e:
                 self._note("moved", url, e)
@@ -402,11 +407,11 @@ class EngineClient:
     async def _engine_for(self, prompt, max_load=math.inf, preferred=None):
         """Wait for an engine that takes this prompt, and yield its URL.
 
-        The request is made within this context; if its connection breaks, the engine is lost. A
-        suspicious prompt gets an engine to itself. Raises KillsEngines.
+        The request is made within this context; if its connection breaks, the engine counts as
+        crashed. A suspicious prompt gets an engine to itself. Raises KillsEngines.
         """
         while prompt not in self.killers:
-            if self.losses[prompt] < SUSPICIOUS:
+            if self.crashes_with_prompt[prompt] < SUSPICIOUS:
                 url = self.least_loaded(max_load, preferred)
                 if url is not None:
                     with self._request(prompt, url):
@@ -415,7 +420,10 @@ class EngineClient:
             else:
                 async with self.quarantine:
                     # an attempt with the same prompt may have been sent alone meanwhile
-                    if self.losses[prompt] >= SUSPICIOUS and prompt not in self.killers:
+                    if (
+                        self.crashes_with_prompt[prompt] >= SUSPICIOUS
+                        and prompt not in self.killers
+                    ):
                         url = await self._empty_engine()
                         with self._request(prompt, url):
                             yield url
@@ -448,7 +456,7 @@ class EngineClient:
     @contextlib.contextmanager
     def _request(self, prompt, url):
         """Count a request to this engine as in progress within this context."""
-        request = Request(prompt, url, self.lives[url])
+        request = Request(prompt, url, self.crashes[url])
         self.in_progress.add(request)
         self._occupied(url)
         self.load[url] += 1
@@ -457,13 +465,14 @@ class EngineClient:
         except aiohttp.ClientConnectionError as e:
             # with these two errors the engine has not even begun the request
             if not isinstance(e, (NoWeights, aiohttp.ClientConnectorError)):
-                self._note_loss(url, request.life)
+                self._note_crash(url, request.crashes_before)
             raise
         finally:
             self._occupied(url)
             self.load[url] -= 1
             self.in_progress.remove(request)
-        # An engine that has just failed gets no work for a moment: then nobody is called.
+        # This line is not reached after an error: the engine then gets no work for a moment, so no
+        # waiting request is called.
         self._call_next()
 
     def _call_next(self):
@@ -475,27 +484,36 @@ class EngineClient:
                 freed.set_result(None)
                 return
 
-    def _note_loss(self, url, life):
-        """Note, once for all its requests in progress, that an engine is lost in this life."""
-        prompts = {x.prompt for x in self.in_progress if x.url == url and x.life == life}
-        if self.lives[url] != life or not prompts:
+    def _note_crash(self, url, crashes_before):
+        """Note, once for all its requests in progress, that an engine has crashed.
+
+        crashes_before: see Request; a crash that was noted before is not noted again.
+        """
+        prompts = set()
+        for request in self.in_progress:
+            if request.url == url and request.crashes_before == crashes_before:
+                prompts.add(request.prompt)
+        if self.crashes[url] != crashes_before or not prompts:
             return
-        self.lives[url] += 1
-        self.losses_in_a_row[url] += 1
-        self.counts["losses of engines"] += 1
-        print(f"actor: {url} is lost with {len(prompts)} prompts in progress", flush=True)
-        if len(prompts) == 1 and self.losses[next(iter(prompts))] >= SUSPICIOUS:
+        self.crashes[url] += 1
+        self.crashes_in_a_row[url] += 1
+        self.counts["crashes of engines"] += 1
+        print(
+            f"actor: {url} has crashed, or hangs, with {len(prompts)} prompts in progress",
+            flush=True,
+        )
+        if len(prompts) == 1 and self.crashes_with_prompt[next(iter(prompts))] >= SUSPICIOUS:
             self._note_killer(*prompts, url)
-        self.losses.update(prompts)
+        self.crashes_with_prompt.update(prompts)
 
     def _note_killer(self, prompt, url):
-        """Note that an engine was lost that had only this prompt, as others before it."""
+        """Note that an engine has crashed that had only this prompt, as others before it."""
         self.killers.add(prompt)
         self.counts["prompts that kill engines"] += 1
         print(
-            f"actor: a prompt kills engines: {self.losses[prompt] + 1} were lost while they had "
-            f"it, and the last one, {url}, did nothing else: its attempts fail from now on. "
-            f"Its token ids: {prompt[:500].decode(errors='replace')}",
+            f"actor: a prompt kills engines: {self.crashes_with_prompt[prompt] + 1} crashed while "
+            f"they had it, and the last one, {url}, did nothing else: its attempts fail from now "
+            f"on. Its token ids: {prompt[:500].decode(errors='replace')}",
             flush=True,
         )
 
@@ -523,14 +541,15 @@ class EngineClient:
         self.occupied_at[url] = now
         return np.array([now, self.occupied[url]])
 
-    def _note_duration(self, tokens, seconds, occupied):
+    def _note_duration(self, tokens, seconds, load_seconds):
         """Note how long a request took, from which the speed of the engines can be computed.
 
-        With h sequences in progress on average, a request of n tokens takes about
-        c + n (a + b h) seconds. `durations` has the sums over all requests of the products of
-        (1, n, n h) with (1, n, n h, seconds): least squares for c, a and b need no more.
+        load_seconds: the engine's number of sequences, summed over the time of the request, so that
+        h = load_seconds / seconds is its mean. A request of n tokens takes about c + n (a + b h)
+        seconds. `durations` has the sums over all requests of the products of (1, n, n h) with
+        (1, n, n h, seconds): least squares for c, a and b need no more.
         """
-        x = np.array([1.0, tokens, tokens * occupied / max(seconds, 1e-9), seconds])
+        x = np.array([1.0, tokens, tokens * load_seconds / max(seconds, 1e-9), seconds])
         self.durations += np.outer(x[:3], x)
 
     def measure_pace(self):

@@ -34,7 +34,7 @@ import aiohttp
 from aiohttp import web
 
 from plumbing import messages_api, responses_api
-from plumbing.episode import CutOff, EngineUnavailable, LineFull
+from plumbing.episode import CutOff, EngineUnavailable, TooManyRequests
 from plumbing.placement import endpoint_socket
 
 # the options that become part of the prompt, or say how the answer is sent
@@ -202,7 +202,7 @@ class Endpoint:
             return await handler(request)
         except CutOff as e:
             return cut_off_response(e)
-        except LineFull as e:
+        except TooManyRequests as e:
             return error_response(429, str(e), "rate_limit_exceeded")
         except EngineUnavailable as e:
             return error_response(503, str(e), "no_engine")
@@ -246,7 +246,7 @@ class Endpoint:
             turns.append(Turn())
         if not turn.is_begun():
             turn.answer = asyncio.ensure_future(
-                request[ATTEMPT].turn_line.do(work, request[ATTEMPT], self.accepted(body))
+                request[ATTEMPT].turn_limiter.run(work, request[ATTEMPT], self.accepted(body))
             )
         turn.clients += 1
         try:
@@ -335,7 +335,7 @@ class Endpoint:
     async def count_tokens(self, request):
         body = messages_api.chat_request(await request.json())
         try:
-            prompt = await request[ATTEMPT].count_line.do(self.render, self.accepted(body))
+            prompt = await request[ATTEMPT].count_limiter.run(self.render, self.accepted(body))
         except aiohttp.ClientResponseError as e:
             # Nothing is sampled, so the attempt is not cut off if the prompt is too long.
             return error_response(400, e.message, "invalid_request")

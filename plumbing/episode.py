@@ -25,8 +25,8 @@ from plumbing.sandbox import Sandbox, error_line, number, returned
 
 # number of requests of one attempt that plumbing/endpoint.py works on at the same time
 AT_ONCE = 32
-# most requests of one attempt that go on or wait
-MOST_IN_LINE = 256
+# most requests of one attempt that are worked on or wait; more are refused
+MOST_REQUESTS = 256
 
 
 class CutOff(Exception):
@@ -44,29 +44,33 @@ class EngineUnavailable(AttemptLost):
     """No engine gives an answer: all retries failed, or engines refuse the prompt or die of it."""
 
 
-class LineFull(Exception):
+class TooManyRequests(Exception):
     """Too many requests of this attempt wait; clients of both APIs try again after a while."""
 
 
-class Line:
-    """Lets AT_ONCE works go on at the same time; others wait, but there are never more than
-    MOST_IN_LINE.
-    """
+class RequestLimiter:
+    """Works on AT_ONCE requests of an attempt at the same time. Further ones wait."""
 
     def __init__(self):
         self.semaphore = asyncio.Semaphore(AT_ONCE)
-        self.length = 0
+        # the number of requests that are worked on or wait
+        self.requests = 0
 
-    async def do(self, work, *arguments):
-        """await work(*arguments), when it is its turn. Raises LineFull."""
-        if self.length >= MOST_IN_LINE:
-            raise LineFull(f"{self.length} requests of this attempt go on or wait: try again later")
-        self.length += 1
+    async def run(self, function, *arguments):
+        """Return `await function(*arguments)`, which begins when it is its turn.
+
+        Raises TooManyRequests if there are MOST_REQUESTS already.
+        """
+        if self.requests >= MOST_REQUESTS:
+            raise TooManyRequests(
+                f"{self.requests} requests of this attempt are in progress or wait: try again later"
+            )
+        self.requests += 1
         try:
             async with self.semaphore:
-                return await work(*arguments)
+                return await function(*arguments)
         finally:
-            self.length -= 1
+            self.requests -= 1
 
 
 class Slots:
@@ -142,17 +146,20 @@ class Attempt:
         self.is_evaluation = seed is not None
         # True until a turn uses the slot that was reserved when the problem was chosen
         self.has_slot = not self.is_evaluation
-        # these are used by plumbing/endpoint.py: the lines of requests for turns, and of those that
-        # count tokens; exchanges of messages, texts that were completed, the turns that
-        # each request asked for, and {id of an answer of the Responses API: all items of the
-        # conversation up to its end}
+        # ---- for the clients of plumbing/endpoint.py
         self.base_url = services.endpoint.url
+        # the key tells the endpoint to which attempt a request belongs
         self.api_key = f"sk-{secrets.token_hex(16)}"
-        self.turn_line = Line()
-        self.count_line = Line()
+        # requests for turns, and requests that count tokens, have limits of their own
+        self.turn_limiter = RequestLimiter()
+        self.count_limiter = RequestLimiter()
+        # exchanges of messages
         self.exchanges = []
+        # texts that were completed
         self.texts = []
+        # the turns that each request asked for
         self.requests = {}
+        # {id of an answer of the Responses API: all items of the conversation up to its end}
         self.responses = {}
         services.endpoint.attempts[self.api_key] = self
 
@@ -351,7 +358,9 @@ class Attempt:
             if deadline.expired() or isinstance(e, TimeoutError):
                 # the model is not to blame for the time that engines take
                 self.failed |= self.unanswered_turns > 0
-                return {"limit": f"longer than {seconds} s" if deadline.expired() else line}
+                if deadline.expired():
+                    line = f"the episode took longer than --episode_timeout {seconds} s"
+                return {"limit": line}
             return {"value": "no_answer"} if self.cut_off else {"error": line}
         finally:
             self.services.endpoint.forget(self)

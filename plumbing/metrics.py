@@ -329,7 +329,9 @@ class MetricsLog:
             tokens = sample["tokens"]
             versions = sample["versions"]
             segment = sample["segment"]
-            first = int(sample["mask"].argmax())
+            # The mask also leaves out tokens that were sampled, with --overlong_mask.
+            is_sampled = versions >= 0
+            first = int(is_sampled.argmax())
             # If several tokens make up one character, each of them is decoded to a mark of its own.
             texts = self.tokenizer.batch_decode(tokens[:, None])
             # The prompt and the environment's texts are spans, too, with version -1.
@@ -346,15 +348,17 @@ class MetricsLog:
                 spans=[[int(versions[a]), texts[a:b], int(segment[a])] for a, b in borders],
             )
             # One number if all tokens have the same.
-            advantages = sample["advantage"][versions >= 0].astype(float).round(4)
+            advantages = sample["advantage"][is_sampled].astype(float).round(4)
             line["advantage"] = float(advantages.mean())
             if len(set(advantages)) > 1:
                 line["advantages"] = advantages.tolist()
-            sampled = dict(behavior_logprobs=sample["behavior_logprobs"], log_ratios=own_ratios)
-            for name, values in sampled.items():
-                # JSON has no infinities.
-                values = np.nan_to_num(values[sample["mask"]].astype(float))
-                line[name] = values.round(4).tolist()
+            # JSON has no infinities.
+            behavior_logprobs = np.nan_to_num(sample["behavior_logprobs"][is_sampled].astype(float))
+            line["behavior_logprobs"] = behavior_logprobs.round(4).tolist()
+            log_ratios = np.nan_to_num(own_ratios.astype(float)).round(4)
+            # Of tokens that are not in the loss the trainer computes no logprob.
+            log_ratios = np.where(sample["mask"], log_ratios, None)
+            line["log_ratios"] = log_ratios[is_sampled].tolist()
             self.samples_file.write(json.dumps(line) + "\n")
 
     def _write(self, line):

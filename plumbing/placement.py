@@ -48,8 +48,9 @@ ENGINE_ENV = {
 }
 # OpenMP's threads spin while they wait for each other. By default they go to sleep only after 10 ms
 # or more, and until then they keep a core from the very thread that they wait for: beside other
-# work a step takes twenty times as long. With this short time it takes two and a half times as
-# long, as with one thread; on a quiet machine it takes a tenth longer (bench/threads.py).
+# work a step then takes twenty times as long as on a quiet machine. If they go to sleep after this
+# short time, it takes two and a half times as long, just as with a single thread; on a quiet
+# machine it takes a tenth longer (bench/threads.py).
 SLEEP_SOON = {"GOMP_SPINCOUNT": "2000"}
 # environment of a process with one thread and no GPU
 QUIET = SLEEP_SOON | {
@@ -107,15 +108,19 @@ def own_address(other: str) -> str:
     It is NODE_ADDR or, if that is not set, the address of the interface that leads to the other
     node. Raises ConfigError if it is a loopback address and the other one is not.
     """
-    require(other, "set MASTER_ADDR on every node, to the address of node 0")
+    require(
+        other,
+        f"NNODES={os.environ.get('NNODES', '1')}, but MASTER_ADDR is not set: set it on every node "
+        "to the address of node 0",
+    )
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         # With UDP, connect only chooses an interface and sends nothing
         s.connect((other, 1))
         address = os.environ.get("NODE_ADDR") or s.getsockname()[0]
     require(
         other.startswith("127.") or not address.startswith("127."),
-        f"{other} is {address} here, which no other node can reach: set NODE_ADDR to this node's "
-        "address",
+        f"the address of this node, on its way to {other}, is {address}, which no other node can "
+        "reach: set NODE_ADDR to an address at which the others reach this node",
     )
     return address
 
@@ -145,10 +150,15 @@ def check_endpoint(c: Config):
             f"{given}: the endpoint for agents cannot listen there ({e}): the host must be an "
             "address of this machine, and the port free"
         ) from None
-    # Engines listen at these ports, if they are free.
+    # Engines listen at these ports, and trainer ranks at the next one, if they are free.
     require(
         c.endpoint_port not in range(c.port, c.port + c.engines),
         f"{given}: --port {c.port} gives this port to an engine: choose another one",
+    )
+    require(
+        c.trainers == 1 or c.endpoint_port != c.master_port or not c.endpoint_port,
+        f"{given}: --master_port {c.master_port} gives this port to trainer ranks: choose another "
+        "one",
     )
     # These two stand for all addresses of a machine, and agents need one that they can reach.
     require(
@@ -174,12 +184,16 @@ def _network(address):
 def spread(c: Config, gpus: int) -> tuple[list, list]:
     """Place trainer ranks and engines: two lists of (node, its GPUs), one item for each of them.
 
-    The first list has all ranks, the second one as many engines as there is room for. Ranks take
-    as few nodes as they need. Each of these nodes has the same number of ranks if their number
-    allows it and all engines find room then: the traffic between two nodes is shared by the network
-    cards of the ranks of a node, so two ranks beside eight would hold up the others. Ranks take
-    the first GPUs, and engines take the others, beginning with the last node; if there is only one
-    GPU, both share it. Without GPUs, a node that trains runs no engines if there are other nodes.
+    The first list has all ranks, the second one as many engines as there is room for.
+
+    - Ranks take as few nodes as they need, and the first GPUs of each.
+    - If the number of ranks can be divided by that of these nodes, and all engines find room then,
+      each of these nodes has the same number of ranks. Otherwise one node after the other is
+      filled. (The ranks of a node share the traffic to other nodes among their network cards: with
+      eight ranks on one node and two on another, these two would hold up the others.)
+    - Engines take the other GPUs, beginning with the last node.
+    - If there is only one GPU, ranks and engines share it.
+    - Without GPUs, a node that trains runs no engines if there are other nodes.
     """
     n = c.nnodes
     if not gpus:
@@ -190,7 +204,7 @@ def spread(c: Config, gpus: int) -> tuple[list, list]:
     nodes_needed = max(-(-c.trainers // gpus), 1)
     is_even = c.trainers % nodes_needed == 0
     # Ranks fill a node up to `per_node` before they take the next one.
-    for per_node in (c.trainers // nodes_needed, gpus) if is_even else (gpus,):
+    for per_node in [c.trainers // nodes_needed, gpus] if is_even else [gpus]:
         engines = []
         for node in reversed(range(n)):
             free = range(min(max(taken - node * per_node, 0), per_node), gpus)
@@ -223,31 +237,31 @@ def resolve(config: Config, gpus: int, training: bool = True) -> Config:
     engine_flags.read(c, gpus)
     # by default engines and weight groups listen on loopback, where no other machine reaches them
     c.master_addr = c.master_addr or os.environ.get("NODE_ADDR", "127.0.0.1")
-    everywhere = gpus * c.nnodes
+    all_gpus = gpus * c.nnodes
     if gpus:
         # Engines get the share that they have in the paper, 48 of 128 GPUs, or all GPUs that are
         # left. Longer answers take longer to sample, as more of a KV cache is read for each token:
         # then engines get half of the GPUs, by the simulation of bench/scale.py.
         share = 3 / 8 if c.max_new_tokens <= 4096 else 1 / 2
-        left = (everywhere - c.trainers) // c.tensor_parallel
-        usual = round(everywhere * share / c.tensor_parallel)
+        left = (all_gpus - c.trainers) // c.tensor_parallel
+        usual = round(all_gpus * share / c.tensor_parallel)
         c.engines = c.engines or max(left if c.trainers else usual, 1)
-        c.trainers = c.trainers or max(everywhere - c.engines * c.tensor_parallel, 1)
+        c.trainers = c.trainers or max(all_gpus - c.engines * c.tensor_parallel, 1)
     else:
         c.trainers = c.trainers or 1
         c.engines = c.engines or max(c.nnodes - c.trainers, 1)
     c.trainers = c.trainers if training else 0
     _, engines = spread(c, gpus)
     require(
-        len(engines) == c.engines and (c.trainers <= everywhere or not gpus),
+        len(engines) == c.engines and (c.trainers <= all_gpus or not gpus),
         f"{c.engines} engines x {c.tensor_parallel} GPUs + {c.trainers} trainer ranks do not go "
         f"into {c.nnodes} nodes of {gpus} GPUs: lower --engines, --tensor_parallel or --trainers",
     )
     c.master_port = c.master_port or c.port + c.engines
     if c.weight_backend == "auto":
-        c.weight_backend = "nccl" if everywhere > 1 else "gloo"
+        c.weight_backend = "nccl" if all_gpus > 1 else "gloo"
     if not c.gpu_memory_utilization:
-        c.gpu_memory_utilization = 0.3 if everywhere == 1 and training else 0.7
+        c.gpu_memory_utilization = 0.3 if all_gpus == 1 and training else 0.7
     if c.dtype == "auto":
         c.dtype = "bfloat16" if gpus else "float32"
     require(
@@ -303,8 +317,8 @@ def engine_commands(c: Config, gpus: int, node=0, host="") -> list[tuple[str, di
             "--tensor-parallel-size": c.tensor_parallel,
             "--max-model-len": c.max_model_len,
             "--max-num-seqs": c.concurrency,
-            # Each sequence that decodes takes one token of a step, and those that are guessed for
-            # it: the longest prompt must still fit beside them.
+            # A sequence that decodes takes one token of a step, and the draft tokens of speculative
+            # decoding: the longest prompt must still fit beside all of them.
             "--max-num-batched-tokens": max(
                 8192, c.max_model_len + c.concurrency * (1 + flags.draft_tokens)
             ),
@@ -356,7 +370,8 @@ def _cpu_build(c, i, threads, options):
     env = SLEEP_SOON | {"OMP_NUM_THREADS": str(threads)}
     env["VLLM_CPU_KVCACHE_SPACE"] = str(kv_cache)
     if c.prefix_caching == "on":
-        # Prompts share whole blocks of the KV cache: shorter ones than this build's 128 tokens
+        # Prompts share whole blocks of the KV cache, so blocks must be shorter than the 128 tokens
+        # that this build has by default.
         options["--block-size"] = 32
     if c.enforce_eager:
         # By default inductor would compile the sampler even so, which needs a C++ compiler and a
@@ -456,4 +471,9 @@ def _run_prepare(request):
         # it may have started processes, too
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+    require(
+        process.returncode >= 0,
+        f"tools/prepare.py was killed (signal {-process.returncode}; 9 usually means that memory "
+        "ran out), and nothing is started",
+    )
     require(not process.returncode, "nothing is started, see above")

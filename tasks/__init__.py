@@ -46,8 +46,9 @@ These are all the names that the rest of the code looks for in a task's file:
                                           TypeError if it returns anything else
         If the episode raises an exception or takes longer than --episode_timeout, the outcome is
         "unparsable", and this is counted. The attempt is left out instead if the model has not
-        finished a turn, or if the time passed while it waited for an engine. An episode can ask
-        for this, for example if a tool is out of order: plumbing.episode.AttemptLost("reason").
+        finished a turn, or if the time passed while it waited for an engine. An episode can have
+        its attempt left out, for example because a tool is out of order, with
+        `raise plumbing.episode.AttemptLost("reason")`.
 
     A reward is a finite number (of Python, numpy, torch, Fraction or Decimal; True is 1), or an
     outcome: "correct", "wrong", "no_answer" or "unparsable". --reward_finished holds the four

@@ -56,7 +56,7 @@ SETS = {
 EVALUATION_SETS = ("gsm8k", "math500", "aime24", "aime25", "amc23")
 # A reference with more characters than this is a solution, not its final answer.
 LONGEST_REFERENCE = 500
-# the most references that are tried whether they can be read, because a long one takes milliseconds
+# the number of references that are read on trial at most, because a long one takes milliseconds
 MOST_TRIED = 300
 # 1,234 with commas in the right places, and in no list or interval
 LARGE_NUMBER = re.compile(r"(?<![\d,(\[{.])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
@@ -89,8 +89,9 @@ def problems(split, seed=0, data_names=""):
     for name in data_names.split(",") if split == "train" else []:
         if name in EVALUATION_SETS:
             raise ValueError(
-                f"--train_data {name}: this set is for evaluation, {SETS[name]}: to train on it, "
-                f"write {SETS[name]}; other names are {', '.join(SETS)}"
+                f"--train_data {name}: this set is for evaluation; to train on it all the same, "
+                f"write its whole name, {SETS[name]}; sets for training are "
+                f"{', '.join(x for x in SETS if x not in EVALUATION_SETS)}"
             )
     all_problems = data.problems(data_names, split, SETS, finish)
     tried = all_problems[:: len(all_problems) // MOST_TRIED + 1]
@@ -141,8 +142,8 @@ def reference(text, may_be_solution=False):
         answer = final_answer(solution)
         if answer != final_answer(solution[solution.rindex("\\boxed") :]):
             raise ValueError(
-                f"its last boxes are several answers, {answer!r}: write the final answer into a "
-                "column 'answer'"
+                f"its last boxes are several answers, {answer!r}, so that none is the final one: "
+                "write the final answer into a column 'answer'"
             )
     elif "####" in solution:
         answer = LARGE_NUMBER.sub(lambda number: number[0].replace(",", ""), after)
@@ -184,7 +185,7 @@ def answer(problem, completion):
 
 
 def reward(problem, completion, finished):
-    """An outcome of the reward table: correct | wrong | no_answer | unparsable."""
+    """The outcome of an attempt: correct | wrong | no_answer | unparsable."""
     try:
         given = final_answer(completion)
         if not given:

@@ -210,9 +210,9 @@ def with_fake_engine(run_dir, model, answer, work, engine=None, **knobs):
             position = {"next": 3, "ahead": [5]}
             publish_json(run_dir / "queues" / "position.json", **position)
             # The position alone says nothing: the engines have no weights yet
-            assert actor.read_trainer() is None
+            assert actor.follow_trainer() is None
             publish_json(run_dir / "queues" / "version.json", version=5, served=4, engines=[url])
-            assert actor.read_trainer() == position
+            assert actor.follow_trainer() == position
             assert actor.version == 5 and actor.served == 4
             await actor.start()
             await work(actor)
@@ -420,10 +420,10 @@ def test_pace_of_the_engines_is_published_once_a_second(tmp_path, base_model):
         first = read_json(pace_file)
         assert set(first) == {"gen_tok_s", "gen_idle", "durations"}
         actor.engines.tokens = 1000
-        actor.read_trainer()
+        actor.follow_trainer()
         assert read_json(pace_file) == first
         actor.pace_published_at -= 1
-        actor.read_trainer()
+        actor.follow_trainer()
         assert read_json(pace_file) == actor.engines.pace
         assert read_json(pace_file)["gen_tok_s"] > 0
 

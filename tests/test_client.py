@@ -279,7 +279,7 @@ def test_requests_of_a_dropped_engine_wait_and_move_to_the_next_one():
             await engines.close()
             done.set()
         assert answered == [{second: 1}] * 3
-        assert engines.counts == {"losses of engines": 1, "moved": 1}
+        assert engines.counts == {"crashes of engines": 1, "moved": 1}
         engines.measure_pace()
         assert engines.pace["gen_tok_s"] > 0
 
@@ -305,7 +305,7 @@ def test_requests_to_vllms_own_calls_wait_for_an_engine(monkeypatch):
         assert await asked == {"token_ids": [5]}
 
     asyncio.run(asyncio.wait_for(run(), 30))
-    assert engines.counts == {"losses of engines": 1, "moved": 1}
+    assert engines.counts == {"crashes of engines": 1, "moved": 1}
 
 
 def test_a_prompt_that_engines_refuse_is_sent_once(monkeypatch, capsys):
@@ -395,7 +395,7 @@ def test_prompts_that_kill_engines_are_left_out_and_cost_no_other(urls, monkeypa
 
 def test_a_suspicious_prompt_is_alone_in_its_engine_and_is_cleared_when_it_finishes(monkeypatch):
     engines, mortals = mortal_engines(["a", "b"], [], monkeypatch)
-    engines.losses.update({b"[7]": 2, b"[8]": 1})
+    engines.crashes_with_prompt.update({b"[7]": 2, b"[8]": 1})
     seen = []
 
     async def post(url, path, body):
@@ -410,13 +410,15 @@ def test_a_suspicious_prompt_is_alone_in_its_engine_and_is_cleared_when_it_finis
     # The other attempts at this prompt are sent as any other
     assert [n for prompt, n in seen if prompt == [7]][0] == 1
     assert max(n for prompt, n in seen) > 1
-    assert not engines.losses and not engines.killers
+    assert not engines.crashes_with_prompt and not engines.killers
 
 
 def test_an_engine_that_is_lost_five_times_without_a_finished_request_ends_the_run(monkeypatch):
     killers = [[token] for token in range(10, 16)]
     engines, mortals = mortal_engines(["a"], killers, monkeypatch)
-    with pytest.raises(cfg.ConfigError, match="the engine a was lost . times, .* no request has"):
+    with pytest.raises(
+        cfg.ConfigError, match="the engine a has crashed . times, .* no request has"
+    ):
         asyncio.run(sampled(engines, killers))
     # One more death may come before the client notices
     assert len(mortals.losses) in (5, 6)
@@ -452,8 +454,8 @@ def test_loss_of_all_engines_of_a_node_does_not_end_the_run(monkeypatch):
             await asyncio.sleep(0)
         engines.set_engines(urls)
         assert await asked == prompts
-        assert engines.counts["losses of engines"] == 8
-        assert not engines.losses and not engines.killers
+        assert engines.counts["crashes of engines"] == 8
+        assert not engines.crashes_with_prompt and not engines.killers
 
     asyncio.run(run(is_broken=True))
     asyncio.run(run(is_broken=False))
@@ -471,7 +473,7 @@ def test_refused_connections_and_engines_without_weights_are_no_losses(monkeypat
     monkeypatch.setattr(client, "BACK_OFF", 0.0)
     monkeypatch.setattr(aiohttp.ClientConnectorError, "__str__", lambda e: "refused")
     assert asyncio.run(sampled(engines, [[5]])) == [[5]]
-    assert engines.counts == {"moved": 10} and not engines.lives
+    assert engines.counts == {"moved": 10} and not engines.crashes
 
 
 def test_a_call_of_vllms_own_that_kills_engines_is_an_error(monkeypatch):

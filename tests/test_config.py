@@ -163,7 +163,7 @@ def test_command_line_sets_every_kind_of_value():
 
 def test_a_loss_without_a_row_says_what_to_add(monkeypatch):
     monkeypatch.delitem(cfg.LOSSES, "icepop")
-    with pytest.raises(cfg.ConfigError, match="--loss icepop: add its row to LOSSES in config.py"):
+    with pytest.raises(cfg.ConfigError, match="--loss icepop: add an entry to LOSSES in config.py"):
         resolved("toy", "--loss", "icepop")
 
 

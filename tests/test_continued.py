@@ -401,6 +401,22 @@ def test_a_command_that_is_refused_starts_no_engine_and_leaves_a_complete_run_as
     assert {path: x for path, x in contents(tmp_path).items() if path not in locks} == before
 
 
+def test_a_step_that_was_saved_but_not_announced_is_kept(tmp_path, base_model, capsys):
+    """If a run is stopped, the trainer saves a step whose weights no engine has got yet."""
+    config, run_dir = stopped_run(tmp_path, model=str(base_model))
+    started = with_knobs(config, max_lag=7)
+    opening = rundir.Opening(started)
+    opening.make()
+    rundir.write(started)
+    saved = checkpoints.newest(run_dir)
+    version = int(saved.name.removeprefix("step_"))
+    shutil.copytree(saved, saved.with_name(f"step_{version + 1:06d}"))
+    run.run(started, [("actor", {}, ["bash", "-c", "exit 3"])], "start", [1], opening)
+    said = capsys.readouterr().out
+    assert f"the same command continues from step_{version + 1:06d}" in said
+    assert cfg.load(str(run_dir)).max_lag == 7
+
+
 @pytest.mark.parametrize("case", ["complete", "stopped"])
 def test_a_start_that_fails_before_its_first_step_leaves_everything_as_it_was(
     case, tmp_path, base_model, capsys

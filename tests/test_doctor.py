@@ -216,7 +216,14 @@ def test_trainer_check_includes_the_teachers_part_of_the_loss(
 ):
     # At version 0 the teacher is the policy
     knobs = dict(teacher=str(base_model), teacher_coef=0.5, temperature=1.0)
-    assert trained_rows(Run(base_model, knobs, dict(teacher_coef=coef)), monkeypatch) == expected
+    run = Run(base_model, knobs, dict(teacher_coef=coef))
+    assert trained_rows(run, monkeypatch) == expected
+    # Without advantages from rewards, those from the teacher are left, and the metric has them.
+    for step in run.steps:
+        run.batches[step]["advantage"][:] = 0
+        run.steps[step] |= {"signal": 1.0 if coef else 0.0}
+    rows = list(doctor_checks.check_metrics(run))
+    assert said(rows) == ("y" if coef else "n"), rows
 
 
 def adamw(parameters, eps=1e-8, decay=0.0):
@@ -445,6 +452,20 @@ def test_text_check_plays_an_episode_again(run, monkeypatch):
 
         monkeypatch.setattr(toy, "episode", episode, raising=False)
         assert said(doctor_checks.check_texts(run)) == expected + "yy-"
+
+    # `finished` is that of the last turn so far: it was sampled up to a stop token.
+    seen = []
+
+    async def ends(problem, model):
+        seen.append(model.finished)
+        await model(problem["prompt"])
+        seen.append(model.finished)
+        return 1.0
+
+    monkeypatch.setattr(toy, "episode", ends)
+    list(doctor_checks.check_texts(run))
+    samples = [sample for group in run.groups.values() for sample in group["samples"]]
+    assert not any(seen[::2]) and seen[1::2] == [sample["finished"] for sample in samples]
 
     async def client(problem, model):
         return model.base_url

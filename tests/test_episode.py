@@ -685,22 +685,27 @@ def test_an_endpoint_that_nobody_could_reach_is_refused(host, refusal):
             placement.check_endpoint(c)
 
 
-def test_the_endpoint_takes_no_port_of_an_engine():
+def test_the_endpoint_takes_no_port_of_an_engine_or_of_ranks():
     c = cfg.Config(task="guess", engines=2, endpoint_port=8501)
     with pytest.raises(cfg.ConfigError, match="8501: --port 8500 gives this port to an engine"):
+        placement.check_endpoint(c)
+    c = cfg.Config(task="guess", engines=2, trainers=2, master_port=8502, endpoint_port=8502)
+    with pytest.raises(
+        cfg.ConfigError, match="--master_port 8502 gives this port to trainer ranks"
+    ):
         placement.check_endpoint(c)
 
 
 def test_requests_beyond_the_line_are_told_to_come_later(tmp_path, monkeypatch):
-    monkeypatch.setattr("plumbing.episode.MOST_IN_LINE", 2)
+    monkeypatch.setattr("plumbing.episode.MOST_REQUESTS", 2)
 
     async def episode(problem, model):
         client = Client(model)
-        model.turn_line.length = 2
+        model.turn_limiter.requests = 2
         status, text = await client.post("chat/completions", messages=[user("Hi")])
         error = json.loads(text)["error"]
         assert status == 429 and error["type"] == "rate_limit_error", text
-        model.turn_line.length = 0
+        model.turn_limiter.requests = 0
         await client.chat(user("Hi"))
         return 1.0
 

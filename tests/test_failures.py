@@ -296,7 +296,7 @@ def test_a_request_that_kills_a_real_engine_is_sent_three_times_and_left_out(tmp
         log = engine.log.read_text()
     failed = [list(prompt) for prompt, answer in answers.items() if answer is None]
     assert failed == [KILLER, WITHOUT_A_ROW]
-    assert engines.counts["losses of engines"] == log.count(": the server ends") == 3
+    assert engines.counts["crashes of engines"] == log.count(": the server ends") == 3
     assert engines.counts["left out, as their prompts kill engines"] == 2
     assert engines.counts["refused"] == 1 and engines.counts["failed"] == 0
 
@@ -327,6 +327,6 @@ def test_a_run_whose_every_request_kills_its_engine_ends_and_says_so(tmp_path, b
     done = run(tmp_path, "mortal", PORT + 70, f"--model {base_model}", **environment)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "run.sh: actor died with exit code 1, stopping" in done.stdout
-    assert "was lost 5 times, each time with requests in progress, and no request" in done.stdout
+    assert "has crashed 5 times, each time with requests in progress, and no request" in done.stdout
     assert done.stdout.count("engine0 died with exit code 1, and is started again") in (4, 5)
     assert leftovers(tmp_path) == []

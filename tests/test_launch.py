@@ -264,7 +264,10 @@ def test_everything_stops_however_the_launcher_ends(tmp_path, ending):
     if ending in expected:
         word, number = expected[ending]
         assert f"run.sh: {word}, stopping" in output() and code == number
-        assert "run.sh: stopped; the same command starts anew: there is no checkpoint" in output()
+        assert (
+            "run.sh: stopped before the first checkpoint; the same command begins a new run"
+            in output()
+        )
         assert "\nsaved\n" in log(tmp_path, "train")
 
 

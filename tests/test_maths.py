@@ -540,6 +540,6 @@ def test_command_says_how_an_answer_is_graded():
 
 
 def test_the_test_split_of_a_known_set_is_not_trained_on():
-    message = "--train_data gsm8k: this set is for evaluation, openai/gsm8k:main@test"
+    message = "this set is for evaluation; to train .* its whole name, openai/gsm8k:main@test; sets"
     with pytest.raises(ValueError, match=message):
         maths.problems("train", 0, "math_train,gsm8k")

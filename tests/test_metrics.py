@@ -110,6 +110,12 @@ def test_rollouts_are_written_as_text_with_what_the_trainer_knows(tmp_path, make
     # A continued run repeats what came after its checkpoint, so these lines go.
     assert make_log(version=5) and len(read_lines(tmp_path / "samples.jsonl")) == 2
     assert make_log(version=4) and not read_lines(tmp_path / "samples.jsonl")
+    # An attempt that --overlong_mask leaves out of the loss is written as any other one,
+    # but the trainer has computed no logprobs of its tokens.
+    left_out = dict(turns, mask=np.zeros_like(turns["mask"]), sample_id=19)
+    make_log().samples(join([left_out]), torch.arange(len(turns["tokens"])) / 10, 4)
+    [line] = read_lines(tmp_path / "samples.jsonl")
+    assert line == expected | dict(sample_id=19, log_ratios=[None] * 4)
 
 
 def test_steps_mismatches_and_evaluations_are_written_as_lines(tmp_path, make_log, capsys):

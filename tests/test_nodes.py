@@ -52,7 +52,9 @@ def test_wrong_variables_and_addresses_are_refused(monkeypatch):
     monkeypatch.setenv("NODE_RANK", "2")
     with pytest.raises(cfg.ConfigError, match="NODE_RANK=2 NNODES=2"):
         placement.which_node()
-    with pytest.raises(cfg.ConfigError, match="localhost is 127.0.0.1 here, which no other node"):
+    with pytest.raises(
+        cfg.ConfigError, match="on its way to localhost, is 127.0.0.1, which no other"
+    ):
         placement.own_address("localhost")
     assert placement.own_address("127.0.0.1") == "127.0.0.1"
     monkeypatch.setenv("NODE_ADDR", "10.1.2.3")

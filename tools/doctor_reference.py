@@ -121,6 +121,7 @@ class Recording:
         model = AutoModelForCausalLM.from_pretrained(self.folder(version), dtype=dtype)
         return model.to(self.device).eval()
 
+    @functools.lru_cache(1)
     def stop_tokens(self):
         """Return the set of token ids that end an answer, from the model's own files."""
         ends = np.atleast_1d(self.model(0).generation_config.eos_token_id)
@@ -178,14 +179,18 @@ class Replayed:
         turns, self.inputs = run.parts(sample)
         self.turn_tokens = turns
         self.texts = [run.prompter.decode(turn) for turn in turns]
-        self.finished = bool(sample["finished"])
+        self.sample_finished = bool(sample["finished"])
+        self.stop = run.stop_tokens()
+        # True if the episode has asked for a turn that the sample does not have
+        self.was_cut_off = False
         self.wrong = len(turns)
         self.turn = 0
 
     async def __call__(self, text):
         if self.turn == len(self.texts):
             # If the attempt ended by itself, the episode asked for no further turn.
-            self.wrong += self.finished
+            self.wrong += self.sample_finished
+            self.was_cut_off = True
             raise CutOff
         turn = self.turn
         self.turn += 1
@@ -199,6 +204,13 @@ class Replayed:
             is_same = tokens == self.run.encode(text)
         self.wrong -= is_same
         return self.texts[turn]
+
+    @property
+    def finished(self):
+        """Did the last turn end by itself, with a stop token?"""
+        if self.was_cut_off or not self.turn:
+            return False
+        return self.turn_tokens[self.turn - 1][-1] in self.stop
 
     @property
     def turns(self):
@@ -517,6 +529,15 @@ def lags_and_lengths(c, step, samples):
     return lags, lengths
 
 
+def has_signal(c, step, sample):
+    """Has any token of this sample, trained in the step that made version `step`, an advantage?"""
+    if sample["advantage"].any() or not (c.teacher and c.teacher_coef):
+        return bool(sample["advantage"].any())
+    # Every token in the loss has an advantage from the teacher: hardly ever is it exactly 0.
+    lag = step - 1 - sample["versions"][sample["mask"]]
+    return bool((lag <= c.max_lag).any() if c.late == "mask" else len(lag))
+
+
 def metrics_of(run, step):
     """Return ({metric: value}, lags, lengths) of the step that made version `step`.
 
@@ -535,7 +556,7 @@ def metrics_of(run, step):
         sampled_tokens=len(lags),
         late=sum(int(sample["mask"].sum()) for sample in samples) - len(lags),
         success=np.mean([sample["outcome"] == 0 for sample in samples]),
-        signal=np.mean([bool(sample["advantage"].any()) for sample in samples]),
+        signal=np.mean([has_signal(run.config, step, sample) for sample in samples]),
         cut_off=np.mean([not sample["finished"] for sample in samples]),
         length_mean=np.mean(lengths),
         lag_mean=np.mean(lags or [0]),

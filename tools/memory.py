@@ -24,7 +24,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 import config as cfg
-from plumbing import checkpoints, guards, placement
+from plumbing import checkpoints, engine_flags, guards, placement
 from plumbing.model import decoder_of, layers_of
 from plumbing.routing import expert_blocks
 from train import head_chunk
@@ -257,7 +257,8 @@ class Placed:
         c = self.c
         model = model_config(c.model)
         served = itemsize(c) * parameters(c.model) / GB / c.tensor_parallel
-        batched_tokens = max(8192, c.max_model_len + c.concurrency)
+        draft_tokens = engine_flags.read(c, self.gpus).draft_tokens
+        batched_tokens = max(8192, c.max_model_len + c.concurrency * (1 + draft_tokens))
         width = mlp_width(c.model)
         forward = forward_gb(model, width, batched_tokens, c.concurrency, c.tensor_parallel)
         engine = {"weights": served, "activations": forward, ASSUMED: RESERVE_GB}

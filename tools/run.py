@@ -34,22 +34,21 @@ def train(argv) -> int:
         hosts[node] = placement.own_address(head_address if node_count > 1 else "127.0.0.1")
     c.master_addr = hosts[0]
     placement.resolve(c, gpus)
-    if node == 0:
-        placement.check_endpoint(c)
     lock = []
-    start = ""
+    start_id = ""
     opening = None
     summary = "dry run, nothing is started"
     if node == 0 and c.dry_run:
+        placement.check_endpoint(c)
         placement.prepare(c, ["train", "test"])
         supervise.check_signals()
     elif node == 0:
-        lock, start = rundir.hold(c)
-        opening = begin(c, start)
+        lock, start_id = rundir.hold(c)
+        opening = begin(c, start_id)
         summary = opening.summary
     elif not c.dry_run:
         placement.prepare(c)
-        c, start = rundir.wait_for_node_0(c)
+        c, start_id = rundir.wait_for_node_0(c)
         # This call raises ConfigError unless this node has as many GPUs as node 0.
         placement.resolve(c, gpus)
         summary = "configuration from node 0"
@@ -63,14 +62,15 @@ def train(argv) -> int:
         processes = placement.commands(c, gpus, k, hosts[k])
         print(f"run.sh: node {k} of {node_count}")
         placement.show(processes, c.dry_run)
-    return 0 if c.dry_run else run(c, processes, start, lock, opening)
+    return 0 if c.dry_run else run(c, processes, start_id, lock, opening)
 
 
-def begin(c: cfg.Config, start: str) -> rundir.Opening:
+def begin(c: cfg.Config, start_id: str) -> rundir.Opening:
     """Do on node 0 what must be done before processes start.
 
     What can be refused is refused before the run directory is changed.
     """
+    placement.check_endpoint(c)
     opening = rundir.Opening(c)
     placement.prepare(c, ["train", "test"])
     supervise.check_signals()
@@ -80,15 +80,16 @@ def begin(c: cfg.Config, start: str) -> rundir.Opening:
         # The socket stays open, so that no other run takes the port.
         claim.detach()
     opening.make()
-    rundir.write(c, start)
+    rundir.write(c, start_id)
     return opening
 
 
-def run(c, commands, start, lock=(), opening=None) -> int:
+def run(c, commands, start_id, lock=(), opening=None) -> int:
     """Start these processes, wait for the run's end, stop what still runs; returns the exit code.
 
-    commands: (name, environment, command) of each process. lock, start: as rundir.hold returns them
-    on node 0. opening: None on all other nodes.
+    commands: (name, environment, command) of each process. start_id: a text that names this start
+    of the run. lock: on node 0 the open file that locks the run's name, in a list; see rundir.hold.
+    opening: None on all other nodes.
     """
     run_dir = Path(c.out, c.run)
     processes = []
@@ -102,7 +103,9 @@ def run(c, commands, start, lock=(), opening=None) -> int:
             processes.append(supervise.Process(run_dir, name, env, command, files))
     is_node_0 = bool(lock)
     # On node 0 the run ends with the trainer, on other machines it ends when node 0 is done.
-    is_over = (lambda: False) if is_node_0 else functools.partial(rundir.node_0_is_done, c, start)
+    is_over = (
+        (lambda: False) if is_node_0 else functools.partial(rundir.node_0_is_done, c, start_id)
+    )
     ended = supervise.run(processes, c.stop_timeout, is_over)
     if ended:
         end_line = describe_end(c, opening) if is_node_0 else ""
@@ -118,12 +121,14 @@ def describe_end(c, opening):
     newest = checkpoints.newest(run_dir)
     first = int(opening.newest.name.removeprefix("step_")) if opening and opening.newest else 0
     version = read_json(run_dir / "queues" / "version.json").get("version", 0)
-    if opening and version <= first:
+    # A step may be saved whose weights have not reached the engines, and so are not announced.
+    has_saved = newest is not None and newest.name != f"step_{first:06d}"
+    if opening and version <= first and not has_saved:
         return f"run.sh: stopped before its first step: {opening.undo()}\n"
     if newest is None:
         return (
-            "run.sh: stopped; the same command starts anew: there is no checkpoint; "
-            f"tools/report.py {run_dir} shows the run\n"
+            "run.sh: stopped before the first checkpoint; the same command begins a new run; "
+            f"tools/report.py {run_dir} shows this one\n"
         )
     return (
         f"run.sh: stopped; the same command continues from {newest.name}; "
@@ -135,7 +140,7 @@ def serve(argv) -> int:
     """Start engines for a run in progress and wait for its end; returns the exit code."""
     gpus = placement.gpu_count()
     requested = cfg.parse(argv, cfg.Config())
-    run_config, start = rundir.wait_for_node_0(requested)
+    run_config, start_id = rundir.wait_for_node_0(requested)
     # Knobs that the command line does not set have the values of the run.
     c = cfg.parse(argv, run_config)
     c.trainers = 0
@@ -145,7 +150,12 @@ def serve(argv) -> int:
     # These engines must not draw the same random numbers as the engines of the run.
     c.seed = secrets.randbits(30)
     cfg.require(
-        len(placement.spread(c, gpus)[1]) == c.engines and (gpus or c.weight_backend == "gloo"),
+        gpus or c.weight_backend == "gloo",
+        f"{c.out}/{c.run} sends its weights from GPU to GPU (--weight_backend "
+        f"{c.weight_backend}), and this machine has no GPU: serve from a machine with GPUs",
+    )
+    cfg.require(
+        len(placement.spread(c, gpus)[1]) == c.engines,
         f"{c.engines} engines of {c.tensor_parallel} GPUs each do not fit this machine, which has "
         f"{gpus} GPUs: lower --engines, or use a larger machine",
     )
@@ -157,7 +167,7 @@ def serve(argv) -> int:
     placement.show(processes, c.dry_run)
     if not c.dry_run:
         placement.prepare(c)
-    return 0 if c.dry_run else run(c, processes, start)
+    return 0 if c.dry_run else run(c, processes, start_id)
 
 
 def main(argv):

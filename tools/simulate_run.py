@@ -397,12 +397,12 @@ class Simulation:
         self.taken = 0
         self.evaluated = 0
         # preprocess: groups that wait for earlier draws, and the draw that they wait for; groups
-        # that wait for the trainer; those left in a generation phase. Of the step in progress: its
+        # that wait for the trainer; those left in a training phase. Of the step in progress: its
         # number, its groups, and the attempts that are not yet in a row.
         self.early = {}
         self.next_draw = 0
         self.groups = deque()
-        self.in_phase = 0
+        self.left_in_phase = 0
         self.step = 0
         self.packed_groups = 0
         self.pending = []
@@ -530,16 +530,16 @@ class Simulation:
         config = self.config
         while self.step < config.steps and self.step <= self.known_version + 1:
             packer = PackerState(self.step, self.packed_groups)
-            needed = groups_needed(config, packer, self.in_phase)
+            needed = groups_needed(config, packer, self.left_in_phase)
             if len(self.groups) < needed:
                 break
-            if config.conventional_g and not self.in_phase:
-                self.in_phase = needed
+            if config.conventional_g and not self.left_in_phase:
+                self.left_in_phase = needed
                 phase = [self.groups.popleft() for _ in range(needed)]
                 self.rng.shuffle(phase)
                 self.groups.extendleft(phase)
             self.pack(self.groups.popleft())
-            self.in_phase = max(self.in_phase - 1, 0)
+            self.left_in_phase = max(self.left_in_phase - 1, 0)
 
     def pack(self, group):
         """Add a group to the step, and give full rounds to the trainer; at its end all rows."""
@@ -628,6 +628,11 @@ class Simulation:
             engine.advance(self.now)
             engine.swap(version)
         self.is_sending = False
+        # Engines answer evaluations, so they are due when the engines have a version.
+        every = self.config.eval_every
+        if every and version // every > self.evaluated // every:
+            self.evaluated = version
+            self.evaluate()
         self.announce(version)
         if self.pushes_next:
             self.push()
@@ -635,10 +640,6 @@ class Simulation:
     def announce(self, version):
         """Actor and preprocess learn of a version."""
         self.known_version = version
-        every = self.config.eval_every
-        if every and version // every > self.evaluated // every:
-            self.evaluated = version
-            self.evaluate()
         self.emit()
 
     def note_step(self):
@@ -675,7 +676,7 @@ class PackerState:
     """The part of preprocess.Packer that preprocess.groups_needed reads."""
 
     step: int
-    groups: int
+    groups_added: int
 
 
 # ---- the command
