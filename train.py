@@ -372,6 +372,7 @@ def micro_batch(policy, batch, version, config, device):
     # their attempt, and they are not late.
     in_loss = b["mask"] & ~late
     loss_sample_index = torch.where(in_loss, b["sample_index"], -1)
+    # Of tokens that are not in the loss mu is set to pi, so that w = 1, which is always finite.
     behavior_logprobs = torch.where(in_loss, b["behavior_logprobs"], logprobs.detach())
     # log teacher - log mu of each sampled token; its mean over tokens estimates -KL(mu || teacher).
     teacher_log_ratio = torch.zeros_like(logprobs)
@@ -564,6 +565,7 @@ def load_policy(config, dtype, device, world, trained=False):
 
     trained: with --lora_rank it gets adapters. Collective if there is more than one rank.
     """
+    # FSDP2 also makes the bfloat16 weights of each forward pass, even for a single rank.
     is_sharded = world > 1 or config.dtype != "float32"
     if is_sharded and dist.get_rank() > 0:
         model = empty_model(config, dtype)
