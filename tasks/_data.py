@@ -50,7 +50,10 @@ PROMPT_PARTS = set(
     """.split()
 )
 # columns with a list of choices
-CHOICE_LISTS = {"choices", "options", "endings", "candidates", "distractors"}
+CHOICE_LISTS = re.compile(
+    r"(?:.*_)?(?:choices|options|endings|candidates|distractors)(?:_(?:text|texts|list))?"
+    r"|option_list|choice_list|(?:possible|candidate)_answers|mc[12]_targets"
+)
 # columns with one choice each: option_a, choice1, opa, distractor2; besides, there are A, B, C ...
 CHOICE_COLUMN = re.compile(
     r"(?:choice|option|opt|ans|answer)[ _]?[a-e0-5]|op[a-e]|(?:distractor|incorrect.*)[ _]?\d"
@@ -78,8 +81,29 @@ HALF_ESCAPED = re.compile(
 )
 # In an answer of one line, a control character before a letter is nothing else.
 HALF_ESCAPED_ANSWER = re.compile("[\b\a\v\f\t\r](?=[a-zA-Z])|^\n(?=[a-z])")
+# what CSV files write where there is nothing, or for a yes or no
+EMPTY_TEXTS = (
+    "",
+    "False",
+    "false",
+    "True",
+    "true",
+    "None",
+    "nan",
+    "NaN",
+    "null",
+    "<NA>",
+    "N/A",
+    "0",
+)
+# A prompt that has one of these went through a chat template already.
+TEMPLATE_TOKEN = re.compile(
+    r"<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|<\|begin_of_text\|>|\[INST\]|<\|user\|>"
+)
 # the most characters of an answer that is looked at in this way, because it is no solution
 SHORT_ANSWER = 100
+# a list of one text or number in JSON
+SINGLE_ITEM = re.compile(r'\s*\[\s*(?:"[^"]*"|-?\d+(?:\.\d+)?)\s*\]\s*')
 # characters that one does not see, and that str.strip leaves
 INVISIBLE = "\u200b\u200c\u200d\u200e\u200f\u2060\ufeff\u00ad"
 
@@ -233,7 +257,7 @@ def _check_columns(row, columns):
         )
     by_kind = {}
     for name in row:
-        if row[name]:
+        if row[name] and row[name] is not True and row[name] not in EMPTY_TEXTS:
             by_kind.setdefault(_kind_of_column(name), []).append(name)
     for name in by_kind.get("image", []):
         raise ValueError(f"column '{name}' has an image, and prompts can have texts alone")
@@ -271,7 +295,7 @@ def _kind_of_column(name):
         return "image"
     if name in PROMPT_PARTS:
         return "part"
-    if name in CHOICE_LISTS or CHOICE_COLUMN.fullmatch(name):
+    if CHOICE_LISTS.fullmatch(name) or CHOICE_COLUMN.fullmatch(name):
         return "choice"
     return "letter" if name in ("a", "b", "c", "d", "e") else ""
 
@@ -356,9 +380,16 @@ def _check_text(problem):
     image = IMAGE.search(prompt_text(problem["prompt"]))
     if image:
         raise ValueError(f"the prompt has an image, {image[0]!r}, and can have texts alone")
+    token = TEMPLATE_TOKEN.search(prompt_text(problem["prompt"]))
+    if token:
+        raise ValueError(
+            f"the prompt has {token[0]!r}, so it went through a chat template already: write the "
+            "question alone, or a list of messages; --chat True puts it through the template of "
+            "the model"
+        )
     for name in ("prompt", "answer"):
         text = problem.get(name)
-        text = prompt_text(text) if name == "prompt" else text
+        text = prompt_text(text) if name == "prompt" else _single(text)
         if not isinstance(text, str):
             continue
         broken = HALF_ESCAPED.search(text)
@@ -377,22 +408,31 @@ def visible(text):
     return text.strip().strip(INVISIBLE).strip()
 
 
+def _single(value):
+    """The value in a list of one value, in {"value": ...}, or in a text that is such a list.
+
+    The text is JSON. Anything else stays as it is.
+    """
+    if isinstance(value, list) and len(value) == 1:
+        return _single(value[0])
+    if isinstance(value, dict) and list(value) == ["value"]:
+        return _single(value["value"])
+    if isinstance(value, str) and SINGLE_ITEM.fullmatch(value):
+        try:
+            return _single(json.loads(value, strict=False))
+        except json.JSONDecodeError:
+            pass
+    return value
+
+
 def as_text(value):
     """An answer, a text or a number, as text: 5.0 -> "5", 1e16 -> "10000000000000000".
 
     A list of one value, an object {"value": ...}, and a text that is such a list in JSON, count as
     the value in them. Raises ValueError for anything else, and for an empty text.
     """
-    if isinstance(value, list) and len(value) == 1:
-        return as_text(value[0])
-    if isinstance(value, dict) and list(value) == ["value"]:
-        return as_text(value["value"])
+    value = _single(value)
     if isinstance(value, str):
-        if re.match(r'\s*\[\s*"', value):
-            try:
-                return as_text(json.loads(value))
-            except json.JSONDecodeError:
-                pass
         text = visible(value)
         if text in ("", "nan", "NaN", "null", "<NA>", "N/A"):
             raise ValueError(f"it is empty: {value!r}")
@@ -712,6 +752,22 @@ def csv_rows(path):
         raise ValueError(f"{path}:{line + 1}: not valid CSV ({e})") from None
 
 
+def _shortened(value, kind):
+    """A value of Parquet whose numbers of 16 and 32 bits have no more digits than these have.
+
+    0.1 in 32 bits is 0.10000000149011612 in Python -> 0.1. kind: the type in pyarrow. Numbers
+    within lists and objects are shortened, too.
+    """
+    if isinstance(value, float) and str(kind) in ("halffloat", "float"):
+        return float(str(kind.to_pandas_dtype()(value)))
+    if isinstance(value, dict) and kind.num_fields:
+        fields = {field.name: field.type for field in map(kind.field, range(kind.num_fields))}
+        return {name: _shortened(item, fields.get(name, kind)) for name, item in value.items()}
+    if isinstance(value, list) and hasattr(kind, "value_type"):
+        return [_shortened(item, kind.value_type) for item in value]
+    return value
+
+
 def parquet_rows(path):
     """Yields (where, row) for a Parquet file."""
     import pyarrow.parquet
@@ -722,18 +778,11 @@ def parquet_rows(path):
         names = file.schema_arrow.names
         if len(set(names)) < len(names):
             raise ValueError(f"two columns have the same name: {', '.join(names)}")
-        # columns of 16 or 32 bits, whose numbers have fewer digits than Python's
-        narrow = {
-            field.name: field.type.to_pandas_dtype()
-            for field in file.schema_arrow
-            if str(field.type) in ("halffloat", "float")
-        }
+        types = {field.name: field.type for field in file.schema_arrow}
         for batch in file.iter_batches(1000):
             for row in batch.to_pylist():
                 number += 1
-                for name, dtype in narrow.items():
-                    if row[name] is not None:
-                        row[name] = float(str(dtype(row[name])))
+                row = {name: _shortened(value, types[name]) for name, value in row.items()}
                 yield f"{path}: row {number}", row
     # the library raises errors of many kinds
     except Exception as e:

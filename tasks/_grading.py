@@ -120,7 +120,7 @@ def is_clearly_same(box, other):
 SIGNS = r"""
 π \pi | θ \theta | α \alpha | β \beta | √ \sqrt | ∞ \infty | ∅ \emptyset | ≤ \le | ≥ \ge | ≠ \ne
 ≈ \approx | ≡ \equiv | ∈ \in | ∪ \cup | ± \pm | × \cdot | · \cdot | ⋅ \cdot | ÷ / | − - | – -
-° ^\circ | ½ \frac12 | ¼ \frac14 | ¾ \frac34 | ℝ \mathbb{R} | ⟨ ( | ⟩ )
+° ^\circ | ¢ \text{cents} | ½ \frac12 | ¼ \frac14 | ¾ \frac34 | ℝ \mathbb{R} | ⟨ ( | ⟩ )
 ， , | ； ; | ： : | （ ( | ） )
 """
 SIGNS = dict(pair.split() for pair in re.split(r" \| |\n", SIGNS.strip()))
@@ -128,6 +128,8 @@ SIGNS = str.maketrans({sign: latex + " " for sign, latex in SIGNS.items()})
 # raised and lowered digits: x², 2¹⁰, 10⁻³, x₁; but ⁰ alone may be a degree, and ⁴√ is a root
 RAISED = re.compile("⁻?[¹²³⁴⁵⁶⁷⁸⁹][⁰¹²³⁴⁵⁶⁷⁸⁹]*+(?! ?(?:√|\\\\sqrt))")
 LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
+# √12: the root of all of the number
+ROOT_OF_NUMBER = re.compile(r"√ ?(\d+(?:\.\d+)?)")
 DIGITS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹₀₁₂₃₄₅₆₇₈₉", "-01234567890123456789")
 SPELLINGS = [
     # sizes, delimiters of formulas, spaces
@@ -140,13 +142,26 @@ SPELLINGS = [
     (r"\^ ?\{ ?\\circ ?\}|\^? ?\\degree(?![a-z])", r"^\\circ "),
     (r"\^\\circ ?(\\(?:text|mathrm) ?\{ ?)?C\b ?\}?$", r"\\text{celsius}"),
     (r"\^\\circ ?(\\(?:text|mathrm) ?\{ ?)?F\b ?\}?$", r"\\text{fahrenheit}"),
-    (r"(?<=:\d\d) ?(?:\\text ?\{ ?([aApP])\.? ?[mM]\.? ?\}|([aApP])\.?[mM]\b)", r"\\text{\1\2m}"),
+    # the unit stands behind the hours: behind minutes it would be lost at 5:00, as a factor of 0
+    (
+        r"(\d+)(:\d\d) ?(?:\\text ?\{ ?([aApP])\.? ?[mM]\.? ?\}|([aApP])\.?[mM]\b)",
+        r"\1\\text{\3\4m}\2",
+    ),
     (r"\\text ?\{ ?(-?[\d.,/]+) ?([a-zA-Z/]+) ?\}", r"\1\\text{\2}"),
     (r"\\(text|mathrm) ?\{([^{}^]*)\^ ?\{?(-?\d)\}?\}", r"\\\1{\2}^{\3}"),
     # 1 2/3; (mod 7); (11)_2; a system of equations
     (r"(?<![\d.])(\d+) +(\d+)/(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
     (r"\( ?\\(?:b?mod|(?:text|mathrm) ?\{ ?mod ?\}) ?([^()]*)\)", r"\\pmod{\1}"),
     (r"\((\d+)\) ?_", r"\1_"),
+    # 3 x 10^8; 2**10; (-oo, 1); acos(x); Rs. 500; US$5; $-5; 5th
+    (r"(?<=\d) ?[xX] ?(?=10 ?\^)", r"\\cdot "),
+    (r"(?<=[\w)}]) ?\*\* ?(?=[\w({-])", "^"),
+    (r"(?<![a-zA-Z\\])(?:oo|inf)(?![a-zA-Z])", r"\\infty "),
+    (r"(?<![a-zA-Z\\])a(?=(?:sin|cos|tan)\()", "arc"),
+    (r"^Rs\.? ?(?=\d)", "₹"),
+    (r"^US ?(?=\\?\$)", ""),
+    (r"^(\\?\$)-(?=[\d.])", r"-\1"),
+    (r"^(\d+)(?:st|nd|rd|th)$", r"\1"),
     (r"^\\begin ?\{cases\}([^&]*)\\end ?\{cases\}$", lambda found: found[1].replace("\\\\", ",")),
 ]
 SPELLINGS = [(re.compile(pattern), new) for pattern, new in SPELLINGS]
@@ -157,6 +172,7 @@ FONT_GROUP = re.compile(latex.FONT + r"\{([^{}]*)\}")
 
 def normalized_spelling(text):
     """A text without layout and without delimiters around it: `\\[\\boxed{5}\\].` -> `5`."""
+    text = ROOT_OF_NUMBER.sub(r"\\sqrt{\1}", text)
     text = RAISED.sub(lambda digits: f"^{{{digits[0].translate(DIGITS)}}}", text)
     text = LOWERED.sub(lambda digits: f"_{{{digits[0].translate(DIGITS)}}}", text)
     text = text.translate(SIGNS).strip()
@@ -229,6 +245,14 @@ ASKS_FOR_PERCENT = re.compile(
 )
 # 20%, a 20 percent solution: nothing is asked for
 GIVEN_PERCENT = re.compile(rf"\d[\d.,]*[ -]?{PERCENT}", re.IGNORECASE)
+# "Sort ascending", "arrange ... from smallest to largest": the order of a list is asked for
+ASKS_FOR_ORDER = re.compile(
+    r"\b(sort|arrange|rank|ascending|descending|alphabetical(ly)?"
+    r"|(in|from)( the)? (increasing|decreasing|chronological) order"
+    r"|(from )?(the )?(least|smallest|lowest|largest|greatest|highest|shortest|longest)"
+    r" (to|first)( the)?)\b",
+    re.IGNORECASE,
+)
 # letters side by side, perhaps with a number before or after; and those whose order matters, as in
 # `HTH`, `IV`, `12AB` and `no`, because they are no product of variables
 LETTERS = re.compile(r"\d*[a-zA-Z]{2,}\d*")
@@ -237,6 +261,7 @@ ORDERED_LETTERS = re.compile(r"\d*[A-Z]{2,}\d*|(?i:yes|no)")
 SHORT_WORDS = re.compile(
     rf"[a-zA-Z]{{2,{latex.LONGEST_PRODUCT}}}( [a-zA-Z]{{2,{latex.LONGEST_PRODUCT}}})*"
 )
+WORDS = re.compile("[a-zA-Z]{2,}(?: [a-zA-Z]+)*")
 # what separates the words of a list
 LIST_SIGN = re.compile(r"[,;]|\b(?:and|or)\b")
 # The variables of a prompt are all letters of its formulas, without the names of commands, and
@@ -247,9 +272,11 @@ VARIABLES = re.compile(r"\b[a-zA-Z]\b|[a-zA-Z]+(?= ?[+*^=])|(?<=[+*^=\d]) ?[a-zA
 # several choices: `A, C, D`, `(A) and (C)`; and what has a letter of a choice in a prompt, `A) 12`
 SINGLE_CHOICE = r"(?:\([A-H]\)|[A-H])"
 CHOICES = re.compile(rf"{SINGLE_CHOICE}(?:(?:,|;|,? and| ?&) ?{SINGLE_CHOICE})+")
+SINGLE_LETTER = re.compile(r"\(?([A-Ha-h])[).]?")
 CHOICE_OF_PROMPT = re.compile(r"(?<![a-zA-Z])([A-H])[).] ?\S")
-# `5 m/s`, `9.8 m/s^2`: a number, a space, and a rate without \text
+# `5 m/s`, `9.8 m/s^2`, `5 m`: a number, a space, and a unit without \text
 PLAIN_RATE = re.compile(r"(-?[\d.,/]*\d) ([a-zA-Z]+) ?/ ?([a-zA-Z]+)((?:\^\{?\d\}?)?)")
+PLAIN_UNIT = re.compile(r"(-?[\d.,/]*\d) ([mgslhNJWVAKL])((?:\^\{?-?\d\}?)?)")
 # a decimal as programs print it, of which they have rounded the last digit
 ROUNDED = re.compile(r"-?\d{1,6}\.\d{10,}(?<!0)")
 # the largest relative difference between such a decimal and the number that was rounded
@@ -258,7 +285,7 @@ INEQUALITY = re.compile(r"[<>≤≥≠]|\\(le|ge|lt|gt|ne)(?![a-z])|\\(leq|geq|n
 # a choice with its text and a bracket on either side of its letter, whatever the text is
 BRACKETED = re.compile(r"\(([A-Z])\) ?+(?![-+=,;]|or\b|and\b)((?:(?!\([A-Z]\)).)+)")
 # a choice with its text: `C) 12`, `C. 12`, `C. Paris`; and what several choices have in their text
-LABELLED = re.compile(r"\(?([A-Z])(?:\)|[.:](?= )) ?([^-+= ].*)")
+LABELLED = re.compile(r"\(?([A-J])(?:\)|[.:](?= )) ?([^-+= ].*)")
 SEVERAL = re.compile(r"[A-Z](?![a-z])|,|\b(?:or|and)\b")
 
 
@@ -275,18 +302,11 @@ def is_same_answer(reference, given, prompt=""):
     if is_same_text and not (INEQUALITY.search(given) and has_and[0] != has_and[1]):
         return True
     reference, given = normalized_spelling(reference), normalized_spelling(given)
-    choices = [choices_of(answer) for answer in (reference, given)]
-    if all(choices) and {"A", "B", *choices[0]} <= set(CHOICE_OF_PROMPT.findall(prompt)):
-        return choices[0] == choices[1]
-    lists = [re.split("[,;]", answer) for answer in (reference, given)]
-    words = [without_fonts(word).replace(" ", "") for word in lists[0] + lists[1]]
-    if all(map(LETTERS.fullmatch, words)) and any(map(ORDERED_LETTERS.fullmatch, words)):
-        return are_same_texts(*lists)
-    items = []
-    for answer in (reference, given):
-        items.append([item.strip(" ()") for item in LIST_SIGN.split(without_fonts(answer))])
-    if prompt and all(is_word(item, prompt) for item in items[0]):
-        return are_same_texts(*items)
+    verdict = is_same_choice(reference, given, prompt)
+    if verdict is None:
+        verdict = is_same_wording(reference, given, prompt)
+    if verdict is not None:
+        return verdict
     reference_label, reference_text = label_and_text(reference)
     given_label, given_text = label_and_text(given)
     if reference_label and given_label:
@@ -295,6 +315,43 @@ def is_same_answer(reference, given, prompt=""):
         unlabelled = comparable_text(given if reference_label else reference)
         is_label = unlabelled == (reference_label or given_label)
         return is_label or is_same_answer(reference_text, given_text, prompt)
+    return is_same_formula(reference, given, prompt)
+
+
+def is_same_choice(reference, given, prompt):
+    """Are two answers to a prompt with choices the same choices? None if they are no choices."""
+    choices = [choices_of(answer) for answer in (reference, given)]
+    if all(choices) and {"A", "B", *choices[0]} <= set(CHOICE_OF_PROMPT.findall(prompt)):
+        return choices[0] == choices[1]
+    letters = [SINGLE_LETTER.fullmatch(without_fonts(answer)) for answer in (reference, given)]
+    if all(letters) and {"A", "B"} <= set(CHOICE_OF_PROMPT.findall(prompt.upper())):
+        return letters[0][1].upper() == letters[1][1].upper()
+    return None
+
+
+def is_same_wording(reference, given, prompt):
+    """Have two answers of words or letters the same ones? None if the reference may be a formula.
+
+    The order of a list matters only if the prompt asks for it.
+    """
+    is_ordered = bool(ASKS_FOR_ORDER.search(prompt))
+    lists = [re.split("[,;]", answer) for answer in (reference, given)]
+    words = [without_fonts(word).replace(" ", "") for word in lists[0] + lists[1]]
+    if all(map(LETTERS.fullmatch, words)) and any(map(ORDERED_LETTERS.fullmatch, words)):
+        return are_same_texts(*lists, is_ordered)
+    items = []
+    for answer in (reference, given):
+        items.append([item.strip(" ()") for item in LIST_SIGN.split(without_fonts(answer))])
+    is_list_of_words = len(items[0]) > 1 and all(map(WORDS.fullmatch, items[0]))
+    if (prompt and all(is_word(item, prompt) for item in items[0])) or (
+        is_list_of_words and not has_value(reference, prompt)
+    ):
+        return are_same_texts(*items, is_ordered)
+    return None
+
+
+def is_same_formula(reference, given, prompt):
+    """Are two answers equal, as latex.read reads them? Raises one of UNCLEAR for `given` alone."""
     prompt_words = re.findall("[a-z]+", prompt.lower())
     asks_for_percent = ASKS_FOR_PERCENT.search(GIVEN_PERCENT.sub("", prompt))
     percent = latex.Unit("percent") if asks_for_percent else sympy.Rational(1, 100)
@@ -304,19 +361,27 @@ def is_same_answer(reference, given, prompt=""):
         reference_statements = latex.read(reference, nouns, percent)
     except UNCLEAR:
         return False
+    if len(reference_statements) > 1 and ASKS_FOR_ORDER.search(prompt):
+        pairs = zip(reference_statements, given_statements)
+        has_all = len(reference_statements) == len(given_statements)
+        return has_all and all(is_same_statement(one, other) for one, other in pairs)
     if is_same_list(reference_statements, given_statements):
         return True
     if is_rounded(reference):
         return is_same_rounded(reference_statements[0].values[0], given_statements)
-    rates = [rate_in_text(answer, reference + " " + prompt) for answer in (reference, given)]
-    if rates == [reference, given]:
+    with_units = []
+    for answer in (reference, given):
+        answer = rate_in_text(answer, reference + " " + prompt)
+        with_units.append(unit_in_text(answer, reference, prompt))
+    if with_units == [reference, given]:
         return False
-    return is_same_list(*(latex.read(answer, nouns, percent) for answer in rates))
+    return is_same_list(*(latex.read(answer, nouns, percent) for answer in with_units))
 
 
-def are_same_texts(texts, others):
-    """Are two lists of answers equal as texts, in any order?"""
-    return sorted(map(comparable_text, texts)) == sorted(map(comparable_text, others))
+def are_same_texts(texts, others, is_ordered=False):
+    """Are two lists of answers equal as texts, in any order unless is_ordered?"""
+    lists = [list(map(comparable_text, words)) for words in (texts, others)]
+    return lists[0] == lists[1] if is_ordered else sorted(lists[0]) == sorted(lists[1])
 
 
 def has_value(reference, prompt=""):
@@ -368,6 +433,29 @@ def rate_in_text(answer, context):
     return f"{rate[1]}\\text{{{rate[2]}/{rate[3]}}}{rate[4]}"
 
 
+def unit_in_text(answer, reference, prompt):
+    """`5 m` -> `5\\text{m}`, if the letter is no variable in the prompt.
+
+    Besides, the reference must have the letter, or the prompt must have it after a number or `in`.
+    """
+    found = PLAIN_UNIT.fullmatch(answer)
+    if not found or not prompt:
+        return answer
+    letter = found[2]
+    alone = rf"{letter}(?![a-zA-Z])"
+    if not re.search(rf"(?<![a-zA-Z]){alone}", reference) and not re.search(
+        rf"(?:\d|\bin) {alone}", prompt
+    ):
+        return answer
+    formulas = "".join(FORMULA.findall(prompt))
+    around = FORMULA.sub(" ", prompt)
+    # `5 m` and `in m` may be lengths; `5m`, `5 m + 3` and `m` alone are variables
+    is_variable = letter in COMMAND.sub(" ", FONT_GROUP.sub(" ", formulas)) or re.search(
+        rf"(?<!\d )(?<!in )(?<![a-zA-Z/]){alone}|\b{letter} ?[-+*=]", around
+    )
+    return answer if is_variable else f"{found[1]}\\text{{{letter}}}{found[3]}"
+
+
 def is_rounded(reference):
     """Is it a decimal of 16 or 17 digits, as programs print it: 0.30000000000000004?"""
     digits = len(reference.replace(".", "").strip("-0"))
@@ -401,7 +489,7 @@ def label_and_text(answer):
 def words_of(reference):
     """The words of a reference that may be units: those in \\text{}, or after a single number."""
     texts = FONT_GROUP.findall(reference)
-    after_number = re.fullmatch(r"[\d.,/ ]*\d ([a-zA-Z ]+)", reference)
+    after_number = re.fullmatch(r"(?:[\d.,/ ]*\d|\d+\\frac\{\d+\}\{\d+\}) ([a-zA-Z ]+)", reference)
     if after_number:
         texts.append(after_number[1])
     return re.findall("[a-z]+", " ".join(texts).lower())

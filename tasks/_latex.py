@@ -79,7 +79,7 @@ mm millimeter millimetre | cm centimeter centimetre | m meter metre | km kilomet
 in inch inche | ft foot feet | yd yard | mi mile | l liter litre | ml milliliter millilitre | gallon
 mg milligram | g gram | kg kilogram | pound lb | ounce | degree deg | rad radian
 celsius | fahrenheit
-s sec second | min minute | h hr hour | am | pm | day | week | month | year yr
+s sec second | ms millisecond | min minute | h hr hour | am | pm | day | week | month | year yr
 newton | joule | watt | volt | ampere amp | kelvin | pascal | hertz
 dollar usd buck | cent | euro eur | percent | unit | people person | student | way | time | piece
 """
@@ -159,7 +159,10 @@ def token_pattern(thousands):
     )
 
 
-# the word, which is read as a comma
+# the word "and", which is read as a comma
+# A date, a range, a score or a telephone number; these are no differences and no quotients:
+# `2024-01-05`, `1939-1945`, `06/05/2020`. `2-3/4` is a mixed number or a difference.
+NO_FORMULA = re.compile(r"\d+(?: ?- ?\d+)+(?:/\d+)?|\d+/\d+/\d+")
 AND = re.compile(r"(?<![a-zA-Z])and(?![a-zA-Z])")
 TOKEN = token_pattern(r"\{,\}|,|[ ]")
 # In brackets a comma separates: (1,234) is a point, and not a number.
@@ -659,7 +662,8 @@ class Reader:
         return factor * self.unit_called(words[-1]) ** (direction * exponent)
 
     def unit_called(self, word):
-        singular = word.removesuffix("s") or word
+        # `ms` are no metres
+        singular = word.removesuffix("s") if len(word) > 2 else word
         if singular in MULTIPLES:
             return sympy.Integer(MULTIPLES[singular])
         unit = UNITS.get(word) or UNITS.get(singular)
@@ -901,6 +905,10 @@ def read(text, nouns=(), percent=sympy.Rational(1, 100)):
     """
     if len(text) > LONGEST:
         raise ValueError(f"an answer of {len(text)} characters, at most {LONGEST} are read")
+    if any(NO_FORMULA.fullmatch(part.strip()) for part in re.split("[,;]", text)):
+        raise ValueError("a date, a range or a difference: equal to its own text alone")
+    if re.fullmatch(r"0\d+", text):
+        raise ValueError("digits that begin with 0 may be a code: equal to their own text alone")
     statements = Reader(tokens_of(text, nouns), nouns, percent).answer()
     values = [value for statement in statements for value in statement.values]
     are_inequalities = any(is_interval(value) and value.kind != "()" for value in values)

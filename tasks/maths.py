@@ -65,8 +65,10 @@ PLACEHOLDERS = {"proof", "notfound", "not found", "unknown", "n/a", "na", "?", "
 PLACEHOLDERS |= {"see above", "see solution", "no solution provided", "image"}
 # an answer that has none of these says nothing: `$ $`, `[]`
 SAYS_SOMETHING = re.compile(r"[\w\\∞∅]")
-# a very large or very small number as programs write it: 1e+16, 1.5e-05
-PROGRAM_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?[eE][-+]?\d{2,}")
+# An answer after #### that has more words than this is a sentence.
+MOST_WORDS = 2
+# a very large or very small number as programs write it: 1e+16, 1.5e-05, 1e-5
+PROGRAM_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?[eE](?:[-+]\d+|\d{2,})")
 # a command of LaTeX, and a word of at least two letters
 COMMAND = re.compile(r"\\text\{[^}]*\}|\\[a-zA-Z]+")
 WORD = re.compile(r"[^\W\d_]{2,}")
@@ -113,7 +115,8 @@ def finish(problem):
     """
     if "answer" not in problem:
         columns = ", ".join(data.ANSWER_COLUMNS)
-        names = ", ".join(name for name in problem if name not in data.OWN_NAMES)
+        # a name such as ' answer' is seen only in quotation marks
+        names = ", ".join(repr(name) for name in problem if name not in data.OWN_NAMES)
         raise ValueError(
             f"no column holds the answer: it must be called one of {columns}; the row has {names}"
         )
@@ -147,7 +150,9 @@ def reference(text, may_be_solution=False):
             )
     elif "####" in solution:
         answer = LARGE_NUMBER.sub(lambda number: number[0].replace(",", ""), after)
-        may_be_solution = True
+        # `18 dollars` and `10:30 AM` are answers, `Result: 18` is a sentence.
+        count = len(WORD.findall(COMMAND.sub(" ", answer)))
+        may_be_solution = count > MOST_WORDS or not re.match(r"[-+$\\(\d.]", answer)
     else:
         answer = AROUND_DISPLAY.sub("", solution)
     if "\\begin{" in answer:

@@ -161,6 +161,7 @@ def test_a_row_is_named_by_its_file_and_line(tmp_path):
         ({"value": "5"}, "5"),
         ('["\\\\frac{1}{2}"]', "\\frac{1}{2}"),
         ("[5, 6]", "[5, 6]"),
+        ("[34]", "34"),
         (" 5\n", "5"),
         ("So \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
         ("\\[\n5\n\\]", "5"),
@@ -181,7 +182,9 @@ def test_answers_that_are_texts_or_numbers_are_read(value, answer, tmp_path):
         (float("inf"), "must be a text or a number, it is float 'inf'"),
         (True, "must be a text or a number, it is bool 'True'"),
         (["5", "6"], "must be a text or a number, it is list"),
-        ('["5", "6"]', "must be a text or a number, it is list"),
+        ('["5", "6"]', "it is a list or an object that was written as a text"),
+        (["\frac12"], "the answer has the character '.x0c' before 'rac12'"),
+        ('["\frac12"]', "the answer has the character '.x0c' before 'rac12'"),
         ([], "must be a text or a number, it is list"),
         ({"a": 5}, "must be a text or a number, it is dict"),
         (None, "column 'answer' is empty"),
@@ -249,6 +252,15 @@ def test_text_parts_of_a_message_are_one_text(tmp_path):
         ([ROW, dict(problem="q", answer="5")], ":2: the columns of this row mean something else"),
         ([ROW, dict(ROW, final_answer="6"), dict(ROW, problem="p")], ":3: the columns of this row"),
         ([dict(ROW, choices=["4", "5"])], ":1: the columns 'question' and 'choices' make one"),
+        ([dict(ROW, answer_choices=["4", "5"])], ":1: the columns 'question' and 'answer_choices'"),
+        ([dict(ROW, options_text=["4", "5"])], ":1: the columns 'question' and 'options_text'"),
+        ([dict(ROW, possible_answers=["4", "5"])], ":1: the columns 'question' and 'possible_"),
+        (
+            [dict(ROW, question="<|im_start|>user\nWhat is 2 + 3?<|im_end|>\n")],
+            ":1: the prompt has '<.im_start.>', so it went through a chat template already",
+        ),
+        ([dict(ROW, question="[INST] 2 + 3? [/INST]")], ":1: the prompt has '.INST.', so it went"),
+        ([{"question": "q", " answer": "5"}], ":1: .*the row has 'question', ' answer'"),
         ([dict(ROW, option_a="4", option_b="5")], ":1: the columns 'question' and 'option_a' make"),
         ([dict(ROW, A="4", B="5")], ":1: the columns 'question' and 'A' make one prompt"),
         (
@@ -310,6 +322,8 @@ def test_rows_whose_meaning_is_not_certain_are_refused(rows, complaint, tmp_path
     "row,answer",
     [
         (dict(ROW, A="what is A?"), "5"),
+        (dict(ROW, has_image="False", image="None", context="N/A"), "5"),
+        (dict(ROW, has_image=False, options=[]), "5"),
         (dict(prompt="q (A) 4 (B) 5", choices=["4", "5"], answer="B"), "B"),
         (dict(prompt="q", choices=["4", "5"], answer="5"), "5"),
         (dict(prompt="q", choices={"text": ["x", "y"], "label": ["1", "2"]}, answer="2"), "2"),
@@ -381,6 +395,11 @@ def test_solutions_without_one_final_answer_are_refused(solution, tmp_path):
         ("#### Step 1\nAdd 2 and 3.\nSo \\boxed{5}.", "5"),
         ("so $\\fbox{5}$.", "5"),
         ("#### 5,100,2000", "5,100,2000"),
+        ("so\n#### 18 dollars", "18 dollars"),
+        ("so\n#### 10:30 AM", "10:30 AM"),
+        ("#### 2sqrt(3)", "2sqrt(3)"),
+        ("1e-5", "0.00001"),
+        ("1e+5", "100000"),
         ("#### 0,125", "0,125"),
         ("#### (1,234)", "(1,234)"),
         ("#### $1,234,567.50", "$1234567.50"),
@@ -401,9 +420,14 @@ def test_numbers_of_32_bits_have_their_own_digits(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet
 
-    columns = {"question": ["q"], "answer": pa.array([0.1], pa.float32())}
-    pa.parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
-    assert read(tmp_path / "a.parquet")[0]["answer"] == "0.1"
+    for name, value, kind in (
+        ("answer", 0.1, pa.float32()),
+        ("answer", [0.1], pa.list_(pa.float32())),
+        ("reward_model", {"ground_truth": 0.1}, pa.struct([("ground_truth", pa.float32())])),
+    ):
+        columns = {"question": ["q"], name: pa.array([value], kind)}
+        pa.parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
+        assert read(tmp_path / "a.parquet")[0]["answer"] == "0.1"
 
 
 def test_a_column_without_a_name_is_no_source(tmp_path):

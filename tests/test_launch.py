@@ -265,7 +265,7 @@ def test_everything_stops_however_the_launcher_ends(tmp_path, ending):
         word, number = expected[ending]
         assert f"run.sh: {word}, stopping" in output() and code == number
         assert (
-            "run.sh: stopped before the first checkpoint; the same command begins a new run"
+            "run.sh: stopped; the same command begins a new run, as there is no checkpoint"
             in output()
         )
         assert "\nsaved\n" in log(tmp_path, "train")

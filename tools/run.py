@@ -127,7 +127,7 @@ def describe_end(c, opening):
         return f"run.sh: stopped before its first step: {opening.undo()}\n"
     if newest is None:
         return (
-            "run.sh: stopped before the first checkpoint; the same command begins a new run; "
+            "run.sh: stopped; the same command begins a new run, as there is no checkpoint; "
             f"tools/report.py {run_dir} shows this one\n"
         )
     return (
