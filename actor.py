@@ -148,6 +148,8 @@ class Actor:
         self.failures_in_a_row = 0
         # the trainer's version; -1 before its first one
         self.version = -1
+        # the number of attempts of evaluations that have ended
+        self.evaluated = 0
         # the version that the engines have; in conventional RL the trainer is ahead of it
         self.served = -1
         self.pace_published_at = -math.inf
@@ -264,10 +266,12 @@ class Actor:
                 if counts[source] <= self.config.eval_problems:
                     yield task, source, i, problem
 
-    def evaluate_attempt(self, task, i, problem, k):
+    async def evaluate_attempt(self, task, i, problem, k):
         """Make attempt k at held-out problem i, with the same seed on every engine and version."""
         seed = hash((self.config.seed, i, k)) & 0x7FFFFFFF
-        return self.attempt(task, problem, self.config.eval_temperature, seed=seed)
+        sample = await self.attempt(task, problem, self.config.eval_temperature, seed=seed)
+        self.evaluated += 1
+        return sample
 
     async def evaluate(self, version):
         """Score held-out problems on the engines while training goes on -> queues/evals."""
@@ -323,11 +327,15 @@ class Actor:
         return read_json(self.queues / "position.json") or None
 
     def publish_pace(self):
-        """Publish the engines' pace, for the trainer's metrics, at most once a second."""
+        """Publish the engines' pace, for the trainer's metrics, at most once a second.
+
+        `evaluated`, which grows while an evaluation goes on, tells a long one from one that hangs.
+        """
         self.engines.measure_pace()
         now = time.monotonic()
         if now - self.pace_published_at >= 1:
-            publish_json(self.queues / "pace.json", **self.engines.pace)
+            pace = self.engines.pace | {"evaluated": self.evaluated}
+            publish_json(self.queues / "pace.json", **pace)
             self.pace_published_at = now
 
     async def wait_for_trainer(self):

@@ -650,10 +650,15 @@ def send_first_weights(policy, state, sender, ranks):
         print(f"train: version {state['version']} is in the engines", flush=True)
 
 
+# exit code of a trainer that was told to stop and has saved: the one of SIGTERM
+STOPPED = 143
+
+
 def train(config, run_dir, ranks):
     """The run, from its newest checkpoint to its last step. When it is asked to stop, it saves.
 
-    At the end it waits for the actor's evaluation of the last version, and writes it down.
+    At the end it waits for the actor's evaluation of the last version, and writes it down. Returns
+    the exit code of this process.
     """
     policy, optimizers = build(config, ranks.device, ranks.world)
     newest = checkpoints.newest(run_dir)
@@ -667,6 +672,7 @@ def train(config, run_dir, ranks):
     log = MetricsLog(config, run_dir, state, ranks.rank)
     ranks.listen_for_stop()
     version = first = state["version"]
+    exit_code = 0
     try:
         while version < config.steps:
             sums = Sums()
@@ -713,7 +719,9 @@ def train(config, run_dir, ranks):
             print(f"{e}; {saved}", flush=True)
         if ranks.error:
             raise
+        exit_code = STOPPED
     log.close()
+    return exit_code
 
 
 def main(run_dir):
@@ -726,15 +734,16 @@ def main(run_dir):
             f"which micro-batches are packed: start {config.trainers} ranks",
         )
         torch.manual_seed(config.seed + ranks.rank)
-        train(config, run_dir, ranks)
+        exit_code = train(config, run_dir, ranks)
     # A machine or a model that is not as it should be is reported in one line, without a traceback.
     except cfg.ConfigError as e:
         sys.exit(f"train: {e}")
     ranks.close()
+    return exit_code
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    exit_code = main(sys.argv[1])
     sys.stdout.flush()
     # Threads of gloo may still wait for the interpreter's lock: Python's own exit aborts at times.
-    os._exit(0)
+    os._exit(exit_code)

@@ -132,6 +132,18 @@ def next_state(state, metrics, record, wall_s):
     }
 
 
+def discard(checkpoint):
+    """Delete a checkpoint. It loses its name first, so that no torn one can be taken for whole.
+
+    Files that somebody reads on a network file system stay until the next start. The checkpoint may
+    have been moved away meanwhile.
+    """
+    torn = checkpoint.with_name(checkpoint.name + ".tmp")
+    with contextlib.suppress(FileNotFoundError):
+        checkpoint.rename(torn)
+    shutil.rmtree(torn, ignore_errors=True)
+
+
 def most_to_come(config, version, existing):
     """The number of checkpoints for which the disk must have room, beside the existing ones.
 
@@ -242,7 +254,7 @@ class Saver:
 
         # a trainer that was killed while it wrote may have left a torn checkpoint
         for torn in (self.run_dir / "checkpoints").glob("*.tmp"):
-            shutil.rmtree(torn)
+            shutil.rmtree(torn, ignore_errors=True)
         # Bytes of the parameters as they are trained; a tied head is there under both of its names.
         size = sum(x.nbytes for x in self.model.state_dict().values())
         shapes = {}
@@ -308,9 +320,12 @@ class Saver:
             temporary.rename(final)
             if self.config.keep_last:
                 for old in all_of(self.run_dir)[: -self.config.keep_last]:
-                    shutil.rmtree(old)
+                    discard(old)
         # dcp's own error is not derived from Exception
         except BaseException as e:
+            if self.ranks.rank == 0:
+                # What was written would keep the disk full.
+                shutil.rmtree(temporary, ignore_errors=True)
             error = first_failure(e)
             raise RuntimeError(
                 f"train: {final} cannot be written ({type(error).__name__}: {error}); the same "

@@ -21,7 +21,7 @@ from config import Config
 from plumbing.client import EngineClient
 from plumbing.problems import Prompter
 from plumbing.samples import Transcript
-from plumbing.sandbox import Sandbox, error_line, number, returned
+from plumbing.sandbox import Sandbox, SandboxBroken, error_line, number, returned
 
 # number of requests of one attempt that plumbing/endpoint.py works on at the same time
 AT_ONCE = 32
@@ -350,7 +350,7 @@ class Attempt:
             async with deadline:
                 value = await module.episode(problem, self)
             return returned(value)
-        except AttemptLost as e:
+        except (AttemptLost, SandboxBroken) as e:
             self.failed = True
             return {"error": error_line(e, module.__file__)}
         except Exception as e:

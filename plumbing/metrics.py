@@ -169,15 +169,15 @@ def open_lines(path, version, read=lambda line: None):
     """
     path.touch()
     kept = []
-    for line in path.read_text().splitlines():
-        values = json.loads(line) if line.endswith("}") else {"step": float("inf")}
+    for line in path.read_text().splitlines(True):
+        values = json.loads(line) if line.endswith("\n") else {"step": float("inf")}
         # An evaluation or a mismatch is written after the checkpoint of its version, so its line
         # is treated as one of the next step.
         if values.get("step", values.get("version", 0) + 1) <= version:
             kept.append(line)
             read(values)
     # A crash leaves either the old file or the new one.
-    path.with_suffix(".tmp").write_text("".join(line + "\n" for line in kept))
+    path.with_suffix(".tmp").write_text("".join(kept))
     path.with_suffix(".tmp").replace(path)
     return open(path, "a", buffering=1)
 

@@ -85,9 +85,12 @@ class Ranks:
         self.stop.set()
 
     def check_stop(self):
-        """Raise Stopped on all ranks if rank 0 is to stop. Collective."""
+        """Raise Stopped on all ranks if any rank is to stop. Collective.
+
+        A node may be told to stop alone, for example because its machine is taken away.
+        """
         told = torch.tensor(int(self.stop.is_set()))
-        dist.broadcast(told, 0, self.group)
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
         if told:
             raise Stopped(self.error or "train: told to stop") from self.error
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from plumbing.patience import Patience
-from plumbing.queues import Queue
+from plumbing.queues import Queue, read_json
 from plumbing.samples import check_record
 
 
@@ -58,17 +58,22 @@ class Reader:
         self.ranks.check_stop()
         return numbered_record or self.batches.get(self.config.stall_timeout)
 
-    def _wait(self, queue, complaint):
+    def _wait(self, queue, complaint, progress=lambda: None):
         """Rank 0: wait for the next record of a queue. Returns (number, record).
 
-        Returns None if the run is to stop; it is if the wait has been too long.
+        Returns None if the run is to stop; it is if the wait has been too long. The time begins
+        anew whenever the result of progress() changes.
         """
         patience = Patience(self.config, self.run_dir)
+        reached = progress()
         while not self.ranks.stop.is_set():
             try:
                 return queue.get(0.5)
             except TimeoutError:
                 pass
+            if progress() != reached:
+                reached = progress()
+                patience.start()
             try:
                 patience.check(complaint)
             except TimeoutError as e:
@@ -85,8 +90,12 @@ class Reader:
             if len(self.evals):
                 numbered_record = self.evals.get()
             elif self.evaluated < until:
+                # An evaluation is one record, and may take longer than stall_timeout.
+                pace_file = Path(self.run_dir, "queues", "pace.json")
                 numbered_record = self._wait(
-                    self.evals, f"train: the actor put no evaluation into {self.evals.path}"
+                    self.evals,
+                    f"train: the actor put no evaluation into {self.evals.path}",
+                    progress=lambda: read_json(pace_file).get("evaluated"),
                 )
             if numbered_record is None:
                 break

@@ -121,7 +121,9 @@ class Opening:
             self._continue(old)
             return
         self.newest = None
-        if not c.fresh and not checkpoints.newest(self.run_dir) and not has_steps(self.run_dir):
+        # an evaluation (tools/evaluate.py) makes no steps, and has results
+        is_used = has_steps(self.run_dir) or (self.run_dir / "answers.jsonl").exists()
+        if not c.fresh and not checkpoints.newest(self.run_dir) and not is_used:
             self.is_empty = True
             self.summary = f"new run {self.run_dir}, in place of one that made no step"
             return
@@ -186,7 +188,8 @@ class Opening:
         if self.aside:
             failed = Path(f"{self.run_dir}.failed")
             shutil.rmtree(failed, ignore_errors=True)
-            self.run_dir.rename(failed)
+            if self.run_dir.exists():
+                self.run_dir.rename(failed)
             self.aside.rename(self.run_dir)
             logs = failed / "logs"
         elif self.newest:
@@ -214,15 +217,25 @@ def hold(c: Config) -> tuple[list, str]:
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     for tries in range(300):
         # tried again, because other nodes hold it for a moment when they look at it (`holder`)
-        with contextlib.suppress(BlockingIOError):
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
+        except BlockingIOError:
+            pass
+        except OSError as e:
+            raise cfg.ConfigError(
+                f"{path} cannot be locked ({e}): --out must lie on a file system with flock"
+            ) from None
         if tries == 5:
             print(
                 f"run.sh: --run {c.run} is in use by {holder(c)}: waiting 30 s for it to end",
                 flush=True,
             )
-        require(tries < 299, f"--run {c.run} is in use by {holder(c)}: stop it or use another name")
+        require(
+            tries < 299,
+            f"--run {c.run} is in use by {holder(c)}, or by a trainer that it left behind "
+            f"(`fuser {path}` finds it): stop it or use another name",
+        )
         time.sleep(0.1)
     start_id = f"process {os.getpid()} on {socket.gethostname()}, start {secrets.token_hex(4)}"
     os.truncate(lock, 0)
@@ -235,7 +248,7 @@ def holder(c: Config) -> str:
     with contextlib.suppress(FileNotFoundError), open(Path(c.out, f".{c.run}.lock")) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             return lock.read()
     return ""
 

@@ -50,6 +50,10 @@ SHORT_REPR = reprlib.Repr()
 SHORT_REPR.maxstring = SHORT_REPR.maxother = 100
 
 
+class SandboxBroken(RuntimeError):
+    """A function of a task was not called, and the model is not to blame."""
+
+
 class Sandbox:
     """Calls the functions of the run's tasks, and makes verdicts of what they return.
 
@@ -87,7 +91,7 @@ class Sandbox:
         self.calls = set()
 
     async def call(self, task, function, *args) -> dict:
-        """Call a function of a task; returns its reply (see above)."""
+        """Call a function of a task; returns its reply (see above). Raises SandboxBroken."""
         if getattr(self.tasks[task], "INSTANT", False):
             return run(task, function, args)
         seconds = self.config.reward_timeout
@@ -99,6 +103,11 @@ class Sandbox:
                 call.add_done_callback(calls.discard)
                 return await asyncio.wait_for(asyncio.wrap_future(call), self.config.stall_timeout)
             except TimeoutError:
+                if call.cancelled():
+                    raise SandboxBroken(
+                        f"no worker was free for {function} within --stall_timeout "
+                        f"{self.config.stall_timeout:.0f} s"
+                    ) from None
                 return {"limit": f"{function} took longer than --reward_timeout {seconds} s"}
             except ProcessExpired as e:
                 return {"limit": f"its worker died, exit code {e.exitcode}"}
@@ -111,7 +120,7 @@ class Sandbox:
                     # pebble has failed only the calls that had reached a worker; fail the others
                     for unanswered in [call for call in calls if not call.done()]:
                         unanswered.set_exception(e)
-        raise RuntimeError(
+        raise SandboxBroken(
             f"actor: tasks/{task}.py: {function} was not called: {POOLS} pools of workers broke, "
             f"the last one by {reason!r}"
         )

@@ -63,8 +63,11 @@ class Ended(Exception):
 
 
 def say(line):
-    """Print a line in a single write, as several threads print. The terminal may be gone."""
-    with contextlib.suppress(OSError):
+    """Print a line in a single write, as several threads print.
+
+    The terminal may be gone, or lack a character of the line.
+    """
+    with contextlib.suppress(OSError, UnicodeError):
         print(f"{line}\n", end="", flush=True)
 
 
@@ -172,11 +175,11 @@ class Process:
         """The thread: copy each line of stdout to the log and, if is_shown, to the terminal."""
         with open(reading, "rb") as lines, open(self.log, "ab", buffering=0) as log:
             for line in lines:
-                if self.is_shown:
-                    say(f"[{self.name}] {line.decode(errors='replace').rstrip()}")
                 # a full disk must not end the thread, as the terminal still shows the lines
                 with contextlib.suppress(OSError):
                     log.write(line)
+                if self.is_shown:
+                    say(f"[{self.name}] {line.decode(errors='replace').rstrip()}")
 
     def signal(self, number):
         """Send a signal to its whole process group."""
@@ -311,20 +314,27 @@ def run(processes, stop_timeout, is_over):
 
 
 def end_at_signals():
-    """From now on Ctrl-C, SIGTERM and SIGHUP raise Ended in this process."""
+    """From now on Ctrl-C, SIGTERM and SIGHUP raise Ended in this process.
+
+    With nohup, SIGHUP is ignored, so that a run outlives its terminal, and this stays so.
+    """
     for number in SIGNALS:
-        signal.signal(number, _raise_ended)
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _raise_ended)
 
 
 def check_signals():
-    """Raise Ended if there was a signal whose exception was lost."""
+    """Raise Ended if there was a signal, whose own exception may have been lost."""
     if received:
-        _raise_ended(received[0], None)
+        number = received[0]
+        raise Ended("interrupted" if number == signal.SIGINT else "terminated", 128 + number)
 
 
 def _raise_ended(number, frame):
     received.append(number)
-    raise Ended("interrupted" if number == signal.SIGINT else "terminated", 128 + number)
+    # A second signal must not break off what the first one has begun.
+    if len(received) == 1:
+        check_signals()
 
 
 def watch(processes, is_over):

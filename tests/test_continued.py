@@ -20,7 +20,7 @@ from transformers import AutoConfig
 import config as cfg
 import train
 from conftest import resolved, with_knobs
-from plumbing import checkpoints, rundir
+from plumbing import checkpoints, placement, rundir
 from plumbing.queues import publish_json
 from tools import memory, run
 
@@ -399,6 +399,53 @@ def test_a_command_that_is_refused_starts_no_engine_and_leaves_a_complete_run_as
     locks = [path for path in contents(tmp_path) if path.suffix == ".lock"]
     assert contents(tmp_path).keys() - before.keys() <= set(locks)
     assert {path: x for path, x in contents(tmp_path).items() if path not in locks} == before
+
+
+def test_results_of_an_evaluation_are_moved_aside_and_not_deleted(tmp_path, base_model):
+    """tools/evaluate.py makes a directory of the same form, without steps."""
+    config = resolved("toy", "--out", tmp_path, "--run", "base", "--model", base_model)
+    run_dir = rundir.write(config)
+    assert rundir.Opening(config).aside is None
+    (run_dir / "answers.jsonl").write_text("{}\n")
+    opening = rundir.Opening(config)
+    opening.make()
+    assert (tmp_path / "base.1" / "answers.jsonl").exists() and not run_dir.exists()
+
+
+@pytest.mark.parametrize("case", ["complete", "stopped"])
+@pytest.mark.parametrize("failing", ["rundir.write", "placement.show", "supervise.Process"])
+def test_a_start_that_fails_before_its_processes_leaves_everything_as_it_was(
+    failing, case, tmp_path, base_model, monkeypatch
+):
+    if case == "complete":
+        config, _ = complete_run(tmp_path, base_model)
+    else:
+        config, _ = stopped_run(tmp_path, model=str(base_model))
+    lock = tmp_path / f".{config.run}.lock"
+    before = contents(tmp_path)
+
+    def fail(*arguments):
+        raise OSError("no space left")
+
+    # FAKE: the preparation, and a full disk or a closed pipe
+    monkeypatch.setattr(placement, "prepare", lambda *arguments: None)
+    module, _, name = failing.partition(".")
+    monkeypatch.setattr(getattr(run, module), name, fail)
+    command = f"toy --out {tmp_path} --run {config.run} --model {base_model} --max_lag 7"
+    with pytest.raises(OSError, match="no space left"):
+        run.train(command.split())
+    now = {path: x for path, x in contents(tmp_path).items() if ".failed" not in str(path)}
+    # The run's secret is made by the first start and stays.
+    assert {path: x for path, x in now.items() if path in before} == before
+    assert {path.name for path in now.keys() - before.keys()} <= {lock.name, "secret"}
+
+
+def test_old_checkpoint_is_discarded_even_if_somebody_else_has_moved_it(tmp_path):
+    for name in ("step_000001", "step_000002"):
+        (tmp_path / name / "trainer").mkdir(parents=True)
+    checkpoints.discard(tmp_path / "step_000001")
+    checkpoints.discard(tmp_path / "step_000001")
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000002"]
 
 
 def test_a_step_that_was_saved_but_not_announced_is_kept(tmp_path, base_model, capsys):

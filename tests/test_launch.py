@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import signal
 import socket
 import subprocess
@@ -291,6 +292,32 @@ def test_a_signal_during_a_fork_is_not_lost(tmp_path):
     assert "interrupted, stopping" in launcher.stdout and launcher.returncode == 130
 
 
+# A launcher whose terminal is closed, and which is then terminated
+HANGED_UP = """
+import os, signal, sys
+from plumbing import supervise
+supervise.end_at_signals()
+try:
+    os.kill(os.getpid(), signal.SIGHUP)
+    print("goes on")
+    os.kill(os.getpid(), signal.SIGTERM)
+except supervise.Ended as e:
+    print(e.code)
+# A second signal must not break off what the first one has begun.
+os.kill(os.getpid(), signal.SIGINT)
+print("stops")
+"""
+
+
+@pytest.mark.parametrize(
+    "nohup,printed", [("", "129\nstops\n"), ("nohup", "goes on\n143\nstops\n")]
+)
+def test_a_closed_terminal_ends_a_run_unless_nohup_started_it(nohup, printed):
+    command = [*nohup.split(), sys.executable, "-c", HANGED_UP]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=100)
+    assert (done.stdout, done.returncode) == (printed, 0)
+
+
 def test_death_of_a_process_ends_the_run_with_its_last_error(tmp_path):
     error = "echo first; echo 'Boom: OSError: no disk' >&2; echo 'nanobind: leaked' >&2; exit 5"
     with launched(tmp_path, ("train", TRAIN), ("actor", error)) as (process, output, _):
@@ -313,7 +340,8 @@ def test_serve_starts_engines_with_the_runs_knobs(tmp_path, monkeypatch):
     run.serve(["--run", "toy", "--out", str(tmp_path), "--engines", "2"])
     ((c, processes, joined),) = calls
     assert (c.engines, c.max_model_len, joined) == (2, 100, start)
-    names = [f"serve-127.0.0.1-{os.getpid()}-engine{i}" for i in range(2)]
-    assert [name for name, _, _ in processes] == names
+    names = [name for name, _, _ in processes]
+    [serve_id] = {re.fullmatch(r"serve-127.0.0.1-(\w+)-engine[01]", name)[1] for name in names}
+    assert names == [f"serve-127.0.0.1-{serve_id}-engine{i}" for i in range(2)]
     assert all(env["PIPELINE_RUN_DIR"] == str(run_dir) for _, env, _ in processes)
     assert processes[0][2] != placement.engine_commands(config, 0)[0][2]

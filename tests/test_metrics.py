@@ -42,7 +42,7 @@ def test_sums_by_hand():
 def test_a_file_of_lines_is_continued_from_a_checkpoint(tmp_path):
     path = tmp_path / "lines.jsonl"
     kept_lines = ['{"step": 4}', '{"eval": 0.5, "version": 3}', '{"step": 5, "version": 5}']
-    dropped_lines = ['{"eval": 0.5, "version": 5}', '{"step": 6}', '{"step": 7, "torn": 1']
+    dropped_lines = ['{"eval": 0.5, "version": 5}', '{"step": 6}', '{"step": 7, "torn": {"0": 1}']
     path.write_text("\n".join(kept_lines + dropped_lines))
     with metrics.open_lines(path, 5) as file:
         file.write('{"step": 6, "again": true}\n')

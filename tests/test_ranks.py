@@ -300,6 +300,31 @@ def test_a_trainer_that_is_told_to_stop_many_times_does_not_hang():
         stopped.kill()
 
 
+# The second of two ranks is told to stop, and the first one is not.
+STOPPED_ALONE = """
+import os
+import sys
+import config as cfg
+from plumbing.ranks import Ranks, Stopped
+
+ranks = Ranks(cfg.Config(stall_timeout=300))
+ranks.check_stop()
+if ranks.rank == 1:
+    ranks.stop.set()
+try:
+    ranks.check_stop()
+except Stopped as e:
+    open(f"{sys.argv[1]}/rank_{ranks.rank}", "w").write(str(e))
+os._exit(0)
+"""
+
+
+def test_all_ranks_stop_when_one_is_told_to(tmp_path):
+    (tmp_path / "stop.py").write_text(STOPPED_ALONE)
+    run(tmp_path / "stop.py", tmp_path, ranks=2)
+    assert [(tmp_path / f"rank_{r}").read_text() for r in (0, 1)] == ["train: told to stop"] * 2
+
+
 @pytest.mark.slow
 def test_work_is_saved_by_all_ranks_when_no_more_data_comes(tmp_path, base_model):
     knobs = dict(TWO, steps=2, save_every=99, stall_timeout=20)

@@ -20,7 +20,7 @@ import pytest
 
 import config as cfg
 import tasks
-from plumbing.sandbox import Sandbox, error_line, run
+from plumbing.sandbox import Sandbox, SandboxBroken, error_line, run
 
 TASK = """
 import os, time
@@ -153,6 +153,16 @@ def test_others_do_not_wait_for_a_hostile_answer(sandboxed, hostile):
         slow.cancel()
 
     sandboxed(work, reward_timeout=1000.0)
+
+
+def test_a_call_that_no_worker_takes_is_no_fault_of_the_model(sandboxed):
+    async def work(s):
+        calls = [asyncio.create_task(score(s, "odd", {}, "sleep", True)) for _ in range(40)]
+        failures = await asyncio.gather(*calls, return_exceptions=True)
+        assert {type(failure) for failure in failures} == {SandboxBroken}
+        assert "no worker was free for reward within --stall_timeout" in str(failures[0])
+
+    sandboxed(work, reward_timeout=1000.0, stall_timeout=1.0)
 
 
 def test_a_pool_that_breaks_is_replaced_and_loses_no_call(sandboxed):

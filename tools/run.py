@@ -7,6 +7,7 @@ bash run.sh serve --run NAME [--engines N]     on any machine that sees the run 
 run.sh calls this program once the Python environment is there.
 """
 
+import contextlib
 import functools
 import os
 import secrets
@@ -52,17 +53,24 @@ def train(argv) -> int:
         # This call raises ConfigError unless this node has as many GPUs as node 0.
         placement.resolve(c, gpus)
         summary = "configuration from node 0"
+    with undone_on_error(opening):
+        processes = describe(c, summary, node, hosts, gpus)
+    return 0 if c.dry_run else run(c, processes, start_id, lock, opening)
+
+
+def describe(c, summary, node, hosts, gpus):
+    """Print what is about to be started. Returns the processes of this node."""
     print(
         f"run.sh: {summary} | task {c.task}, model {c.model} | "
         f"{c.steps} steps of {c.batch_size} samples | "
-        f"engines: {c.engines}, trainer ranks: {c.trainers}, GPUs: {gpus * node_count}, "
+        f"engines: {c.engines}, trainer ranks: {c.trainers}, GPUs: {gpus * len(hosts)}, "
         f"cores: {len(os.sched_getaffinity(0))} | {c.dtype}"
     )
-    for k in range(node_count) if c.dry_run else [node]:
+    for k in range(len(hosts)) if c.dry_run else [node]:
         processes = placement.commands(c, gpus, k, hosts[k])
-        print(f"run.sh: node {k} of {node_count}")
+        print(f"run.sh: node {k} of {len(hosts)}")
         placement.show(processes, c.dry_run)
-    return 0 if c.dry_run else run(c, processes, start_id, lock, opening)
+    return processes
 
 
 def begin(c: cfg.Config, start_id: str) -> rundir.Opening:
@@ -80,8 +88,23 @@ def begin(c: cfg.Config, start_id: str) -> rundir.Opening:
         # The socket stays open, so that no other run takes the port.
         claim.detach()
     opening.make()
-    rundir.write(c, start_id)
+    with undone_on_error(opening):
+        rundir.write(c, start_id)
     return opening
+
+
+@contextlib.contextmanager
+def undone_on_error(opening):
+    """Restore the run directory if this block raises anything: no process has been started yet.
+
+    opening: None on nodes that have not changed the directory.
+    """
+    try:
+        yield
+    except BaseException:
+        if opening:
+            opening.undo()
+        raise
 
 
 def run(c, commands, start_id, lock=(), opening=None) -> int:
@@ -92,15 +115,8 @@ def run(c, commands, start_id, lock=(), opening=None) -> int:
     opening: None on all other nodes.
     """
     run_dir = Path(c.out, c.run)
-    processes = []
-    for name, env, command in commands:
-        # placement.engine_commands names engines engine0, engine1, ..., and `serve` adds a prefix.
-        if "engine" in name:
-            processes.append(supervise.Engine(run_dir, name, env, command, c.start_timeout))
-        else:
-            # If this process is killed, the trainer still holds the lock until it has saved.
-            files = lock if name.startswith("train") else []
-            processes.append(supervise.Process(run_dir, name, env, command, files))
+    with undone_on_error(opening):
+        processes = [supervised(c, lock, *command) for command in commands]
     is_node_0 = bool(lock)
     # On node 0 the run ends with the trainer, on other machines it ends when node 0 is done.
     is_over = (
@@ -115,6 +131,17 @@ def run(c, commands, start_id, lock=(), opening=None) -> int:
     return ended.code if ended else 0
 
 
+def supervised(c, lock, name, env, command):
+    """A process of a run, which is not started yet."""
+    run_dir = Path(c.out, c.run)
+    # placement.engine_commands names engines engine0, engine1, ..., and `serve` adds a prefix.
+    if "engine" in name:
+        return supervise.Engine(run_dir, name, env, command, c.start_timeout)
+    # If this process is killed, the trainer still holds the lock until it has saved.
+    files = lock if name.startswith("train") else []
+    return supervise.Process(run_dir, name, env, command, files)
+
+
 def describe_end(c, opening):
     """Return a line that says what the same command will do, after a run has ended early."""
     run_dir = Path(c.out, c.run)
@@ -125,6 +152,8 @@ def describe_end(c, opening):
     has_saved = newest is not None and newest.name != f"step_{first:06d}"
     if opening and version <= first and not has_saved:
         return f"run.sh: stopped before its first step: {opening.undo()}\n"
+    if rundir.is_complete(run_dir):
+        return f"run.sh: stopped after its last step; tools/report.py {run_dir} shows the run\n"
     if newest is None:
         return (
             "run.sh: stopped; the same command begins a new run, as there is no checkpoint; "
@@ -160,9 +189,11 @@ def serve(argv) -> int:
         f"{gpus} GPUs: lower --engines, or use a larger machine",
     )
     host = placement.own_address(c.master_addr)
+    # the id of a process would not do: in each container that serves it may be 1
+    serve_id = secrets.token_hex(3)
     processes = []
     for name, env, command in placement.engine_commands(c, gpus, 0, host):
-        processes.append((f"serve-{host}-{os.getpid()}-{name}", env, command))
+        processes.append((f"serve-{host}-{serve_id}-{name}", env, command))
     print(f"run.sh: {c.engines} engines for {c.out}/{c.run}; Ctrl-C takes them away")
     placement.show(processes, c.dry_run)
     if not c.dry_run:
