@@ -7,6 +7,8 @@ which they run:
 Actor: it samples attempts from the engines and scores them.
     client.py        The HTTP client of all engines: it chooses one, retries, and checks the answer.
     endpoint.py      The HTTP server that gives each attempt an OpenAI endpoint of its own.
+    messages_api.py  Requests and answers of Anthropic's Messages API, as those of OpenAI's chat.
+    responses_api.py The same for OpenAI's Responses API.
     episode.py       One attempt at a problem: what an episode is given as `model`.
     sandbox.py       Reward functions in processes of their own, with limits on time and memory.
     problems.py      The problems of a run's tasks, checked, and their prompts as token ids.

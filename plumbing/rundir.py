@@ -47,6 +47,11 @@ FIXED = {
 FILLED_IN = {"fresh", "dry_run", "out", "run_id", "nnodes", "master_addr", "master_port"}
 
 
+# Files of a run that a start changes before it makes a step: a copy of each is kept. From the last
+# two, the trainer removes what is newer than its checkpoint.
+COPIED = ("config.json", "continued.jsonl", "metrics.jsonl", "samples.jsonl")
+
+
 # ---- the run directory
 
 
@@ -178,7 +183,7 @@ class Opening:
         shutil.rmtree(self.run_dir / "engines", ignore_errors=True)
         if (self.run_dir / "queues").exists():
             (self.run_dir / "queues").rename(before / "queues")
-        for name in ("config.json", "continued.jsonl"):
+        for name in COPIED:
             if (self.run_dir / name).exists():
                 shutil.copy2(self.run_dir / name, before / name)
 
@@ -193,7 +198,7 @@ class Opening:
             self.aside.rename(self.run_dir)
             logs = failed / "logs"
         elif self.newest:
-            for name in ("queues", "continued.jsonl", "config.json"):
+            for name in ("queues", *COPIED):
                 saved = self.run_dir / "before" / name
                 current = self.run_dir / name
                 if current.is_dir():

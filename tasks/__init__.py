@@ -80,6 +80,6 @@ These are all the names that the rest of the code looks for in a task's file:
     TINY = dict(...)
         Settings of this tiny model. They replace those of DEFAULT in tools/base_model.py.
 
-A file whose name starts with `_` is no task; it holds functions that tasks use. tasks/toy.py is the
-shortest task, tasks/guess.py the shortest one with an episode, and tasks/maths.py reads data.
+A file whose name starts with `_` is no task; it holds functions that tasks use. tasks/toy.py is a
+short task, tasks/guess.py a short one with an episode, and tasks/maths.py reads data.
 """

@@ -51,8 +51,8 @@ PROMPT_PARTS = set(
 )
 # columns with a list of choices
 CHOICE_LISTS = re.compile(
-    r"(?:.*_)?(?:choices|options|endings|candidates|distractors)(?:_(?:text|texts|list))?"
-    r"|option_list|choice_list|(?:possible|candidate)_answers|mc[12]_targets"
+    r"(?:answer_|multiple_choice_)?(?:choices|options)(?:_texts?)?|endings|candidates|distractors"
+    r"|(?:option|choice)_list|mc[12]_targets"
 )
 # columns with one choice each: option_a, choice1, opa, distractor2; besides, there are A, B, C ...
 CHOICE_COLUMN = re.compile(
@@ -81,29 +81,22 @@ HALF_ESCAPED = re.compile(
 )
 # In an answer of one line, a control character before a letter is nothing else.
 HALF_ESCAPED_ANSWER = re.compile("[\b\a\v\f\t\r](?=[a-zA-Z])|^\n(?=[a-z])")
-# what CSV files write where there is nothing, or for a yes or no
-EMPTY_TEXTS = (
-    "",
-    "False",
-    "false",
-    "True",
-    "true",
-    "None",
-    "nan",
-    "NaN",
-    "null",
-    "<NA>",
-    "N/A",
-    "0",
-)
-# A prompt that has one of these went through a chat template already.
-TEMPLATE_TOKEN = re.compile(
-    r"<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|<\|begin_of_text\|>|\[INST\]|<\|user\|>"
+# What stands in a column of this kind if a problem has no image, or no such part of the prompt; CSV
+# files write it as a text.
+EMPTY = {
+    "image": (True, "True", "False", "true", "false", "None", "nan", "null", "N/A", "0", "1", 1),
+    "part": ("None", "nan", "NaN", "null", "<NA>", "N/A"),
+    "choice": ("[]", "{}", " ", "None", "nan"),
+}
+# A prompt that begins so went through a chat template already.
+TEMPLATED = re.compile(
+    r"\s*(?:<s>\s*|<bos>)?(<\|im_start\|>|<\|begin_of_text\|>|<\|start_header_id\|>"
+    r"|<start_of_turn>|<\|(?:user|system)\|>|\[INST\])"
 )
 # the most characters of an answer that is looked at in this way, because it is no solution
 SHORT_ANSWER = 100
 # a list of one text or number in JSON
-SINGLE_ITEM = re.compile(r'\s*\[\s*(?:"[^"]*"|-?\d+(?:\.\d+)?)\s*\]\s*')
+SINGLE_ITEM = re.compile(r'\s*\[\s*(?:"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?)\s*\]\s*')
 # characters that one does not see, and that str.strip leaves
 INVISIBLE = "\u200b\u200c\u200d\u200e\u200f\u2060\ufeff\u00ad"
 
@@ -257,8 +250,9 @@ def _check_columns(row, columns):
         )
     by_kind = {}
     for name in row:
-        if row[name] and row[name] is not True and row[name] not in EMPTY_TEXTS:
-            by_kind.setdefault(_kind_of_column(name), []).append(name)
+        kind = _kind_of_column(name)
+        if row[name] and (row[name] not in EMPTY.get(kind, ())):
+            by_kind.setdefault(kind, []).append(name)
     for name in by_kind.get("image", []):
         raise ValueError(f"column '{name}' has an image, and prompts can have texts alone")
     choices = by_kind.get("choice", [])
@@ -380,12 +374,12 @@ def _check_text(problem):
     image = IMAGE.search(prompt_text(problem["prompt"]))
     if image:
         raise ValueError(f"the prompt has an image, {image[0]!r}, and can have texts alone")
-    token = TEMPLATE_TOKEN.search(prompt_text(problem["prompt"]))
-    if token:
+    templated = TEMPLATED.match(prompt_text(problem["prompt"]))
+    if templated:
         raise ValueError(
-            f"the prompt has {token[0]!r}, so it went through a chat template already: write the "
-            "question alone, or a list of messages; --chat True puts it through the template of "
-            "the model"
+            f"the prompt begins with {templated[1]!r}, so it went through a chat template already: "
+            "write the question alone, or a list of messages; --chat True puts it through the "
+            "template of the model"
         )
     for name in ("prompt", "answer"):
         text = problem.get(name)
@@ -419,7 +413,7 @@ def _single(value):
         return _single(value["value"])
     if isinstance(value, str) and SINGLE_ITEM.fullmatch(value):
         try:
-            return _single(json.loads(value, strict=False))
+            return _single(json.loads(value, strict=False, parse_float=Decimal))
         except json.JSONDecodeError:
             pass
     return value
@@ -656,7 +650,7 @@ def json_rows(path):
     text = _text(path)
     if text.lstrip().startswith("["):
         values = _elements(text, path)
-    elif re.match(r"\s*\{\s*\n", text) and path.suffix == ".json":
+    elif re.match(r"\s*\{\s*\n", text) and path.name.removesuffix(".gz").endswith(".json"):
         # one object, written over several lines, as in the files of MATH
         values = _elements(f"[{text}]", path)
     else:

@@ -142,26 +142,21 @@ SPELLINGS = [
     (r"\^ ?\{ ?\\circ ?\}|\^? ?\\degree(?![a-z])", r"^\\circ "),
     (r"\^\\circ ?(\\(?:text|mathrm) ?\{ ?)?C\b ?\}?$", r"\\text{celsius}"),
     (r"\^\\circ ?(\\(?:text|mathrm) ?\{ ?)?F\b ?\}?$", r"\\text{fahrenheit}"),
-    # the unit stands behind the hours: behind minutes it would be lost at 5:00, as a factor of 0
-    (
-        r"(\d+)(:\d\d) ?(?:\\text ?\{ ?([aApP])\.? ?[mM]\.? ?\}|([aApP])\.?[mM]\b)",
-        r"\1\\text{\3\4m}\2",
-    ),
+    (r"(?<=:\d\d) ?(?:\\text ?\{ ?([aApP])\.? ?[mM]\.? ?\}|([aApP])\.?[mM]\b)", r"\\text{\1\2m}"),
     (r"\\text ?\{ ?(-?[\d.,/]+) ?([a-zA-Z/]+) ?\}", r"\1\\text{\2}"),
     (r"\\(text|mathrm) ?\{([^{}^]*)\^ ?\{?(-?\d)\}?\}", r"\\\1{\2}^{\3}"),
     # 1 2/3; (mod 7); (11)_2; a system of equations
     (r"(?<![\d.])(\d+) +(\d+)/(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
     (r"\( ?\\(?:b?mod|(?:text|mathrm) ?\{ ?mod ?\}) ?([^()]*)\)", r"\\pmod{\1}"),
     (r"\((\d+)\) ?_", r"\1_"),
-    # 3 x 10^8; 2**10; (-oo, 1); acos(x); Rs. 500; US$5; $-5; 5th
-    (r"(?<=\d) ?[xX] ?(?=10 ?\^)", r"\\cdot "),
+    # 3 x 10^8; 2**10; (-oo, 1); acos(x); Rs. 500; US$5; $-5
+    (r"(?<=\d) [xX] (?=10 ?\^)", r" \\cdot "),
     (r"(?<=[\w)}]) ?\*\* ?(?=[\w({-])", "^"),
     (r"(?<![a-zA-Z\\])(?:oo|inf)(?![a-zA-Z])", r"\\infty "),
     (r"(?<![a-zA-Z\\])a(?=(?:sin|cos|tan)\()", "arc"),
     (r"^Rs\.? ?(?=\d)", "₹"),
     (r"^US ?(?=\\?\$)", ""),
     (r"^(\\?\$)-(?=[\d.])", r"-\1"),
-    (r"^(\d+)(?:st|nd|rd|th)$", r"\1"),
     (r"^\\begin ?\{cases\}([^&]*)\\end ?\{cases\}$", lambda found: found[1].replace("\\\\", ",")),
 ]
 SPELLINGS = [(re.compile(pattern), new) for pattern, new in SPELLINGS]
@@ -244,13 +239,15 @@ ASKS_FOR_PERCENT = re.compile(
     re.IGNORECASE,
 )
 # 20%, a 20 percent solution: nothing is asked for
-GIVEN_PERCENT = re.compile(rf"\d[\d.,]*[ -]?{PERCENT}", re.IGNORECASE)
-# "Sort ascending", "arrange ... from smallest to largest": the order of a list is asked for
+GIVEN_PERCENT = re.compile(rf"(?<![\d.,])\d[\d.,]*+[ -]?{PERCENT}", re.IGNORECASE)
+# "in ascending order", "Sort these numbers", "list them from least to greatest": a list whose order
+# is asked for
+EXTREME = "(?:least|smallest|lowest|largest|greatest|highest|shortest|longest)"
 ASKS_FOR_ORDER = re.compile(
-    r"\b(sort|arrange|rank|ascending|descending|alphabetical(ly)?"
-    r"|(in|from)( the)? (increasing|decreasing|chronological) order"
-    r"|(from )?(the )?(least|smallest|lowest|largest|greatest|highest|shortest|longest)"
-    r" (to|first)( the)?)\b",
+    r"\bin (?:ascending|descending|increasing|decreasing|alphabetical|chronological) order\b"
+    r"|\b(?:sort|arrange|rank)(?! of)[^.?!]{0,30}\b(?:a|de)scending\b"
+    r"|\b(?:sort|order|arrange|rank|list) (?:the|these|those|them|all|your)\b[^.?!]{0,80}"
+    rf"(?:\bfrom (?:the )?{EXTREME} to\b|\b{EXTREME} first\b)",
     re.IGNORECASE,
 )
 # letters side by side, perhaps with a number before or after; and those whose order matters, as in
@@ -263,7 +260,8 @@ SHORT_WORDS = re.compile(
 )
 WORDS = re.compile("[a-zA-Z]{2,}(?: [a-zA-Z]+)*")
 # what separates the words of a list
-LIST_SIGN = re.compile(r"[,;]|\b(?:and|or)\b")
+LIST_SIGN = re.compile(r"[,;]\s*(?:and\b|or\b)?|\b(?:and|or)\b")
+OR = re.compile(r"\bor\b")
 # The variables of a prompt are all letters of its formulas, without the names of commands, and
 # outside of formulas the letters that stand alone, or beside a sign or a number.
 FORMULA = re.compile(r"\$.*?\$|\\\(.*?\\\)|\\\[.*?\\\]", re.S)
@@ -272,11 +270,17 @@ VARIABLES = re.compile(r"\b[a-zA-Z]\b|[a-zA-Z]+(?= ?[+*^=])|(?<=[+*^=\d]) ?[a-zA
 # several choices: `A, C, D`, `(A) and (C)`; and what has a letter of a choice in a prompt, `A) 12`
 SINGLE_CHOICE = r"(?:\([A-H]\)|[A-H])"
 CHOICES = re.compile(rf"{SINGLE_CHOICE}(?:(?:,|;|,? and| ?&) ?{SINGLE_CHOICE})+")
-SINGLE_LETTER = re.compile(r"\(?([A-Ha-h])[).]?")
 CHOICE_OF_PROMPT = re.compile(r"(?<![a-zA-Z])([A-H])[).] ?\S")
 # `5 m/s`, `9.8 m/s^2`, `5 m`: a number, a space, and a unit without \text
 PLAIN_RATE = re.compile(r"(-?[\d.,/]*\d) ([a-zA-Z]+) ?/ ?([a-zA-Z]+)((?:\^\{?\d\}?)?)")
 PLAIN_UNIT = re.compile(r"(-?[\d.,/]*\d) ([mgslhNJWVAKL])((?:\^\{?-?\d\}?)?)")
+# A reference is a date, a range, a score or a telephone number, and no difference or quotient:
+# `2024-01-05`, `1939-1945`, `06/05/2020`. A quotient has no part of four digits, and none with a 0
+# before it.
+NO_FORMULA = re.compile(
+    r"\d+(?:\.\d+)?(?: ?- ?\d+(?:\.\d+)?)+|(?=.*(?:\d{4}|\b0\d))\d{1,4}/\d{1,2}/\d{1,4}"
+)
+HALF_OF_DAY = re.compile(r":\d\d ?([aApP])\.? ?[mM]\b")
 # a decimal as programs print it, of which they have rounded the last digit
 ROUNDED = re.compile(r"-?\d{1,6}\.\d{10,}(?<!0)")
 # the largest relative difference between such a decimal and the number that was rounded
@@ -285,7 +289,7 @@ INEQUALITY = re.compile(r"[<>≤≥≠]|\\(le|ge|lt|gt|ne)(?![a-z])|\\(leq|geq|n
 # a choice with its text and a bracket on either side of its letter, whatever the text is
 BRACKETED = re.compile(r"\(([A-Z])\) ?+(?![-+=,;]|or\b|and\b)((?:(?!\([A-Z]\)).)+)")
 # a choice with its text: `C) 12`, `C. 12`, `C. Paris`; and what several choices have in their text
-LABELLED = re.compile(r"\(?([A-J])(?:\)|[.:](?= )) ?([^-+= ].*)")
+LABELLED = re.compile(r"\(?([A-Z])(?:\)|[.:](?= )) ?([^-+= ].*)")
 SEVERAL = re.compile(r"[A-Z](?![a-z])|,|\b(?:or|and)\b")
 
 
@@ -313,7 +317,10 @@ def is_same_answer(reference, given, prompt=""):
         return reference_label == given_label and is_same_answer(reference_text, given_text, prompt)
     if reference_label or given_label:
         unlabelled = comparable_text(given if reference_label else reference)
-        is_label = unlabelled == (reference_label or given_label)
+        label = reference_label or given_label
+        # `V: 10` has the name of a quantity and no choice
+        is_choice = label <= "J" or re.search(rf"(?<![a-zA-Z]){label}[).]", reference + prompt)
+        is_label = unlabelled == label and bool(is_choice)
         return is_label or is_same_answer(reference_text, given_text, prompt)
     return is_same_formula(reference, given, prompt)
 
@@ -323,35 +330,36 @@ def is_same_choice(reference, given, prompt):
     choices = [choices_of(answer) for answer in (reference, given)]
     if all(choices) and {"A", "B", *choices[0]} <= set(CHOICE_OF_PROMPT.findall(prompt)):
         return choices[0] == choices[1]
-    letters = [SINGLE_LETTER.fullmatch(without_fonts(answer)) for answer in (reference, given)]
-    if all(letters) and {"A", "B"} <= set(CHOICE_OF_PROMPT.findall(prompt.upper())):
-        return letters[0][1].upper() == letters[1][1].upper()
     return None
 
 
 def is_same_wording(reference, given, prompt):
-    """Have two answers of words or letters the same ones? None if the reference may be a formula.
-
-    The order of a list matters only if the prompt asks for it.
-    """
-    is_ordered = bool(ASKS_FOR_ORDER.search(prompt))
+    """Have two answers of words or letters the same ones? None if it may be a formula."""
     lists = [re.split("[,;]", answer) for answer in (reference, given)]
     words = [without_fonts(word).replace(" ", "") for word in lists[0] + lists[1]]
     if all(map(LETTERS.fullmatch, words)) and any(map(ORDERED_LETTERS.fullmatch, words)):
-        return are_same_texts(*lists, is_ordered)
+        return are_same_texts(*lists)
     items = []
     for answer in (reference, given):
         items.append([item.strip(" ()") for item in LIST_SIGN.split(without_fonts(answer))])
+    if prompt and all(is_word(item, prompt) for item in items[0]):
+        return are_same_texts(*items)
     is_list_of_words = len(items[0]) > 1 and all(map(WORDS.fullmatch, items[0]))
-    if (prompt and all(is_word(item, prompt) for item in items[0])) or (
-        is_list_of_words and not has_value(reference, prompt)
-    ):
-        return are_same_texts(*items, is_ordered)
+    if is_list_of_words and not has_value(reference, prompt):
+        # Their order may matter, as in `true, false` for two statements. "and" is a comma.
+        has_or = [bool(OR.search(without_fonts(answer))) for answer in (reference, given)]
+        return has_or[0] == has_or[1] and are_same_texts(*items, is_ordered=True)
     return None
 
 
 def is_same_formula(reference, given, prompt):
     """Are two answers equal, as latex.read reads them? Raises one of UNCLEAR for `given` alone."""
+    if NO_FORMULA.fullmatch(reference):
+        return parts_of_date(reference) == parts_of_date(given)
+    halves = [HALF_OF_DAY.search(without_fonts(answer)) for answer in (reference, given)]
+    # read as a unit, it would be lost at 5:00, as a factor of 0
+    if all(halves) and halves[0][1].lower() != halves[1][1].lower():
+        return False
     prompt_words = re.findall("[a-z]+", prompt.lower())
     asks_for_percent = ASKS_FOR_PERCENT.search(GIVEN_PERCENT.sub("", prompt))
     percent = latex.Unit("percent") if asks_for_percent else sympy.Rational(1, 100)
@@ -361,12 +369,10 @@ def is_same_formula(reference, given, prompt):
         reference_statements = latex.read(reference, nouns, percent)
     except UNCLEAR:
         return False
-    if len(reference_statements) > 1 and ASKS_FOR_ORDER.search(prompt):
-        pairs = zip(reference_statements, given_statements)
-        has_all = len(reference_statements) == len(given_statements)
-        return has_all and all(is_same_statement(one, other) for one, other in pairs)
     if is_same_list(reference_statements, given_statements):
-        return True
+        if not ASKS_FOR_ORDER.search(prompt) or "\\pm" in reference + given:
+            return True
+        return is_in_order(reference_statements, given_statements)
     if is_rounded(reference):
         return is_same_rounded(reference_statements[0].values[0], given_statements)
     with_units = []
@@ -378,6 +384,12 @@ def is_same_formula(reference, given, prompt):
     return is_same_list(*(latex.read(answer, nouns, percent) for answer in with_units))
 
 
+def parts_of_date(answer):
+    """`06/05/2020` -> ["6", "/", "5", "/", "2020"], and the like for a range."""
+    parts = re.findall(r"[\d.]+|\S", without_fonts(answer))
+    return [part.lstrip("0") or "0" for part in parts]
+
+
 def are_same_texts(texts, others, is_ordered=False):
     """Are two lists of answers equal as texts, in any order unless is_ordered?"""
     lists = [list(map(comparable_text, words)) for words in (texts, others)]
@@ -387,6 +399,8 @@ def are_same_texts(texts, others, is_ordered=False):
 def has_value(reference, prompt=""):
     """Can a reference be read as a formula? If not, it is equal only to its own words."""
     nouns = nouns_of([*re.findall("[a-z]+", prompt.lower()), *words_of(reference)])
+    if NO_FORMULA.fullmatch(normalized_spelling(reference)):
+        return False
     try:
         latex.read(normalized_spelling(reference), nouns, sympy.Rational(1, 100))
     except UNCLEAR:
@@ -434,26 +448,29 @@ def rate_in_text(answer, context):
 
 
 def unit_in_text(answer, reference, prompt):
-    """`5 m` -> `5\\text{m}`, if the letter is no variable in the prompt.
+    """`5 m` -> `5\\text{m}`, if the reference has the letter, and it is a unit in the prompt.
 
-    Besides, the reference must have the letter, or the prompt must have it after a number or `in`.
+    The prompt must have it after a number, or by its name (`meters`), and not as a variable.
     """
     found = PLAIN_UNIT.fullmatch(answer)
     if not found or not prompt:
         return answer
     letter = found[2]
-    alone = rf"{letter}(?![a-zA-Z])"
-    if not re.search(rf"(?<![a-zA-Z]){alone}", reference) and not re.search(
-        rf"(?:\d|\bin) {alone}", prompt
-    ):
-        return answer
+    alone = rf"(?<![a-zA-Z']){letter}(?![a-zA-Z])"
+    unit = latex.LETTER_UNITS.get(letter) or latex.UNITS[letter]
+    names = [name for name, other in latex.UNITS.items() if other == unit and len(name) > 2]
+    is_unit = re.search(rf"\d {letter}(?![a-zA-Z])", prompt) or re.search(
+        rf"\b(?:{'|'.join(names)})s?\b", prompt, re.IGNORECASE
+    )
     formulas = "".join(FORMULA.findall(prompt))
     around = FORMULA.sub(" ", prompt)
-    # `5 m` and `in m` may be lengths; `5m`, `5 m + 3` and `m` alone are variables
+    # `5 m` and `in m` may be lengths; `5m`, `5 m + 3` and `m` alone are variables.
     is_variable = letter in COMMAND.sub(" ", FONT_GROUP.sub(" ", formulas)) or re.search(
-        rf"(?<!\d )(?<!in )(?<![a-zA-Z/]){alone}|\b{letter} ?[-+*=]", around
+        rf"(?<!\d )(?<!in )(?<!/){alone}|\b{letter} ?[-+*=]|\bin terms of\b|\bexpress", around
     )
-    return answer if is_variable else f"{found[1]}\\text{{{letter}}}{found[3]}"
+    if not re.search(alone, reference) or not is_unit or is_variable:
+        return answer
+    return f"{found[1]}\\text{{{letter}}}{found[3]}"
 
 
 def is_rounded(reference):
@@ -489,9 +506,11 @@ def label_and_text(answer):
 def words_of(reference):
     """The words of a reference that may be units: those in \\text{}, or after a single number."""
     texts = FONT_GROUP.findall(reference)
-    after_number = re.fullmatch(r"(?:[\d.,/ ]*\d|\d+\\frac\{\d+\}\{\d+\}) ([a-zA-Z ]+)", reference)
+    after_number = re.fullmatch(
+        r"[\d.,/ ]*\d ([a-zA-Z ]+)|\d+\\frac\{\d+\}\{\d+\} ([a-zA-Z]{4,})", reference
+    )
     if after_number:
-        texts.append(after_number[1])
+        texts.append(after_number[1] or after_number[2])
     return re.findall("[a-z]+", " ".join(texts).lower())
 
 
@@ -570,6 +589,17 @@ def is_same_multiset(reference, given, is_same):
             return False
         del rest[partner]
     return not rest
+
+
+def is_in_order(reference, given):
+    """Have two lists that are the same their values in one order? True unless they are plain lists.
+
+    In a plain list no value has a name or a relation.
+    """
+    if any(statement.name or statement.relation for statement in (*reference, *given)):
+        return True
+    pairs = zip(reference, given)
+    return len(reference) != len(given) or all(is_same_statement(*pair) for pair in pairs)
 
 
 def is_same_statement(reference, given):

@@ -478,8 +478,9 @@ def test_a_start_that_fails_before_its_first_step_leaves_everything_as_it_was(
     assert ("is now" if case == "complete" else "continuing") in opening.make()
     rundir.write(started)
     assert contents(tmp_path) != before
-    # FAKE: an engine that cannot start
-    dies = ["bash", "-c", "echo 'ValueError: no such flag' >&2; exit 3"]
+    # FAKE: an engine that cannot start; the trainer has removed what is newer than its checkpoint
+    script = f"echo > {run_dir}/metrics.jsonl; echo 'ValueError: no such flag' >&2; exit 3"
+    dies = ["bash", "-c", script]
     for _ in range(2):
         code = run.run(started, [("actor", {}, dies)], "start", [1], opening)
         assert code == 3 or code == 1

@@ -119,6 +119,12 @@ CONVENTIONS = {
 }
 
 
+def test_a_single_object_over_several_lines_may_be_compressed(tmp_path):
+    text = json.dumps(ROW, indent=1).encode()
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(text))
+    assert [problem["answer"] for problem in read(tmp_path / "a.json.gz")] == ["5"]
+
+
 @pytest.mark.parametrize("convention", CONVENTIONS)
 @pytest.mark.parametrize("ending", ["jsonl", "json", "parquet", "jsonl.gz"])
 def test_conventions_are_read_from_their_columns(convention, ending, tmp_path):
@@ -254,12 +260,17 @@ def test_text_parts_of_a_message_are_one_text(tmp_path):
         ([dict(ROW, choices=["4", "5"])], ":1: the columns 'question' and 'choices' make one"),
         ([dict(ROW, answer_choices=["4", "5"])], ":1: the columns 'question' and 'answer_choices'"),
         ([dict(ROW, options_text=["4", "5"])], ":1: the columns 'question' and 'options_text'"),
-        ([dict(ROW, possible_answers=["4", "5"])], ":1: the columns 'question' and 'possible_"),
+        ([dict(ROW, option_list=["4", "5"])], ":1: the columns 'question' and 'option_list'"),
+        ([dict(ROW, A="0", B="1", C="2")], ":1: the columns 'question' and 'A' make one prompt"),
+        (
+            [dict(ROW, option_a="True", option_b="False")],
+            ":1: the columns 'question' and 'option_a'",
+        ),
         (
             [dict(ROW, question="<|im_start|>user\nWhat is 2 + 3?<|im_end|>\n")],
-            ":1: the prompt has '<.im_start.>', so it went through a chat template already",
+            ":1: the prompt begins with '<.im_start.>', so it went through a chat template",
         ),
-        ([dict(ROW, question="[INST] 2 + 3? [/INST]")], ":1: the prompt has '.INST.', so it went"),
+        ([dict(ROW, question="[INST] 2 + 3? [/INST]")], ":1: the prompt begins with '.INST.', so"),
         ([{"question": "q", " answer": "5"}], ":1: .*the row has 'question', ' answer'"),
         ([dict(ROW, option_a="4", option_b="5")], ":1: the columns 'question' and 'option_a' make"),
         ([dict(ROW, A="4", B="5")], ":1: the columns 'question' and 'A' make one prompt"),
@@ -324,6 +335,10 @@ def test_rows_whose_meaning_is_not_certain_are_refused(rows, complaint, tmp_path
         (dict(ROW, A="what is A?"), "5"),
         (dict(ROW, has_image="False", image="None", context="N/A"), "5"),
         (dict(ROW, has_image=False, options=[]), "5"),
+        (dict(ROW, num_choices=4, has_options=1, answer_choices="[]"), "5"),
+        (dict(ROW, model_candidates=["4", "5"], possible_answers=["5", "5.0"]), "5"),
+        (dict(ROW, question="What does <|user|> mean, and [INST] in assembler?"), "5"),
+        (dict(ROW, answer="[12345678901234567890.5]"), "12345678901234567890.5"),
         (dict(prompt="q (A) 4 (B) 5", choices=["4", "5"], answer="B"), "B"),
         (dict(prompt="q", choices=["4", "5"], answer="5"), "5"),
         (dict(prompt="q", choices={"text": ["x", "y"], "label": ["1", "2"]}, answer="2"), "2"),

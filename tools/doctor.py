@@ -40,7 +40,8 @@ SECOND_STEPS = 3
 # a learning rate at which weights still change when they are rounded to bfloat16
 VISIBLE_LR = 1e-4
 # Knobs that keep the data and shorten evaluations. A mismatch must not end the run, because the
-# doctor compares the logprobs itself. All other knobs have the user's values.
+# doctor compares the logprobs itself. All other knobs have the user's values, but for the size of a
+# batch and, in bfloat16, the learning rate (`shorten`).
 KNOBS = f"""--steps {reference.PLANNED} --mismatch_limit 1e9 --eval_every 0 --eval_problems 16
 --save_every 1 --keep_last 0 --keep_steps {reference.PLANNED}"""
 # the words by which the table shows the result of a check

@@ -8,7 +8,7 @@ a model of the hub into the hub's cache; it makes the tiny model of a task, and 
 run.sh smol`, once. Then it checks everything that would otherwise end the run minutes later: the
 files of the model, the prompts, the names of vLLM's parsers, the vocabulary of a teacher, and
 whether trainer and engines can compute the model (tools/model_check.py). If something is wrong, it
-prints one line and ends with exit code 1. A dry run makes and fetches nothing; it shows the first
+prints one line and ends with exit code 1. A dry run makes and fetches no model; it shows the first
 problem as the model will see it. Knobs that are decided upon here are written to FILE.
 """
 
