@@ -68,11 +68,19 @@ async def start():
 
 
 async def read(process, waiting):
-    """Give each answer to its attempt until the process ends. All other lines are ignored."""
-    async for line in process.stdout:
-        with contextlib.suppress(ValueError, LookupError, TypeError):
-            answer = json.loads(line)
-            waiting.pop(answer["api_key"]).put_nowait(answer)
+    """Give each answer to its attempt until the process ends. All other lines are ignored.
+
+    A line of more than `limit` bytes ends it, as what follows cannot be read.
+    """
+    try:
+        async for line in process.stdout:
+            with contextlib.suppress(ValueError, LookupError, TypeError):
+                answer = json.loads(line)
+                waiting.pop(answer["api_key"]).put_nowait(answer)
+    except ValueError as e:
+        print(f"actor: tasks/agent.py: $AGENT is ended: a line is too long ({e})", flush=True)
+        process.kill()
+        await process.wait()
     agent.cache_clear()
     for queue in waiting.values():
         queue.put_nowait({})

@@ -8,9 +8,12 @@ real ones.
 import asyncio
 import json
 import re
+import shlex
 import socket
+import sys
 from decimal import Decimal
 from fractions import Fraction
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -27,6 +30,7 @@ import config as cfg
 from actor import Sampler
 from plumbing import client, messages_api, placement, responses_api
 from plumbing.episode import AT_ONCE, AttemptLost
+from tasks import agent
 from tasks import guess as task
 
 TOOLS = (
@@ -996,6 +1000,29 @@ def test_lost_attempts_give_no_sample_and_100_in_a_row_end_the_run(tmp_path, cap
     assert capsys.readouterr().out.count("an attempt failed") == 1
     samples, _, _ = play(tmp_path / "b", ["A"] * 99, episode, attempts=99)
     assert samples == [None] * 99
+
+
+# An agent that prints a line of 32 MB, and then goes on for ever
+ENDLESS = """
+import sys, time
+sys.stdin.readline()
+sys.stdout.write("x" * (1 << 25))
+sys.stdout.flush()
+time.sleep(100000)
+"""
+
+
+def test_an_agent_that_prints_an_endless_line_is_ended(monkeypatch, capsys):
+    monkeypatch.setenv("AGENT", shlex.join([sys.executable, "-c", ENDLESS]))
+    agent.agent.cache_clear()
+    attempt = SimpleNamespace(base_url="http://127.0.0.1:9", api_key="sk")
+
+    async def work():
+        with pytest.raises(AttemptLost, match="it has ended"):
+            await agent.episode({"prompt": "q"}, attempt)
+
+    asyncio.run(asyncio.wait_for(work(), 100))
+    assert "$AGENT is ended: a line is too long" in capsys.readouterr().out
 
 
 def test_attempt_that_times_out_in_an_engine_gives_no_sample(tmp_path):
