@@ -650,7 +650,7 @@ def send_first_weights(policy, state, sender, ranks):
         print(f"train: version {state['version']} is in the engines", flush=True)
 
 
-# exit code of a trainer that was told to stop and has saved: the one of SIGTERM
+# exit code of rank 0 if it was told to stop and has saved: the one of SIGTERM
 STOPPED = 143
 
 
@@ -705,7 +705,7 @@ def train(config, run_dir, ranks):
             if saver.is_due(version):
                 log.save_s = saver.save(state)
         sender.wait()
-        log.evaluations(reader.evaluations(until=config.steps))
+        log.evaluations(reader.evaluations_until(config.steps))
         ranks.check_stop()
         saver.finish()
         sender.announce(config.steps, done=True)
@@ -719,7 +719,8 @@ def train(config, run_dir, ranks):
             print(f"{e}; {saved}", flush=True)
         if ranks.error:
             raise
-        exit_code = STOPPED
+        # A rank that ends with an error makes the launcher end the others, and rank 0 ends last.
+        exit_code = STOPPED if ranks.rank == 0 else 0
     log.close()
     return exit_code
 

@@ -139,7 +139,8 @@ def discard(checkpoint):
     have been moved away meanwhile.
     """
     torn = checkpoint.with_name(checkpoint.name + ".tmp")
-    with contextlib.suppress(FileNotFoundError):
+    shutil.rmtree(torn, ignore_errors=True)
+    with contextlib.suppress(OSError):
         checkpoint.rename(torn)
     shutil.rmtree(torn, ignore_errors=True)
 

@@ -44,7 +44,7 @@ class Flag:
 class Ranks:
     """The rank, world and device of this process, and its process groups.
 
-    SIGTERM and `fail` set `stop`; only that of rank 0 counts. The default group (NCCL on GPUs, gloo
+    SIGTERM and `fail` set `stop`; that of any rank counts. The default group (NCCL on GPUs, gloo
     elsewhere) is for a step's collectives. group: a gloo group with a longer deadline, in which the
     other ranks wait while rank 0 waits for data. saving: another such group, for reading
     checkpoints and for the threads that write them.
@@ -84,14 +84,18 @@ class Ranks:
         self.error = error
         self.stop.set()
 
+    def any(self, condition):
+        """Is a condition true on any rank? Collective."""
+        is_true = torch.tensor(int(condition))
+        dist.all_reduce(is_true, dist.ReduceOp.MAX, group=self.group)
+        return bool(is_true)
+
     def check_stop(self):
         """Raise Stopped on all ranks if any rank is to stop. Collective.
 
         A node may be told to stop alone, for example because its machine is taken away.
         """
-        told = torch.tensor(int(self.stop.is_set()))
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
-        if told:
+        if self.any(self.stop.is_set()):
             raise Stopped(self.error or "train: told to stop") from self.error
 
     def close(self):

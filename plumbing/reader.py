@@ -58,49 +58,51 @@ class Reader:
         self.ranks.check_stop()
         return numbered_record or self.batches.get(self.config.stall_timeout)
 
-    def _wait(self, queue, complaint, progress=lambda: None):
+    def _wait(self, queue, complaint):
         """Rank 0: wait for the next record of a queue. Returns (number, record).
 
-        Returns None if the run is to stop; it is if the wait has been too long. The time begins
-        anew whenever the result of progress() changes.
+        Returns None if the run is to stop; it is if the wait has been too long.
         """
         patience = Patience(self.config, self.run_dir)
-        reached = progress()
         while not self.ranks.stop.is_set():
             try:
                 return queue.get(0.5)
             except TimeoutError:
                 pass
-            if progress() != reached:
-                reached = progress()
-                patience.start()
             try:
                 patience.check(complaint)
             except TimeoutError as e:
                 self.ranks.fail(e)
         return None
 
-    def evaluations(self, until=-1):
-        """Yields, on rank 0, the evaluations that have arrived.
-
-        It waits until the evaluation of version `until` is among them.
-        """
-        while self.ranks.rank == 0:
-            numbered_record = None
-            if len(self.evals):
-                numbered_record = self.evals.get()
-            elif self.evaluated < until:
-                # An evaluation is one record, and may take longer than stall_timeout.
-                pace_file = Path(self.run_dir, "queues", "pace.json")
-                numbered_record = self._wait(
-                    self.evals,
-                    f"train: the actor put no evaluation into {self.evals.path}",
-                    progress=lambda: read_json(pace_file).get("evaluated"),
-                )
-            if numbered_record is None:
-                break
-            number, record = numbered_record
+    def evaluations(self):
+        """Yields, on rank 0, the evaluations that have arrived."""
+        while self.ranks.rank == 0 and len(self.evals):
+            number, record = self.evals.get()
             self.evals.ack(number)
             # Evaluations that run at the same time may arrive in any order.
             self.evaluated = max(self.evaluated, record["version"])
             yield record
+
+    def evaluations_until(self, version):
+        """Yields, on rank 0, evaluations until that of this version is among them. Collective.
+
+        An evaluation is one record, and may take longer than stall_timeout: rank 0 gives up when no
+        attempt has ended for this time, and all ranks meet again and again, because they have a
+        deadline of their own. Raises Stopped, on all ranks, if the run is to stop.
+        """
+        patience = Patience(self.config, self.run_dir)
+        pace_file = Path(self.run_dir, "queues", "pace.json")
+        ended_attempts = None
+        while not self.ranks.any(self.evaluated >= version):
+            self.ranks.check_stop()
+            yield from self.evaluations()
+            if self.ranks.rank == 0:
+                before, ended_attempts = ended_attempts, read_json(pace_file).get("evaluated")
+                if before != ended_attempts:
+                    patience.start()
+                try:
+                    patience.check(f"train: the actor put no evaluation into {self.evals.path}")
+                except TimeoutError as e:
+                    self.ranks.fail(e)
+            time.sleep(0.1)

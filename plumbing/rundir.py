@@ -180,12 +180,13 @@ class Opening:
         before = self.run_dir / "before"
         shutil.rmtree(before, ignore_errors=True)
         before.mkdir()
-        shutil.rmtree(self.run_dir / "engines", ignore_errors=True)
-        if (self.run_dir / "queues").exists():
-            (self.run_dir / "queues").rename(before / "queues")
+        # The copies come first: if the disk is full, nothing has changed.
         for name in COPIED:
             if (self.run_dir / name).exists():
                 shutil.copy2(self.run_dir / name, before / name)
+        shutil.rmtree(self.run_dir / "engines", ignore_errors=True)
+        if (self.run_dir / "queues").exists():
+            (self.run_dir / "queues").rename(before / "queues")
 
     def undo(self) -> str:
         """Restore the directory after a start that made no step. Returns a line naming its logs."""
@@ -249,11 +250,14 @@ def hold(c: Config) -> tuple[list, str]:
 
 
 def holder(c: Config) -> str:
-    """The name of the start that holds the run's lock now; "" if none does."""
+    """The name of the start that holds the run's lock now; "" if none does.
+
+    If the file system fails for a moment, the lock counts as held.
+    """
     with contextlib.suppress(FileNotFoundError), open(Path(c.out, f".{c.run}.lock")) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError:
             return lock.read()
     return ""
 

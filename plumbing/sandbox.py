@@ -103,7 +103,8 @@ class Sandbox:
                 call.add_done_callback(calls.discard)
                 return await asyncio.wait_for(asyncio.wrap_future(call), self.config.stall_timeout)
             except TimeoutError:
-                if call.cancelled():
+                # A call that a worker has taken ends after reward_timeout by itself.
+                if call.cancelled() and self.config.stall_timeout > seconds:
                     raise SandboxBroken(
                         f"no worker was free for {function} within --stall_timeout "
                         f"{self.config.stall_timeout:.0f} s"

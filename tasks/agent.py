@@ -79,11 +79,13 @@ async def read(process, waiting):
                 waiting.pop(answer["api_key"]).put_nowait(answer)
     except ValueError as e:
         print(f"actor: tasks/agent.py: $AGENT is ended: a line is too long ({e})", flush=True)
-        process.kill()
-        await process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
     agent.cache_clear()
     for queue in waiting.values():
         queue.put_nowait({})
+    # its children, if it has any, may keep its output open
+    await process.wait()
 
 
 async def episode(problem, model):

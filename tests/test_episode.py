@@ -1018,8 +1018,10 @@ def test_an_agent_that_prints_an_endless_line_is_ended(monkeypatch, capsys):
     attempt = SimpleNamespace(base_url="http://127.0.0.1:9", api_key="sk")
 
     async def work():
+        process, _ = await agent.agent()
         with pytest.raises(AttemptLost, match="it has ended"):
             await agent.episode({"prompt": "q"}, attempt)
+        await process.reader
 
     asyncio.run(asyncio.wait_for(work(), 100))
     assert "$AGENT is ended: a line is too long" in capsys.readouterr().out

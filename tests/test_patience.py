@@ -4,8 +4,9 @@ import pytest
 
 import config as cfg
 from conftest import register
-from plumbing import patience
+from plumbing import patience, reader
 from plumbing.patience import Patience, longest_wait
+from plumbing.queues import Queue, publish_json
 
 
 @pytest.fixture
@@ -58,3 +59,54 @@ def test_wait_for_engines_that_never_answer_ends(tmp_path, clock):
     wait(3100)
     with pytest.raises(TimeoutError, match="^nothing came for 3100 s, in most of which no engine"):
         wait(10)
+
+
+class OneRank:
+    """FAKE: the only rank"""
+
+    rank = 0
+    any = staticmethod(bool)
+
+    def check_stop(self):
+        pass
+
+    def fail(self, error):
+        raise error
+
+
+def test_a_long_last_evaluation_is_no_stall(tmp_path, monkeypatch):
+    """The time begins anew whenever one of its attempts has ended."""
+    queues = tmp_path / "queues"
+    evals = Queue(queues / "evals")
+
+    class ImpatientAfterThree:
+        """FAKE: the time is over at the third check; an attempt ends after every second one."""
+
+        checks = 0
+        ended = 0
+        goes_on = True
+
+        def __init__(self, config, run_dir):
+            pass
+
+        def start(self):
+            type(self).checks = 0
+
+        def check(self, complaint):
+            kind = type(self)
+            kind.checks += 1
+            if kind.checks == 3:
+                raise TimeoutError(complaint)
+            if kind.checks == 2 and kind.goes_on:
+                kind.ended += 1
+                publish_json(queues / "pace.json", evaluated=kind.ended)
+                if kind.ended == 10:
+                    evals.put(dict(version=7))
+
+    monkeypatch.setattr(reader, "Patience", ImpatientAfterThree)
+    own = reader.Reader(cfg.Config(), tmp_path, OneRank())
+    records = list(own.evaluations_until(7))
+    assert [record["version"] for record in records] == [7] and ImpatientAfterThree.ended == 10
+    ImpatientAfterThree.goes_on = False
+    with pytest.raises(TimeoutError, match="the actor put no evaluation into"):
+        list(own.evaluations_until(8))

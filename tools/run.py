@@ -49,6 +49,7 @@ def train(argv) -> int:
         summary = opening.summary
     elif not c.dry_run:
         placement.prepare(c)
+        supervise.check_signals()
         c, start_id = rundir.wait_for_node_0(c)
         # This call raises ConfigError unless this node has as many GPUs as node 0.
         placement.resolve(c, gpus)
@@ -103,7 +104,10 @@ def undone_on_error(opening):
         yield
     except BaseException:
         if opening:
-            opening.undo()
+            try:
+                opening.undo()
+            except OSError as e:
+                supervise.say(f"run.sh: {opening.run_dir} could not be restored: {e}")
         raise
 
 
@@ -150,10 +154,10 @@ def describe_end(c, opening):
     version = read_json(run_dir / "queues" / "version.json").get("version", 0)
     # A step may be saved whose weights have not reached the engines, and so are not announced.
     has_saved = newest is not None and newest.name != f"step_{first:06d}"
-    if opening and version <= first and not has_saved:
-        return f"run.sh: stopped before its first step: {opening.undo()}\n"
     if rundir.is_complete(run_dir):
         return f"run.sh: stopped after its last step; tools/report.py {run_dir} shows the run\n"
+    if opening and version <= first and not has_saved:
+        return f"run.sh: stopped before its first step: {opening.undo()}\n"
     if newest is None:
         return (
             "run.sh: stopped; the same command begins a new run, as there is no checkpoint; "
