@@ -314,7 +314,15 @@ print("stops")
 )
 def test_a_closed_terminal_ends_a_run_unless_nohup_started_it(nohup, printed):
     command = [*nohup.split(), sys.executable, "-c", HANGED_UP]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=100)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=100,
+        # the tests themselves may have been started by nohup
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    )
     assert (done.stdout, done.returncode) == (printed, 0)
 
 
