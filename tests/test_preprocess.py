@@ -42,7 +42,7 @@ def test_advantages_by_hand():
     # The mean reward is a quarter; a mean of 0 has no advantages.
     assert advantages([1, 0, 0, 0], "max_rl") == pytest.approx([3, -1, -1, -1])
     assert advantages([0, 0], "max_rl").tolist() == [0, 0]
-    with pytest.raises(ValueError, match=r"a reward \(to go\) of -0.5 is negative; choose"):
+    with pytest.raises(ValueError, match=r"a reward-to-go of -0.5 is negative; choose"):
         advantages([1, -0.5], "max_rl")
     assert advantages([2, 4, 9], "loo") == pytest.approx([2 - 6.5, 4 - 5.5, 9 - 3])
     with pytest.raises(ValueError, match="--advantage median has no branch in"):
