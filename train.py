@@ -719,7 +719,8 @@ def train(config, run_dir, ranks):
             print(f"{e}; {saved}", flush=True)
         if ranks.error:
             raise
-        # A rank that ends with an error makes the launcher end the others, and rank 0 ends last.
+        # When a rank ends with an error, the launcher ends the others. Rank 0, which writes the
+        # checkpoint, ends last.
         exit_code = STOPPED if ranks.rank == 0 else 0
     log.close()
     return exit_code

@@ -69,11 +69,15 @@ class Reader:
                 return queue.get(0.5)
             except TimeoutError:
                 pass
-            try:
-                patience.check(complaint)
-            except TimeoutError as e:
-                self.ranks.fail(e)
+            self._check(patience, complaint)
         return None
+
+    def _check(self, patience, complaint):
+        """Rank 0: let the run end if it has waited too long."""
+        try:
+            patience.check(complaint)
+        except TimeoutError as e:
+            self.ranks.fail(e)
 
     def evaluations(self):
         """Yields, on rank 0, the evaluations that have arrived."""
@@ -98,11 +102,8 @@ class Reader:
             self.ranks.check_stop()
             yield from self.evaluations()
             if self.ranks.rank == 0:
-                before, ended_attempts = ended_attempts, read_json(pace_file).get("evaluated")
+                before, ended_attempts = ended_attempts, read_json(pace_file).get("eval_attempts")
                 if before != ended_attempts:
                     patience.start()
-                try:
-                    patience.check(f"train: the actor put no evaluation into {self.evals.path}")
-                except TimeoutError as e:
-                    self.ranks.fail(e)
+                self._check(patience, f"train: the actor put no evaluation into {self.evals.path}")
             time.sleep(0.1)

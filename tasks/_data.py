@@ -81,10 +81,10 @@ HALF_ESCAPED = re.compile(
 )
 # In an answer of one line, a control character before a letter is nothing else.
 HALF_ESCAPED_ANSWER = re.compile("[\b\a\v\f\t\r](?=[a-zA-Z])|^\n(?=[a-z])")
-# What stands in a column of this kind if a problem has no image, or no such part of the prompt; CSV
-# files write it as a text.
+# The texts that stand for nothing in a column of this kind. A CSV file has texts alone: it writes
+# "False" where a problem has no image.
 EMPTY = {
-    "image": (True, "True", "False", "true", "false", "None", "nan", "null", "N/A", "0", "1", 1),
+    "image": ("False", "false", "None", "nan", "null", "N/A", "0"),
     "part": ("None", "nan", "NaN", "null", "<NA>", "N/A"),
     "choice": ("[]", "{}", " ", "None", "nan"),
 }
@@ -251,7 +251,7 @@ def _check_columns(row, columns):
     by_kind = {}
     for name in row:
         kind = _kind_of_column(name)
-        if row[name] and (row[name] not in EMPTY.get(kind, ())):
+        if row[name] and row[name] not in EMPTY.get(kind, ()):
             by_kind.setdefault(kind, []).append(name)
     for name in by_kind.get("image", []):
         raise ValueError(f"column '{name}' has an image, and prompts can have texts alone")

@@ -258,6 +258,7 @@ ORDERED_LETTERS = re.compile(r"\d*[A-Z]{2,}\d*|(?i:yes|no)")
 SHORT_WORDS = re.compile(
     rf"[a-zA-Z]{{2,{latex.LONGEST_PRODUCT}}}( [a-zA-Z]{{2,{latex.LONGEST_PRODUCT}}})*"
 )
+# one or several words of any length
 WORDS = re.compile("[a-zA-Z]{2,}(?: [a-zA-Z]+)*")
 # what separates the words of a list
 LIST_SIGN = re.compile(r"[,;]\s*(?:and\b|or\b)?|\b(?:and|or)\b")
@@ -399,10 +400,11 @@ def are_same_texts(texts, others, is_ordered=False):
 def has_value(reference, prompt=""):
     """Can a reference be read as a formula? If not, it is equal only to its own words."""
     nouns = nouns_of([*re.findall("[a-z]+", prompt.lower()), *words_of(reference)])
-    if NO_FORMULA.fullmatch(normalized_spelling(reference)):
+    spelled = normalized_spelling(reference)
+    if NO_FORMULA.fullmatch(spelled):
         return False
     try:
-        latex.read(normalized_spelling(reference), nouns, sympy.Rational(1, 100))
+        latex.read(spelled, nouns, sympy.Rational(1, 100))
     except UNCLEAR:
         return False
     return True

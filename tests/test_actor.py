@@ -418,13 +418,13 @@ def test_pace_of_the_engines_is_published_once_a_second(tmp_path, base_model):
     async def work(actor):
         # with_fake_engine has read the trainer's version, which publishes the pace at once
         first = read_json(pace_file)
-        assert set(first) == {"gen_tok_s", "gen_idle", "durations", "evaluated"}
+        assert set(first) == {"gen_tok_s", "gen_idle", "durations", "eval_attempts"}
         actor.engines.tokens = 1000
         actor.follow_trainer()
         assert read_json(pace_file) == first
         actor.pace_published_at -= 1
         actor.follow_trainer()
-        assert read_json(pace_file) == actor.engines.pace | {"evaluated": 0}
+        assert read_json(pace_file) == actor.engines.pace | {"eval_attempts": 0}
         assert read_json(pace_file)["gen_tok_s"] > 0
 
     with_fake_engine(tmp_path, base_model, good, work)

@@ -436,7 +436,7 @@ def test_engine_losses_are_counted_anew_after_a_finished_request(monkeypatch):
     assert len(mortals.losses) == 3 * len(killers)
 
 
-def test_loss_of_all_engines_of_a_node_does_not_end_the_run(monkeypatch):
+def test_crash_of_all_engines_of_a_node_does_not_end_the_run(monkeypatch):
     """Eight engines are lost at once: connections break, or the trainer lists them no more."""
     urls = list("abcdefgh")
 
@@ -461,7 +461,7 @@ def test_loss_of_all_engines_of_a_node_does_not_end_the_run(monkeypatch):
     asyncio.run(run(is_broken=False))
 
 
-def test_refused_connections_and_engines_without_weights_are_no_losses(monkeypatch):
+def test_refused_connections_and_engines_without_weights_are_no_crashes(monkeypatch):
     failures = [client.NoWeights("503"), aiohttp.ClientConnectorError(None, OSError())] * 5
 
     async def post(url, path, body):

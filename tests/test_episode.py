@@ -700,7 +700,7 @@ def test_the_endpoint_takes_no_port_of_an_engine_or_of_ranks():
         placement.check_endpoint(c)
 
 
-def test_requests_beyond_the_line_are_told_to_come_later(tmp_path, monkeypatch):
+def test_requests_beyond_the_limit_are_told_to_come_later(tmp_path, monkeypatch):
     monkeypatch.setattr("plumbing.episode.MOST_REQUESTS", 2)
 
     async def episode(problem, model):

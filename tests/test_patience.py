@@ -99,7 +99,7 @@ def test_a_long_last_evaluation_is_no_stall(tmp_path, monkeypatch):
                 raise TimeoutError(complaint)
             if kind.checks == 2 and kind.goes_on:
                 kind.ended += 1
-                publish_json(queues / "pace.json", evaluated=kind.ended)
+                publish_json(queues / "pace.json", eval_attempts=kind.ended)
                 if kind.ended == 10:
                     evals.put(dict(version=7))
 

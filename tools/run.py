@@ -152,11 +152,10 @@ def describe_end(c, opening):
     newest = checkpoints.newest(run_dir)
     first = int(opening.newest.name.removeprefix("step_")) if opening and opening.newest else 0
     version = read_json(run_dir / "queues" / "version.json").get("version", 0)
-    # A step may be saved whose weights have not reached the engines, and so are not announced.
-    has_saved = newest is not None and newest.name != f"step_{first:06d}"
     if rundir.is_complete(run_dir):
         return f"run.sh: stopped after its last step; tools/report.py {run_dir} shows the run\n"
-    if opening and version <= first and not has_saved:
+    # A step may be saved whose weights have not reached the engines, and so are not announced.
+    if opening and version <= first and newest == opening.newest:
         return f"run.sh: stopped before its first step: {opening.undo()}\n"
     if newest is None:
         return (
