@@ -364,7 +364,8 @@ class Config:
     # the run ends if a stage waits for another one longer than this, seconds; the time in which
     # engines start does not count. A request to an engine (one turn of an attempt) may take a
     # third of this: then it is sent again, if possible to another engine, at most three times, and
-    # then the attempt is left out
+    # then the attempt is left out. An engine is started again if its core answers nothing for a
+    # sixth of this (at least for sync_timeout)
     stall_timeout: Seconds = 1800.0
     # time that the trainer has to save a checkpoint when the run is stopped, seconds; then it
     # is killed

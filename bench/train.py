@@ -73,6 +73,8 @@ SHAPES = {
     "1.5b": WIDE,
     "smol": SMOL,
     "smol-float32": SMOL | dict(dtype="float32"),
+    # what the preset countup has once it has learned to count
+    "countup": SMOL | dict(completions=(50, 0.8, 8, 140), prompts=(76, 84)),
 }
 
 

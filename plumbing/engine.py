@@ -13,6 +13,7 @@ and vLLM's own /v1/chat/completions/render and derender, for plumbing/endpoint.p
 """
 
 import asyncio
+import contextlib
 import copy
 import hmac
 import itertools
@@ -48,13 +49,18 @@ class Contract:
     """ASGI middleware of the engine's HTTP server; it answers calls outside the contract with 404.
 
     The run's secret lies in PIPELINE_RUN_DIR. Nothing is generated before the trainer's weights are
-    here, unless PIPELINE_SERVE_AS_LOADED=1: then the weights loaded from disk are version 0.
+    here, unless PIPELINE_SERVE_AS_LOADED=1: then the weights loaded from disk are version 0. The
+    engine is not healthy if its core answers nothing for PIPELINE_CORE_TIMEOUT seconds.
     """
 
     def __init__(self, app):
         self.app = app
         self.secret = secret_header(os.environ["PIPELINE_RUN_DIR"])[SECRET_HEADER].encode()
         self.serves_as_loaded = os.environ.get("PIPELINE_SERVE_AS_LOADED") == "1"
+        self.core_timeout = float(os.environ["PIPELINE_CORE_TIMEOUT"])
+        # the latest question to vLLM's core, see `core_hangs`
+        self.question = None
+        self.asked_at = 0.0
         self.has_weights = False
         # the number of weight groups joined: a trainer that continues from a checkpoint counts some
         # versions a second time
@@ -79,6 +85,10 @@ class Contract:
         """The ASGI app that answers a request: vLLM's, or the response to a call, or a refusal."""
         # the path as vLLM's own router sees it: decoded; a websocket has no method
         call = (scope.get("method"), scope["path"])
+        if call == ("GET", "/health") and self.core_hangs(scope["app"].state.engine_client):
+            problem = f"vLLM's core has answered nothing for {self.core_timeout:.0f} s"
+            print(f"engine: {problem}", flush=True)
+            return JSONResponse({"error": problem}, 503)
         if call in OPEN_CALLS:
             return self.app
         if call not in self.handlers:
@@ -99,6 +109,20 @@ class Contract:
         except Exception as e:
             code = 400 if isinstance(e, (ValueError, VLLMClientError)) else 500
             return JSONResponse({"error": f"{call[1]}: {type(e).__name__}: {e}"}, code)
+
+    def core_hangs(self, engine):
+        """Has vLLM's core, which decodes, left a question unanswered for too long?
+
+        vLLM's own answer to GET /health says only that the core's process lives. Each call asks a
+        question, unless the one before is still unanswered; the core answers it between two steps.
+        Before the first weights nothing is asked: until then the core may load models.
+        """
+        if not self.has_weights:
+            return False
+        if self.question is None or self.question.done():
+            self.question = asyncio.ensure_future(_ask_core(engine))
+            self.asked_at = time.monotonic()
+        return time.monotonic() > self.asked_at + self.core_timeout
 
     async def generate(self, request, engine):
         if not self.has_weights:
@@ -139,6 +163,12 @@ class Contract:
         answers = await engine.collective_rpc(method, args=(argument,))
         for problem in filter(None, answers):
             raise RuntimeError(problem)
+
+
+async def _ask_core(engine):
+    """Return once the core has answered. What else may happen is told by vLLM's own /health."""
+    with contextlib.suppress(Exception):
+        await engine.is_sleeping()
 
 
 class Prompt(msgspec.Struct):

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -68,6 +69,8 @@ ONE_HEAP = {"PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandab
 # On a GPU the broadcasts of weights must not queue up behind a process's own kernels.
 MANY_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 NICE = ["nice", "-n", "10"]
+# files that the actor opens beside its connections: libraries, logs, queues
+OTHER_FILES = 256
 
 
 # ---- the hardware: GPUs, nodes, addresses
@@ -130,6 +133,22 @@ def endpoint_socket(host, port):
     # A name such as localhost may have several addresses: the first one is taken.
     [(family, _, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return socket.create_server(address, family=family)
+
+
+def check_open_files(c: Config):
+    """Raise ConfigError unless the actor may open a connection for each sequence in progress."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    sequences = c.engines * c.concurrency
+    connections = sequences
+    if any(hasattr(cfg.load_task(task), "episode") for task in cfg.task_weights(c.task)):
+        # An agent's request to the endpoint is one, and the actor's request to the engine another.
+        connections = 2 * sequences
+    require(
+        most == resource.RLIM_INFINITY or connections + OTHER_FILES <= most,
+        f"a process may open {most} files on this machine, and --engines {c.engines} --concurrency "
+        f"{c.concurrency} need {connections + OTHER_FILES}, as a sequence in progress is a "
+        "connection: raise the hard limit (`ulimit -Hn` shows it), or lower --concurrency",
+    )
 
 
 def check_endpoint(c: Config):
@@ -341,6 +360,8 @@ def engine_commands(c: Config, gpus: int, node=0, host="") -> list[tuple[str, di
             env = _cpu_build(c, i, threads, options)
         env |= ENGINE_ENV | _network(host) | {"VLLM_HOST_IP": host}
         env["PIPELINE_RUN_DIR"] = str(Path(c.out, c.run).absolute())
+        # A request may take twice as long: the engine is killed before its requests move to others.
+        env["PIPELINE_CORE_TIMEOUT"] = str(max(c.stall_timeout / 6, c.sync_timeout))
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *ENGINE_FLAGS]
         for option, value in options.items():
             command += [option, str(value)]

@@ -30,7 +30,8 @@ from plumbing.queues import publish_json
 HEALTH_TIMEOUT = 3.0
 # `proxies` of our own HTTP requests: no proxy, whatever the environment says
 DIRECT = {"http": ""}
-# An engine hangs if it leaves so many health checks in a row unanswered
+# An engine hangs if so many health checks in a row get no answer, or the answer that its core
+# hangs (plumbing/engine.py)
 MAX_UNANSWERED = 10
 # how often an engine is started again without having answered in between
 RESTARTS = 2
@@ -278,7 +279,10 @@ class Engine(Process):
             say(f"[{self.name}] answers after {seconds:.0f} s")
         may_hang = self.has_answered or seconds > self.start_timeout
         if may_hang and self.unanswered >= MAX_UNANSWERED:
-            say(f"run.sh: {self.name} does not answer {self.url}/health: it is killed")
+            say(
+                f"run.sh: {self.name} hangs ({self.url}/health has given no good answer "
+                f"{self.unanswered} times in a row): it is killed"
+            )
             self.process.kill()
 
 

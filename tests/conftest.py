@@ -115,6 +115,9 @@ def engine(base_model, tmp_path_factory):
     config = resolved("toy", "--run", "engine", "--out", out, "--port", PORT, "--concurrency", "64")
     config.prefix_caching = "on"
     rundir.write(config)
-    engines = start_engines(config, as_loaded=False)
+    # Its core must answer within 30 s, so that a test need not wait for long until it hangs.
+    limited = with_knobs(config, stall_timeout=180.0, sync_timeout=30.0)
+    engines = start_engines(limited, as_loaded=False)
+    config.port = limited.port
     yield config
     stop(engines, 0)

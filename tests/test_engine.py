@@ -6,18 +6,20 @@ inside the call is FAKE.
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import socket
 import stat
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
-from test_weights import check_stamps, sender_to, served
+from test_weights import check_stamps, sender_to, served, update
 from transformers import AutoModelForCausalLM
 
-from conftest import PORT, ROOT
+from conftest import PORT, ROOT, wait_until
 from plumbing import placement, secret
 
 GENERATE = "/inference/v1/generate"
@@ -99,6 +101,32 @@ def test_an_order_that_cannot_be_followed_is_refused_in_a_line(engine, key):
         error = json.loads(text)["error"]
         assert error.startswith(path) and "\n" not in error
     assert answer("GET", "/health")[0] == 200
+
+
+def core_of(config):
+    """The process of vLLM's core in the engine of this run."""
+    run_dir = str(Path(config.out, config.run).absolute())
+    for process in psutil.Process().children(recursive=True):
+        # Some may have ended, or are left by other tests.
+        with contextlib.suppress(psutil.Error):
+            # Its name lies where its environment was; its parent is the server.
+            is_core = process.cmdline()[:1] == ["VLLM::EngineCore"]
+            if is_core and process.parent().environ()["PIPELINE_RUN_DIR"] == run_dir:
+                return process
+
+
+def test_an_engine_whose_core_hangs_is_not_healthy(engine, base_model):
+    """Its HTTP server still answers; the launcher kills an engine that is not healthy for long."""
+    update(sender_to(engine, AutoModelForCausalLM.from_pretrained(base_model)), 1)
+    core = core_of(engine)
+    assert answer("GET", "/health")[0] == 200
+    core.suspend()
+    try:
+        wait_until(lambda: answer("GET", "/health")[0] == 503)
+        assert "vLLM's core has answered nothing for 30 s" in answer("GET", "/health")[1]
+    finally:
+        core.resume()
+    wait_until(lambda: answer("GET", "/health")[0] == 200)
 
 
 def test_a_client_that_hangs_up_ends_its_sampling():

@@ -25,14 +25,18 @@ from plumbing import placement, rundir, supervise
 from plumbing.queues import read_json
 from tools import run
 
-# A FAKE engine: /health answers 200, /quit/CODE ends it, and it has a child process.
+# A FAKE engine: /health answers 200, after /hang 503, as if its core hung; /quit/CODE ends it; it
+# has a child process.
 ENGINE = """
 import http.server, os, subprocess, sys
 class Handler(http.server.BaseHTTPRequestHandler):
+    code = 200
     def do_GET(self):
         if self.path.startswith("/quit"):
             os._exit(int(self.path.split("/")[2]))
-        self.send_response(200)
+        if self.path == "/hang":
+            Handler.code = 503
+        self.send_response(Handler.code)
         self.end_headers()
     def log_message(self, *args):
         pass
@@ -111,10 +115,14 @@ def test_a_dead_engine_is_started_again(supervised, capsys):
     eventually(lambda: all(map(is_gone, engine.children())))
 
 
-def test_an_engine_that_hangs_is_killed_and_started_again(supervised, capsys):
+@pytest.mark.parametrize("what", ["process", "core"])
+def test_an_engine_that_hangs_is_killed_and_started_again(supervised, capsys, what):
     engine = supervised()
     first = engine.until_healthy()
-    os.kill(engine.process.pid, signal.SIGSTOP)
+    if what == "process":
+        os.kill(engine.process.pid, signal.SIGSTOP)
+    else:
+        requests.get(first["url"] + "/hang", timeout=5)
     engine.until_healthy(previous=first)
     output = capsys.readouterr().out
     assert "it is killed" in output and "exit code 137, and is started again" in output

@@ -21,7 +21,7 @@ from made_up_run import made_up_run, read_lines, write_lines
 from plumbing.alarms import WINDOW, Alarms, alarms
 from plumbing.problems import load_problems
 from plumbing.queues import publish_json
-from tools import report, report_comparison, report_panels
+from tools import common, report, report_comparison, report_panels
 from tools.common import find_run, read_metrics
 from tools.report_panels import Panel
 from tools.status import Status
@@ -212,10 +212,8 @@ def test_page_colours_the_tokens_of_a_rollout(opened):
 def test_page_holds_the_newest_rollouts(tmp_path, monkeypatch):
     run_dir = made_up_run(tmp_path, "long", rollouts=50)
     numbers = [line["sample_id"] for line in read_lines(run_dir / "samples.jsonl")]
-    monkeypatch.setattr(report, "MOST_BYTES", 5000)
-    newest_numbers = [
-        line["sample_id"] for line in report.newest_rollouts(cfg.load(run_dir), run_dir)
-    ]
+    monkeypatch.setattr(common, "MOST_BYTES", 5000)
+    newest_numbers = [line["sample_id"] for line in common.newest_rollouts(run_dir)]
     assert 3 < len(newest_numbers) < 50 and newest_numbers == numbers[-len(newest_numbers) :]
 
 

@@ -234,6 +234,19 @@ def test_teacher_with_other_token_ids_is_refused(base_model, tmp_path):
         prepare.check_vocabularies(base_model, tmp_path / "other")
 
 
+def test_too_few_open_files_for_the_connections_are_refused_at_once(tmp_path):
+    run = f"prlimit --nofile=500:500 bash run.sh toy --model {tmp_path}/model --out {tmp_path}/out"
+    done = call(run)
+    assert done.returncode == 1 and done.stderr.startswith("run.sh: a process may open 500 files")
+    assert "--engines 1 --concurrency 256 need 512," in done.stderr
+    # Agents have a connection to the endpoint, too: 2 x 122 + 256 = 500.
+    for concurrency, refused in (("123", True), ("122", False)):
+        done = call(f"{run} --task guess --concurrency {concurrency}")
+        assert done.returncode == 1
+        assert (f"--concurrency {concurrency} need 502," in done.stderr) == refused
+    assert not list(tmp_path.glob("out/[!.]*"))
+
+
 def test_other_node_fetches_the_model_before_it_waits_for_node_0(tmp_path, monkeypatch):
     order = []
     monkeypatch.setattr(placement, "prepare", lambda c: order.append(c.model))

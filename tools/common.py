@@ -1,8 +1,7 @@
-"""Functions that programs of tools/ share: find a run, read its files and judge its metrics."""
+"""Functions that programs of tools/ share: find a run, and read its files."""
 
 import difflib
 import json
-import statistics
 import sys
 from collections import Counter
 from pathlib import Path
@@ -19,12 +18,8 @@ OUT = Path("out").absolute()
 # The first steps say nothing about the pace of a run: the engines fill, and the trainer waits for
 # the first rollouts. This is the number of these steps.
 FILLING = 5
-# least factor of the throughput for which a restart with other knobs is advised
-WORTH = 1.05
-# Where tokens of a lag have a higher KL(behaviour || trained), nats a token, data of that age have
-# slowed learning (docs/staleness.md); and the least share of such tokens that is worth a word.
-STALE_KL = 0.01
-STALE_SHARE = 0.1
+# The number of bytes of samples.jsonl that are read where its newest rollouts are enough.
+MOST_BYTES = 20_000_000
 
 
 # ---- a run and its files
@@ -79,6 +74,29 @@ def read_rollouts(file):
     for text in file:
         if text.endswith(b"\n"):
             yield json.loads(text)
+
+
+def newest_rollouts(run_dir):
+    """Return the newest lines of samples.jsonl as dicts: those in its last MOST_BYTES."""
+    path = Path(run_dir, "samples.jsonl")
+    if not path.exists():
+        return []
+    with open(path, "rb") as file:
+        file.seek(max(path.stat().st_size - MOST_BYTES, 0))
+        # The first line may have lost its beginning.
+        return list(read_rollouts(file.readlines()[path.stat().st_size > MOST_BYTES :]))
+
+
+def since_newest_start(run_dir, steps):
+    """Return the steps (lines of metrics.jsonl) that a run has made since it was last continued.
+
+    Those before may have been made with other knobs.
+    """
+    path = Path(run_dir, "continued.jsonl")
+    if not path.exists():
+        return steps
+    newest = json.loads(path.read_text().splitlines()[-1])
+    return [line for line in steps if line["step"] > newest["step"]]
 
 
 def right_answers(config):
@@ -150,39 +168,6 @@ def ends_of_draws(steps):
 # ---- what the metrics say
 
 
-def advice(waits, empty, dropped, serving, training, per_engine=1, may_raise_lag=True):
-    """Return a line that says whether engines or trainer are the bottleneck, and what to change.
-
-    The line is "" if no change of the knobs would raise the throughput by 5%.
-
-    waits: the share of its time in which the trainer waits for data. empty: the share of the
-    engines' slots that are empty, because no further sequence may be started yet. dropped: the
-    share of the samples that are dropped, because the trainer is too slow. serving, training:
-    numbers of GPUs; speeds are taken as proportional to them. per_engine: the number of GPUs of
-    one engine. may_raise_lag: with a higher --max_lag more sequences start, and this does no harm.
-    """
-    # The throughput of one GPU that never waits, in units of the run's throughput now.
-    engine_speed = 1 / max((1 - empty) * (1 - dropped), 0.01) / serving
-    trainer_speed = 1 / max(1 - waits, 0.01) / training
-    total = serving + training
-    rates = {}
-    for split in (serving, *range(per_engine, total, per_engine)):
-        rates[split] = min(split * engine_speed, (total - split) * trainer_speed)
-    best = max(rates, key=rates.get)
-    gain = rates[best] / rates[serving]
-    shares = (
-        f"trainer waits {waits:.0%}, engine slots {empty:.0%} empty, "
-        f"{dropped:.0%} of samples dropped"
-    )
-    if gain >= WORTH:
-        slower = "engines are" if best > serving else "trainer is"
-        return (
-            f"the {slower} the bottleneck ({shares}): --engines {best // per_engine} "
-            f"--trainers {total - best}, about {gain:.2f} times as fast"
-        )
-    return f"{shares}: raise --max_lag" if min(waits, empty) > 0.1 and may_raise_lag else ""
-
-
 def lowest_lag(bucket):
     """Return the lowest lag of a bucket of by_lag: "4-7" -> 4, "128+" -> 128."""
     return int(bucket.strip("+").split("-")[0])
@@ -205,52 +190,3 @@ def by_lag_means(steps):
         for name in sums.keys() - {"tokens"}:
             sums[name] /= sums["tokens"]
     return {bucket: means[bucket] for bucket in sorted(means, key=lowest_lag)}
-
-
-def stale_advice(steps):
-    """Return a line that says that many tokens are so old that they harm, or "".
-
-    steps: lines of metrics.jsonl. Lag 0 is left out: its KL comes from the mismatch of engines and
-    trainer, or from a KV cache that is older than the token.
-    """
-    means = by_lag_means(steps)
-    stale = [lag for lag, of_lag in means.items() if lag != "0" and of_lag["kl"] > STALE_KL]
-    tokens = sum(of_lag["tokens"] for of_lag in means.values())
-    share = sum(means[lag]["tokens"] for lag in stale) / max(tokens, 1)
-    if share < STALE_SHARE:
-        return ""
-    buckets = ", ".join(f"lag {lag}: {means[lag]['kl']:.3f}" for lag in stale)
-    return (
-        f"{share:.0%} of the tokens are so old that KL(mu || pi) is above {STALE_KL} nats "
-        f"({buckets}), which slows learning: lower --max_lag or --lr, or try --ratio product or "
-        "--loss dppo (docs/staleness.md)"
-    )
-
-
-def advice_on(config, steps):
-    """Return `advice` and `stale_advice` on a run's last 50 steps, or "" before its tenth step.
-
-    steps: lines of metrics.jsonl.
-    """
-    recent = steps[FILLING:][-50:]
-    if len(recent) < FILLING:
-        return ""
-    waits = sum(line["wait_data_s"] for line in recent) / sum(line["step_s"] for line in recent)
-    empty = statistics.mean(line["gen_idle"] for line in recent)
-    dropped = sum(sum(line["drops"].get("buffer_full", {}).values()) for line in recent)
-    sampled = dropped + sum(sum(line["problems"].values()) for line in recent)
-    stale = stale_advice(recent)
-    # With --late hold and in conventional RL engines and trainer take turns, whatever the lag.
-    take_turns = config.late == "hold" or config.conventional_g
-    throughput = advice(
-        waits=waits,
-        empty=empty,
-        dropped=dropped / sampled,
-        serving=config.engines * config.tensor_parallel,
-        training=config.trainers,
-        per_engine=config.tensor_parallel,
-        may_raise_lag=not (stale or take_turns),
-    )
-    if throughput:
-        throughput += f" (to predict it: tools/simulate.py {config.out}/{config.run} --knob value)"
-    return "; ".join(filter(None, [throughput, stale]))

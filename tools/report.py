@@ -23,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import config as cfg
 from plumbing.alarms import alarms, wilson
 from tools import report_comparison
+from tools.advice import advice_on
 from tools.common import (
-    advice_on,
     answer_to,
     find_run,
+    newest_rollouts,
     read_metrics,
-    read_rollouts,
     right_answers,
 )
 from tools.report_panels import by_lag_rows, column, draw, run_panels, table, write_page
@@ -40,8 +40,6 @@ SHARES = ("pause_s", "wait_data_s", "wait_sync_s")
 # the columns of the table of metrics by lag; from the third on they are means over tokens
 BY_LAG_HEADER = "lag,share of the tokens,|log ratio|,KL(mu || pi),ESS,loss,outside the clip range"
 BY_LAG_HEADER = BY_LAG_HEADER.split(",")
-# The page shows the newest rollouts: this number of bytes of samples.jsonl.
-MOST_BYTES = 20_000_000
 SUMMARY = """\
 steps          {step}, {samples} samples in {minutes:.1f} min
 {held_out}\
@@ -137,18 +135,12 @@ def summary(steps, evals, mismatches):
 # ---- the report
 
 
-def newest_rollouts(config, run_dir):
+def shown_rollouts(config, run_dir):
     """Return the newest lines of samples.jsonl as dicts, with the right answer to the problem.
 
     The page shows their text from the spans, so prompts are shortened and completions left out.
     """
-    path = Path(run_dir, "samples.jsonl")
-    if not path.exists():
-        return []
-    with open(path, "rb") as file:
-        file.seek(max(path.stat().st_size - MOST_BYTES, 0))
-        # The first line may have lost its beginning.
-        lines = list(read_rollouts(file.readlines()[path.stat().st_size > MOST_BYTES :]))
+    lines = newest_rollouts(run_dir)
     answers = right_answers(config) if lines else {}
     for line in lines:
         line["answer"] = answer_to(line, answers)
@@ -190,7 +182,7 @@ def report_run(run_dir):
     text = summary(steps, evals, mismatches)
     for version, alarm in raised:
         text += f"ALARM          version {version}: {alarm}\n"
-    text += f"advice         {advice_on(config, steps) or 'none'}\n"
+    text += f"advice         {advice_on(config, steps, run_dir) or 'none'}\n"
     panels, more_panels = run_panels(steps, evals, mismatches)
     tables = [
         table("Alarms", ["version", "what"], raised),
@@ -200,7 +192,7 @@ def report_run(run_dir):
         table("Configuration", ["knob", "value"], vars(config).items(), folded=True),
     ]
     page = Path(run_dir, "report.html")
-    rollouts = newest_rollouts(config, run_dir)
+    rollouts = shown_rollouts(config, run_dir)
     write_page(page, str(run_dir), text, tables, panels + more_panels, rollouts)
     draw(page.with_suffix(".png"), str(run_dir), panels)
     print(f"{text}pictures       {page.with_suffix('.png')}, {page}")

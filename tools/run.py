@@ -80,6 +80,7 @@ def begin(c: cfg.Config, start_id: str) -> rundir.Opening:
     What can be refused is refused before the run directory is changed.
     """
     placement.check_endpoint(c)
+    placement.check_open_files(c)
     opening = rundir.Opening(c)
     placement.prepare(c, ["train", "test"])
     supervise.check_signals()

@@ -17,9 +17,9 @@ import argparse
 import bisect
 import heapq
 import itertools
-import json
 import math
 import sys
+import time
 from collections import Counter, deque
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -31,7 +31,13 @@ import config as cfg
 from actor import allowed_groups
 from plumbing.queues import read_json
 from preprocess import ROW_IS_FULL, groups_needed
-from tools.common import FILLING, find_run, read_metrics, read_rollouts
+from tools.common import (
+    FILLING,
+    find_run,
+    newest_rollouts,
+    read_metrics,
+    since_newest_start,
+)
 from train import updates_engines
 
 # the quantities that are predicted, and compared with those of a real run
@@ -46,6 +52,13 @@ SHARED = (
     "task model dtype rows row_tokens max_new_tokens lora_rank tensor_parallel engine_threads "
     "trainer_threads"
 ).split()
+# The number of steps of which `predict` takes means; the seconds that all its simulations may take;
+# the largest error of the simulated seconds of a step, as a share, with which it predicts anything.
+PREDICTED_STEPS = 30
+PREDICTION_LIMIT_S = 20.0
+LARGEST_ERROR = 0.25
+# keys of a step that earlier versions of this code did not write
+MEASURED = {"turns", "lengths", "gather_s", "sync_s", "save_s", "lag_oldest"}
 # quantiles of the lengths that are kept
 QUANTILES = 1000
 # the least number of steps of a run from which anything is measured
@@ -54,6 +67,8 @@ LEAST_STEPS = 4 * FILLING
 PACE_S = 10.0
 # An assumption: seconds from the end of a group until preprocess.py has its record.
 LATENCY_S = 0.02
+# --steps of a simulated run whose end is never reached
+ENDLESS = 1_000_000_000
 
 
 @dataclass
@@ -121,13 +136,14 @@ def read_run(run_dir):
     """The Run in a directory. Raises ConfigError if nothing can be measured from it."""
     config = cfg.load(run_dir)
     [lines] = read_metrics(run_dir, "step")
-    continued = Path(run_dir, "continued.jsonl")
-    if continued.exists():
-        newest = json.loads(continued.read_text().splitlines()[-1])
-        lines = [line for line in lines if line["step"] > newest["step"]]
+    lines = since_newest_start(run_dir, lines)
     cfg.require(
         len(lines) >= LEAST_STEPS,
         f"{run_dir} has {len(lines)} steps since its start: {LEAST_STEPS} are needed",
+    )
+    cfg.require(
+        all(MEASURED <= line.keys() for line in lines),
+        f"{run_dir}: metrics.jsonl was written by an earlier version of this code",
     )
     turns = max(line["turns"] for line in lines)
     cfg.require(
@@ -144,12 +160,7 @@ def read_run(run_dir):
         f"{run_dir}/queues/pace.json has no durations, or those of fewer than 100 requests: let "
         "the run go on. If an earlier version of this code has made it, make another run",
     )
-    path = Path(run_dir, "samples.jsonl")
-    rollouts = []
-    if path.exists():
-        with open(path, "rb") as file:
-            rollouts = list(read_rollouts(file))
-    return Run(config, lines, durations, rollouts)
+    return Run(config, lines, durations, newest_rollouts(run_dir))
 
 
 def least_squares(normal, right):
@@ -181,6 +192,11 @@ def measure_speeds(runs):
     """
     durations = sum(np.array(run.durations) for run in runs)
     request, decode_base, decode_each = least_squares(durations[:, :3], durations[:, 3])
+    cfg.require(
+        decode_base + decode_each > 0,
+        "the durations of requests do not say how long a decoding step takes: they need answers of "
+        "different lengths",
+    )
     normal = np.zeros((2, 2))
     right = np.zeros(2)
     updates = []
@@ -190,6 +206,8 @@ def measure_speeds(runs):
     for run in runs:
         for line in run.lines[FILLING:]:
             samples = sum(line["problems"].values())
+            if not samples:
+                continue
             prompt = line["tokens"] / samples - line["length_mean"]
             prompts.append(prompt)
             computed = line["tokens"]
@@ -270,7 +288,11 @@ def sampled_tokens(rollout):
 
 def observed(lines):
     """{quantity: mean over the steps of a run, without the first FILLING}."""
-    lines = lines[FILLING:]
+    return means_of(lines[FILLING:])
+
+
+def means_of(lines):
+    """{quantity: mean over these steps}."""
     seconds = sum(line["step_s"] for line in lines)
     means = {"step_s": seconds / len(lines)}
     means["wait_data"] = sum(line["wait_data_s"] for line in lines) / seconds
@@ -685,6 +707,59 @@ class PackerState:
 def simulate(config, speeds, lengths, seed=0):
     """{quantity: mean} of a simulated run, as `observed` has them of a real one."""
     return observed(Simulation(config, speeds, lengths, seed).run())
+
+
+def steady_lines(config, speeds, lengths, steps, is_late=lambda: False):
+    """The lines of so many simulated steps, which begin when the pipeline has filled.
+
+    It fills for FILLING steps and for as long as two of the longest answers take. Conventional RL
+    begins and ends with whole phases. is_late: says that there is no more time for the simulation;
+    then TimeoutError is raised.
+    """
+    simulation = Simulation(replace(config, steps=ENDLESS), speeds, lengths)
+    filling_s = 2 * lengths.quantiles[-1] * speeds.decode_s(config.concurrency)
+    phase = max(config.conventional_g, 1)
+    steps = math.ceil(steps / phase) * phase
+    filled = None
+
+    def is_done():
+        nonlocal filled
+        if is_late():
+            raise TimeoutError("a simulation takes too long")
+        version = simulation.version
+        if filled is None and version >= FILLING and simulation.now > filling_s:
+            filled = math.ceil(version / phase) * phase
+        return filled is not None and version >= filled + steps
+
+    return simulation.run(is_done)[filled : filled + steps]
+
+
+def predict(run_dir, changes):
+    """Simulate a run with other knobs: (its mean lag as it is, [(speed-up, mean lag)]).
+
+    changes: a list of {knob: value}; each has a pair in the list. Both sides of the speed-up are
+    simulated. Raises ConfigError if the run cannot be simulated or if the simulation is far off,
+    and TimeoutError after PREDICTION_LIMIT_S.
+    """
+    run = read_run(run_dir)
+    speeds = measure_speeds([run])
+    lengths = measure_lengths(run)
+    deadline = time.monotonic() + PREDICTION_LIMIT_S
+
+    def simulated(change):
+        config = replace(run.config, **change)
+        is_late = lambda: time.monotonic() > deadline
+        return means_of(steady_lines(config, speeds, lengths, PREDICTED_STEPS, is_late))
+
+    now = simulated({})
+    measured = observed(run.lines)["step_s"]
+    cfg.require(
+        abs(now["step_s"] / measured - 1) <= LARGEST_ERROR,
+        f"a step takes {measured:.3g} s and in a simulation {now['step_s']:.3g} s",
+    )
+    then = map(simulated, changes)
+    pairs = [(now["step_s"] / means["step_s"], means["lag_mean"]) for means in then]
+    return now["lag_mean"], pairs
 
 
 def require_shared(runs, run_dirs):

@@ -19,7 +19,8 @@ from plumbing import checkpoints, rundir
 from plumbing.alarms import alarms
 from plumbing.problems import held_out_scores
 from plumbing.queues import read_json
-from tools.common import OUT, advice_on, find_run, read_metrics
+from tools.advice import advice_on
+from tools.common import OUT, find_run, read_metrics
 
 # number of the latest steps over which means are taken
 RECENT = 10
@@ -69,7 +70,7 @@ class Status:
             self.written_at = path.stat().st_mtime
             self.lines = dict(zip(self.lines, read_metrics(run_dir, *self.lines)))
         self.alarms = alarms(self.lines["step"], self.lines["eval"])
-        self.advice = advice_on(self.config, self.lines["step"])
+        self.advice = advice_on(self.config, self.lines["step"], run_dir)
         del self.lines["step"][:-RECENT]
 
     def recent_mean(self, metric):
