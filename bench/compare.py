@@ -16,9 +16,9 @@ a run, its time and its score are.
 A setting may have knobs of its own (`G=8+lr=3e-4`); any other flag is a knob of all runs. Plain
 `G=8` has one engine and one trainer rank of one thread each, which take turns, so that one core at
 a time works. `G=8+engines=2+trainers=2` generates with both cores, and then trains with both. With
-`--preset countup` (SmolLM2) conventional RL has threads for all cores in both phases, while the
-pipeline divides the cores as `bash run.sh countup` does. With `--preset math`, run.sh divides the
-GPUs of the machine.
+`--preset countup` (SmolLM2) the trainer has threads for all cores, and so has the engine of
+conventional RL. In the pipeline both want the same cores, and the trainer has priority. With
+`--preset math`, run.sh divides the GPUs of the machine.
 
 Columns of the table:
 
@@ -36,6 +36,7 @@ none are given. Speeds mean something only on a machine that has nothing else to
 """
 
 import functools
+import os
 import re
 import sys
 from pathlib import Path
@@ -325,6 +326,8 @@ def main(argv=None):
         parts[1] = arguments.lengths
     if arguments.preset == "toy" and not arguments.plot:
         runs.make_model()
+    if arguments.preset == "countup":
+        os.environ.update(runs.BUSY_WAIT)
     parts += [f"{name}-{value}" for name, value in common_knobs.items()]
     name = "-".join(parts).replace("/", "-")
     start = functools.partial(runs.one_run, port=arguments.port, preset=arguments.preset)

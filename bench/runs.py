@@ -54,11 +54,14 @@ PIPELINE = dict(max_lag=1, trainer_threads=1, concurrency=64)
 # A generation phase starts all its sequences at once. With rows this small, a second thread of the
 # trainer makes its steps slower
 CONVENTIONAL = dict(trainer_threads=1, concurrency=1024)
-# The same for the preset countup: the knobs of all runs, and those of conventional RL, which has
-# all cores in both phases. If a phase has more than 256 answers, the others wait for a free slot
-COUNTUP = dict(steps=24, eval_every=0, eval_problems=1, save_every=4, keep_last=0)
+# The same for the preset countup: the knobs of all runs, and those of conventional RL, whose engine
+# has all cores, too. If a phase has more than 256 answers, the others wait for a free slot
 CORES = len(os.sched_getaffinity(0))
-COUNTUP_CONVENTIONAL = dict(engine_threads=CORES, trainer_threads=CORES, concurrency=256)
+COUNTUP = dict(steps=24, eval_every=0, eval_problems=1, save_every=4, keep_last=0)
+COUNTUP |= dict(trainer_threads=CORES)
+COUNTUP_CONVENTIONAL = dict(engine_threads=CORES, concurrency=256)
+# Nothing else runs on the machine, so that threads may wait for each other busily.
+BUSY_WAIT = {"GOMP_SPINCOUNT": "300000"}
 COLUMNS = (
     "samples",
     "sampled_tokens",

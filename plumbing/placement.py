@@ -51,8 +51,10 @@ ENGINE_ENV = {
 # or more, and until then they keep a core from the very thread that they wait for: beside other
 # work a step then takes twenty times as long as on a quiet machine. If they go to sleep after this
 # short time, it takes two and a half times as long, just as with a single thread; on a quiet
-# machine it takes a tenth longer (bench/threads.py).
-SLEEP_SOON = {"GOMP_SPINCOUNT": "2000"}
+# machine it takes a tenth longer (bench/threads.py). The variable of the user's shell counts: where
+# nothing else runs, a trainer with threads for all cores is faster with 300000, because a thread
+# that sleeps has to wait until the engine, though it has a lower priority, gives its core back.
+SLEEP_SOON = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "2000")}
 # environment of a process with one thread and no GPU
 QUIET = SLEEP_SOON | {
     "OMP_NUM_THREADS": "1",
