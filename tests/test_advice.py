@@ -94,7 +94,7 @@ def test_a_simulation_decides_which_knobs_are_advised(tmp_path, monkeypatch):
     trainer_lacks = [made_up_step(0.0, 0.55)] * 12
     advised = simulated_advice(tmp_path, "trainer", trainer_lacks, engines=4, trainers=4)
     tried = "--engines 3 --trainers 5, --engines 2 --trainers 6"
-    assert advised.endswith(f"but in a simulation nothing is faster of: {tried}")
+    assert advised.endswith(f"but in a simulation none of these is faster: {tried}")
     # All answers of a step are sampled before the next one begins, so that engines run empty.
     both_wait = [made_up_step(0.5, 0.5)] * 12
     advised = simulated_advice(tmp_path, "lag", both_wait, engines=2, trainers=2, max_lag=0)

@@ -8,7 +8,7 @@ much faster the run would be with other knobs is predicted by a simulation of th
 import statistics
 
 import config as cfg
-from tools.common import FILLING, by_lag_means, since_newest_start
+from tools.common import FILLING, NEWEST, by_lag_means, since_newest_start
 
 # least factor of the throughput for which a restart with other knobs is advised
 WORTH = 1.05
@@ -16,8 +16,6 @@ WORTH = 1.05
 # slowed learning (docs/staleness.md); and the least share of such tokens that is worth a word.
 STALE_KL = 0.01
 STALE_SHARE = 0.1
-# number of the newest steps that are looked at
-NEWEST = 50
 
 
 def better_splits(waits, empty, dropped, serving, training, per_engine=1):
@@ -90,7 +88,7 @@ def throughput_advice(config, steps, run_dir, may_raise_lag):
     best = max(speedup for speedup, _ in predictions)
     if best < WORTH:
         tried = ", ".join(map(flags, changes))
-        return f"{why}, but in a simulation nothing is faster of: {tried}"
+        return f"{why}, but in a simulation none of these is faster: {tried}"
     # The first one that is nearly as fast as the best: a higher lag than needed would do harm.
     for knobs, (speedup, new_lag) in zip(changes, predictions):
         if speedup >= max(best / WORTH, WORTH):

@@ -18,6 +18,8 @@ OUT = Path("out").absolute()
 # The first steps say nothing about the pace of a run: the engines fill, and the trainer waits for
 # the first rollouts. This is the number of these steps.
 FILLING = 5
+# the number of the newest steps that say how fast a run is now
+NEWEST = 50
 # The number of bytes of samples.jsonl that are read where its newest rollouts are enough.
 MOST_BYTES = 20_000_000
 

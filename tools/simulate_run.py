@@ -33,6 +33,7 @@ from plumbing.queues import read_json
 from preprocess import ROW_IS_FULL, groups_needed
 from tools.common import (
     FILLING,
+    NEWEST,
     find_run,
     newest_rollouts,
     read_metrics,
@@ -752,7 +753,7 @@ def predict(run_dir, changes):
         return means_of(steady_lines(config, speeds, lengths, PREDICTED_STEPS, is_late))
 
     now = simulated({})
-    measured = observed(run.lines)["step_s"]
+    measured = means_of(run.lines[FILLING:][-NEWEST:])["step_s"]
     cfg.require(
         abs(now["step_s"] / measured - 1) <= LARGEST_ERROR,
         f"a step takes {measured:.3g} s and in a simulation {now['step_s']:.3g} s",
