@@ -17,8 +17,9 @@ A setting may have knobs of its own (`G=8+lr=3e-4`); any other flag is a knob of
 `G=8` has one engine and one trainer rank of one thread each, which take turns, so that one core at
 a time works. `G=8+engines=2+trainers=2` generates with both cores, and then trains with both. With
 `--preset countup` (SmolLM2) the trainer has threads for all cores, and so has the engine of
-conventional RL. In the pipeline both want the same cores, and the trainer has priority. With
-`--preset math`, run.sh divides the GPUs of the machine.
+conventional RL. In the pipeline both want the same cores, and the trainer has priority. Threads
+wait for each other busily (BUSY_WAIT of bench/runs.py). With `--preset math`, run.sh divides the
+GPUs of the machine.
 
 Columns of the table:
 

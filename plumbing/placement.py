@@ -137,12 +137,17 @@ def endpoint_socket(host, port):
     return socket.create_server(address, family=family)
 
 
+def has_agents(c: Config) -> bool:
+    """Does a task of the run define `episode`, so that the run has an endpoint for agents?"""
+    return any(hasattr(cfg.load_task(task), "episode") for task in cfg.task_weights(c.task))
+
+
 def check_open_files(c: Config):
     """Raise ConfigError unless the actor may open a connection for each sequence in progress."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     sequences = c.engines * c.concurrency
     connections = sequences
-    if any(hasattr(cfg.load_task(task), "episode") for task in cfg.task_weights(c.task)):
+    if has_agents(c):
         # An agent's request to the endpoint is one, and the actor's request to the engine another.
         connections = 2 * sequences
     require(
@@ -156,7 +161,7 @@ def check_open_files(c: Config):
 def check_endpoint(c: Config):
     """Raise ConfigError unless the endpoint for agents can listen where its two knobs say."""
     given = f"--endpoint_host {c.endpoint_host} --endpoint_port {c.endpoint_port}"
-    if not any(hasattr(cfg.load_task(task), "episode") for task in cfg.task_weights(c.task)):
+    if not has_agents(c):
         require(
             (c.endpoint_host, c.endpoint_port) == (Config.endpoint_host, Config.endpoint_port),
             f"{given}: --task {c.task} has no agents, as it does not define `episode`: leave both "

@@ -90,12 +90,13 @@ def throughput_advice(config, steps, run_dir, may_raise_lag):
         tried = ", ".join(map(flags, changes))
         return f"{why}, but in a simulation none of these is faster: {tried}"
     # The first one that is nearly as fast as the best: a higher lag than needed would do harm.
-    for knobs, (speedup, new_lag) in zip(changes, predictions):
-        if speedup >= max(best / WORTH, WORTH):
-            return (
-                f"{why}: {flags(knobs)}, {speedup:.2f} times as fast in a simulation "
-                f"(mean lag {lag:.1f} -> {new_lag:.1f})"
-            )
+    enough = max(best / WORTH, WORTH)
+    first = next(k for k, (speedup, _) in enumerate(predictions) if speedup >= enough)
+    speedup, new_lag = predictions[first]
+    return (
+        f"{why}: {flags(changes[first])}, {speedup:.2f} times as fast in a simulation "
+        f"(mean lag {lag:.1f} -> {new_lag:.1f})"
+    )
 
 
 def stale_advice(steps):

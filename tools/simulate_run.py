@@ -710,12 +710,12 @@ def simulate(config, speeds, lengths, seed=0):
     return observed(Simulation(config, speeds, lengths, seed).run())
 
 
-def steady_lines(config, speeds, lengths, steps, is_late=lambda: False):
+def steady_lines(config, speeds, lengths, steps, is_late):
     """The lines of so many simulated steps, which begin when the pipeline has filled.
 
-    It fills for FILLING steps and for as long as two of the longest answers take. Conventional RL
-    begins and ends with whole phases. is_late: says that there is no more time for the simulation;
-    then TimeoutError is raised.
+    It fills for FILLING steps and for as long as two of the longest answers take. In conventional
+    RL the lines are those of whole phases, so that there may be more of them. If is_late(), there
+    is no more time for the simulation, and TimeoutError is raised.
     """
     simulation = Simulation(replace(config, steps=ENDLESS), speeds, lengths)
     filling_s = 2 * lengths.quantiles[-1] * speeds.decode_s(config.concurrency)
