@@ -87,7 +87,8 @@ def head_logprobs(hidden, targets, temperature, head, model_config, entropy_grad
     entropy_grad has the entropy a gradient.
     """
     to_logits, weight, bias = head
-    logits = to_logits(hidden, weight)  # [C, V]
+    # Mamba's last hidden states are in float32, whatever the dtype of its weights is.
+    logits = to_logits(hidden.to(weight.dtype), weight)  # [C, V]
     if bias is not None:
         logits = logits + bias
     # The division promotes the logits to float32, the dtype of temperature.
@@ -433,7 +434,8 @@ def on_device(batch, positions, sample_index, version, device):
 def metric_sums(b, terms):
     """The metrics of a micro-batch: {name: (function, sum, ...)}.
 
-    The function makes the metric of the sums, which are added up over a step and all ranks. b: the
+    The function makes the metric of the sums, which are added up over a step and all ranks. So
+    every micro-batch of every rank must have the same names, with sums of the same shapes. b: the
     fields of the micro-batch (plumbing/samples.py). terms: those of its loss, see the end of
     `micro_batch`.
     """
@@ -661,7 +663,7 @@ def train(config, run_dir, ranks):
     the exit code of this process.
     """
     policy, optimizers = build(config, ranks.device, ranks.world)
-    newest = checkpoints.newest(run_dir)
+    newest = checkpoints.agreed_newest(run_dir, ranks)
     state = checkpoints.restore(newest, policy.model, optimizers, ranks.saving)
     saver = checkpoints.Saver(config, run_dir, policy.model, optimizers, ranks, state)
     sender = Sender(config, policy.model, ranks, run_dir)

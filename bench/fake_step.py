@@ -157,7 +157,7 @@ def counted(config, shape, device=CPU):
         # torch cannot move fake parameters; these are where they belong.
         mock.patch.object(train, "hand_out", lambda part, device: None),
         mock.patch.object(train.Policy, "to", lambda policy, device: policy),
-        mock.patch.object(plumbing.model, "flash_runs_on", lambda x: x.dtype != torch.float32),
+        mock.patch.object(plumbing.model, "flash_runs_on", lambda q, v: q.dtype != torch.float32),
         mock.patch.object(
             torch.UntypedStorage, "resize_", lambda storage, n: counter.resize(storage, n)
         ),

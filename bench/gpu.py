@@ -61,7 +61,7 @@ from bench.train import (
 )
 from plumbing import checkpoints, transport
 from plumbing.metrics import Sums
-from plumbing.model import Packing, flash_runs_on, packed_attention
+from plumbing.model import Packing, flash_runs_on, packed_attention, scores_attention
 from plumbing.placement import ONE_HEAP
 from plumbing.shadow import Shadow
 from tools import memory
@@ -80,9 +80,10 @@ GROUPS = ("embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "mlp", "norm")
 # ---- attention, logprobs, gradients
 
 
-def attend(heads, key_heads, width, window):
+def attend(heads, key_heads, width, window, has_sinks):
     """packed_attention in bfloat16 against float32 attention under a mask [T, T], both ways."""
     case = f"{heads}/{key_heads} heads of {width}" + f", window {window}" * bool(window)
+    case += ", sinks" * has_sinks
     torch.manual_seed(0)
     lengths = torch.tensor(on_gpu([1, 2, 300, 127, 129, 465], [1, 2, 30, 31]))
     places = torch.arange(int(lengths.sum()), device=DEVICE)
@@ -93,31 +94,44 @@ def attend(heads, key_heads, width, window):
     shapes = [(1, n, len(ids), width) for n in (heads, key_heads, key_heads)]
     rounded = [torch.randn(s, device=DEVICE).bfloat16().requires_grad_() for s in shapes]
     exact = [x.detach().float().requires_grad_() for x in rounded]
-    kernel = int(flash_runs_on(rounded[0]))
+    kernel = int(flash_runs_on(rounded[0], rounded[2]))
     yield figure(case, ": varlen_attn runs", kernel, least=on_gpu(1, 0))
-    expected = sdpa(*exact, attn_mask=seen, enable_gqa=True).transpose(1, 2)
+    names = ["query", "key", "value"]
+    sinks = None
+    if has_sinks:
+        names.append("sinks")
+        sinks = torch.randn(heads, device=DEVICE).bfloat16().requires_grad_()
+        rounded.append(sinks)
+        exact.append(sinks.detach().float().requires_grad_())
+        expected = scores_attention(*exact[:3], seen, None, None, exact[3]).transpose(1, 2)
+    else:
+        expected = sdpa(*exact, attn_mask=seen, enable_gqa=True).transpose(1, 2)
     packing = Packing(None, bounds, bounds, lengths, lengths)
     # The attributes of a layer that are read where there is no kernel for windows
     layer = SimpleNamespace(head_dim=width, num_key_value_groups=heads // key_heads, training=False)
-    got, _ = packed_attention(layer, *rounded, None, packing, sliding_window=window or None)
+    options = dict(sliding_window=window or None, s_aux=sinks)
+    got, _ = packed_attention(layer, *rounded[:3], None, packing, **options)
     weight = torch.randn_like(expected)
     (expected * weight).sum().backward()
     (got.float() * weight).sum().backward()
     yield figure(case, ": output", relative(got, expected), "of its norm", most=0.01)
-    for name, a, b in zip(("query", "key", "value"), rounded, exact):
+    for name, a, b in zip(names, rounded, exact):
         yield figure(case, f": d {name}", relative(a.grad, b.grad), "of its norm", most=0.01)
 
 
 def attentions():
     """varlen_attn, forward and backward: sequences do not see each other, key heads are shared, and
-    the window is the model's. The heads are those of Qwen2.5-1.5B and 0.5B.
+    the window is the model's. The heads are those of Qwen2.5-1.5B and 0.5B, and of gpt-oss, where
+    they have sinks.
     """
-    for heads, key_heads, width, window in (
-        (12, 2, 128, 0),
-        (14, 2, 64, 0),
-        (12, 2, 128, on_gpu(100, 10)),
+    for heads, key_heads, width, window, has_sinks in (
+        (12, 2, 128, 0, False),
+        (14, 2, 64, 0, False),
+        (12, 2, 128, on_gpu(100, 10), False),
+        (64, 8, 64, 0, True),
+        (64, 8, 64, on_gpu(128, 10), True),
     ):
-        yield from attend(heads, key_heads, width, window)
+        yield from attend(heads, key_heads, width, window, has_sinks)
 
 
 @torch.no_grad()

@@ -43,9 +43,11 @@ from plumbing.samples import share
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def flash_runs_on(x):
-    """Does FlashAttention run on this tensor? It is for GPUs, in 16 bits."""
-    return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
+# the largest size of a head for which FlashAttention is made
+LARGEST_HEAD = 256
+# the dtypes that a model's tensors may have; ranks tell each other a dtype by its place here
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bool]
+DTYPES += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 
 
 class Packing(NamedTuple):
@@ -195,13 +197,69 @@ def scores_attention(q, k, v, visible, scaling, softcap, sinks):
     return torch.softmax(scores, -1)[..., : k.shape[2]].to(q.dtype) @ v
 
 
+def flash_runs_on(query, value):
+    """Does FlashAttention run on these heads [.., D]? It is for GPUs, in 16 bits, and the heads of
+    queries and values must have the same size.
+    """
+    size = query.shape[-1]
+    in_16_bits = query.dtype in (torch.float16, torch.bfloat16)
+    fits = size == value.shape[-1] and size <= LARGEST_HEAD and size % 8 == 0
+    return query.is_cuda and in_16_bits and fits
+
+
+def flash_backward(*arguments):
+    """The backward pass of varlen_attn, as torch's own autograd calls it."""
+    return torch.ops.torch_attn._varlen_attn_backward(*arguments)
+
+
+class AttentionWithSinks(torch.autograd.Function):
+    """FlashAttention whose heads have sinks. A sink is one more key, with a score and no value.
+
+    q [Q, H, D], k, v [T, K, D], sinks [H] (their scores) -> [Q, H, D]. bounds, longest: those of
+    the sequences among queries and keys. If L is the log-sum-exp of a query's scores without the
+    sink s, then with it L' = log(exp L + exp s), and the output is O' = O exp(L - L').
+    FlashAttention's backward pass computes P = exp(scores - L) and dS = P * (dO V^T - rowsum(dO *
+    O)) from the L and the O that it is given. Given L' and O', its gradients are exact. (Those of
+    torch's own autograd are not: it leaves out what comes back through L.)
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, bounds, longest, scale, window):
+        from torch.nn.attention.varlen import AuxRequest
+
+        options = dict(scale=scale, window_size=window, **GROUPED)
+        aux = AuxRequest(lse=True)
+        out, lse = varlen_attn(q, k, v, *bounds, *longest, return_aux=aux, **options)
+        lse_with_sink = torch.logaddexp(lse, sinks.float()[:, None])  # [H, Q]
+        left = (lse - lse_with_sink).exp().T[..., None]  # [Q, H, 1]
+        out = (out * left).to(out.dtype)
+        ctx.save_for_backward(q, k, v, sinks, out, lse_with_sink, *bounds)
+        ctx.options = (*longest, scale, window)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        q, k, v, sinks, out, lse, *bounds = ctx.saved_tensors
+        *longest, scale, window = ctx.options
+        # The state of the random numbers of dropout, which there is not.
+        random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        is_causal = window == (-1, 0)
+        gradient = gradient.contiguous()
+        arguments = (gradient, q, k, v, out, lse, *bounds, *longest, is_causal, random_state)
+        dq, dk, dv = flash_backward(*arguments, scale, list(window))
+        sink_probabilities = (sinks.float()[:, None] - lse).exp().T  # [Q, H]
+        d_scores = -sink_probabilities * (gradient.float() * out.float()).sum(-1)
+        return dq, dk, dv, d_scores.sum(0).to(sinks.dtype), None, None, None, None
+
+
 @torch.compiler.disable
 def packed_attention(module, query, key, value, mask, packing, scaling=None, **options):
     """Causal attention within each sequence of a packed row.
 
     query [1, H, Q, D], key, value [1, K, Q, D] of the computed tokens, packing: Packing -> [1, Q,
-    H, D]. FlashAttention on GPUs (16 bits), unless scores have a cap; elsewhere sequence by
-    sequence, 1.3 times as fast as one sdpa over the row with a mask [T, T] (bench/train.py).
+    H, D]. FlashAttention where it runs (flash_runs_on), unless scores have a cap; elsewhere
+    sequence by sequence, 1.3 times as fast as one sdpa over the row with a mask [T, T]
+    (bench/train.py).
     """
     query_lengths = packing.query_lengths.tolist()
     key_lengths = packing.key_lengths.tolist()
@@ -211,21 +269,18 @@ def packed_attention(module, query, key, value, mask, packing, scaling=None, **o
     if sum(query_lengths) < sum(key_lengths):
         key = key.index_select(2, packing.computed_index)
         value = value.index_select(2, packing.computed_index)
-    if flash_runs_on(query) and not softcap:
+    if flash_runs_on(query, value) and not softcap:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [Q or T, heads, D]
         # The mask is aligned at the end: the last query of a sequence is that of its last key.
-        arguments = (q, k, v, packing.query_bounds, packing.key_bounds)
-        arguments += (max(query_lengths), max(key_lengths))
+        bounds = (packing.query_bounds, packing.key_bounds)
+        longest = (max(query_lengths), max(key_lengths))
         window_size = (window - 1 if window else -1, 0)
-        options = dict(scale=scaling, window_size=window_size, **GROUPED)
-        if sinks is None:
-            return varlen_attn(*arguments, **options)[None], None
-        from torch.nn.attention.varlen import AuxRequest
-
-        out, lse = varlen_attn(*arguments, return_aux=AuxRequest(lse=True), **options)
-        # A sink takes its share from the values: exp(lse) / (exp(lse) + exp(sink)) is left.
-        left = torch.sigmoid(lse.T - sinks.float())  # [Q, H]
-        return (out * left[..., None].to(out.dtype))[None], None
+        if sinks is not None:
+            out = AttentionWithSinks.apply(q, k, v, sinks, bounds, longest, scaling, window_size)
+        else:
+            options = dict(scale=scaling, window_size=window_size, **GROUPED)
+            out = varlen_attn(q, k, v, *bounds, *longest, **options)
+        return out[None], None
     grouped = query.shape[1] != key.shape[1]
     out = []
     parts = zip(
@@ -356,7 +411,11 @@ def hand_out(part, device):
 
     Tensors that are sharded already stay as they are.
     """
-    for tensor in [*part.parameters(), *part.buffers()]:
-        if not isinstance(tensor, DTensor):
-            tensor.data = tensor.data.to(device)
-            dist.broadcast(tensor.data, 0)
+    tensors = [x for x in (*part.parameters(), *part.buffers()) if not isinstance(x, DTensor)]
+    # transformers loads some tensors in float32, whatever the model's dtype is: the correction
+    # biases of routers, for one. A model that is made empty has them in the model's dtype.
+    dtypes = torch.tensor([DTYPES.index(x.dtype) for x in tensors], device=device)
+    dist.broadcast(dtypes, 0)
+    for tensor, number in zip(tensors, dtypes.tolist()):
+        tensor.data = tensor.data.to(device, DTYPES[number])
+        dist.broadcast(tensor.data, 0)

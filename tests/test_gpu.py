@@ -19,7 +19,7 @@ from bench import gpu, rehearsal
 from conftest import ROOT
 
 # {check: how many figures it gives}: one of each kind, and with and without checkpointing
-REHEARSED = {"attention": 15, "parity": 9, "gradients": 14, "groups": 5, "updates": 5, "sharing": 4}
+REHEARSED = {"attention": 27, "parity": 9, "gradients": 14, "groups": 5, "updates": 5, "sharing": 4}
 REHEARSED |= {"save": 7, "profile": 9, "mfu-1.5b-16k": 5, "mfu-1.5b-64k": 5, "mfu-7b-16k": 5}
 REHEARSED |= {"mfu-7b-lora-16k": 5, "mfu-1.5b-16k-head": 5, "graphs": 9}
 # what a machine may lack that lends its GPU
@@ -65,15 +65,19 @@ def test_the_command_needs_torch_and_transformers_alone(tmp_path):
 
 def test_varlen_attn_accepts_the_arguments_of_packed_attention(monkeypatch):
     """Its kernels need a GPU; what torch checks of a call, both ways, does not."""
-    monkeypatch.setattr("plumbing.model.flash_runs_on", torch.is_tensor)
+    monkeypatch.setattr("plumbing.model.flash_runs_on", lambda query, value: True)
     lengths = torch.tensor([3, 4, 9])
     with FakeTensorMode():
         q, k, v = (torch.empty(1, n, 16, 64, requires_grad=True) for n in (14, 2, 2))
         bounds = torch.zeros(4, dtype=torch.int32)
         packing = gpu.Packing(None, bounds, bounds, lengths, lengths)
-        out, _ = gpu.packed_attention(None, q, k, v, None, packing, sliding_window=8)
-        out.sum().backward()
-    assert out.shape == (1, 16, 14, 64) and k.grad.shape == k.shape
+        for sinks in (None, torch.empty(14, requires_grad=True)):
+            options = dict(sliding_window=8, s_aux=sinks)
+            out, _ = gpu.packed_attention(None, q, k, v, None, packing, **options)
+            k.grad = None
+            out.sum().backward()
+            assert out.shape == (1, 16, 14, 64) and k.grad.shape == k.shape
+            assert sinks is None or sinks.grad.shape == (14,)
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is a CUDA build")

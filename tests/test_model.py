@@ -307,13 +307,68 @@ def fake_flash(q, k, v, cu_q, cu_k, max_q, max_k, scale, window_size, enable_gqa
     return torch.cat(outputs), torch.cat(all_lse, -1)
 
 
+def fake_flash_backward(gradient, q, k, v, out, lse, cu_q, cu_k, *options):
+    """FAKE: FlashAttention's backward pass, from the `out` and the `lse` that it is given."""
+    *_, random_state, scale, (left, right) = options
+    assert random_state.dtype == torch.uint64
+    gradients = [torch.zeros_like(x) for x in (q, k, v)]
+    heads_per_key = q.shape[1] // k.shape[1]
+    for (q_start, q_end), (k_start, k_end) in zip(pairwise(cu_q), pairwise(cu_k), strict=True):
+        n = k_end - k_start
+        distance = torch.arange(n)[-(q_end - q_start) :, None] - torch.arange(n)
+        is_seen = (distance >= -right) & ((distance <= left) | (left < 0))
+        for head in range(q.shape[1]):
+            queries, keys = slice(q_start, q_end), slice(k_start, k_end)
+            key_head = head // heads_per_key
+            own_q, own_k, own_v = q[queries, head], k[keys, key_head], v[keys, key_head]
+            d_out = gradient[queries, head]
+            scores = (own_q @ own_k.T * scale).masked_fill(~is_seen, -torch.inf)
+            p = (scores - lse[head, queries, None]).exp()
+            row_sum = (d_out * out[queries, head]).sum(-1, keepdim=True)
+            d_scores = p * (d_out @ own_v.T - row_sum)
+            gradients[0][queries, head] += d_scores @ own_k * scale
+            gradients[1][keys, key_head] += d_scores.T @ own_q * scale
+            gradients[2][keys, key_head] += p.T @ d_out
+    return gradients
+
+
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2", "gemma3_text", "gpt_oss"])
 def test_attention_branch_for_gpus_equals_the_models_own(family, tmp_path, monkeypatch):
     folder = tiny(family, tmp_path / "model")
     monkeypatch.setattr("plumbing.model.varlen_attn", fake_flash)
-    monkeypatch.setattr("plumbing.model.flash_runs_on", lambda x: True)
-    measured = measure_against_transformers(build(folder), folder, tmp_path, monkeypatch)
+    monkeypatch.setattr("plumbing.model.flash_backward", fake_flash_backward)
+    monkeypatch.setattr("plumbing.model.flash_runs_on", lambda query, value: True)
+    policy = build(folder)
+    measured = measure_against_transformers(policy, folder, tmp_path, monkeypatch)
     assert measured["mismatch"] < 1e-5
+    # Its gradients are those of transformers, too.
+    way, results, _ = model_check.measure(policy.model, ["packed"])
+    assert way == "packed", results
+
+
+def test_rows_are_measured_in_16_bits_where_other_kernels_compute_them(tmp_path, monkeypatch):
+    """Both kernels are FAKE: a right one, and one whose gradient does not reach the keys."""
+    monkeypatch.setattr("plumbing.model.flash_runs_on", lambda q, v: q.dtype == torch.bfloat16)
+    folder = tiny("qwen2", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    monkeypatch.setattr("plumbing.model.varlen_attn", fake_flash)
+    assert model_check.measure(model, ["packed"], in_16_bits=True)[0] == "packed"
+
+    def wrong(q, k, *arguments, **options):
+        return fake_flash(q, k.detach(), *arguments, **options)
+
+    monkeypatch.setattr("plumbing.model.varlen_attn", wrong)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    way, results, _ = model_check.measure(model, ["packed", "padded"], in_16_bits=True)
+    assert way == "padded" and "in bfloat16 logprobs differ" in results["packed"]
+
+
+@pytest.mark.parametrize("family", ["mamba2", "granitemoehybrid"])
+def test_hidden_states_in_float32_meet_a_head_in_16_bits(family, tmp_path):
+    families.make_model(family, tmp_path / "model", torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    way, results, _ = model_check.measure(model, ["padded"], in_16_bits=True)
+    assert way == "padded", results
 
 
 # ---- engine = trainer

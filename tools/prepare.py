@@ -214,7 +214,7 @@ def decide_rows(config, folders):
         return config.rows
     all_rows = []
     for folder in folders:
-        rows, description = model_check.choose_rows(folder)
+        rows, description = model_check.choose_rows(folder, config.dtype)
         say(description)
         all_rows.append(rows)
     # What pads can do what the others can.
