@@ -149,7 +149,6 @@ class Sender:
         start = time.monotonic()
         # Held until the thread has delivered what is copied here.
         self._acquire_delivery()
-        self.ranks.check_stop()
         waited = time.monotonic() - start
         for k, (first, last) in enumerate(self.ranges):
             # Every rank must do these all-gathers in the same order.
@@ -172,24 +171,24 @@ class Sender:
         self.pushed.set()
 
     def _acquire_delivery(self):
-        """Rank 0: wait until the last push is delivered, and take the lock `delivery`.
+        """Wait until the last push is delivered; rank 0 takes the lock `delivery`. Collective.
 
         After `push` the thread releases the lock (`_deliver_all`), after `wait` the caller does.
-        Returns whether the lock was taken: not if the run is to stop, and not on other ranks.
+        Raises Stopped, on all ranks, if the run is to stop.
         """
-        while self.ranks.rank == 0 and not self.ranks.stop.is_set():
-            if self.delivery.acquire(timeout=0.1):
-                return True
-        return False
+        is_taken = False
+        while not self.ranks.check_stop(is_taken):
+            if self.ranks.rank == 0:
+                is_taken = self.delivery.acquire(timeout=0.5)
 
     def wait(self):
         """Wait until the engines serve what was pushed last. Collective.
 
         Raises Stopped, on all ranks, if the run is to stop: a delivery that fails stops it.
         """
-        if self._acquire_delivery():
+        self._acquire_delivery()
+        if self.ranks.rank == 0:
             self.delivery.release()
-        self.ranks.check_stop()
 
     def take_timing(self):
         """The seconds that the newest complete update took; zeros if they were taken before.
@@ -254,7 +253,7 @@ class Sender:
 
         Returns the times of the update. Raises RuntimeError if it reaches no engine.
         """
-        self.engines.failing.clear()
+        self.engines.begin()
         tries = 3 + len(self.engines.listed())
         for _ in range(tries):
             engines = self._healthy_engines()
@@ -284,7 +283,8 @@ class Sender:
                 )
         raise RuntimeError(
             f"version {self.version} reached no engine in {tries} tries "
-            f"({self.engines.error or 'no engine was dropped'}): see logs/engine*.log"
+            f"({self.engines.error or 'no engine was dropped'}): see logs/engine*.log; if the "
+            "engines are only slow, raise --sync_timeout"
         )
 
     def _healthy_engines(self):
@@ -351,6 +351,8 @@ class Sender:
         if len(answers) < len(self.group.members):
             # The next group is formed without the engines that were dropped.
             self._leave_group()
+        for engine in answers:
+            self.engines.succeeded(engine)
         urls = [url for url, _ in answers]
         # If no engine answered, all go on with the weights they have, and are asked again.
         if urls:

@@ -143,9 +143,10 @@ class OneRank:
         self.error = error
         self.stop.set()
 
-    def check_stop(self):
+    def check_stop(self, condition=False):
         if self.error:
             raise self.error
+        return condition
 
 
 class StandIn:
@@ -161,6 +162,12 @@ class StandIn:
 
     def listed(self):
         return [("stand-in", 0)]
+
+    def begin(self):
+        pass
+
+    def succeeded(self, engine):
+        pass
 
     def newcomers(self, known):
         return [] if known else self.listed()

@@ -34,6 +34,8 @@ NEW_RUN = {
     "position": {"next": 0, "ahead": []},
     "sampler": {},
 }
+# the seconds within which a node must see the checkpoint that rank 0 sees
+VISIBLE_S = 120.0
 
 
 def all_of(run_dir):
@@ -44,6 +46,35 @@ def all_of(run_dir):
 def newest(run_dir):
     """The newest checkpoint's directory, or None."""
     return max(all_of(run_dir), default=None)
+
+
+def agreed_newest(run_dir, ranks):
+    """The newest checkpoint that rank 0 sees, or None, on every rank. Collective.
+
+    On a shared file system a node may see for a moment what was there before. Raises ConfigError if
+    this node does not see rank 0's checkpoint within VISIBLE_S.
+    """
+    import torch
+    import torch.distributed as dist
+
+    path = newest(run_dir)
+    if ranks.world == 1:
+        return path
+    version = int(path.name.removeprefix("step_")) if path else -1
+    agreed = torch.tensor(version)
+    dist.broadcast(agreed, 0, group=ranks.saving)
+    if agreed < 0:
+        return None
+    path = Path(run_dir, "checkpoints", f"step_{int(agreed):06d}")
+    deadline = time.monotonic() + VISIBLE_S
+    while path not in all_of(run_dir):
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"{path}: rank {ranks.rank} has not seen it within {VISIBLE_S:.0f} s, and rank 0 "
+                "does: all nodes must have the same file system at --out"
+            )
+        time.sleep(0.5)
+    return path
 
 
 def last_state(run_dir):

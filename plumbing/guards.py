@@ -60,8 +60,8 @@ class Guards:
 
         batch: a micro-batch whose first sequences are compared (its lengths [S], tokens [T] and
         segment [T]). Returns {} on other ranks than 0, and if an engine does not answer or has
-        another version. Collective. Raises Stopped and, on rank 0, RuntimeError above the limit or
-        if it could not be measured IN_A_ROW times in a row.
+        another version. Collective. Raises Stopped. Rank 0 lets the run end above the limit, or if
+        it could not be measured IN_A_ROW times in a row.
         """
         lengths = batch["lengths"][:SEQUENCES]
         tokens = batch["tokens"][: lengths.sum()]
@@ -83,10 +83,11 @@ class Guards:
         except (requests.RequestException, RuntimeError, KeyError) as e:
             print(f"train: the mismatch of version {version} was not measured: {e}", flush=True)
             if self._lasts("unmeasured", True):
-                raise RuntimeError(
+                self._end_run(
                     f"train: {IN_A_ROW} times in a row the mismatch could not be measured, last at "
-                    f"version {version}: {e}. See logs/engine*.log"
-                ) from None
+                    f"version {version}: {e}. See logs/engine*.log; if the engines are only slow, "
+                    "raise --sync_timeout, in which an engine must answer"
+                )
             return {}
         self._lasts("unmeasured", False)
         differences = np.concatenate(differences)
@@ -94,7 +95,7 @@ class Guards:
         limit = self.config.highest_mismatch
         if not mismatch <= limit:
             model_type = policy.model.config.model_type
-            raise RuntimeError(
+            self._end_run(
                 "train: engines and trainer disagree: the mean |difference of logprobs| of "
                 f"{model_type} is {mismatch:.1e} nats at version {version}, the limit is "
                 f"{limit:g}. Likely causes: plumbing/model.py does not compute {model_type} as "
@@ -132,7 +133,7 @@ class Guards:
     # ---- every step
 
     def check(self, version, metrics):
-        """Raise RuntimeError if IN_A_ROW steps in a row had gradients that are not finite."""
+        """Let the run end if IN_A_ROW steps in a row had gradients that are not finite."""
         not_finite = not math.isfinite(metrics["grad_norm"])
         if not_finite:
             print(
@@ -140,10 +141,17 @@ class Guards:
                 flush=True,
             )
         if self._lasts("not_finite", not_finite):
-            raise RuntimeError(
+            self._end_run(
                 f"train: {IN_A_ROW} steps in a row had gradients that are not finite: lower --lr, "
                 "or look at samples.jsonl"
             )
+
+    # ----
+
+    def _end_run(self, message):
+        """Let the run end with this error. All ranks save their steps first; rank 0 has the say."""
+        if self.ranks.rank == 0:
+            self.ranks.fail(RuntimeError(message))
 
     def _lasts(self, name, is_wrong):
         """Has it been wrong IN_A_ROW times in a row by now?"""

@@ -6,6 +6,7 @@ up over micro-batches and ranks, and the function computes the metric from them.
 
 import json
 import time
+import zlib
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
@@ -140,8 +141,9 @@ class Sums:
         """{name: value} over all ranks. Collective.
 
         Two collectives are enough for all metrics: one for the sums, one for the maxima. Each of
-        them needs one copy from the device.
+        them needs one copy from the device. Raises RuntimeError if ranks have different metrics.
         """
+        self._check_names()
         values = {}
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
             chosen = {}
@@ -158,6 +160,26 @@ class Sums:
             for name, (function, parts) in chosen.items():
                 values[name] = function(*(next(reduced).view_as(x).tolist() for x in parts))
         return {name: values[name] for name in self.metrics}
+
+    def _check_names(self):
+        """Raise RuntimeError unless all ranks have metrics of the same names and sizes. Collective.
+
+        Otherwise numbers would be added to those of other metrics, or ranks would wait for ever.
+        """
+        if not dist.is_initialized() or dist.get_world_size() == 1 or not self.metrics:
+            return
+        sizes = {name: [x.numel() for x in parts] for name, (_, parts) in self.metrics.items()}
+        checksum = zlib.crc32(repr(sizes).encode())
+        device = next(parts[0].device for _, parts in self.metrics.values() if parts)
+        # The largest checksum of all ranks, and the smallest one times -1.
+        extremes = torch.tensor([checksum, -checksum], dtype=torch.float64, device=device)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        if extremes.tolist() != [checksum, -checksum]:
+            raise RuntimeError(
+                "train: the ranks have different metrics; those of this rank and their sizes are "
+                f"{sizes}. The function metric_sums of train.py must return the same names, with "
+                "the same shapes, in every micro-batch of every rank"
+            )
 
 
 def open_lines(path, version, read=lambda line: None):

@@ -84,19 +84,18 @@ class Ranks:
         self.error = error
         self.stop.set()
 
-    def any(self, condition):
-        """Is a condition true on any rank? Collective."""
-        is_true = torch.tensor(int(condition))
-        dist.all_reduce(is_true, dist.ReduceOp.MAX, group=self.group)
-        return bool(is_true)
-
-    def check_stop(self):
+    def check_stop(self, condition=False):
         """Raise Stopped on all ranks if any rank is to stop. Collective.
 
-        A node may be told to stop alone, for example because its machine is taken away.
+        A node may be told to stop alone, for example because its machine is taken away. Returns
+        whether the condition is true on any rank. Ranks that wait for a condition of rank 0 meet
+        here again and again, so that none of them waits for long to be told.
         """
-        if self.any(self.stop.is_set()):
+        flags = torch.tensor([self.stop.is_set(), bool(condition)], dtype=torch.int32)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
+        if flags[0]:
             raise Stopped(self.error or "train: told to stop") from self.error
+        return bool(flags[1])
 
     def close(self):
         dist.destroy_process_group()

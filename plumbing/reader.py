@@ -49,28 +49,21 @@ class Reader:
         self.last = record
 
     def _next(self):
-        """This rank's next record, (number, record). Collective; raises Stopped on all ranks."""
-        numbered_record = None
-        if self.ranks.rank == 0:
-            numbered_record = self._wait(
-                self.batches, f"train: preprocess put no micro-batch into {self.batches.path}"
-            )
-        self.ranks.check_stop()
-        return numbered_record or self.batches.get(self.config.stall_timeout)
+        """This rank's next record, (number, record). Collective; raises Stopped on all ranks.
 
-    def _wait(self, queue, complaint):
-        """Rank 0: wait for the next record of a queue. Returns (number, record).
-
-        Returns None if the run is to stop; it is if the wait has been too long.
+        Rank 0 waits for its record; it says when the others have theirs, too.
         """
         patience = Patience(self.config, self.run_dir)
-        while not self.ranks.stop.is_set():
-            try:
-                return queue.get(0.5)
-            except TimeoutError:
-                pass
-            self._check(patience, complaint)
-        return None
+        numbered_record = None
+        while True:
+            if self.ranks.rank == 0:
+                try:
+                    numbered_record = self.batches.get(0.5)
+                except TimeoutError:
+                    complaint = f"train: preprocess put no micro-batch into {self.batches.path}"
+                    self._check(patience, complaint)
+            if self.ranks.check_stop(numbered_record is not None):
+                return numbered_record or self.batches.get(self.config.stall_timeout)
 
     def _check(self, patience, complaint):
         """Rank 0: let the run end if it has waited too long."""
@@ -98,8 +91,7 @@ class Reader:
         patience = Patience(self.config, self.run_dir)
         pace_file = Path(self.run_dir, "queues", "pace.json")
         ended_attempts = None
-        while not self.ranks.any(self.evaluated >= version):
-            self.ranks.check_stop()
+        while not self.ranks.check_stop(self.evaluated >= version):
             yield from self.evaluations()
             if self.ranks.rank == 0:
                 before, ended_attempts = ended_attempts, read_json(pace_file).get("eval_attempts")

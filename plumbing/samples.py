@@ -155,6 +155,8 @@ def record_faults(record, lacks=(), **expected):
         n = len(record.get(name, ()))
         if n != tokens:
             faults.append(f"{name} has {n} values for {tokens} tokens")
+            if not n:
+                faults[-1] += " (a field that preprocess.py adds must be named in ADDED_FIELDS)"
     return faults
 
 

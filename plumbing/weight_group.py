@@ -1,6 +1,7 @@
 """The trainer's end of a weight group: which engines there are, and one group formed with them."""
 
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,6 +12,10 @@ from plumbing import transport
 from plumbing.queues import read_json
 from plumbing.secret import secret_header
 from plumbing.supervise import DIRECT, is_healthy
+
+# seconds for which an engine is left out when it fails for the second time in a row, and at most
+FIRST_PAUSE_S = 60.0
+LONGEST_PAUSE_S = 3600.0
 
 
 class EngineRegistry:
@@ -25,10 +30,30 @@ class EngineRegistry:
         self.config = config
         self.run_dir = run_dir
         self.pool = ThreadPoolExecutor(64)
-        # the engines that refused or missed a part of the delivery in progress
+        # the engines that refused or missed a part of the delivery in progress, and those that are
+        # left out of it because they failed in others (`begin`)
         self.failing = set()
+        # {engine: number of its failures since it last took part in an update}, and the time until
+        # which it is left out
+        self.failures = Counter()
+        self.left_out_until = {}
         # the reason why an engine was dropped last
         self.error = ""
+
+    def begin(self):
+        """A delivery begins: forget which engines failed, but for those that are left out.
+
+        An engine that fails for the second time and more is left out for a minute, then for two,
+        four and so on, up to an hour. Otherwise each update would wait for it: forming a group with
+        it, and then another one without it, may take as long as --sync_timeout.
+        """
+        now = time.monotonic()
+        self.failing = {engine for engine, until in self.left_out_until.items() if now < until}
+
+    def succeeded(self, engine):
+        """Note that an engine serves the newest weights."""
+        self.failures.pop(engine, None)
+        self.left_out_until.pop(engine, None)
 
     def listed(self):
         """All engines that run and have begun to answer, as [(url, started)]."""
@@ -62,8 +87,17 @@ class EngineRegistry:
     def drop(self, engine, why):
         """Note that an engine takes no part in the delivery any more."""
         self.failing.add(engine)
+        self.failures[engine] += 1
+        again = ""
+        if self.failures[engine] > 1:
+            seconds = min(FIRST_PAUSE_S * 2 ** (self.failures[engine] - 2), LONGEST_PAUSE_S)
+            self.left_out_until[engine] = time.monotonic() + seconds
+            again = (
+                f"; it has failed {self.failures[engine]} times in a row, and is left out for "
+                f"{seconds:.0f} s, if there is another engine"
+            )
         self.error = f"engine {engine[0]}: {why}"
-        print(f"weights: dropped {self.error}", flush=True)
+        print(f"weights: dropped {self.error}{again}", flush=True)
 
     def _call(self, engine, path, body):
         answer = requests.post(

@@ -6,7 +6,7 @@
 tasks/_data.py reads the data. The judge grades an answer from 0 to 10; if the data have a column
 with the right answer, the judge sees it. JUDGE_KEY and JUDGE_MODEL are the judge's key and model.
 It is asked at most JUDGE_BUDGET times (default: a million). If its reply has no number, the attempt
-is `unparsable`, and this is counted.
+is `unparsable`, and this is counted. If the judge does not answer at all, the attempt is left out.
 """
 
 import asyncio
@@ -15,8 +15,9 @@ import itertools
 import os
 import re
 
-from openai import AsyncOpenAI
+from openai import APIConnectionError, AsyncOpenAI, InternalServerError, RateLimitError
 
+from plumbing.episode import AttemptLost
 from plumbing.prompts import prompt_text
 from tasks import _data
 
@@ -72,11 +73,15 @@ async def episode(problem, model):
         # this ends the actor, and so the run
         raise SystemExit("actor: tasks/judge.py: JUDGE_BUDGET is spent")
     async with PLACES:
-        reply = await client().chat.completions.create(
-            messages=[dict(role="user", content=request)],
-            model=os.environ.get("JUDGE_MODEL", "judge"),
-            temperature=0,
-            max_tokens=8,
-        )
+        try:
+            reply = await client().chat.completions.create(
+                messages=[dict(role="user", content=request)],
+                model=os.environ.get("JUDGE_MODEL", "judge"),
+                temperature=0,
+                max_tokens=8,
+            )
+        # A timeout is one of connection. The model is not to blame for any of these.
+        except (APIConnectionError, InternalServerError, RateLimitError) as e:
+            raise AttemptLost(f"the judge does not answer: {e}") from None
     grade = re.search(r"\d+(\.\d+)?", reply.choices[0].message.content)[0]
     return min(float(grade), 10) / 10

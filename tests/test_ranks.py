@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 import config as cfg
 import train
+from bench import families
 from conftest import PROCESS, ROOT
 from plumbing import checkpoints, rundir
 from plumbing.checkpoints import NEW_RUN, newest, restore
@@ -254,6 +255,7 @@ def test_wrong_number_of_ranks_is_refused(tmp_path, base_model):
 BUILD = """
 import sys
 import numpy as np
+import torch
 import config as cfg
 import train
 from plumbing.ranks import Ranks
@@ -262,13 +264,19 @@ from safetensors.torch import save_file
 ranks = Ranks(cfg.Config(stall_timeout=300))
 if ranks.rank:
     train.load_model = None
-for folder in sys.argv[1:]:
+for folder in sys.argv[2:]:
     policy, _ = train.build(cfg.Config(model=folder, dtype="float32"), ranks.device, 2)
     model = policy.model
     tensors = {name: p.full_tensor() for name, p in model.named_parameters()}
     tensors |= {name: b.clone() for name, b in model.named_buffers()}
     tensors["logprobs"] = policy.logprobs(np.arange(40), np.arange(40), 1.0)[0]
     save_file(tensors, f"{folder}/rank_{ranks.rank}")
+# A frozen model in bfloat16, in which transformers keeps some tensors in float32
+config = cfg.Config(model=sys.argv[1], dtype="bfloat16")
+frozen = train.load_policy(config, torch.bfloat16, ranks.device, 2).model
+tensors = {name: p.full_tensor() for name, p in frozen.named_parameters()}
+tensors |= {name: b.clone() for name, b in frozen.named_buffers()}
+save_file(tensors, f"{sys.argv[1]}/rank_{ranks.rank}")
 """
 
 
@@ -300,19 +308,21 @@ def test_a_trainer_that_is_told_to_stop_many_times_does_not_hang():
         stopped.kill()
 
 
-# The second of two ranks is told to stop, and the first one is not.
+# The second of two ranks is told to stop, and the first one is not: it waits for data.
 STOPPED_ALONE = """
 import os
 import sys
+import threading
 import config as cfg
 from plumbing.ranks import Ranks, Stopped
+from plumbing.reader import Reader
 
 ranks = Ranks(cfg.Config(stall_timeout=300))
-ranks.check_stop()
+reader = Reader(cfg.Config(stall_timeout=300), sys.argv[1], ranks)
 if ranks.rank == 1:
-    ranks.stop.set()
+    threading.Timer(1.0, ranks.stop.set).start()
 try:
-    ranks.check_stop()
+    next(reader.step(0))
 except Stopped as e:
     open(f"{sys.argv[1]}/rank_{ranks.rank}", "w").write(str(e))
 os._exit(0)
@@ -323,6 +333,52 @@ def test_all_ranks_stop_when_one_is_told_to(tmp_path):
     (tmp_path / "stop.py").write_text(STOPPED_ALONE)
     run(tmp_path / "stop.py", tmp_path, ranks=2)
     assert [(tmp_path / f"rank_{r}").read_text() for r in (0, 1)] == ["train: told to stop"] * 2
+
+
+# The directories are those of a shared file system, as two nodes see it: the second one sees the
+# newest checkpoint later, and an older one meanwhile. Then a metric is there on one rank alone.
+AGREEMENT = """
+import os
+import sys
+import threading
+from pathlib import Path
+import torch
+import config as cfg
+from plumbing import checkpoints
+from plumbing.metrics import Sums
+from plumbing.ranks import Ranks
+
+ranks = Ranks(cfg.Config(stall_timeout=300))
+run_dir = Path(sys.argv[1], f"node_{ranks.rank}")
+assert checkpoints.agreed_newest(run_dir, ranks) is None
+folder = run_dir / "checkpoints"
+(folder / "step_000001").mkdir(parents=True)
+if ranks.rank == 0:
+    (folder / "step_000002").mkdir()
+else:
+    threading.Timer(1.0, (folder / "step_000002").mkdir).start()
+assert checkpoints.agreed_newest(run_dir, ranks) == folder / "step_000002"
+sums = Sums()
+sums.add({"common": (sum, torch.ones(2))})
+assert sums.reduce() == {"common": 4.0}
+if ranks.rank == 0:
+    sums.add({"own": (sum, torch.ones(1))})
+try:
+    sums.reduce()
+except RuntimeError as e:
+    Path(sys.argv[1], f"rank_{ranks.rank}").write_text(str(e))
+os._exit(0)
+"""
+
+
+def test_ranks_agree_on_the_newest_checkpoint_and_on_the_metrics(tmp_path):
+    (tmp_path / "agreement.py").write_text(AGREEMENT)
+    run(tmp_path / "agreement.py", tmp_path, ranks=2)
+    for rank, sizes in enumerate(("{'common': [2], 'own': [1]}", "{'common': [2]}")):
+        complaint = (tmp_path / f"rank_{rank}").read_text()
+        assert (
+            complaint.startswith("train: the ranks have different metrics") and sizes in complaint
+        )
 
 
 @pytest.mark.slow
@@ -341,8 +397,13 @@ def test_rank_0_alone_loads_the_model_and_hands_it_out(tmp_path):
     """Buffers, too, that are in no file; weights that are tied stay so."""
     tied = {"qwen2": False, "gemma3_text": True, "gpt2": True}
     folders = [tiny(family, tmp_path / family, tie_word_embeddings=tied[family]) for family in tied]
+    families.make_model("deepseek_v3", tmp_path / "mixed", torch.float32)
     (tmp_path / "build.py").write_text(BUILD)
-    run(tmp_path / "build.py", *folders, ranks=2)
+    run(tmp_path / "build.py", tmp_path / "mixed", *folders, ranks=2)
+    first, second = (load_file(tmp_path / "mixed" / f"rank_{rank}") for rank in range(2))
+    assert same(first, second)
+    assert {x.dtype for name, x in first.items() if "bias" in name} == {torch.float32}
+    assert first["model.embed_tokens.weight"].dtype == torch.bfloat16
     for folder in folders:
         model = AutoModelForCausalLM.from_pretrained(folder)
         expected = dict(model.named_parameters()) | dict(model.named_buffers())

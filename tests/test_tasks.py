@@ -17,8 +17,9 @@ import pytest
 import config as cfg
 import tasks
 from conftest import ROOT
+from plumbing.episode import AttemptLost
 from plumbing.problems import Prompter, load_problems
-from tasks import _data, countup, guess, maths, tail, toy
+from tasks import _data, countup, guess, judge, maths, tail, toy
 from tools import base_model
 
 MATHS = ROOT / "tests" / "maths.jsonl"
@@ -45,6 +46,17 @@ def test_countup_asks_different_ranges_and_wants_all_numbers():
         assert countup.reward(problem, problem["answer"] + "\n", True) == 1.0
         assert countup.reward(problem, problem["answer"], False) == 0.0
         assert countup.reward(problem, problem["answer"].rpartition(" ")[0], True) == 0.0
+
+
+def test_an_attempt_is_left_out_if_the_judge_does_not_answer(monkeypatch):
+    monkeypatch.setenv("JUDGE_URL", "http://127.0.0.1:9/v1")
+    monkeypatch.setattr(judge, "TRIES", 1)
+
+    async def model(prompt):
+        return "an answer"
+
+    with pytest.raises(AttemptLost, match="the judge does not answer"):
+        asyncio.run(judge.episode({"prompt": "a question"}, model))
 
 
 def test_a_task_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch):

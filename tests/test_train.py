@@ -640,8 +640,13 @@ def test_the_state_counts_steps_that_were_skipped_too():
     assert (state["version"], state["skipped"], state["position"]) == (7, 1, {"next": 9})
 
 
+def raise_error(error):
+    raise error
+
+
 def make_guards(run_dir="", rank=0, **changed):
-    return Guards(knobs(dtype="float32", **changed), run_dir, SimpleNamespace(rank=rank))
+    ranks = SimpleNamespace(rank=rank, fail=raise_error)
+    return Guards(knobs(dtype="float32", **changed), run_dir, ranks)
 
 
 def test_three_gradients_in_a_row_that_are_not_finite_end_the_run():

@@ -442,3 +442,27 @@ def test_tensor_parallel_engine_equals_trainer_after_updates(tmp_path, base_mode
             perturb(sender.model)
             update(sender, version)
             assert_serves(config, sender.model, version)
+
+
+def test_engine_that_fails_again_and_again_is_left_out_of_updates(tmp_path, monkeypatch, capsys):
+    registry = weight_group.EngineRegistry(resolved("toy"), tmp_path)
+    bad = ("http://127.0.0.1:9", "a")
+    now = 1000.0
+    monkeypatch.setattr(weight_group.time, "monotonic", lambda: now)
+    registry.drop(bad, "no answer")
+    assert registry.failing == {bad}
+    # After the first failure it takes part in the next delivery, then it is left out for a minute.
+    registry.begin()
+    assert registry.failing == set()
+    registry.drop(bad, "no answer")
+    assert "failed 2 times in a row, and is left out for 60 s" in capsys.readouterr().out
+    registry.begin()
+    assert registry.failing == {bad}
+    now += 61
+    registry.begin()
+    assert registry.failing == set()
+    registry.drop(bad, "no answer")
+    assert "is left out for 120 s" in capsys.readouterr().out
+    registry.succeeded(bad)
+    registry.begin()
+    assert registry.failing == set()
