@@ -24,7 +24,10 @@ PROCESS = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 PORT = 9000 + 10 * PROCESS
 # Files that take minutes, the longest first: if one of them began last, a process would wait for it
 # at the end.
-LONG = "run failures ledger evaluate nodes memory doctor ranks weights model launch".split()
+LONG = """
+    failures agents run agent_packages ledger doctor model edits ranks evaluate nodes weights engine
+    continued gpu compare gym lora start memory launch engine_flags routing wandb pace replay
+""".split()
 
 
 def pytest_collection_modifyitems(items):

@@ -12,24 +12,9 @@ import subprocess
 import sys
 
 import pytest
-from test_agents import KNOBS, directory_model, make_model  # noqa: F401, a fixture
+from test_agents import make_model, with_package
 
 from conftest import ROOT, jail_problem
-
-
-def install(command, no_such_package):
-    """Install a package; the test is skipped if the index does not have it."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    if no_such_package in done.stderr:
-        pytest.skip(f"{command[-1]} is not to be had")
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
-def with_package(folder, example, package):
-    """The command of an example in an environment of its own, with a package of PyPI."""
-    subprocess.run([sys.executable, "-m", "venv", f"{folder}/venv"], check=True)
-    install([f"{folder}/venv/bin/pip", "install", "-q", package], "No matching distribution")
-    return [f"{folder}/venv/bin/python", f"{ROOT}/examples/agents/{example}"]
 
 
 def train(folder, agent, command):
@@ -53,25 +38,14 @@ def texts_of_samples(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "example, package",
-    [("openai_agents.py", "openai-agents==0.24.*"), ("verifiers_env.py", "verifiers==0.4.*")],
-)
-def test_a_tool_is_called(tmp_path, directory_model, example, package):  # noqa: F811
-    agent = with_package(tmp_path, example, package)
-    steps = train(tmp_path, agent, f"agent --model {directory_model} {KNOBS}")
-    # Turns of one conversation are one segment.
-    assert [x["segments"] for x in steps] == [1.0, 1.0]
-    assert all(1.4 < x["turns"] <= 4 for x in steps)
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(jail_problem() != "", reason=jail_problem())
 def test_mini_swe_agent_runs_commands(tmp_path):
     command = "smol --task agent --dtype float32 --steps 2 --port 9470"
     command += " --batch_size 8 --attempts 4 --eval_problems 2 --eval_attempts 1 --save_every 0"
     command += " --max_new_tokens 120 --max_model_len 512 --concurrency 16"
-    agent = with_package(tmp_path, "mini_swe_agent.py", "mini-swe-agent==2.4.*")
+    agent = with_package(tmp_path, "mini_swe_agent", "mini-swe-agent==2.4.*")
+    if not agent:
+        pytest.skip("mini-swe-agent is not to be had")
     steps = train(tmp_path, agent, command)
     # The agent forgets an answer without a command, so the turn after it begins a new segment.
     assert all(x["segments"] <= x["turns"] <= 3 for x in steps)
@@ -85,7 +59,11 @@ def test_mini_swe_agent_runs_commands(tmp_path):
 def test_codex_writes_files(tmp_path):
     """Codex is installed from npm and runs commands of a tiny model in its own sandbox."""
     folder = tmp_path / "npm"
-    install(["npm", "install", "--prefix", str(folder), "@openai/codex@0.171"], "E404")
+    command = ["npm", "install", "--prefix", str(folder), "@openai/codex@0.171"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    if "E404" in done.stderr:
+        pytest.skip("@openai/codex is not to be had")
+    assert done.returncode == 0, done.stderr[-2000:]
     make_model(tmp_path / "model", "examples/agents", "files", 150)
     # Codex keeps programs of its sandbox in a directory that must not be a temporary one.
     home = ROOT / "out" / "codex"

@@ -17,11 +17,13 @@ import pytest
 import requests
 
 from conftest import ROOT, jail_problem
+from fake_engine import fake_vllm
 from plumbing.placement import ENGINE_ENV
 
 KNOBS = """
     --steps 2 --batch_size 32 --attempts 8 --max_new_tokens 120 --max_model_len 250
     --eval_problems 8 --eval_attempts 1 --samples_logged 100 --save_every 0 --port 9470
+    --rows packed
 """
 
 
@@ -35,56 +37,97 @@ def make_model(path, folder, name, steps):
     subprocess.run(command, cwd=ROOT, check=True)
 
 
+# {agent: the package of PyPI that it needs, and this project does not}
+PACKAGES = {"openai_agents": "openai-agents==0.24.*", "verifiers_env": "verifiers==0.4.*"}
+AGENTS = ["anthropic_tools", "client_agent", *PACKAGES]
+
+
+def with_package(folder, example, package):
+    """The command of an example in an environment of its own, with a package of PyPI.
+
+    None if there is no package index, or if it does not have the package.
+    """
+    subprocess.run([sys.executable, "-m", "venv", f"{folder}/venv"], check=True)
+    command = [f"{folder}/venv/bin/pip", "install", "-q", package]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    if "No matching distribution" in done.stderr:
+        return None
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [f"{folder}/venv/bin/python", f"{ROOT}/examples/agents/{example}.py"]
+
+
 @pytest.fixture(scope="module")
-def directory_model(tmp_path_factory):
-    """A tiny model that calls the tool of examples/agents/directory.py."""
-    model = tmp_path_factory.mktemp("directory") / "model"
-    make_model(model, "examples/agents", "directory", 250)
-    return model
+def agents_run(tmp_path_factory):
+    """A run in which several agents make the attempts, with a tiny model that calls their tool.
 
-
-@pytest.mark.slow
-def test_anthropic_client_with_a_tool_is_trained_on_exact_tokens(tmp_path, directory_model):
-    command = f"bash run.sh agent --model {directory_model} --out {tmp_path} --run a {KNOBS}"
-    env = os.environ | {
-        "AGENT": shlex.join([sys.executable, f"{ROOT}/examples/agents/anthropic_tools.py"])
+    Returns (its directory, {agent: its number}, what it printed, the lines of metrics.jsonl, those
+    of samples.jsonl). An agent whose package is not to be had is left out.
+    """
+    folder = tmp_path_factory.mktemp("agents")
+    make_model(folder / "model", "examples/agents", "directory", 250)
+    commands = {
+        "anthropic_tools": [sys.executable, f"{ROOT}/examples/agents/anthropic_tools.py"],
+        "client_agent": [sys.executable, f"{ROOT}/tests/client_agent.py"],
     }
+    for example, package in PACKAGES.items():
+        command = with_package(folder / example, example, package)
+        if command:
+            commands[example] = command
+    agent = [sys.executable, f"{ROOT}/tests/many_agents.py", *map(shlex.join, commands.values())]
+    # With --late wait the trained groups are the first 16; each agent has at least three of them.
+    command = f"bash run.sh agent --model {folder}/model --out {folder} --run a {KNOBS}"
+    command += " --batch_size 64 --late wait --seed 6"
+    env = os.environ | {"AGENT": shlex.join(agent)}
     done = subprocess.run(
         command.split(), cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "unparsable" not in done.stdout, done.stdout
-    lines = [json.loads(x) for x in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
-    steps = [x for x in lines if "step" in x]
-    # Turns of one conversation are one segment, and most attempts call the tool.
-    assert [x["segments"] for x in steps] == [1.0, 1.0]
-    assert all(1.4 < x["turns"] <= 4 for x in steps)
-    assert max(x["mismatch"] for x in lines if x.get("mismatch") is not None) < 1e-5
+    lines = [json.loads(x) for x in (folder / "a" / "metrics.jsonl").read_text().splitlines()]
+    samples = [json.loads(x) for x in (folder / "a" / "samples.jsonl").read_text().splitlines()]
+    numbers = {name: number for number, name in enumerate(commands)}
+    return folder / "a", numbers, done.stdout, lines, samples
+
+
+def turns_of(sample):
+    """The number of the model's turns in a line of samples.jsonl."""
+    is_sampled = [version >= 0 for version, *_ in sample["spans"]]
+    return sum(now and not before for before, now in zip([False, *is_sampled], is_sampled))
 
 
 @pytest.mark.slow
-def test_openai_client_is_answered_in_every_kind_of_request(tmp_path, directory_model):
-    model = directory_model
-    command = f"bash run.sh agent --model {model} --out {tmp_path} --run a {KNOBS}".split()
-    env = os.environ | {"AGENT": shlex.join([sys.executable, f"{ROOT}/tests/client_agent.py"])}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    # The assertions of client_agent.py held in every attempt.
-    assert "unparsable" not in done.stdout, done.stdout
+@pytest.mark.parametrize("name", AGENTS)
+def test_agents_are_trained_on_exact_tokens(agents_run, name):
+    _, numbers, printed, lines, samples = agents_run
+    if name not in numbers:
+        pytest.skip(f"{PACKAGES[name]} is not to be had")
+    # No attempt has failed: the assertions of client_agent.py held, too.
+    assert "unparsable" not in printed, printed
+    assert max(x["mismatch"] for x in lines if x.get("mismatch") is not None) < 1e-5
+    assert len(samples) == 128
+    own = [x for x in samples if x["problem"] % len(numbers) == numbers[name]]
+    assert len(own) >= 24
+    if name == "client_agent":
+        # Its completion is a segment of its own. Most attempts call the tool, and some call it a
+        # second time in the text.
+        assert {x["spans"][-1][2] for x in own} == {1}
+        assert 2.4 < np.mean([turns_of(x) for x in own]) <= 3
+    else:
+        # Turns of one conversation are one segment, and most attempts call the tool.
+        assert {x["spans"][-1][2] for x in own} == {0}
+        assert 1.4 < np.mean([turns_of(x) for x in own]) <= 4
+
+
+@pytest.mark.slow
+def test_openai_client_is_answered_in_every_kind_of_request(agents_run):
+    run_dir, numbers, printed, _, samples = agents_run
     for message in (
         "strict of a client's tool is left",
         "tool_choice of a client is auto",
         "top_p",
     ):
-        assert message in done.stdout
-    lines = [json.loads(x) for x in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
-    steps = [x for x in lines if "step" in x]
-    assert [x["segments"] for x in steps] == [2.0, 2.0]
-    # Most attempts call the tool, and some call it a second time in the text.
-    assert all(2.4 < x["turns"] <= 3 for x in steps)
-    assert max(x["mismatch"] for x in lines if x.get("mismatch") is not None) < 1e-5
-    samples = (tmp_path / "a" / "samples.jsonl").read_text().splitlines()
-    for sample in map(json.loads, samples):
+        assert message in printed
+    own = [x for x in samples if x["problem"] % len(numbers) == numbers["client_agent"]]
+    for sample in own:
         texts = ["", ""]
         for version, tokens, segment in sample["spans"]:
             texts[segment] += "".join(tokens)
@@ -92,15 +135,9 @@ def test_openai_client_is_answered_in_every_kind_of_request(tmp_path, directory_
         if sample["step"] == 1:
             # The engine's logprobs equal the trainer's in every segment.
             assert np.abs(sample["log_ratios"]).max() < 1e-3
-    shown = subprocess.run(
-        [sys.executable, "tools/show.py", str(tmp_path / "a")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        env=env,
-    )
-    assert shown.stdout.count("---- segment 2") == 5
+    command = [sys.executable, "tools/show.py", str(run_dir), "--n", str(len(samples))]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert shown.stdout.count("---- segment 2") == len(own)
 
 
 @pytest.mark.slow
@@ -149,6 +186,7 @@ def test_rewards_come_from_a_judge_on_a_second_vllm(tmp_path, base_model):
     command = (
         f"bash run.sh toy --task judge --model {base_model} --out {tmp_path} --run j --port 9485 "
         "--steps 2 --batch_size 32 --attempts 8 --eval_every 0 --samples_logged 100 --save_every 0 "
+        "--rows packed "
         f"--train_data {tmp_path}/train.jsonl --eval_data {tmp_path}/test.jsonl"
     ).split()
     run_options = dict(cwd=ROOT, capture_output=True, text=True, timeout=1800)
@@ -163,9 +201,9 @@ def test_rewards_come_from_a_judge_on_a_second_vllm(tmp_path, base_model):
         env = os.environ | {"JUDGE_URL": f"{url}/v1"}
         done = subprocess.run(command, env=env, **run_options)
         assert done.returncode == 0, done.stdout[-3000:]
-        spent = subprocess.run(
-            [*command, "--fresh", "True"], env=env | {"JUDGE_BUDGET": "3"}, **run_options
-        )
+        # This run has a FAKE engine: real ones take half a minute to start.
+        env |= {"JUDGE_BUDGET": "3", "PYTHONPATH": str(fake_vllm(tmp_path / "fake"))}
+        spent = subprocess.run([*command, "--fresh", "True"], env=env, **run_options)
     finally:
         # The signal goes to the whole group, as the worker of vLLM is a process of its own.
         os.killpg(judge.pid, signal.SIGKILL)

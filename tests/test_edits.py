@@ -12,6 +12,7 @@ import subprocess
 import sys
 
 import pytest
+from forked import run_pytest
 
 from conftest import ROOT
 from fake_engine import fake_vllm
@@ -73,8 +74,7 @@ def test_edit_is_short_and_passes_its_check(name, tmp_path, base_model):
     apply(name, folder)
     for ruff in ("ruff format --check", "ruff check"):
         run_in(folder, [sys.executable, "-m", *ruff.split(), *files], 300)
-    checks = f"pytest -q tests/edits/checks.py -k test_{name}"
-    run_in(folder, [sys.executable, "-m", *checks.split()], 900)
+    run_pytest(folder, ["-q", "tests/edits/checks.py", "-k", f"test_{name}"], 900)
 
 
 NEW_LOSS = """

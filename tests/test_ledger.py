@@ -24,7 +24,7 @@ ATTEMPTS = 8
 MAX_LAG = 4
 KNOBS = (
     f"--steps 1000 --batch_size {BATCH} --attempts {ATTEMPTS} --max_lag {MAX_LAG} "
-    "--concurrency 128 --no_signal drop --save_every 4 --eval_every 0"
+    "--concurrency 128 --no_signal drop --save_every 4 --eval_every 0 --rows packed"
 )
 ENGINE = "vllm.entrypoints"
 # The run survives the death of an engine, and needs no new start.

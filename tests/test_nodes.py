@@ -28,6 +28,7 @@ from plumbing.supervise import Ended
 from test_run import leftovers, metrics
 
 KNOBS = ("--port", "8860", "--eval_problems", "32", "--eval_every", "0", "--start_timeout", "280")
+KNOBS += ("--rows", "packed")
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,9 @@ KEYS = (
 
 
 def command(out, name, port, *knobs):
+    """The command of a toy run. --rows packed: its model need not be examined at every start."""
     command_line = f"bash run.sh toy --out {out} --run {name} --port {port} --eval_problems 64"
-    return [*command_line.split(), *" ".join(map(str, knobs)).split()]
+    return [*command_line.split(), "--rows", "packed", *" ".join(map(str, knobs)).split()]
 
 
 def leftovers(out):
@@ -146,7 +147,7 @@ def test_the_pipeline_end_to_end(tmp_path, base_model):
     # least seven more start, of which a step takes four.
     held_versions = range(19)
     knobs = "--steps 20 --batch_size 32 --attempts 8 --row_tokens 256 --save_every 10 --max_lag 1"
-    knobs += " --eval_problems 16 --samples_logged 32 --reward_timeout 300"
+    knobs += " --eval_problems 16 --samples_logged 32 --reward_timeout 300 --rows auto"
     environment = held_requests.plugin(tmp_path / "plugin", held_versions)
     done = run(tmp_path, "t", 8710, knobs, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -234,21 +235,6 @@ def test_max_lag_0_is_synchronous_on_two_fsdp_ranks(tmp_path, base_model):
     assert all(x["mismatch"] < 1e-3 and abs(x["ess"] - 1) < 1e-3 for x in steps)
     # The policy starts as the reference model and leaves it.
     assert steps[0]["kl_ref"] < 1e-6 < steps[-1]["kl_ref"]
-
-
-@pytest.mark.slow
-def test_all_tokens_of_a_held_run_have_one_age(tmp_path, base_model):
-    """`--late hold --max_lag 2`: step v trains what version max(0, v - 2) has sampled, wholly."""
-    knobs = "--steps 6 --batch_size 64 --max_lag 2 --late hold --loss dppo --lr_by_ess True"
-    done = run(tmp_path, "h", 8720, knobs)
-    assert done.returncode == 0, done.stdout + done.stderr
-    steps, _ = metrics(tmp_path / "h")
-    lags = [0, 1, 2, 2, 2, 2]
-    assert [x["lag_mean"] for x in steps] == [x["lag_max"] for x in steps] == lags
-    assert [list(x["by_lag"]) for x in steps] == [["0"], ["1"], *[["2-3"]] * 4]
-    assert all(x["versions_2"] == 0 for x in steps)
-    # The schedule has come down to a quarter.
-    assert steps[-1]["lr"] == pytest.approx(6e-4 / 4 * steps[-1]["ess_sample"] ** 0.5)
 
 
 def test_run_continues_after_kills_and_interrupts(tmp_path, base_model):
@@ -355,7 +341,10 @@ def test_smol_fetches_and_trains_a_real_model(tmp_path):
 
 @pytest.mark.slow
 def test_toy_trains_on_a_machine_without_compiler_home_or_network(tmp_path, base_model):
-    """The proxies are dead, there is little shared memory, and paths are relative with umlauts."""
+    """The proxies are dead, there is little shared memory, and paths are relative with umlauts.
+
+    `--late hold --max_lag 2`: step v trains what version max(0, v - 2) has sampled, wholly.
+    """
     checkout = tmp_path / "für alle" / "repo"
     shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".*", "out"))
     caller = tmp_path / "caller's"
@@ -374,7 +363,8 @@ def test_toy_trains_on_a_machine_without_compiler_home_or_network(tmp_path, base
         all_proxy=dead_proxy,
     )
     start = 'umask 077; exec bash "$0" toy --model "its model" --out "Läufe" '
-    start += "--steps 2 --batch_size 32 --attempts 8 --eval_problems 16 --save_every 0 --port 8735"
+    start += "--steps 6 --batch_size 64 --eval_problems 16 --save_every 0 --port 8735 "
+    start += "--max_lag 2 --late hold --loss dppo --lr_by_ess True"
     if os.geteuid() == 0:
         start = f"mount -t tmpfs -o size=64k tmpfs /dev/shm; {start}"
     command = ["unshare", "--mount"] * (os.geteuid() == 0) + ["bash", "-c", start]
@@ -383,5 +373,11 @@ def test_toy_trains_on_a_machine_without_compiler_home_or_network(tmp_path, base
         command, cwd=caller, env=env, capture_output=True, text=True, timeout=1200
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert [x["step"] for x in metrics(caller / "Läufe" / "toy")[0]] == [1, 2]
     assert (caller / "Läufe" / "toy" / "report.html").exists()
+    steps, _ = metrics(caller / "Läufe" / "toy")
+    lags = [0, 1, 2, 2, 2, 2]
+    assert [x["lag_mean"] for x in steps] == [x["lag_max"] for x in steps] == lags
+    assert [list(x["by_lag"]) for x in steps] == [["0"], ["1"], *[["2-3"]] * 4]
+    assert all(x["versions_2"] == 0 for x in steps)
+    # The schedule has come down to a quarter.
+    assert steps[-1]["lr"] == pytest.approx(6e-4 / 4 * steps[-1]["ess_sample"] ** 0.5)
