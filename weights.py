@@ -224,9 +224,8 @@ class Sender:
         these engines. done: True once the run has made its last step.
         """
         with self.status_lock:
-            if values["version"] < self.status["version"]:
-                # The trainer is ahead of the version that has just been delivered.
-                values = dict(engines=values["engines"], served=values["served"])
+            # The trainer may be ahead of the version that has just been delivered.
+            values["version"] = max(values["version"], self.status["version"])
             self.status |= values
             publish_json(self.version_file, **self.status)
 

@@ -142,21 +142,26 @@ def filler(length=1):
 def record_faults(record, lacks=(), **expected):
     """Return texts that say in what a record is not as the stage before writes it; [] if it is.
 
-    lacks: per-token fields that it need not have. expected: values that the record must have beside
+    lacks: fields of tokens that it need not have. expected: values that the record must have beside
     its arrays, such as run_id=..., step=3, row=0.
     """
-    tokens = record["lengths"].sum()
     faults = [
         f"{name} is {record.get(name)!r}, {value!r} was expected"
         for name, value in expected.items()
         if record.get(name) != value
     ]
-    for name in TOKEN_FIELDS.keys() - set(lacks):
-        n = len(record.get(name, ()))
-        if n != tokens:
-            faults.append(f"{name} has {n} values for {tokens} tokens")
-            if not n:
-                faults[-1] += " (a field that preprocess.py adds must be named in ADDED_FIELDS)"
+    tokens = record["lengths"].sum()
+    samples = len(record["lengths"])
+    for fields, count, things in (
+        (TOKEN_FIELDS, tokens, "tokens"),
+        (SAMPLE_FIELDS, samples, "samples"),
+    ):
+        for name in fields.keys() - set(lacks):
+            n = len(record.get(name, ()))
+            if n != count:
+                faults.append(f"{name} has {n} values for {count} {things}")
+                if not n:
+                    faults[-1] += " (a field that preprocess.py adds must be in ADDED_FIELDS)"
     return faults
 
 

@@ -150,7 +150,8 @@ class WeightGroup:
         if len(engines.call_all("/init_process_group", bodies)) < len(members):
             raise RuntimeError(f"not all engines joined: {engines.error}")
         # Connecting has to wait until all workers are there: NCCL's has no deadline.
-        self._wait_for_key("here", "did not join")
+        address = f"{host}:{self.store.port}"
+        self._wait_for_key("here", f"did not join: can its machine reach {address}? See its log")
         self.store.set("all_here", "")
         self.group = self._in_time(
             transport.join_group, backend, self.store, 0, self.world, self.timeout, self.device

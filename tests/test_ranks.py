@@ -393,6 +393,20 @@ def test_work_is_saved_by_all_ranks_when_no_more_data_comes(tmp_path, base_model
     assert newest(run_dir).name == "step_000001"
 
 
+@pytest.mark.slow
+def test_work_is_saved_by_all_ranks_when_a_guard_ends_the_run(tmp_path, base_model, monkeypatch):
+    """The gradients of three steps in a row are not finite."""
+    groups = all_groups()
+    for group in groups[2 * GROUPS : 5 * GROUPS]:
+        for sample in group["samples"]:
+            sample["advantage"] = sample["advantage"] + np.nan
+    monkeypatch.setitem(globals(), "all_groups", lambda: groups)
+    run_dir = write_run(tmp_path, "r", base_model, 2, row_tokens=96, save_every=99)
+    with pytest.raises(AssertionError, match="Stopped: train: 3 steps in a row had gradients"):
+        run_trainer(run_dir, ranks=2)
+    assert newest(run_dir).name == "step_000005"
+
+
 def test_rank_0_alone_loads_the_model_and_hands_it_out(tmp_path):
     """Buffers, too, that are in no file; weights that are tied stay so."""
     tied = {"qwen2": False, "gemma3_text": True, "gpt2": True}
