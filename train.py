@@ -575,6 +575,9 @@ def load_policy(config, dtype, device, world, trained=False):
         model = load_model(config, dtype)
     if trained and config.lora_rank:
         lora.add(model, config)
+    if not trained:
+        # FSDP2 wants all parameters that get gradients in one dtype.
+        model.requires_grad_(False)
     policy = Policy(model, config)
     layers = layers_of(decoder_of(model))
     if config.checkpointed_layers:

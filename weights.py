@@ -237,13 +237,18 @@ class Sender:
                     self.pushed.clear()
                     self.timing = self.push_times | self._deliver()
                     self.delivery.release()
-                elif self.version is not None and self.engines.newcomers(self.tried):
+                elif self.version is not None and self._newcomers():
                     # If the lock is taken, a push comes next, which admits the engine as well.
                     if self.delivery.acquire(blocking=False):
                         self._deliver()
                         self.delivery.release()
         except BaseException as e:
             self.ranks.fail(RuntimeError(f"weights: {type(e).__name__}: {e}"))
+
+    def _newcomers(self):
+        """The engines that the last delivery did not try, or that are due to be tried again."""
+        due = self.engines.due_again()
+        return self.engines.newcomers([engine for engine in self.tried if engine not in due])
 
     def _deliver(self):
         """Deliver the weights in `buckets` to all healthy engines.
@@ -290,19 +295,21 @@ class Sender:
         """The engines for the next delivery: members of the present group that still run, and
         newcomers.
 
-        Engines that failed in this delivery are left out if there are others. Waits until there is
-        an engine; raises TimeoutError if none comes in time.
+        Engines that failed (EngineRegistry.failing) are left out if there are others. Waits until
+        there is an engine; raises TimeoutError if none comes in time.
         """
         members = self.group.members if self.group else []
         limit = longest_start(self.config)
         start = time.monotonic()
         is_said = False
         while True:
-            wanted = [*members, *self.engines.newcomers(members)]
             listed = self.engines.listed()
-            healthy = [engine for engine in listed if engine in wanted]
-            if healthy:
-                return [e for e in healthy if e not in self.engines.failing] or healthy
+            # First without those that failed, and which may not even answer whether they are well.
+            for left_out in (self.engines.failing, set()):
+                wanted = [*members, *self.engines.newcomers([*members, *left_out])]
+                healthy = [x for x in listed if x in wanted and x not in left_out]
+                if healthy:
+                    return healthy
             if time.monotonic() > start + limit:
                 raise TimeoutError(
                     f"no engine was healthy within {limit:.0f} s; listed are "

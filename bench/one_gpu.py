@@ -169,6 +169,9 @@ class StandIn:
     def succeeded(self, engine):
         pass
 
+    def due_again(self):
+        return set()
+
     def newcomers(self, known):
         return [] if known else self.listed()
 

@@ -140,8 +140,9 @@ class Sums:
     def reduce(self):
         """{name: value} over all ranks. Collective.
 
-        Two collectives are enough for all metrics: one for the sums, one for the maxima. Each of
-        them needs one copy from the device. Raises RuntimeError if ranks have different metrics.
+        There are two collectives for all metrics, one for the sums and one for the maxima; several
+        ranks first compare the names in another one. Each of them needs one copy from the device.
+        Raises RuntimeError if ranks have different metrics.
         """
         self._check_names()
         values = {}

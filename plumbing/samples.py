@@ -142,7 +142,7 @@ def filler(length=1):
 def record_faults(record, lacks=(), **expected):
     """Return texts that say in what a record is not as the stage before writes it; [] if it is.
 
-    lacks: fields of tokens that it need not have. expected: values that the record must have beside
+    lacks: fields that it need not have. expected: values that the record must have beside
     its arrays, such as run_id=..., step=3, row=0.
     """
     faults = [
@@ -161,7 +161,10 @@ def record_faults(record, lacks=(), **expected):
             if n != count:
                 faults.append(f"{name} has {n} values for {count} {things}")
                 if not n:
-                    faults[-1] += " (a field that preprocess.py adds must be in ADDED_FIELDS)"
+                    faults[-1] += (
+                        ": the actor must set it or, if preprocess.py adds it, it must be in "
+                        "ADDED_FIELDS of plumbing/samples.py"
+                    )
     return faults
 
 

@@ -13,9 +13,10 @@ from plumbing.queues import read_json
 from plumbing.secret import secret_header
 from plumbing.supervise import DIRECT, is_healthy
 
-# seconds for which an engine is left out when it fails for the second time in a row, and at most
+# An engine that fails in two deliveries in a row is left out for this number of seconds. The number
+# doubles with each further failure, up to the second one.
 FIRST_PAUSE_S = 60.0
-LONGEST_PAUSE_S = 3600.0
+LONGEST_PAUSE_S = 600.0
 
 
 class EngineRegistry:
@@ -30,25 +31,36 @@ class EngineRegistry:
         self.config = config
         self.run_dir = run_dir
         self.pool = ThreadPoolExecutor(64)
-        # the engines that refused or missed a part of the delivery in progress, and those that are
-        # left out of it because they failed in others (`begin`)
+        # the engines that the delivery in progress does without, if there are others: those that
+        # refused or missed a part of it, and those that failed in the deliveries before (`begin`)
         self.failing = set()
-        # {engine: number of its failures since it last took part in an update}, and the time until
-        # which it is left out
+        # {engine: number of deliveries in a row in which it failed}, {engine: the time until which
+        # it is left out}, and the engines that were listed when the last delivery began
         self.failures = Counter()
         self.left_out_until = {}
+        self.listed_before = []
         # the reason why an engine was dropped last
         self.error = ""
 
     def begin(self):
         """A delivery begins: forget which engines failed, but for those that are left out.
 
-        An engine that fails for the second time and more is left out for a minute, then for two,
-        four and so on, up to an hour. Otherwise each update would wait for it: forming a group with
-        it, and then another one without it, may take as long as --sync_timeout.
+        Without leaving an engine out, each update would wait for it: forming a group with it, and
+        then another one without it, may take as long as --sync_timeout. When engines come or go,
+        all are tried again, because an engine may have failed only because of another one.
         """
+        listed = self.listed()
+        if listed != self.listed_before:
+            self.failures.clear()
+            self.left_out_until.clear()
+        self.listed_before = listed
         now = time.monotonic()
         self.failing = {engine for engine, until in self.left_out_until.items() if now < until}
+
+    def due_again(self):
+        """The engines that were left out, and whose time is over."""
+        now = time.monotonic()
+        return {engine for engine, until in self.left_out_until.items() if now >= until}
 
     def succeeded(self, engine):
         """Note that an engine serves the newest weights."""
@@ -86,16 +98,17 @@ class EngineRegistry:
 
     def drop(self, engine, why):
         """Note that an engine takes no part in the delivery any more."""
-        self.failing.add(engine)
-        self.failures[engine] += 1
         again = ""
-        if self.failures[engine] > 1:
+        if engine not in self.failing:
+            self.failures[engine] += 1
+        if engine not in self.failing and self.failures[engine] > 1:
             seconds = min(FIRST_PAUSE_S * 2 ** (self.failures[engine] - 2), LONGEST_PAUSE_S)
             self.left_out_until[engine] = time.monotonic() + seconds
             again = (
-                f"; it has failed {self.failures[engine]} times in a row, and is left out for "
-                f"{seconds:.0f} s, if there is another engine"
+                f"; it has failed in {self.failures[engine]} deliveries in a row, and is left out "
+                f"for {seconds:.0f} s, if there is another engine"
             )
+        self.failing.add(engine)
         self.error = f"engine {engine[0]}: {why}"
         print(f"weights: dropped {self.error}{again}", flush=True)
 

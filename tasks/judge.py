@@ -6,7 +6,8 @@
 tasks/_data.py reads the data. The judge grades an answer from 0 to 10; if the data have a column
 with the right answer, the judge sees it. JUDGE_KEY and JUDGE_MODEL are the judge's key and model.
 It is asked at most JUDGE_BUDGET times (default: a million). If its reply has no number, the attempt
-is `unparsable`, and this is counted. If the judge does not answer at all, the attempt is left out.
+is `unparsable`, and this is counted. If the judge cannot answer (no connection, an error of its
+server, a rate limit), the attempt is left out.
 """
 
 import asyncio
@@ -80,7 +81,7 @@ async def episode(problem, model):
                 temperature=0,
                 max_tokens=8,
             )
-        # A timeout is one of connection. The model is not to blame for any of these.
+        # A timeout is an APIConnectionError. The model is not to blame for any of these.
         except (APIConnectionError, InternalServerError, RateLimitError) as e:
             raise AttemptLost(f"the judge does not answer: {e}") from None
     grade = re.search(r"\d+(\.\d+)?", reply.choices[0].message.content)[0]

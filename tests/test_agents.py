@@ -61,7 +61,7 @@ def agents_run(tmp_path_factory):
     """A run in which several agents make the attempts, with a tiny model that calls their tool.
 
     Returns (its directory, {agent: its number}, what it printed, the lines of metrics.jsonl, those
-    of samples.jsonl). An agent whose package is not to be had is left out.
+    of samples.jsonl). The first agent takes the place of one whose package is not to be had.
     """
     folder = tmp_path_factory.mktemp("agents")
     make_model(folder / "model", "examples/agents", "directory", 250)
@@ -70,10 +70,10 @@ def agents_run(tmp_path_factory):
         "client_agent": [sys.executable, f"{ROOT}/tests/client_agent.py"],
     }
     for example, package in PACKAGES.items():
-        command = with_package(folder / example, example, package)
-        if command:
-            commands[example] = command
-    agent = [sys.executable, f"{ROOT}/tests/many_agents.py", *map(shlex.join, commands.values())]
+        commands[example] = with_package(folder / example, example, package)
+    numbers = {name: AGENTS.index(name) for name, command in commands.items() if command}
+    all_commands = [shlex.join(commands[name] or commands["anthropic_tools"]) for name in AGENTS]
+    agent = [sys.executable, f"{ROOT}/tests/many_agents.py", *all_commands]
     # With --late wait the trained groups are the first 16; each agent has at least three of them.
     command = f"bash run.sh agent --model {folder}/model --out {folder} --run a {KNOBS}"
     command += " --batch_size 64 --late wait --seed 6"
@@ -84,7 +84,6 @@ def agents_run(tmp_path_factory):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     lines = [json.loads(x) for x in (folder / "a" / "metrics.jsonl").read_text().splitlines()]
     samples = [json.loads(x) for x in (folder / "a" / "samples.jsonl").read_text().splitlines()]
-    numbers = {name: number for number, name in enumerate(commands)}
     return folder / "a", numbers, done.stdout, lines, samples
 
 
@@ -104,7 +103,12 @@ def test_agents_are_trained_on_exact_tokens(agents_run, name):
     assert "unparsable" not in printed, printed
     assert max(x["mismatch"] for x in lines if x.get("mismatch") is not None) < 1e-5
     assert len(samples) == 128
-    own = [x for x in samples if x["problem"] % len(numbers) == numbers[name]]
+    for line in [x for x in lines if "step" in x]:
+        of_step = [x for x in samples if x["step"] == line["step"]]
+        segments = [x["spans"][-1][2] + 1 for x in of_step]
+        assert line["segments"] == pytest.approx(np.mean(segments))
+        assert line["turns"] == pytest.approx(np.mean([turns_of(x) for x in of_step]))
+    own = [x for x in samples if x["problem"] % len(AGENTS) == numbers[name]]
     assert len(own) >= 24
     if name == "client_agent":
         # Its completion is a segment of its own. Most attempts call the tool, and some call it a
@@ -126,7 +130,7 @@ def test_openai_client_is_answered_in_every_kind_of_request(agents_run):
         "top_p",
     ):
         assert message in printed
-    own = [x for x in samples if x["problem"] % len(numbers) == numbers["client_agent"]]
+    own = [x for x in samples if x["problem"] % len(AGENTS) == numbers["client_agent"]]
     for sample in own:
         texts = ["", ""]
         for version, tokens, segment in sample["spans"]:

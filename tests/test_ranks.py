@@ -264,19 +264,21 @@ from safetensors.torch import save_file
 ranks = Ranks(cfg.Config(stall_timeout=300))
 if ranks.rank:
     train.load_model = None
-for folder in sys.argv[2:]:
+for folder in sys.argv[3:]:
     policy, _ = train.build(cfg.Config(model=folder, dtype="float32"), ranks.device, 2)
     model = policy.model
     tensors = {name: p.full_tensor() for name, p in model.named_parameters()}
     tensors |= {name: b.clone() for name, b in model.named_buffers()}
     tensors["logprobs"] = policy.logprobs(np.arange(40), np.arange(40), 1.0)[0]
     save_file(tensors, f"{folder}/rank_{ranks.rank}")
-# A frozen model in bfloat16, in which transformers keeps some tensors in float32
-config = cfg.Config(model=sys.argv[1], dtype="bfloat16")
-frozen = train.load_policy(config, torch.bfloat16, ranks.device, 2).model
-tensors = {name: p.full_tensor() for name, p in frozen.named_parameters()}
-tensors |= {name: b.clone() for name, b in frozen.named_buffers()}
-save_file(tensors, f"{sys.argv[1]}/rank_{ranks.rank}")
+# Frozen models in bfloat16, of which transformers keeps some tensors in float32
+for folder in sys.argv[1:3]:
+    config = cfg.Config(model=folder, dtype="bfloat16")
+    policy = train.load_policy(config, torch.bfloat16, ranks.device, 2)
+    tensors = {name: p.full_tensor() for name, p in policy.model.named_parameters()}
+    tensors |= {name: b.clone() for name, b in policy.model.named_buffers()}
+    tensors["logprobs"] = policy.logprobs(np.arange(40), np.arange(40), 1.0)[0]
+    save_file(tensors, f"{folder}/rank_{ranks.rank}")
 """
 
 
@@ -411,13 +413,17 @@ def test_rank_0_alone_loads_the_model_and_hands_it_out(tmp_path):
     """Buffers, too, that are in no file; weights that are tied stay so."""
     tied = {"qwen2": False, "gemma3_text": True, "gpt2": True}
     folders = [tiny(family, tmp_path / family, tie_word_embeddings=tied[family]) for family in tied]
-    families.make_model("deepseek_v3", tmp_path / "mixed", torch.float32)
+    # The correction biases of routers are buffers in the one, and parameters in the other.
+    mixed = [tmp_path / "deepseek_v3", tmp_path / "ernie4_5_moe"]
+    for folder in mixed:
+        families.make_model(folder.name, folder, torch.float32)
     (tmp_path / "build.py").write_text(BUILD)
-    run(tmp_path / "build.py", tmp_path / "mixed", *folders, ranks=2)
-    first, second = (load_file(tmp_path / "mixed" / f"rank_{rank}") for rank in range(2))
-    assert same(first, second)
-    assert {x.dtype for name, x in first.items() if "bias" in name} == {torch.float32}
-    assert first["model.embed_tokens.weight"].dtype == torch.bfloat16
+    run(tmp_path / "build.py", *mixed, *folders, ranks=2)
+    for folder in mixed:
+        first, second = (load_file(folder / f"rank_{rank}") for rank in range(2))
+        assert same(first, second)
+        assert {x.dtype for name, x in first.items() if "correction" in name} == {torch.float32}
+        assert first["model.embed_tokens.weight"].dtype == torch.bfloat16
     for folder in folders:
         model = AutoModelForCausalLM.from_pretrained(folder)
         expected = dict(model.named_parameters()) | dict(model.named_buffers())

@@ -455,14 +455,27 @@ def test_engine_that_fails_again_and_again_is_left_out_of_updates(tmp_path, monk
     registry.begin()
     assert registry.failing == set()
     registry.drop(bad, "no answer")
-    assert "failed 2 times in a row, and is left out for 60 s" in capsys.readouterr().out
+    assert "in 2 deliveries in a row, and is left out for 60 s" in capsys.readouterr().out
+    # If there is no other engine it is tried all the same. That counts only once for a delivery.
+    registry.drop(bad, "no answer")
+    assert "left out" not in capsys.readouterr().out
     registry.begin()
-    assert registry.failing == {bad}
+    assert registry.failing == {bad} and registry.due_again() == set()
     now += 61
+    assert registry.due_again() == {bad}
     registry.begin()
     assert registry.failing == set()
     registry.drop(bad, "no answer")
     assert "is left out for 120 s" in capsys.readouterr().out
+    registry.begin()
+    assert registry.failing == {bad}
+    # Another engine comes: perhaps the bad one failed because of the one whose place it takes.
+    register(tmp_path, "engine1", "http://127.0.0.1:10")
+    registry.begin()
+    assert registry.failing == set()
+    registry.drop(bad, "no answer")
+    registry.begin()
     registry.succeeded(bad)
+    registry.drop(bad, "no answer")
     registry.begin()
     assert registry.failing == set()
