@@ -6,6 +6,8 @@ FAKE engine.
 
 import json
 import re
+import shlex
+import subprocess
 import sys
 
 import numpy as np
@@ -179,11 +181,13 @@ def test_new_task_of_the_readme_trains_as_written(tmp_path, base_model):
     """The test follows the section "A new task" to the letter, in a copy with a FAKE engine."""
     following_text = (ROOT / "README.md").read_text().partition("### A new task")[2]
     section = re.split(r"\n##+ ", following_text)[0]
-    code, command, own_model = re.findall(r"```(?:python|bash)\n(.*?)```", section, re.S)
+    code, command, own_model, trial = re.findall(r"```(?:python|bash)\n(.*?)```", section, re.S)
     name = re.search(r"`tasks/(\w+)\.py`", section)[1]
     copy = copy_of_the_repository(tmp_path / "copy", base_model)
     (copy / "tasks" / f"{name}.py").write_text(code)
     assert len(code.splitlines()) <= 40
+    trial = shlex.split(trial.replace(".venv/bin/python", sys.executable))
+    assert subprocess.run(trial, cwd=copy, capture_output=True).stdout == b"1.0\n"
     command = command.splitlines()[0].partition("#")[0]
     assert command.startswith("bash run.sh toy --task")
     command += " --steps 4 --batch_size 64 --port 8745 --eval_problems 32"
