@@ -222,8 +222,8 @@ ALL_FAULTS = [
     Fault(
         name="head rounded",
         file="train.py",
-        old="(hidden, weight)  #",
-        new="(hidden, weight).bfloat16().float()  #",
+        old="(hidden.to(weight.dtype), weight)  #",
+        new="(hidden.to(weight.dtype), weight).bfloat16().float()  #",
     ),
     Fault(
         name="reference is the policy",
