@@ -42,8 +42,9 @@ def test_flags_come_last_on_the_command_line_of_every_engine():
 
 
 def test_a_step_has_room_for_the_guessed_tokens_beside_the_longest_prompt():
+    """An engine has a slot more than --concurrency, for the question of the mismatch."""
     config = with_knobs(resolved("toy", gpus=1), max_model_len=9000, concurrency=100)
-    for text, tokens in [("", 9100), (SPECULATION, 9500)]:
+    for text, tokens in [("", 9101), (SPECULATION, 9505)]:
         config = with_knobs(config, engine_flags=text)
         [(_, _, command)] = placement.engine_commands(config, 1)
         assert command[command.index("--max-num-batched-tokens") + 1] == str(tokens)
