@@ -573,11 +573,11 @@ def load_policy(config, dtype, device, world, trained=False):
         model = empty_model(config, dtype)
     else:
         model = load_model(config, dtype)
-    if trained and config.lora_rank:
-        lora.add(model, config)
     if not trained:
-        # FSDP2 wants all parameters that get gradients in one dtype.
+        # It may have parameters of two dtypes, with which FSDP2 computes no gradients.
         model.requires_grad_(False)
+    elif config.lora_rank:
+        lora.add(model, config)
     policy = Policy(model, config)
     layers = layers_of(decoder_of(model))
     if config.checkpointed_layers:

@@ -237,7 +237,7 @@ class Sender:
                     self.pushed.clear()
                     self.timing = self.push_times | self._deliver()
                     self.delivery.release()
-                elif self.version is not None and self._newcomers():
+                elif self.version is not None and self._engines_to_admit():
                     # If the lock is taken, a push comes next, which admits the engine as well.
                     if self.delivery.acquire(blocking=False):
                         self._deliver()
@@ -245,7 +245,7 @@ class Sender:
         except BaseException as e:
             self.ranks.fail(RuntimeError(f"weights: {type(e).__name__}: {e}"))
 
-    def _newcomers(self):
+    def _engines_to_admit(self):
         """The engines that the last delivery did not try, or that are due to be tried again."""
         due = self.engines.due_again()
         return self.engines.newcomers([engine for engine in self.tried if engine not in due])
@@ -304,7 +304,7 @@ class Sender:
         is_said = False
         while True:
             listed = self.engines.listed()
-            # First without those that failed, and which may not even answer whether they are well.
+            # The engines that failed are asked last, as they may not even answer this question.
             for left_out in (self.engines.failing, set()):
                 wanted = [*members, *self.engines.newcomers([*members, *left_out])]
                 healthy = [x for x in listed if x in wanted and x not in left_out]

@@ -38,6 +38,16 @@ NEW_RUN = {
 VISIBLE_S = 120.0
 
 
+def path_of(run_dir, version):
+    """The directory of a run's checkpoint of a version."""
+    return Path(run_dir, "checkpoints", f"step_{version:06d}")
+
+
+def version_of(path):
+    """The version of the checkpoint in a directory that `path_of` has named."""
+    return int(path.name.removeprefix("step_"))
+
+
 def all_of(run_dir):
     """The directories of a run's checkpoints, the newest last."""
     return sorted(Path(run_dir, "checkpoints").glob("step_*[0-9]"))
@@ -60,12 +70,11 @@ def agreed_newest(run_dir, ranks):
     path = newest(run_dir)
     if ranks.world == 1:
         return path
-    version = int(path.name.removeprefix("step_")) if path else -1
-    agreed = torch.tensor(version)
-    dist.broadcast(agreed, 0, group=ranks.saving)
-    if agreed < 0:
+    version = torch.tensor(version_of(path) if path else -1)
+    dist.broadcast(version, 0, group=ranks.saving)
+    if version < 0:
         return None
-    path = Path(run_dir, "checkpoints", f"step_{int(agreed):06d}")
+    path = path_of(run_dir, int(version))
     deadline = time.monotonic() + VISIBLE_S
     while path not in all_of(run_dir):
         if time.monotonic() > deadline:
@@ -330,7 +339,7 @@ class Saver:
 
         from plumbing import lora
 
-        final = self.run_dir / "checkpoints" / f"step_{state['version']:06d}"
+        final = path_of(self.run_dir, state["version"])
         temporary = final.with_name(final.name + ".tmp")
         try:
             if self.ranks.rank == 0:

@@ -435,8 +435,8 @@ class EngineClient:
     async def _slot_becomes_free(self):
         """Wait for a free slot, or a moment: nobody tells when an engine comes or is well again.
 
-        An evaluation may have thousands of requests that wait. All of them together look about 300
-        times a second.
+        A request looks every 0.3 s. If an evaluation lets thousands of requests wait, each of them
+        looks less often, so that together they look 300 times a second.
         """
         freed = asyncio.get_running_loop().create_future()
         self.waiting.append(freed)

@@ -60,8 +60,8 @@ class Guards:
 
         batch: a micro-batch whose first sequences are compared (its lengths [S], tokens [T] and
         segment [T]). Returns {} on other ranks than 0, and if an engine does not answer or has
-        another version. Collective. Raises Stopped. Rank 0 lets the run end above the limit, or if
-        it could not be measured IN_A_ROW times in a row.
+        another version. Collective. Raises Stopped. Rank 0 lets the run end if the mismatch is
+        above the limit, or if it could not be measured IN_A_ROW times in a row.
         """
         lengths = batch["lengths"][:SEQUENCES]
         tokens = batch["tokens"][: lengths.sum()]
@@ -146,10 +146,10 @@ class Guards:
                 "or look at samples.jsonl"
             )
 
-    # ----
+    # ---- the end of the run
 
     def _end_run(self, message):
-        """Let the run end with this error. All ranks save their steps first; rank 0 has the say."""
+        """Rank 0: let the run end with this error, after all ranks have saved their steps."""
         if self.ranks.rank == 0:
             self.ranks.fail(RuntimeError(message))
 

@@ -43,8 +43,6 @@ from plumbing.samples import share
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-# the largest size of a head for which FlashAttention is made
-LARGEST_HEAD = 256
 # the dtypes that a model's tensors may have; ranks tell each other a dtype by its place here
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bool]
 DTYPES += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
@@ -197,13 +195,19 @@ def scores_attention(q, k, v, visible, scaling, softcap, sinks):
     return torch.softmax(scores, -1)[..., : k.shape[2]].to(q.dtype) @ v
 
 
+# the largest size of a head that FlashAttention takes, and what the size must be a multiple of
+LARGEST_HEAD = 256
+HEAD_MULTIPLE = 8
+
+
 def flash_runs_on(query, value):
-    """Does FlashAttention run on these heads [.., D]? It is for GPUs, in 16 bits, and the heads of
-    queries and values must have the same size.
+    """Does FlashAttention run on these tensors [.., D], D the size of a head?
+
+    It is for GPUs, in 16 bits, and queries and values must have heads of the same size.
     """
     size = query.shape[-1]
     in_16_bits = query.dtype in (torch.float16, torch.bfloat16)
-    fits = size == value.shape[-1] and size <= LARGEST_HEAD and size % 8 == 0
+    fits = size == value.shape[-1] and size <= LARGEST_HEAD and size % HEAD_MULTIPLE == 0
     return query.is_cuda and in_16_bits and fits
 
 
@@ -215,41 +219,44 @@ def flash_backward(*arguments):
 class AttentionWithSinks(torch.autograd.Function):
     """FlashAttention whose heads have sinks. A sink is one more key, with a score and no value.
 
-    q [Q, H, D], k, v [T, K, D], sinks [H] (their scores) -> [Q, H, D]. bounds, longest: those of
-    the sequences among queries and keys. If L is the log-sum-exp of a query's scores without the
-    sink s, then with it L' = log(exp L + exp s), and the output is O' = O exp(L - L').
-    FlashAttention's backward pass computes P = exp(scores - L) and dS = P * (dO V^T - rowsum(dO *
-    O)) from the L and the O that it is given. Given L' and O', its gradients are exact. (Those of
-    torch's own autograd are not: it leaves out what comes back through L.)
+    q [Q, H, D], k, v [T, K, D], sinks [H] (the scores of the sinks) -> [Q, H, D]. bounds, longest,
+    options: the other arguments of varlen_attn.
+
+    Let O be a query's output without the sink, and L the log-sum-exp of its scores. With a sink of
+    score s the log-sum-exp is L' = log(exp L + exp s), and the output is O' = O exp(L - L').
+    FlashAttention's backward pass is given an output and a log-sum-exp. From O and L it computes
+    P = exp(scores - L) and dS = P * (dO V^T - rowsum(dO * O)), which are the probabilities and the
+    gradient of the scores. From O' and L' it computes those of the attention with sinks. torch's
+    own autograd would not do: it leaves out the gradient that comes back through L.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, bounds, longest, scale, window):
+    def forward(ctx, q, k, v, sinks, bounds, longest, options):
         from torch.nn.attention.varlen import AuxRequest
 
-        options = dict(scale=scale, window_size=window, **GROUPED)
         aux = AuxRequest(lse=True)
         out, lse = varlen_attn(q, k, v, *bounds, *longest, return_aux=aux, **options)
         lse_with_sink = torch.logaddexp(lse, sinks.float()[:, None])  # [H, Q]
         left = (lse - lse_with_sink).exp().T[..., None]  # [Q, H, 1]
         out = (out * left).to(out.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse_with_sink, *bounds)
-        ctx.options = (*longest, scale, window)
+        ctx.longest = longest
+        ctx.options = options
         return out
 
     @staticmethod
     def backward(ctx, gradient):
         q, k, v, sinks, out, lse, *bounds = ctx.saved_tensors
-        *longest, scale, window = ctx.options
-        # The state of the random numbers of dropout, which there is not.
-        random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        window = ctx.options["window_size"]
         is_causal = window == (-1, 0)
+        # The state of dropout's random numbers. There is no dropout, so any value will do.
+        random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
         gradient = gradient.contiguous()
-        arguments = (gradient, q, k, v, out, lse, *bounds, *longest, is_causal, random_state)
-        dq, dk, dv = flash_backward(*arguments, scale, list(window))
+        arguments = (gradient, q, k, v, out, lse, *bounds, *ctx.longest, is_causal, random_state)
+        dq, dk, dv = flash_backward(*arguments, ctx.options["scale"], list(window))
         sink_probabilities = (sinks.float()[:, None] - lse).exp().T  # [Q, H]
         d_scores = -sink_probabilities * (gradient.float() * out.float()).sum(-1)
-        return dq, dk, dv, d_scores.sum(0).to(sinks.dtype), None, None, None, None
+        return dq, dk, dv, d_scores.sum(0).to(sinks.dtype), None, None, None
 
 
 @torch.compiler.disable
@@ -275,11 +282,11 @@ def packed_attention(module, query, key, value, mask, packing, scaling=None, **o
         bounds = (packing.query_bounds, packing.key_bounds)
         longest = (max(query_lengths), max(key_lengths))
         window_size = (window - 1 if window else -1, 0)
-        if sinks is not None:
-            out = AttentionWithSinks.apply(q, k, v, sinks, bounds, longest, scaling, window_size)
-        else:
-            options = dict(scale=scaling, window_size=window_size, **GROUPED)
+        options = dict(scale=scaling, window_size=window_size, **GROUPED)
+        if sinks is None:
             out = varlen_attn(q, k, v, *bounds, *longest, **options)
+        else:
+            out = AttentionWithSinks.apply(q, k, v, sinks, bounds, longest, options)
         return out[None], None
     grouped = query.shape[1] != key.shape[1]
     out = []

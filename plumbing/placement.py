@@ -329,9 +329,9 @@ def engine_commands(c: Config, gpus: int, node=0, host="") -> list[tuple[str, di
     threads, _ = share_cores(c, gpus, node)
     caching = c.prefix_caching == "on"
     flags = engine_flags.read(c, gpus)
-    # one more than the actor starts, so that the question for the mismatch (plumbing/guards.py)
-    # need not wait until a sequence has ended
-    sequences = c.concurrency + 1
+    # An engine has one slot more than the actor uses. So the request that measures the mismatch
+    # (plumbing/guards.py) need not wait until a sequence has ended.
+    slots = c.concurrency + 1
     engines = []
     for i, (engine_node, engine_gpus) in enumerate(spread(c, gpus)[1]):
         if engine_node != node:
@@ -345,11 +345,11 @@ def engine_commands(c: Config, gpus: int, node=0, host="") -> list[tuple[str, di
             "--seed": c.seed + i,
             "--tensor-parallel-size": c.tensor_parallel,
             "--max-model-len": c.max_model_len,
-            "--max-num-seqs": sequences,
+            "--max-num-seqs": slots,
             # A sequence that decodes takes one token of a step, and the draft tokens of speculative
             # decoding: the longest prompt must still fit beside all of them.
             "--max-num-batched-tokens": max(
-                8192, c.max_model_len + sequences * (1 + flags.draft_tokens)
+                8192, c.max_model_len + slots * (1 + flags.draft_tokens)
             ),
             "--tool-call-parser": c.tool_parser or _usual_tool_parser(c.model),
         }

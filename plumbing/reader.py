@@ -51,7 +51,7 @@ class Reader:
     def _next(self):
         """This rank's next record, (number, record). Collective; raises Stopped on all ranks.
 
-        Rank 0 waits for its record; it says when the others have theirs, too.
+        Rank 0 waits for its record. When it has one, the others have theirs, too.
         """
         patience = Patience(self.config, self.run_dir)
         numbered_record = None

@@ -167,7 +167,7 @@ class Opening:
             shutil.rmtree(self.run_dir)
         elif self.newest:
             self._set_aside()
-            step = int(self.newest.name.removeprefix("step_"))
+            step = checkpoints.version_of(self.newest)
             with open(self.run_dir / "continued.jsonl", "a") as file:
                 file.write(json.dumps(dict(step=step, changed=self.changed)) + "\n")
         return self.summary

@@ -142,29 +142,29 @@ def filler(length=1):
 def record_faults(record, lacks=(), **expected):
     """Return texts that say in what a record is not as the stage before writes it; [] if it is.
 
-    lacks: fields that it need not have. expected: values that the record must have beside
-    its arrays, such as run_id=..., step=3, row=0.
+    lacks: fields that it need not have. expected: values that the record must have beside its
+    arrays, such as run_id=..., step=3, row=0.
     """
     faults = [
         f"{name} is {record.get(name)!r}, {value!r} was expected"
         for name, value in expected.items()
         if record.get(name) != value
     ]
-    tokens = record["lengths"].sum()
-    samples = len(record["lengths"])
-    for fields, count, things in (
-        (TOKEN_FIELDS, tokens, "tokens"),
-        (SAMPLE_FIELDS, samples, "samples"),
-    ):
-        for name in fields.keys() - set(lacks):
-            n = len(record.get(name, ()))
-            if n != count:
-                faults.append(f"{name} has {n} values for {count} {things}")
-                if not n:
-                    faults[-1] += (
-                        ": the actor must set it or, if preprocess.py adds it, it must be in "
-                        "ADDED_FIELDS of plumbing/samples.py"
-                    )
+    lengths = record["lengths"]
+    sizes = dict.fromkeys(TOKEN_FIELDS, (lengths.sum(), "tokens"))
+    sizes |= dict.fromkeys(SAMPLE_FIELDS, (len(lengths), "samples"))
+    for name, (size, unit) in sizes.items():
+        n = len(record.get(name, ()))
+        if n != size and name not in lacks:
+            advice = (
+                ""
+                if n
+                else (
+                    ": the actor must set this field or, if preprocess.py adds it, ADDED_FIELDS of "
+                    "plumbing/samples.py must name it"
+                )
+            )
+            faults.append(f"{name} has {n} values for {size} {unit}{advice}")
     return faults
 
 

@@ -13,8 +13,8 @@ from plumbing.queues import read_json
 from plumbing.secret import secret_header
 from plumbing.supervise import DIRECT, is_healthy
 
-# An engine that fails in two deliveries in a row is left out for this number of seconds. The number
-# doubles with each further failure, up to the second one.
+# An engine that fails in two deliveries in a row is left out of updates for FIRST_PAUSE_S seconds.
+# With each further failure the pause is twice as long, up to LONGEST_PAUSE_S.
 FIRST_PAUSE_S = 60.0
 LONGEST_PAUSE_S = 600.0
 
@@ -43,11 +43,12 @@ class EngineRegistry:
         self.error = ""
 
     def begin(self):
-        """A delivery begins: forget which engines failed, but for those that are left out.
+        """A delivery begins: only the engines that are left out count as failing now.
 
-        Without leaving an engine out, each update would wait for it: forming a group with it, and
-        then another one without it, may take as long as --sync_timeout. When engines come or go,
-        all are tried again, because an engine may have failed only because of another one.
+        If an engine that always fails were not left out, each update would wait for it: a group
+        with it is formed, and then another one without it, which may take --sync_timeout seconds.
+        When engines come or go, all of them are tried again, because an engine may have failed only
+        because of another one.
         """
         listed = self.listed()
         if listed != self.listed_before:
@@ -98,19 +99,23 @@ class EngineRegistry:
 
     def drop(self, engine, why):
         """Note that an engine takes no part in the delivery any more."""
-        again = ""
+        self.error = f"engine {engine[0]}: {why}"
+        print(f"weights: dropped {self.error}", flush=True)
         if engine not in self.failing:
-            self.failures[engine] += 1
-        if engine not in self.failing and self.failures[engine] > 1:
+            self.failing.add(engine)
+            self._count_failure(engine)
+
+    def _count_failure(self, engine):
+        """An engine has failed in this delivery. From the second failure in a row on, it pauses."""
+        self.failures[engine] += 1
+        if self.failures[engine] > 1:
             seconds = min(FIRST_PAUSE_S * 2 ** (self.failures[engine] - 2), LONGEST_PAUSE_S)
             self.left_out_until[engine] = time.monotonic() + seconds
-            again = (
-                f"; it has failed in {self.failures[engine]} deliveries in a row, and is left out "
-                f"for {seconds:.0f} s, if there is another engine"
+            print(
+                f"weights: engine {engine[0]} has failed in {self.failures[engine]} deliveries in "
+                f"a row: it is left out for {seconds:.0f} s, if there is another engine",
+                flush=True,
             )
-        self.failing.add(engine)
-        self.error = f"engine {engine[0]}: {why}"
-        print(f"weights: dropped {self.error}{again}", flush=True)
 
     def _call(self, engine, path, body):
         answer = requests.post(

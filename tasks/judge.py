@@ -81,7 +81,7 @@ async def episode(problem, model):
                 temperature=0,
                 max_tokens=8,
             )
-        # A timeout is an APIConnectionError. The model is not to blame for any of these.
+        # A timeout is an APIConnectionError, too. None of these errors is the model's fault.
         except (APIConnectionError, InternalServerError, RateLimitError) as e:
             raise AttemptLost(f"the judge does not answer: {e}") from None
     grade = re.search(r"\d+(\.\d+)?", reply.choices[0].message.content)[0]

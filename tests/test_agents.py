@@ -1,7 +1,7 @@
 """Runs with agents and with a judge, from the command line to the metrics.
 
-All is real: run.sh, vLLM with its chat templates and tool parsers, and the openai package as the
-client.
+All is real: run.sh, vLLM with its chat templates and tool parsers, and the clients. Only the run
+that ends because the judge's budget is spent has a FAKE engine.
 """
 
 import json
@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -20,9 +22,11 @@ from conftest import ROOT, jail_problem
 from fake_engine import fake_vllm
 from plumbing.placement import ENGINE_ENV
 
+# Of the groups of this seed, which --late wait trains in the order of their draws, each of the four
+# agents has at least three.
 KNOBS = """
-    --steps 2 --batch_size 32 --attempts 8 --max_new_tokens 120 --max_model_len 250
-    --eval_problems 8 --eval_attempts 1 --samples_logged 100 --save_every 0 --port 9470
+    --steps 2 --batch_size 64 --attempts 8 --max_new_tokens 120 --max_model_len 250 --late wait
+    --eval_problems 8 --eval_attempts 1 --samples_logged 100 --save_every 0 --port 9470 --seed 6
     --rows packed
 """
 
@@ -56,12 +60,29 @@ def with_package(folder, example, package):
     return [f"{folder}/venv/bin/python", f"{ROOT}/examples/agents/{example}.py"]
 
 
+class AgentsRun(NamedTuple):
+    """A run in which the AGENTS have made the attempts."""
+
+    directory: Path
+    # the agents that took part
+    agents: list
+    # what the run printed
+    printed: str
+    # the lines of metrics.jsonl and of samples.jsonl
+    lines: list
+    samples: list
+
+    def samples_of(self, agent):
+        """The samples of an agent: it makes the attempts at every fourth problem."""
+        number = AGENTS.index(agent)
+        return [x for x in self.samples if x["problem"] % len(AGENTS) == number]
+
+
 @pytest.fixture(scope="module")
 def agents_run(tmp_path_factory):
-    """A run in which several agents make the attempts, with a tiny model that calls their tool.
+    """The AgentsRun of a tiny model that calls the agents' tool.
 
-    Returns (its directory, {agent: its number}, what it printed, the lines of metrics.jsonl, those
-    of samples.jsonl). The first agent takes the place of one whose package is not to be had.
+    If an agent's package is not to be had, the first agent makes its attempts.
     """
     folder = tmp_path_factory.mktemp("agents")
     make_model(folder / "model", "examples/agents", "directory", 250)
@@ -71,12 +92,10 @@ def agents_run(tmp_path_factory):
     }
     for example, package in PACKAGES.items():
         commands[example] = with_package(folder / example, example, package)
-    numbers = {name: AGENTS.index(name) for name, command in commands.items() if command}
+    agents = [name for name in AGENTS if commands[name]]
     all_commands = [shlex.join(commands[name] or commands["anthropic_tools"]) for name in AGENTS]
     agent = [sys.executable, f"{ROOT}/tests/many_agents.py", *all_commands]
-    # With --late wait the trained groups are the first 16; each agent has at least three of them.
     command = f"bash run.sh agent --model {folder}/model --out {folder} --run a {KNOBS}"
-    command += " --batch_size 64 --late wait --seed 6"
     env = os.environ | {"AGENT": shlex.join(agent)}
     done = subprocess.run(
         command.split(), cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800
@@ -84,7 +103,7 @@ def agents_run(tmp_path_factory):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     lines = [json.loads(x) for x in (folder / "a" / "metrics.jsonl").read_text().splitlines()]
     samples = [json.loads(x) for x in (folder / "a" / "samples.jsonl").read_text().splitlines()]
-    return folder / "a", numbers, done.stdout, lines, samples
+    return AgentsRun(folder / "a", agents, done.stdout, lines, samples)
 
 
 def turns_of(sample):
@@ -96,19 +115,19 @@ def turns_of(sample):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", AGENTS)
 def test_agents_are_trained_on_exact_tokens(agents_run, name):
-    _, numbers, printed, lines, samples = agents_run
-    if name not in numbers:
+    if name not in agents_run.agents:
         pytest.skip(f"{PACKAGES[name]} is not to be had")
     # No attempt has failed: the assertions of client_agent.py held, too.
-    assert "unparsable" not in printed, printed
+    assert "unparsable" not in agents_run.printed, agents_run.printed
+    lines = agents_run.lines
     assert max(x["mismatch"] for x in lines if x.get("mismatch") is not None) < 1e-5
-    assert len(samples) == 128
+    assert len(agents_run.samples) == 128
     for line in [x for x in lines if "step" in x]:
-        of_step = [x for x in samples if x["step"] == line["step"]]
-        segments = [x["spans"][-1][2] + 1 for x in of_step]
+        samples = [x for x in agents_run.samples if x["step"] == line["step"]]
+        segments = [x["spans"][-1][2] + 1 for x in samples]
         assert line["segments"] == pytest.approx(np.mean(segments))
-        assert line["turns"] == pytest.approx(np.mean([turns_of(x) for x in of_step]))
-    own = [x for x in samples if x["problem"] % len(AGENTS) == numbers[name]]
+        assert line["turns"] == pytest.approx(np.mean([turns_of(x) for x in samples]))
+    own = agents_run.samples_of(name)
     assert len(own) >= 24
     if name == "client_agent":
         # Its completion is a segment of its own. Most attempts call the tool, and some call it a
@@ -123,14 +142,13 @@ def test_agents_are_trained_on_exact_tokens(agents_run, name):
 
 @pytest.mark.slow
 def test_openai_client_is_answered_in_every_kind_of_request(agents_run):
-    run_dir, numbers, printed, _, samples = agents_run
     for message in (
         "strict of a client's tool is left",
         "tool_choice of a client is auto",
         "top_p",
     ):
-        assert message in printed
-    own = [x for x in samples if x["problem"] % len(AGENTS) == numbers["client_agent"]]
+        assert message in agents_run.printed
+    own = agents_run.samples_of("client_agent")
     for sample in own:
         texts = ["", ""]
         for version, tokens, segment in sample["spans"]:
@@ -139,7 +157,7 @@ def test_openai_client_is_answered_in_every_kind_of_request(agents_run):
         if sample["step"] == 1:
             # The engine's logprobs equal the trainer's in every segment.
             assert np.abs(sample["log_ratios"]).max() < 1e-3
-    command = [sys.executable, "tools/show.py", str(run_dir), "--n", str(len(samples))]
+    command = [sys.executable, "tools/show.py", str(agents_run.directory), "--n", "128"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert shown.stdout.count("---- segment 2") == len(own)
 

@@ -195,7 +195,7 @@ def lose_engine(house, kill, in_update, stop):
     house.start_engine(1)
 
 
-def lose_trainer(house, kill, in_update, is_busy):
+def lose_trainer(house, kill, in_update):
     victim = house.trainer
     os.killpg(victim.pid, getattr(signal, kill))
     time.sleep(0.5)
@@ -205,8 +205,8 @@ def lose_trainer(house, kill, in_update, is_busy):
         victim.wait()
         house.start_trainer()
         return
-    # Nobody waits that long for the trainer; while the engines are idle, nobody waits at all.
-    time.sleep(DEADLINE + 1 if is_busy else 1)
+    # Nobody waits that long for the trainer.
+    time.sleep(DEADLINE + 1)
     house.check_engines(0, 1)
     os.killpg(victim.pid, signal.SIGCONT)
     if in_update:
@@ -228,7 +228,7 @@ def test_kill_matrix(house, role, kill, moment):
         if role == "engine":
             lose_engine(house, kill, in_update, stop)
         else:
-            lose_trainer(house, kill, in_update, is_busy=moment != "idle")
+            lose_trainer(house, kill, in_update)
         # The lost process is back.
         house.update()
         house.check_engines(0, 1, version=house.version)

@@ -122,7 +122,7 @@ def test_record_that_no_stage_writes_ends_the_run_by_name():
     refused("run_id is 'xyz', 'abc' was expected", run_id="xyz")
     refused("tokens has 8 values for 9 tokens", tokens=record["tokens"][1:])
     del record["mask"]
-    refused("mask has 0 values for 9 tokens: the actor must set it")
+    refused("mask has 0 values for 9 tokens: the actor must set this field")
     record["mask"] = np.ones(9)
     del record["reward"]
     refused("reward has 0 values for 2 samples")

@@ -455,7 +455,7 @@ def test_engine_that_fails_again_and_again_is_left_out_of_updates(tmp_path, monk
     registry.begin()
     assert registry.failing == set()
     registry.drop(bad, "no answer")
-    assert "in 2 deliveries in a row, and is left out for 60 s" in capsys.readouterr().out
+    assert "in 2 deliveries in a row: it is left out for 60 s" in capsys.readouterr().out
     # If there is no other engine it is tried all the same. That counts only once for a delivery.
     registry.drop(bad, "no answer")
     assert "left out" not in capsys.readouterr().out

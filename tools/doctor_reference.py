@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import config as cfg
+from plumbing import checkpoints
 from plumbing.episode import CutOff
 from plumbing.problems import Prompter, load_problems
 from plumbing.samples import TOKEN_FIELDS, split
@@ -107,7 +108,7 @@ class Recording:
         """Return the directory (or the hub's name) of the model of a version, or of TEACHER."""
         if version == TEACHER:
             return self.config.teacher
-        saved = self.run_dir / "checkpoints" / f"step_{version:06d}"
+        saved = checkpoints.path_of(self.run_dir, version)
         return saved if version else self.config.model
 
     @functools.lru_cache(3)

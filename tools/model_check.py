@@ -6,7 +6,8 @@ by its configuration, by vLLM's list of architectures, and by importing vLLM's c
 with random weights in float32, fewer layers (as many as have every kind of layer that the model
 has), a small vocabulary and narrow feed-forward layers. It computes log-probabilities and gradients
 in each way that plumbing/model.py has, and compares them with transformers' own forward pass over
-one sequence at a time. The first way that gives the same result is taken.
+one sequence at a time. The first way that gives the same result is taken. For a run in bfloat16 on
+GPUs, where other kernels compute, that way must also be as exact in bfloat16 as transformers is.
 
 Deliberately absent: a list of families that work.
 """
@@ -64,9 +65,9 @@ LOGPROB_LIMIT = 1e-4
 GRADIENT_LIMIT = 1e-3
 ROUNDING = 10
 MOST_NATS = 3e-3
-# In bfloat16 the logprobs and gradients of a row may be this many times as far from those in
-# float32 as transformers' own are; or as far as this, as a single token that goes to another expert
-# may cause it.
+# In bfloat16 the logprobs and gradients of a row may be IN_16_BITS times as far from those in
+# float32 as transformers' own are. Differences up to IN_16_BITS_LIMITS (nats, share of the
+# gradient's norm) are always allowed: a single token that goes to another expert may cause them.
 IN_16_BITS = 5
 IN_16_BITS_LIMITS = (0.02, 0.1)
 
@@ -316,6 +317,11 @@ def kinds_of_layers(model):
     return kinds
 
 
+def in_one_line(error):
+    """The type of an exception and the beginning of its text, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
 def small_copy(shape):
     """A small random model with the same kinds of layers as the text model of this configuration.
 
@@ -346,7 +352,7 @@ def small_copy(shape):
                 return model
         # Configurations and models raise whatever they like at widths that do not fit.
         except Exception as e:
-            failure = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+            failure = in_one_line(e)
     raise ConfigError(
         f"--model: no small copy of {shape.model_type} can be made to measure how its rows are "
         f"computed ({failure}): name the way with --rows packed or --rows padded; before the first "
@@ -432,7 +438,7 @@ def measure(model, ways, in_16_bits=False):
             found = with_gradients(model, row_logprobs(model, sequences, rows))
         except Exception as e:
             # Models of other people raise whatever they like at arguments they do not know.
-            results[rows] = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+            results[rows] = in_one_line(e)
             continue
         nats, share = results[rows] = difference(found, expected)
         if nats <= most_nats and share <= most_share:
@@ -465,7 +471,7 @@ def fault_in_16_bits(model, rows, sequences, expected):
     try:
         found = difference(with_gradients(half, row_logprobs(half, sequences, rows)), expected)
     except Exception as e:
-        return f"in bfloat16 {type(e).__name__}: {' '.join(str(e).split())[:200]}"
+        return f"in bfloat16 {in_one_line(e)}"
     limits = [max(IN_16_BITS * x, least) for x, least in zip(own, IN_16_BITS_LIMITS)]
     if not np.isfinite(own).all() or all(x <= limit for x, limit in zip(found, limits)):
         return ""

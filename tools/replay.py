@@ -92,7 +92,7 @@ def train_until(run_dir, step, config, ranks):
     Raises FileNotFoundError if the micro-batches of one of them are not kept, and ConfigError if
     another version of this code has written them.
     """
-    saved = {int(path.name.removeprefix("step_")): path for path in checkpoints.all_of(run_dir)}
+    saved = {checkpoints.version_of(path): path for path in checkpoints.all_of(run_dir)}
     version = max((version for version in saved if version < step), default=0)
     path = saved.get(version)
     # All steps are read before one is computed, so that a missing step is reported at once.
@@ -184,7 +184,7 @@ def main(argv=None):
         columns[other.loss] = train_step(policy, [], batches, step - 1, other, ranks)
     columns["again"] = train_step(policy, optimizers, batches, step - 1, config, ranks)
     differing = print_numbers(columns, exact=config.trainers == 1)
-    checkpoint = Path(run_dir, "checkpoints", f"step_{step:06d}")
+    checkpoint = checkpoints.path_of(run_dir, step)
     if checkpoint.exists():
         differing += compare_weights(policy.model, checkpoint, getattr(torch, config.dtype))
     ranks.close()

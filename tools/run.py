@@ -151,7 +151,7 @@ def describe_end(c, opening):
     """Return a line that says what the same command will do, after a run has ended early."""
     run_dir = Path(c.out, c.run)
     newest = checkpoints.newest(run_dir)
-    first = int(opening.newest.name.removeprefix("step_")) if opening and opening.newest else 0
+    first = checkpoints.version_of(opening.newest) if opening and opening.newest else 0
     version = read_json(run_dir / "queues" / "version.json").get("version", 0)
     if rundir.is_complete(run_dir):
         return f"run.sh: stopped after its last step; tools/report.py {run_dir} shows the run\n"
