@@ -97,7 +97,9 @@ class Ranks:
             raise Stopped(self.error or "train: told to stop") from self.error
         return bool(flags[1])
 
-    def close(self):
+    @staticmethod
+    def close():
+        """Destroy all process groups of this process."""
         dist.destroy_process_group()
         # Otherwise accelerate would take the next group for this one.
         PartialState._reset_state()

@@ -98,6 +98,16 @@ def node_of(env, folder):
     return int(node), int(n)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def process_group_ends_with_the_file():
+    """The process group that a file's tests have made, if any, is not there for the next file's."""
+    yield
+    if "accelerate" in sys.modules and sys.modules["torch"].distributed.is_initialized():
+        from plumbing.ranks import Ranks
+
+        Ranks.close()
+
+
 def register(run_dir, name, url):
     """Tell a run's trainer that an engine has been started, as plumbing/supervise.py does."""
     from plumbing.queues import publish_json

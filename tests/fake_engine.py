@@ -64,7 +64,7 @@ class Engine:
         self.slots = slots
         self.random = torch.Generator().manual_seed(seed)
         self.parameters = dict(model.named_parameters())
-        self.version = None
+        self.version = "0" if os.environ.get("PIPELINE_SERVE_AS_LOADED") == "1" else None
         self.received = {}
         self.groups = 0
         self.waiting = deque()

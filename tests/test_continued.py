@@ -1,14 +1,17 @@
 """Runs that are continued: which knobs may change, what is read from a checkpoint; and starts
 that fail.
 
-Checkpoints and run.sh are real. No engine is started; ranks, a full disk and an engine that
-cannot start are FAKE where a test says so.
+Checkpoints are real, and so is run.sh where a test calls it. No engine is started; ranks, a full
+disk and an engine that cannot start are FAKE where a test says so.
 """
 
 import hashlib
+import io
 import json
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -20,9 +23,9 @@ from transformers import AutoConfig
 import config as cfg
 import train
 from conftest import resolved, with_knobs
-from plumbing import checkpoints, placement, rundir
+from plumbing import checkpoints, placement, rundir, supervise
 from plumbing.queues import publish_json
-from tools import memory, run
+from tools import memory, prepare, run
 
 # Every knob, by what happens to it on a continued run. A change of a "fixed" knob is refused.
 # "given" knobs name the start itself and are compared with nothing. All others are in effect from
@@ -369,14 +372,35 @@ REFUSED = {
 }
 
 
-# Each takes some ten seconds, most of them for the import of the tokenizer
-QUICK = ("no such model", "no template", "too long", "surrogate", "quantised")
-MISTAKES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in REFUSED]
+# Mistakes that are made with a real command. It takes some ten seconds, most of them for imports,
+# and so the other mistakes are made by functions that are called in the process of the tests.
+WITH_COMMAND = ("no such model", "offline", "no template", "quantised")
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+def call_in_this_process(argv, monkeypatch, capfd):
+    """Start a run as `bash run.sh` does; returns what test_config.call returns."""
+
+    def prepare_here(request):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(request))
+        try:
+            prepare.main()
+        except SystemExit as e:
+            print(e, file=sys.stderr)
+            raise cfg.ConfigError("nothing is started, see above") from None
+
+    monkeypatch.setattr(placement, "_run_prepare", prepare_here)
+    monkeypatch.setattr(supervise, "end_at_signals", lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        run.main(argv)
+    printed = capfd.readouterr()
+    # Python prints a text that is given to sys.exit, and ends with 1.
+    assert isinstance(ended.value.code, str)
+    return subprocess.CompletedProcess(argv, 1, printed.out, printed.err + ended.value.code)
+
+
+@pytest.mark.parametrize("mistake", REFUSED)
 def test_a_command_that_is_refused_starts_no_engine_and_leaves_a_complete_run_as_it_is(
-    mistake, tmp_path, base_model
+    mistake, tmp_path, base_model, monkeypatch, capfd
 ):
     bad_models(tmp_path / "models", base_model)
     (tmp_path / "data.jsonl").write_text(2 * ROW)
@@ -390,7 +414,11 @@ def test_a_command_that_is_refused_starts_no_engine_and_leaves_a_complete_run_as
         data=tmp_path / "data.jsonl",
         half=tmp_path / "half.jsonl",
     )
-    done = call(f"bash run.sh toy --out {tmp_path}/out --run r {knobs}", HF_HUB_OFFLINE="1")
+    arguments = f"toy --out {tmp_path}/out --run r {knobs}"
+    if mistake in WITH_COMMAND:
+        done = call(f"bash run.sh {arguments}", HF_HUB_OFFLINE="1")
+    else:
+        done = call_in_this_process(arguments.split(), monkeypatch, capfd)
     assert done.returncode == 1
     assert re.search(complaint, done.stderr), done.stdout + done.stderr
     # One line names the cause, and at most one more says that nothing is started

@@ -22,6 +22,7 @@ import preprocess
 import train
 from actor import overlong_penalty
 from bench import families, faults
+from fake_engine import fake_vllm
 from plumbing import lora
 from plumbing.metrics import Sums
 from plumbing.problems import Prompter, load_problems
@@ -540,13 +541,17 @@ def test_shortened_run_keeps_the_users_knobs():
 
 @pytest.mark.slow
 def test_the_doctor_finds_wrong_advantages_and_nothing_else(tmp_path, monkeypatch, base_model):
-    """A doctor with real engines, a stop and a continuation; then again in the same directory."""
+    """A doctor with real engines, a stop and a continuation; then one with FAKE engines, in the
+    same directory.
+    """
     monkeypatch.setattr(faults, "WORK", tmp_path)
     folder = faults.copy_with(faults.FAULTS["leave-one-out without its factor"])
     command = ["bash", "run.sh", "doctor", "toy", "--port", "9700"]
     environment = os.environ | {"PIPELINE_PYTHON": sys.executable}
-    for _ in range(2):
-        done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE)
+    for engines in ({}, {"PYTHONPATH": str(fake_vllm(tmp_path / "fake"))}):
+        done = subprocess.run(
+            command, cwd=folder, env=environment | engines, stdout=subprocess.PIPE
+        )
         assert done.returncode == 1, done.stdout
         saved = json.loads((folder / "out" / "doctor-toy" / "doctor.json").read_text())
         failed = [row["check"] for row in saved["findings"] if row["ok"] is False]
