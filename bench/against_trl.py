@@ -14,6 +14,9 @@ Task, pipeline, scores, table and intervals are those of bench/compare.py. Both 
   term, rewards not divided by their standard deviation. With another preset, its values hold.
 - A checkpoint every 8 steps (smol: 4). Start-up does not count.
 
+With `--preset countup` the pipeline's trainer has threads for all cores, and threads wait busily in
+both contenders, as in bench/compare.py.
+
 TRL has the whole machine in either of its phases, its default loss (`dapo`, on-policy here) and
 float32. It generates with Transformers: its ways to use vLLM, its asynchronous trainer among them,
 need a GPU. Checkpoints are scored afterwards (bench/runs.py); on smol, the pipeline's by the run
@@ -45,6 +48,9 @@ PRESETS = {
     "smol": cfg.SMOL | SMOL_KNOBS | dict(eval_every=4, eval_attempts=2),
     "countup": cfg.COUNTUP | SMOL_KNOBS | runs.COUNTUP,
 }
+# TRL computes all logits of a micro-batch at once. With 64 answers of SmolLM2, of up to 140 tokens,
+# they do not fit into 24 GB. Elsewhere a step is one micro-batch.
+MICRO_BATCH = {"countup": 16}
 # Seconds that a run of TRL may take
 LONGEST = 3600
 # GRPOConfig as the pipeline is by default
@@ -100,10 +106,12 @@ def train_trl(knobs, file):
             values.append(task.reward(problems[i], text, finished))
         return values
 
+    micro_batch = knobs.get("micro_batch", knobs["batch_size"])
     arguments = GRPOConfig(
         str(folder),
         max_steps=knobs["steps"],
-        per_device_train_batch_size=knobs["batch_size"],
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=knobs["batch_size"] // micro_batch,
         num_generations=knobs["attempts"],
         max_completion_length=knobs["max_new_tokens"],
         learning_rate=knobs["lr"],
@@ -203,6 +211,8 @@ def main(argv=None):
     name = "against-trl"
     if a.max_new_tokens:
         name += f"-{a.max_new_tokens}"
+    if a.preset == "countup":
+        os.environ.update(runs.BUSY_WAIT)
     if a.preset == "toy":
         runs.make_model()
     else:
@@ -217,6 +227,8 @@ def main(argv=None):
         "pipeline": common,
         "trl": {name: common[name] for name in TRL_KNOBS if name in common},
     }
+    if a.preset in MICRO_BATCH:
+        settings["trl"]["micro_batch"] = MICRO_BATCH[a.preset]
     start = functools.partial(one_run, port=a.port, preset=a.preset)
     by_setting, path = runs.run_all(a, name, settings, start)
     compare.report(by_setting, path)

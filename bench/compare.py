@@ -30,10 +30,16 @@ Columns of the table:
     mean score  averaged over the samples of a run, less noisy than the last score; then its
                 difference from that of the first setting, seed by seed
 
+The last lines compare the runs of each seed alone: to its own n%, from where its runs begin to
+where its best conventional run ends, and with the conventional run that is there first. The mean of
+these ratios is geometric.
+
 Intervals are 95%. A mean over seeds has Student's t. The time at which a mean curve reaches a
 score, and the ratio of two such times, have a bootstrap over seeds if there are at least ENOUGH
 seeds: with fewer its intervals are too narrow (three seeds' hold the truth in 76% of cases), and
-none are given. Speeds mean something only on a machine that has nothing else to do.
+none are given. Speeds mean something only on a machine that has nothing else to do. All runs of a
+seed must be made on one machine. Other seeds may be made on faster or slower ones: `alike` takes
+this out of the seconds.
 """
 
 import functools
@@ -137,6 +143,21 @@ def interval_text(interval, form):
     return f"{value:{form}} ({low:{form}} to {high})"
 
 
+def alike(by_setting):
+    """{setting: [run]} with other times: the runs of each seed take equally long, in their mean.
+
+    All times of a seed are multiplied by the same number, so that ratios within a seed stay.
+    """
+    ends = np.array([[places(run, "time")[-1] for run in runs] for runs in by_setting.values()])
+    factors = ends.mean() / ends.mean(0)
+    scaled = {setting: [] for setting in by_setting}
+    for setting, setting_runs in by_setting.items():
+        for run, factor in zip(setting_runs, factors, strict=True):
+            curve = run["curve"] | {"time": (factor * column(run, "time")).tolist()}
+            scaled[setting].append(run | {"curve": curve})
+    return scaled
+
+
 # ---- figures of runs
 
 
@@ -226,6 +247,23 @@ def ratio(rows, others, k):
     return best, ratios(first, rows["pipeline"]["times"][k])
 
 
+def within_seeds(by_setting):
+    """How many times as fast the pipeline is as the fastest conventional run of its seed.
+
+    Returns [shares of SHARES, seeds]. A run that never reaches the score counts as in `ratios`.
+    """
+    others = conventional_of(by_setting)
+    columns = []
+    for k in range(len(by_setting["pipeline"])):
+        seed = {setting: [setting_runs[k]] for setting, setting_runs in by_setting.items()}
+        column = []
+        for level in fixed_scores(seed):
+            first = min(times_to(seed[setting], level)[0] for setting in others)
+            column.append(float(ratios(first, times_to(seed["pipeline"], level)[0])))
+        columns.append(column)
+    return np.array(columns).T
+
+
 # ---- tables and figures
 
 
@@ -253,6 +291,16 @@ def say(figures, seeds):
         print(f"to {share:.0%}: {sentence}")
 
 
+def say_seeds(by_seed):
+    """Print what `within_seeds` returns, with the geometric means."""
+    for share, faster in zip(SHARES, by_seed):
+        texts = [f"{ratio:.2f}" if 0 < ratio < np.inf else "never" for ratio in faster]
+        line = f"to {share:.0%}, within each seed: {', '.join(texts)}"
+        if "never" not in texts:
+            line += f"; mean {interval_text(tuple(np.exp(student(np.log(faster)))), '.2f')}"
+        print(line)
+
+
 def draw(by_setting, path):
     """Draw the mean over seeds of each setting, and a band from the lowest to the highest."""
     figure, axes = panels(["held-out score", "held-out score", "effective sample size"])
@@ -272,7 +320,10 @@ def draw(by_setting, path):
 
 def report(by_setting, path):
     """Print the table, and draw the figure beside the raw numbers."""
+    by_setting = alike(by_setting)
     say(summary(by_setting), len(next(iter(by_setting.values()))))
+    if "pipeline" in by_setting and conventional_of(by_setting):
+        say_seeds(within_seeds(by_setting))
     draw(by_setting, path.with_suffix(".png"))
 
 

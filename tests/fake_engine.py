@@ -2,10 +2,11 @@
 
 Real in it: the contract's calls (plumbing/engine.py), the weight group, and sampling from the
 Hugging Face model with the weights that arrived; each token is stamped with the version that
-sampled it. Missing: continuous batching (waiting requests are sampled together, in waves),
---recompute_kv and several workers. With --enable-return-routed-experts it tells which experts
-transformers chose, as vLLM does on GPUs. FAKE_KILLER in the environment holds the token ids of a
-prompt, with spaces between them, or "all": a request with such a prompt kills the server.
+sampled it. A request with a seed is sampled with it. Missing: continuous batching (waiting requests
+are sampled together, in waves), --recompute_kv and several workers. With
+--enable-return-routed-experts it tells which experts transformers chose, as vLLM does on GPUs.
+FAKE_KILLER in the environment holds the token ids of a prompt, with spaces between them, or "all":
+a request with such a prompt kills the server.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import functools
 import itertools
 import os
 import queue
+import random
 import sys
 import tempfile
 import threading
@@ -62,7 +64,7 @@ class Engine:
         self.model = model
         self.routing = Routing(model.model) if tells_experts else None
         self.slots = slots
-        self.random = torch.Generator().manual_seed(seed)
+        self.random = random.Random(seed)
         self.parameters = dict(model.named_parameters())
         self.version = "0" if os.environ.get("PIPELINE_SERVE_AS_LOADED") == "1" else None
         self.received = {}
@@ -156,6 +158,8 @@ class Engine:
         temperatures = [body["sampling_params"].get("temperature", 1.0) for body, _ in wave]
         temperatures = torch.tensor(temperatures)[:, None]
         rows = [(body["sampling_params"], future, [], []) for body, future in wave]
+        seeds = [body["sampling_params"].get("seed") for body, _ in wave]
+        sources = [self.random if seed is None else random.Random(seed) for seed in seeds]
         cache = DynamicCache()
         versions = []
         # per row, the experts of its tokens, a list of arrays [tokens, layers * k]
@@ -172,7 +176,10 @@ class Engine:
                 for i, _ in enumerate(rows):
                     experts[i].append(chosen[i][new[i]].numpy())
             logprobs = torch.log_softmax(logits.float() / temperatures.clamp(min=1e-6), -1)
-            tokens = torch.multinomial(logprobs.exp(), 1, generator=self.random)
+            # A token is drawn where the sum of the probabilities passes a number between 0 and 1.
+            drawn = torch.tensor([[source.random()] for source in sources], dtype=torch.float64)
+            sums = logprobs.double().exp().cumsum(-1)
+            tokens = torch.searchsorted(sums, drawn).clamp(max=sums.shape[-1] - 1)
             tokens = torch.where(temperatures == 0, logits.argmax(-1, keepdim=True), tokens)
             versions.append(self.version)
             sampled_logprobs = logprobs.gather(1, tokens)[:, 0].tolist()
@@ -199,6 +206,7 @@ class Engine:
             seen = torch.cat([seen[keep], torch.ones(len(keep), 1, dtype=seen.dtype)], 1)
             temperatures = temperatures[keep]
             rows = [rows[i] for i in keep]
+            sources = [sources[i] for i in keep]
             experts = [experts[i] for i in keep]
             if rows:
                 cache.batch_select_indices(torch.tensor(keep))

@@ -125,6 +125,32 @@ def test_intervals_are_over_seeds_and_paired():
         assert compare.bootstrap(faster) == pytest.approx((2.0, 2.0, 2.0), rel=0.05)
 
 
+def test_seeds_on_machines_of_different_speeds_weigh_the_same(capsys):
+    """The second seed's runs take ten times as long, and the pipeline gains less in it."""
+    settings = {
+        "pipeline": [made_up(RISING, 1.0), made_up(RISING, 20.0)],
+        "G=1": [made_up(RISING, 3.0), made_up(RISING, 20.0)],
+        "G=2": [made_up(RISING, 2.0), made_up(RISING, 20.0)],
+    }
+    scaled = compare.alike(settings)
+    ends = {setting: [run["curve"]["time"][-1] for run in x] for setting, x in scaled.items()}
+    assert ends == {
+        "pipeline": pytest.approx([110, 220]),
+        "G=1": pytest.approx([330, 220]),
+        "G=2": pytest.approx([220, 220]),
+    }
+    assert settings["pipeline"][0]["curve"]["time"][-1] == 20
+    for by_setting in (settings, scaled):
+        within = compare.within_seeds(by_setting)
+        assert within == pytest.approx(np.array(2 * [[2.0, 1.0]]), rel=1e-3)
+    compare.say_seeds(within)
+    # The mean of log 2 and log 1 is log 1.41; the interval of two values is +- 12.71 * 0.347
+    text = "within each seed: 2.00, 1.00; mean 1.41 (0.02 to 115.7"
+    assert text in capsys.readouterr().out
+    compare.say_seeds(np.array([[2.0, 0.0]]))
+    assert capsys.readouterr().out == "to 50%, within each seed: 2.00, never\n"
+
+
 def test_time_starts_with_the_sampling_of_the_first_step():
     same = dict.fromkeys(runs.COLUMNS, 0.5)
     lines = [same | dict(wall_s=40.0 + 2 * i, step_s=3.5) for i in range(3)]
