@@ -12,7 +12,7 @@ Task, pipeline, scores, table and intervals are those of bench/compare.py. Both 
   64 new tokens there are no long answers to wait for, which suits TRL.
 - AdamW (0.9, 0.95), the same learning rate after 3 steps of warm-up, gradients clipped at 1, no KL
   term, rewards not divided by their standard deviation. With another preset, its values hold.
-- A checkpoint every 8 steps (smol: 4). Start-up does not count.
+- A checkpoint every 8 steps (smol and countup: 4). Start-up does not count.
 
 With `--preset countup` the pipeline's trainer has threads for all cores, and threads wait busily in
 both contenders, as in bench/compare.py.
@@ -48,8 +48,9 @@ PRESETS = {
     "smol": cfg.SMOL | SMOL_KNOBS | dict(eval_every=4, eval_attempts=2),
     "countup": cfg.COUNTUP | SMOL_KNOBS | runs.COUNTUP,
 }
-# TRL computes all logits of a micro-batch at once. With 64 answers of SmolLM2, of up to 140 tokens,
-# they do not fit into 24 GB. Elsewhere a step is one micro-batch.
+# Samples in a micro-batch of TRL, which computes all logits of a micro-batch at once. Those of 64
+# answers of SmolLM2, each of up to 140 tokens, do not fit into 24 GB. With the other presets a step
+# is one micro-batch.
 MICRO_BATCH = {"countup": 16}
 # Seconds that a run of TRL may take
 LONGEST = 3600

@@ -30,9 +30,9 @@ Columns of the table:
     mean score  averaged over the samples of a run, less noisy than the last score; then its
                 difference from that of the first setting, seed by seed
 
-The last lines compare the runs of each seed alone: to its own n%, from where its runs begin to
-where its best conventional run ends, and with the conventional run that is there first. The mean of
-these ratios is geometric.
+The last lines compare the runs of each seed alone. They say how many times as fast the pipeline is
+as the conventional run that is first at n% of the way from where the runs of this seed begin to
+where its best conventional run ends. The mean of these ratios over the seeds is geometric.
 
 Intervals are 95%. A mean over seeds has Student's t. The time at which a mean curve reaches a
 score, and the ratio of two such times, have a bootstrap over seeds if there are at least ENOUGH
@@ -144,11 +144,15 @@ def interval_text(interval, form):
 
 
 def alike(by_setting):
-    """{setting: [run]} with other times: the runs of each seed take equally long, in their mean.
+    """The same {setting: [run]} with times multiplied, by one number for each seed.
 
-    All times of a seed are multiplied by the same number, so that ratios within a seed stay.
+    Then the runs of any seed take as long, in the mean over settings, as those of any other seed.
+    Ratios within a seed stay as they are.
     """
-    ends = np.array([[places(run, "time")[-1] for run in runs] for runs in by_setting.values()])
+    ends = []
+    for setting_runs in by_setting.values():
+        ends.append([places(run, "time")[-1] for run in setting_runs])
+    ends = np.array(ends)
     factors = ends.mean() / ends.mean(0)
     scaled = {setting: [] for setting in by_setting}
     for setting, setting_runs in by_setting.items():
@@ -248,20 +252,16 @@ def ratio(rows, others, k):
 
 
 def within_seeds(by_setting):
-    """How many times as fast the pipeline is as the fastest conventional run of its seed.
+    """How many times as fast the pipeline is as the fastest conventional run of the same seed.
 
-    Returns [shares of SHARES, seeds]. A run that never reaches the score counts as in `ratios`.
+    Returns an array [shares of SHARES, seeds]. A run that never reaches the score counts as in
+    `ratios`.
     """
-    others = conventional_of(by_setting)
-    columns = []
+    by_seed = []
     for k in range(len(by_setting["pipeline"])):
         seed = {setting: [setting_runs[k]] for setting, setting_runs in by_setting.items()}
-        column = []
-        for level in fixed_scores(seed):
-            first = min(times_to(seed[setting], level)[0] for setting in others)
-            column.append(float(ratios(first, times_to(seed["pipeline"], level)[0])))
-        columns.append(column)
-    return np.array(columns).T
+        by_seed.append([bootstrap(faster)[0] for _, faster in summary(seed)["ratios"]])
+    return np.array(by_seed).T
 
 
 # ---- tables and figures
@@ -291,9 +291,9 @@ def say(figures, seeds):
         print(f"to {share:.0%}: {sentence}")
 
 
-def say_seeds(by_seed):
-    """Print what `within_seeds` returns, with the geometric means."""
-    for share, faster in zip(SHARES, by_seed):
+def say_seeds(by_share):
+    """Print what `within_seeds` returns, and the geometric means over seeds with intervals."""
+    for share, faster in zip(SHARES, by_share):
         texts = [f"{ratio:.2f}" if 0 < ratio < np.inf else "never" for ratio in faster]
         line = f"to {share:.0%}, within each seed: {', '.join(texts)}"
         if "never" not in texts:

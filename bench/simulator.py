@@ -128,10 +128,10 @@ def one_run(task, key, knobs, port):
 
 
 def predictions(results, bases):
-    """{setting: (measured, simulated, simulated with its own lengths)} of the runs {setting: result
-    of one_run}.
+    """{setting: (measured, simulated, simulated with its own lengths)}.
 
-    bases: the settings whose speeds are taken; lengths are those of the first one.
+    results: {setting: what one_run returns}. bases: the settings whose speeds are taken. In
+    `simulated`, answers are as long as in the first of them.
     """
     kept = {}
     for setting, result in results.items():
@@ -153,11 +153,13 @@ def predictions(results, bases):
 
 
 def means_of_repeats(config, speeds, lengths):
+    """{quantity: mean over REPEATS simulated runs with other random numbers}."""
     repeats = [sim.simulate(config, speeds, lengths, seed) for seed in range(REPEATS)]
     return {name: np.mean([x[name] for x in repeats]) for name in sim.QUANTITIES}
 
 
 def error_of(simulated, seen):
+    """The relative error of the simulated seconds of a step."""
     return simulated["step_s"] / seen["step_s"] - 1
 
 

@@ -100,8 +100,12 @@ def node_of(env, folder):
 
 @pytest.fixture(scope="module", autouse=True)
 def process_group_ends_with_the_file():
-    """The process group that a file's tests have made, if any, is not there for the next file's."""
+    """Destroy the process group that the tests of a file have made, if there is one.
+
+    Otherwise the tests of the next file in this process would find it.
+    """
     yield
+    # A file whose tests do not import these libraries need not import them here.
     if "accelerate" in sys.modules and sys.modules["torch"].distributed.is_initialized():
         from plumbing.ranks import Ranks
 

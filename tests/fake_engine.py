@@ -2,8 +2,8 @@
 
 Real in it: the contract's calls (plumbing/engine.py), the weight group, and sampling from the
 Hugging Face model with the weights that arrived; each token is stamped with the version that
-sampled it. A request with a seed is sampled with it. Missing: continuous batching (waiting requests
-are sampled together, in waves), --recompute_kv and several workers. With
+sampled it. A request that has a seed gets its random numbers from this seed. Missing: continuous
+batching (waiting requests are sampled together, in waves), --recompute_kv and several workers. With
 --enable-return-routed-experts it tells which experts transformers chose, as vLLM does on GPUs.
 FAKE_KILLER in the environment holds the token ids of a prompt, with spaces between them, or "all":
 a request with such a prompt kills the server.
@@ -159,6 +159,7 @@ class Engine:
         temperatures = torch.tensor(temperatures)[:, None]
         rows = [(body["sampling_params"], future, [], []) for body, future in wave]
         seeds = [body["sampling_params"].get("seed") for body, _ in wave]
+        # per row, where its random numbers come from
         sources = [self.random if seed is None else random.Random(seed) for seed in seeds]
         cache = DynamicCache()
         versions = []

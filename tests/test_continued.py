@@ -372,13 +372,16 @@ REFUSED = {
 }
 
 
-# Mistakes that are made with a real command. It takes some ten seconds, most of them for imports,
-# and so the other mistakes are made by functions that are called in the process of the tests.
+# These mistakes are tested with a real command, which takes some ten seconds, most of them for
+# imports. The others are tested in the process of the tests, which has imported everything.
 WITH_COMMAND = ("no such model", "offline", "no template", "quantised")
 
 
 def call_in_this_process(argv, monkeypatch, capfd):
-    """Start a run as `bash run.sh` does; returns what test_config.call returns."""
+    """Start a run as `bash run.sh` does, with its preparation in this process, too.
+
+    The start must be refused. Returns a CompletedProcess, as test_config.call does.
+    """
 
     def prepare_here(request):
         monkeypatch.setattr(sys, "stdin", io.StringIO(request))
