@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import json
 import multiprocessing
+import os
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import config as cfg
 from bench.common import keep, machine, parser, result_file, table
 from bench.engines import make_run
+from plumbing.placement import NO_GAPS
 from plumbing.problems import Prompter
 from plumbing.queues import publish_json, read_json
 from plumbing.reader import Reader
@@ -256,9 +258,10 @@ def start_engines(config, run_dir, lengths, step_s):
 
 def start_stage(stage, run_dir):
     """Start actor.py or preprocess.py."""
+    env = os.environ | (NO_GAPS if stage == "actor" else {})
     with open(run_dir / "logs" / f"{stage}.log", "w") as log:
         command = [sys.executable, f"{stage}.py", str(run_dir)]
-        return subprocess.Popen(command, cwd=cfg.ROOT, stdout=log, stderr=log)
+        return subprocess.Popen(command, cwd=cfg.ROOT, stdout=log, stderr=log, env=env)
 
 
 def measure(arguments):

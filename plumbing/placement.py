@@ -66,6 +66,12 @@ QUIET = SLEEP_SOON | {
 # 32 MB or more goes back to the system at once. If it stayed, rows of different sizes would leave
 # gaps between such blocks that the next row does not fit, and the process would grow without end.
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+# asyncio reads from a connection into a new block of 256 KB, and shrinks the block to what has
+# arrived. Once the actor has freed a larger block, its allocator takes these blocks from the heap.
+# Other objects then settle in what is cut off, so that the next block does not fit there, and the
+# actor grows as long as it runs (bench/pace.py). The system itself gives and takes back blocks of
+# this size and more: it leaves no gaps.
+NO_GAPS = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
 # On a GPU rows have many sizes: with one heap that grows, the memory of one row fits the next.
 ONE_HEAP = {"PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")}
 # On a GPU the broadcasts of weights must not queue up behind a process's own kernels.
@@ -434,7 +440,7 @@ def commands(c: Config, gpus: int, node=0, host="") -> list[tuple[str, dict, lis
     _, threads = share_cores(c, gpus, node)
     processes = engine_commands(c, gpus, node, host)
     if node == 0:
-        processes.append(("actor", QUIET, [sys.executable, "actor.py", run_dir]))
+        processes.append(("actor", QUIET | NO_GAPS, [sys.executable, "actor.py", run_dir]))
         processes.append(("preprocess", QUIET, [sys.executable, "preprocess.py", run_dir]))
     if not gpus:
         # Where processes share cores, the trainer has priority: samples age while it waits.
