@@ -69,8 +69,8 @@ KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_":
 # asyncio reads from a connection into a new block of 256 KB, and shrinks the block to what has
 # arrived. Once the actor has freed a larger block, its allocator takes these blocks from the heap.
 # Other objects then settle in what is cut off, so that the next block does not fit there, and the
-# actor grows as long as it runs (bench/pace.py). The system itself gives and takes back blocks of
-# this size and more: it leaves no gaps.
+# actor grows as long as it runs (bench/pace.py). With this threshold, blocks of 128 KB and more
+# come from the system itself and go back to it, which leaves no gaps in the heap.
 NO_GAPS = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
 # On a GPU rows have many sizes: with one heap that grows, the memory of one row fits the next.
 ONE_HEAP = {"PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")}
