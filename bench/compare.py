@@ -239,13 +239,15 @@ def summary(by_setting):
 def ratio(rows, others, k):
     """(the conventional setting that is first at score k, how many times as fast the pipeline is).
 
-    The second is an array [1 + RESAMPLES]. Returns None if nothing can be compared.
+    The second is an array [1 + RESAMPLES]. Returns None if nothing can be compared: without the
+    pipeline or a conventional setting, or where no conventional setting ends above the begin, so
+    that score k is reached before the first step.
     """
     others = {setting: rows[setting]["times"][k] for setting in others}
     if "pipeline" not in rows or not others:
         return None
     best = min(others, key=lambda setting: others[setting][0])
-    if np.isinf(others[best][0]):
+    if others[best][0] == 0 or np.isinf(others[best][0]):
         return None
     first = np.min(list(others.values()), axis=0)
     return best, ratios(first, rows["pipeline"]["times"][k])
@@ -255,12 +257,13 @@ def within_seeds(by_setting):
     """How many times as fast the pipeline is as the fastest conventional run of the same seed.
 
     Returns an array [shares of SHARES, seeds]. A run that never reaches the score counts as in
-    `ratios`.
+    `ratios`; nan stands where `ratio` has nothing to compare.
     """
     by_seed = []
     for k in range(len(by_setting["pipeline"])):
         seed = {setting: [setting_runs[k]] for setting, setting_runs in by_setting.items()}
-        by_seed.append([bootstrap(faster)[0] for _, faster in summary(seed)["ratios"]])
+        answers = summary(seed)["ratios"]
+        by_seed.append([bootstrap(x[1])[0] if x is not None else np.nan for x in answers])
     return np.array(by_seed).T
 
 
@@ -294,9 +297,14 @@ def say(figures, seeds):
 def say_seeds(by_share):
     """Print what `within_seeds` returns, and the geometric means over seeds with intervals."""
     for share, faster in zip(SHARES, by_share):
-        texts = [f"{ratio:.2f}" if 0 < ratio < np.inf else "never" for ratio in faster]
+        texts = []
+        for value in faster:
+            if np.isnan(value):
+                texts.append("no conventional run gained")
+            else:
+                texts.append(f"{value:.2f}" if 0 < value < np.inf else "never")
         line = f"to {share:.0%}, within each seed: {', '.join(texts)}"
-        if "never" not in texts:
+        if np.all((faster > 0) & (faster < np.inf)):
             line += f"; mean {interval_text(tuple(np.exp(student(np.log(faster)))), '.2f')}"
         print(line)
 

@@ -151,6 +151,25 @@ def test_seeds_on_machines_of_different_speeds_weigh_the_same(capsys):
     assert capsys.readouterr().out == "to 50%, within each seed: 2.00, never\n"
 
 
+def test_without_a_gain_of_conventional_rl_there_is_no_ratio(capsys):
+    """Times to a score that runs have at the begin are 0, and 0 / 0 is no ratio."""
+    settings = {
+        "pipeline": [made_up(RISING), made_up(RISING)],
+        "G=1": [made_up(RISING, 4.0), made_up(-RISING)],
+    }
+    within = compare.within_seeds(settings)
+    assert within == pytest.approx(np.array(2 * [[2.0, np.nan]]), rel=1e-3, nan_ok=True)
+    compare.say_seeds(within)
+    text = capsys.readouterr().out
+    assert "to 50%, within each seed: 2.00, no conventional run gained\n" in text
+    assert "mean" not in text and "nan" not in text
+    # Over both seeds the mean of G=1 ends where it begins
+    found = compare.summary(settings)
+    assert found["ratios"] == [None, None]
+    compare.say(found, 2)
+    assert "to 75%: there is nothing to compare the pipeline with" in capsys.readouterr().out
+
+
 def test_time_starts_with_the_sampling_of_the_first_step():
     same = dict.fromkeys(runs.COLUMNS, 0.5)
     lines = [same | dict(wall_s=40.0 + 2 * i, step_s=3.5) for i in range(3)]
