@@ -287,10 +287,17 @@ def say(figures, seeds):
         sentence = "there is nothing to compare the pipeline with"
         if answer is not None:
             best, faster = answer
-            sentence = (
-                f"the pipeline is {interval_text(bootstrap(faster), '.2f')} times as fast as the "
-                f"best conventional setting ({best})"
-            )
+            interval = bootstrap(faster)
+            if interval[0] == 0:
+                sentence = (
+                    "the pipeline's mean does not get there before one of its runs ends, and that "
+                    f"of the best conventional setting ({best}) does"
+                )
+            else:
+                sentence = (
+                    f"the pipeline is {interval_text(interval, '.2f')} times as fast as the best "
+                    f"conventional setting ({best})"
+                )
         print(f"to {share:.0%}: {sentence}")
 
 

@@ -15,7 +15,7 @@ import torch
 from test_config import call
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench import compare, runs
+from bench import compare, rounding, runs
 from tasks import tail
 from tools import base_model
 
@@ -111,6 +111,7 @@ def test_speed_ratio_is_against_the_best_conventional_setting(capsys):
     text = capsys.readouterr().out
     assert re.search(r"^pipeline +14\.\d \(.*\) +never ", text, re.M)
     assert re.search(r"to 50%: the pipeline is 2\.2\d \(\d\.\d\d to \d\.\d\d\) times", text)
+    assert "to 75%: the pipeline's mean does not get there before one of its runs ends" in text
 
 
 def test_intervals_are_over_seeds_and_paired():
@@ -168,6 +169,22 @@ def test_without_a_gain_of_conventional_rl_there_is_no_ratio(capsys):
     assert found["ratios"] == [None, None]
     compare.say(found, 2)
     assert "to 75%: there is nothing to compare the pipeline with" in capsys.readouterr().out
+
+
+def test_what_rounding_leaves_by_hand():
+    """Numbers of bfloat16 between 1 and 2 are 1 / 128 apart."""
+    first = {"a": torch.full((2, 2), 1.5)}
+    for change, share, left in ((0.003, 0.0, 0.0), (0.006, 1.0, 1 / 128 / 0.006), (0.25, 1.0, 1.0)):
+        now = {"a": first["a"] + change}
+        figures = rounding.left_after_rounding(first, now, torch.bfloat16)
+        assert figures == pytest.approx((change, share, left), rel=1e-4)
+    # Half of the weights change by 3 / 128, the others by too little
+    now = {"a": first["a"] + torch.tensor([[3 / 128, 0.003], [3 / 128, -0.003]])}
+    figures = rounding.left_after_rounding(first, now, torch.bfloat16)
+    squares = (3 / 128) ** 2 + 0.003**2
+    assert figures == pytest.approx(((squares / 2) ** 0.5, 0.5, (3 / 128) ** 2 / squares), rel=1e-4)
+    # Without rounding all is left
+    assert rounding.left_after_rounding(first, now, torch.float32)[1:] == pytest.approx((1.0, 1.0))
 
 
 def test_time_starts_with_the_sampling_of_the_first_step():
