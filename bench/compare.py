@@ -239,9 +239,9 @@ def summary(by_setting):
 def ratio(rows, others, k):
     """(the conventional setting that is first at score k, how many times as fast the pipeline is).
 
-    The second is an array [1 + RESAMPLES]. Returns None if nothing can be compared: without the
-    pipeline or a conventional setting, or where no conventional setting ends above the begin, so
-    that score k is reached before the first step.
+    The second is an array [1 + RESAMPLES]. Returns None if nothing can be compared: if there is
+    no pipeline or no conventional setting, if no conventional setting reaches score k, or if none
+    ends above the score at the beginning, so that score k is reached before the first step.
     """
     others = {setting: rows[setting]["times"][k] for setting in others}
     if "pipeline" not in rows or not others:
@@ -284,20 +284,21 @@ def say(figures, seeds):
     columns = ["score at the end", "mean score", "less the first's", "unstable"]
     table(["", *shares, *columns, *FORMATS], rows)
     for share, answer in zip(SHARES, figures["ratios"]):
-        sentence = "there is nothing to compare the pipeline with"
-        if answer is not None:
-            best, faster = answer
-            interval = bootstrap(faster)
-            if interval[0] == 0:
-                sentence = (
-                    "the pipeline's mean does not get there before one of its runs ends, and that "
-                    f"of the best conventional setting ({best}) does"
-                )
-            else:
-                sentence = (
-                    f"the pipeline is {interval_text(interval, '.2f')} times as fast as the best "
-                    f"conventional setting ({best})"
-                )
+        if answer is None:
+            print(f"to {share:.0%}: there is nothing to compare the pipeline with")
+            continue
+        best, faster = answer
+        interval = bootstrap(faster)
+        if interval[0] == 0:
+            sentence = (
+                "the mean of the pipeline does not reach this score before the first of its runs "
+                f"ends; that of the best conventional setting ({best}) does"
+            )
+        else:
+            sentence = (
+                f"the pipeline is {interval_text(interval, '.2f')} times as fast as the best "
+                f"conventional setting ({best})"
+            )
         print(f"to {share:.0%}: {sentence}")
 
 

@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import config as cfg
@@ -28,8 +29,6 @@ from plumbing import checkpoints
 
 def weights_of(checkpoint, first):
     """{name: float32 weight} from a checkpoint's folder trainer/, of those named in `first`."""
-    import torch.distributed.checkpoint as dcp
-
     weights = {name: torch.empty_like(weight) for name, weight in first.items()}
     dcp.load({"model": weights}, checkpoint_id=checkpoint / "trainer", no_dist=True)
     return weights
@@ -59,11 +58,19 @@ def main(argv=None):
     from transformers import AutoModelForCausalLM
 
     run = cfg.load(a.run)
+    saved = checkpoints.all_of(a.run)
+    if run.lora_rank:
+        p.error(
+            f"{a.run} trains adapters (--lora_rank {run.lora_rank}); name a run that trains all "
+            "weights. For adapters, merge_survival in metrics.jsonl says what rounding leaves"
+        )
+    if not saved:
+        p.error(f"{a.run} has no checkpoint; --save_every says after how many steps one is written")
     model = AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32)
     # A head that is tied to the embedding is there once.
     first = {name: x.detach() for name, x in model.named_parameters() if x.dim() > 1}
     results = {}
-    for checkpoint in checkpoints.all_of(a.run):
+    for checkpoint in saved:
         now = weights_of(checkpoint, first)
         version = str(checkpoints.version_of(checkpoint))
         results[version] = left_after_rounding(first, now, getattr(torch, run.dtype))

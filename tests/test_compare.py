@@ -111,7 +111,7 @@ def test_speed_ratio_is_against_the_best_conventional_setting(capsys):
     text = capsys.readouterr().out
     assert re.search(r"^pipeline +14\.\d \(.*\) +never ", text, re.M)
     assert re.search(r"to 50%: the pipeline is 2\.2\d \(\d\.\d\d to \d\.\d\d\) times", text)
-    assert "to 75%: the pipeline's mean does not get there before one of its runs ends" in text
+    assert "to 75%: the mean of the pipeline does not reach this score before the first" in text
 
 
 def test_intervals_are_over_seeds_and_paired():
@@ -153,7 +153,7 @@ def test_seeds_on_machines_of_different_speeds_weigh_the_same(capsys):
 
 
 def test_without_a_gain_of_conventional_rl_there_is_no_ratio(capsys):
-    """Times to a score that runs have at the begin are 0, and 0 / 0 is no ratio."""
+    """The time to a score that runs have at the beginning is 0, and 0 / 0 is no ratio."""
     settings = {
         "pipeline": [made_up(RISING), made_up(RISING)],
         "G=1": [made_up(RISING, 4.0), made_up(-RISING)],
@@ -185,6 +185,23 @@ def test_what_rounding_leaves_by_hand():
     assert figures == pytest.approx(((squares / 2) ** 0.5, 0.5, (3 / 128) ** 2 / squares), rel=1e-4)
     # Without rounding all is left
     assert rounding.left_after_rounding(first, now, torch.float32)[1:] == pytest.approx((1.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    "knobs,message",
+    [
+        (dict(lora_rank=8), r"trains adapters \(--lora_rank 8\)"),
+        (dict(), "has no checkpoint; --save_every says"),
+    ],
+)
+def test_a_run_whose_rounding_cannot_be_measured_is_refused(knobs, message, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(dict(config=knobs)))
+    result = tmp_path / "rounding.json"
+    result.write_text("the figures of another run")
+    with pytest.raises(SystemExit):
+        rounding.main([str(tmp_path), "--out", str(tmp_path)])
+    assert re.search(message, capsys.readouterr().err)
+    assert result.read_text() == "the figures of another run"
 
 
 def test_time_starts_with_the_sampling_of_the_first_step():
