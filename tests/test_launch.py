@@ -137,13 +137,13 @@ def test_an_engine_that_never_answers_is_given_up(supervised, capsys):
 
 def test_an_engine_takes_the_next_free_port(supervised):
     with socket.create_server(("127.0.0.1", 9460)):
-        engine = supervised()
-        claimed_port = supervise.claim_port("127.0.0.1", 9460).getsockname()[1]
-        url = engine.until_healthy()["url"]
-    engine_port = int(url.rpartition(":")[2])
-    # A port is claimed before a server listens, and a server can still take it.
-    assert len({9460, engine_port, claimed_port}) == 3
-    socket.create_server(("127.0.0.1", claimed_port)).close()
+        with supervise.claim_port("127.0.0.1", 9460) as claim:
+            claimed_port = claim.getsockname()[1]
+            url = supervised().until_healthy()["url"]
+            engine_port = int(url.rpartition(":")[2])
+            assert len({9460, engine_port, claimed_port}) == 3
+            # A port is claimed before a server listens, and a server can still take it.
+            socket.create_server(("127.0.0.1", claimed_port)).close()
 
 
 def test_an_address_of_another_machine_is_named():
