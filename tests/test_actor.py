@@ -215,8 +215,10 @@ def with_fake_engine(run_dir, model, answer, work, engine=None, **knobs):
             assert actor.follow_trainer() == position
             assert actor.version == 5 and actor.served == 4
             await actor.start()
-            await work(actor)
-            await actor.close()
+            try:
+                await work(actor)
+            finally:
+                await actor.close()
         return actor, fake.calls
 
     return asyncio.run(asyncio.wait_for(run(), 300))
