@@ -6,7 +6,7 @@ from tasks.judge import REQUEST
 
 WORDS = tuple(REQUEST.split("{}"))
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
-TINY = dict(words=tuple(filter(None, WORDS)), steps=400, chat_template=TEMPLATE)
+TINY = dict(words=tuple(filter(None, WORDS)), steps=250, chat_template=TEMPLATE)
 
 
 def demonstration(rng):

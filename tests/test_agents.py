@@ -52,7 +52,8 @@ def with_package(folder, example, package):
     None if there is no package index, or if it does not have the package.
     """
     subprocess.run([sys.executable, "-m", "venv", f"{folder}/venv"], check=True)
-    command = [f"{folder}/venv/bin/pip", "install", "-q", package]
+    # Without --no-compile pip compiles all files of all packages, of which few are imported.
+    command = [f"{folder}/venv/bin/pip", "install", "-q", "--no-compile", package]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     if "No matching distribution" in done.stderr:
         return None
@@ -188,7 +189,7 @@ def test_commands_in_a_shell_are_trained_on_exact_tokens(tmp_path):
 @pytest.mark.slow
 def test_rewards_come_from_a_judge_on_a_second_vllm(tmp_path, base_model):
     """The judge likes answers with an `a`; a run whose JUDGE_BUDGET is spent ends and says so."""
-    make_model(tmp_path / "judge", "tests", "grader", 400)
+    make_model(tmp_path / "judge", "tests", "grader", 250)
     for split, letters in (("train", "xbaqcf"), ("test", "gbaqci")):
         prompts = [json.dumps(dict(prompt=f"{letters[k:]}{letters[:k]}=")) for k in range(6)]
         (tmp_path / f"{split}.jsonl").write_text("\n".join(prompts))
