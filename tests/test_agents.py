@@ -52,8 +52,7 @@ def with_package(folder, example, package):
     None if there is no package index, or if it does not have the package.
     """
     subprocess.run([sys.executable, "-m", "venv", f"{folder}/venv"], check=True)
-    # Without --no-compile pip compiles all files of all packages, of which few are imported.
-    command = [f"{folder}/venv/bin/pip", "install", "-q", "--no-compile", package]
+    command = [f"{folder}/venv/bin/pip", "install", "-q", package]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     if "No matching distribution" in done.stderr:
         return None
