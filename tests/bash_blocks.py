@@ -10,13 +10,15 @@ from examples.agents import files
 from tasks import shell
 
 BLOCK = "```bash\n{}\n```"
-# What follows the instruction in a prompt of tasks/shell.py
+# In tasks/shell.py: the text that follows the instruction in a prompt
 RULES = shell.PROMPT.split("{instruction}")[1].format(folder="/app")
+# and the message that follows a command that prints nothing
 REPLY = shell.REPLY.format(code=0, output="")
-# The messages of mini-swe-agent before the problem, and after a command that prints nothing; what
-# it takes for the end of the work
+# In mini-swe-agent: the text that comes before the problem
 SYSTEM = "<system>Answer with a ```bash block.\n<user>"
+# the message that follows a command that prints nothing
 OBSERVATION = "<returncode>0</returncode>\n<output>\n</output>"
+# and the command that ends an attempt
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 TEMPLATE = """\
 {% for m in messages %}<{{ m.role }}>{{ m.content }}\
@@ -36,8 +38,8 @@ TINY = dict(words=WORDS, layers=3, chat_template=TEMPLATE)
 def demonstration(rng):
     if rng.random() < 0.5:
         instruction, _, solution, _ = rng.choice(shell_problems.KINDS)
-        names = [f"{'_'.join(rng.choices(shell_problems.WORDS, k=2))}.txt" for _ in "ab"]
-        values = dict(a=names[0], b=names[1], n=rng.randrange(10, 1000))
+        a, b = ("_".join(rng.choices(shell_problems.WORDS, k=2)) + ".txt" for _ in range(2))
+        values = dict(a=a, b=b, n=rng.randrange(10, 1000))
         prompt = f"<user>{instruction.format(**values)}{RULES}"
         command, reply, last = solution.format(**values), REPLY, "done"
     else:
