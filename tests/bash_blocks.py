@@ -12,13 +12,13 @@ from tasks import shell
 BLOCK = "```bash\n{}\n```"
 # In tasks/shell.py: the text that follows the instruction in a prompt
 RULES = shell.PROMPT.split("{instruction}")[1].format(folder="/app")
-# and the message that follows a command that prints nothing
+# In tasks/shell.py: the message that follows a command that prints nothing
 REPLY = shell.REPLY.format(code=0, output="")
 # In mini-swe-agent: the text that comes before the problem
 SYSTEM = "<system>Answer with a ```bash block.\n<user>"
-# the message that follows a command that prints nothing
+# In mini-swe-agent: the message that follows such a command
 OBSERVATION = "<returncode>0</returncode>\n<output>\n</output>"
-# and the command that ends an attempt
+# In mini-swe-agent: the command that ends an attempt
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 TEMPLATE = """\
 {% for m in messages %}<{{ m.role }}>{{ m.content }}\
